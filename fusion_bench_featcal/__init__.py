@@ -1,0 +1,1 @@
+"""FeatCal: feature calibration of merged models."""

@@ -1,0 +1,56 @@
+"""Lets Hydra find this package's YAMLs and FusionBench's, wherever a program is started from.
+
+Installed as ``hydra_plugins.fusion_bench_featcal``. Hydra imports it in every Hydra program, so it
+imports neither FusionBench nor the rest of this package.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+
+def _suite_path(name: str) -> str:
+    """Resolves ``${featcal_suite:clip-vit-mini/mini_mnist}`` to a folder of the bundled suites."""
+    from fusion_bench_featcal.suites.paths import suite_path
+
+    return str(suite_path(name))
+
+
+def _package_folder(package: str) -> Path | None:
+    """Where `package` lies, without importing it."""
+    if package in sys.modules:  # an imported FusionBench has no __spec__, on which find_spec fails
+        return Path(next(iter(sys.modules[package].__path__)))
+    spec = find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))) if places else None
+
+
+def _config_folder(package: str, marker: str, *candidates: str) -> Path | None:
+    """The first of `candidates`, relative to the package's folder, that holds the file `marker`."""
+    home = _package_folder(package)
+    folders = ((home / candidate).resolve() for candidate in candidates) if home else ()
+    return next((folder for folder in folders if (folder / marker).is_file()), None)
+
+
+class FeatCalSearchPath(SearchPathPlugin):
+    """Appends our config folder, then FusionBench's, after everything already on the path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Called by Hydra whenever a search path is built."""
+        OmegaConf.register_new_resolver("featcal_suite", _suite_path, replace=True)
+        folders = (
+            # The source tree's folder comes first: an editable install holds a stale copy.
+            _config_folder("fusion_bench_featcal", "method/featcal.yaml", "../config", "config"),
+            # FusionBench's CLI takes ./config as its only folder where there is one.
+            _config_folder(
+                "fusion_bench", "fabric_model_fusion.yaml", "../config", "../fusion_bench_config"
+            ),
+        )
+        for folder in folders:
+            if folder is not None:
+                # Not Path.as_uri(): Hydra takes what follows file:// as it stands, unquoted.
+                search_path.append(provider="fusion_bench_featcal", path=f"file://{folder}")
