@@ -12,6 +12,10 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+# A file that tells the folder we mean from any other `config` that happens to lie there.
+OUR_MARKER = "modelpool/clip-vit-base-patch32_TA8.yaml"
+THEIR_MARKER = "fabric_model_fusion.yaml"
+
 
 def _suite_path(name: str) -> str:
     """Resolves ``${featcal_suite:clip-vit-mini/mini_mnist}`` to a folder of the bundled suites."""
@@ -44,11 +48,9 @@ class FeatCalSearchPath(SearchPathPlugin):
         OmegaConf.register_new_resolver("featcal_suite", _suite_path, replace=True)
         folders = (
             # The source tree's folder comes first: an editable install holds a stale copy.
-            _config_folder("fusion_bench_featcal", "method/featcal.yaml", "../config", "config"),
+            _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config"),
             # FusionBench's CLI takes ./config as its only folder where there is one.
-            _config_folder(
-                "fusion_bench", "fabric_model_fusion.yaml", "../config", "../fusion_bench_config"
-            ),
+            _config_folder("fusion_bench", THEIR_MARKER, "../config", "../fusion_bench_config"),
         )
         for folder in folders:
             if folder is not None:
