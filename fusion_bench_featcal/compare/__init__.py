@@ -1,0 +1,26 @@
+"""Results, never models: write them, read them, compare them, draw them."""
+
+from .files import ReportError, prepare_directory
+from .items import load_items, save_items
+from .measure import Cost, measure
+from .names import AVERAGE, BASE, EXPERTS, FEATCAL, UNAVAILABLE
+from .report import Report, accuracies
+from .versions import describe_device, versions
+
+__all__ = [
+    "AVERAGE",
+    "BASE",
+    "EXPERTS",
+    "FEATCAL",
+    "UNAVAILABLE",
+    "Cost",
+    "Report",
+    "ReportError",
+    "accuracies",
+    "describe_device",
+    "load_items",
+    "measure",
+    "prepare_directory",
+    "save_items",
+    "versions",
+]

@@ -1,0 +1,220 @@
+"""The report of one run: pure data, in memory and as `report.json`, `.csv` and `.md`."""
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .files import LOG_DIR_SETTING, ReportError, plain, prepare_directory, read_json, write_atomic
+from .items import Items, as_correct, load_items, save_items
+from .names import AVERAGE, EXPERTS, recovered_share
+from .tables import report_markdown, report_table
+from .validate import KIND, SCHEMA, TOLERANCE, check_content, check_row, mean
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+REPORT_FILE = "report.json"
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What one run found and under which conditions.
+
+    Attributes:
+        suite: Name of the model pool, for example `clip-vit-mini_TA6`.
+        upstream: The row that holds the upstream merger, for example `task_arithmetic`.
+        rows: Row name -> task -> accuracy in 0..1, and `average` (mean over tasks). Names are
+            `base`, `experts`, the upstream merger's, `featcal` and `featcal:<preset>`.
+        settings: Row name -> the settings it was made with.
+        cost: Row name -> seconds, peak_rss_bytes, expert_bytes...; "unavailable" if not measured.
+        samples: Row name -> task -> {"samples": number really used, "split": calibration split}.
+        seeds: What was seeded -> seed, for example {"calibration": 42}.
+        test_sets: Task -> {"items": number of test items, ...}; equal for comparable runs.
+        versions: Package -> version.
+        device: What the run computed on.
+        notes: Sentences a reader must know, for example "calibrated on the test split".
+        items: Row name -> task -> bool `[items]`, kept in `items.npz` beside the report.
+        schema: Version of this layout.
+    """
+
+    suite: str = "unnamed"
+    upstream: str | None = None
+    rows: dict[str, dict[str, float]] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cost: dict[str, dict[str, Any]] = field(default_factory=dict)
+    samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    seeds: dict[str, int | None] = field(default_factory=dict)
+    test_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    device: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    items: Items = field(default_factory=dict, repr=False)
+    schema: int = SCHEMA
+
+    @property
+    def tasks(self) -> list[str]:
+        """Task names in the order of the first row."""
+        first = next(iter(self.rows.values()), {})
+        return [task for task in first if task != AVERAGE]
+
+    def add_row(
+        self,
+        name: str,
+        accuracies: Mapping[str, Any],
+        *,
+        settings: Any = None,
+        cost: Mapping[str, Any] | None = None,
+        samples: Mapping[str, Mapping[str, Any]] | None = None,
+        correct: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add one model's results.
+
+        Args:
+            name: Row name; must be new.
+            accuracies: Task -> accuracy in 0..1. The average is computed here.
+            settings: Mapping or dataclass of what made the row.
+            cost: What it cost, see `Report.cost`.
+            samples: Calibration samples really used, see `Report.samples`.
+            correct: Task -> bool `[items]`, for intervals; its mean must be the accuracy.
+
+        Raises:
+            ReportError: The name is taken, tasks differ from the rows before, an accuracy is
+                outside 0..1, or `correct` contradicts it.
+        """
+        if name in self.rows:
+            raise ReportError(f"row '{name}' is already in the report")
+        row = {task: float(value) for task, value in accuracies.items() if task != AVERAGE}
+        check_row(name, row, self.tasks, "report")
+        row = {task: row[task] for task in self.tasks or row}
+        if correct is not None:
+            self._add_items(name, row, correct)
+        self.rows[name] = {**row, AVERAGE: mean(row)}
+        for kept, value in ((self.settings, settings), (self.cost, cost), (self.samples, samples)):
+            if value is not None:
+                kept[name] = plain(value, name)
+
+    def _add_items(self, name: str, row: Mapping[str, float], correct: Mapping[str, Any]) -> None:
+        items = {}
+        for task, accuracy in row.items():
+            place = f"row '{name}', task '{task}'"
+            if task not in correct:
+                raise ReportError(f"{place}: no flags per test item")
+            flags = items[task] = as_correct(correct[task], place)
+            if abs(float(flags.mean()) - accuracy) > TOLERANCE:
+                raise ReportError(
+                    f"{place}: {flags.sum()} of {flags.size} test items are right, "
+                    f"which is not the accuracy {accuracy:.6f}"
+                )
+            known = self.test_sets.get(task, {}).get("items", flags.size)
+            if known != flags.size:
+                raise ReportError(f"{place}: {flags.size} test items, the test set has {known}")
+        for task, flags in items.items():
+            self.test_sets.setdefault(task, {})["items"] = flags.size
+        self.items[name] = items
+
+    @property
+    def recovered_gap(self) -> dict[str, float | None]:
+        """Row -> (row - merged) / (experts - merged) on the average; None where undefined."""
+        return {name: self.share(name, AVERAGE) for name in self.rows}
+
+    @property
+    def recovered_gap_per_task(self) -> dict[str, dict[str, float | None]]:
+        """Row -> task -> share of that task's gap; None where the gap is not positive."""
+        return {name: {task: self.share(name, task) for task in self.tasks} for name in self.rows}
+
+    def share(self, name: str, task: str) -> float | None:
+        """Share of the merged-to-expert gap that row `name` recovers on `task` (or `average`)."""
+        merged, experts = self.rows.get(self.upstream or ""), self.rows.get(EXPERTS)
+        if merged is None or experts is None:
+            return None
+        return recovered_share(self.rows[name][task], merged[task], experts[task])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `report.json` holds."""
+        stored = {item.name: getattr(self, item.name) for item in fields(self)}
+        del stored["items"]
+        return {
+            "kind": KIND,
+            "schema": stored.pop("schema"),
+            "tasks": self.tasks,
+            **plain(stored, "report"),
+            "recovered_gap": self.recovered_gap,
+            "recovered_gap_per_task": self.recovered_gap_per_task,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Any, place: str = "report") -> "Report":
+        """Build a report from what `to_dict` returned.
+
+        Raises:
+            ReportError: Another schema, a key is missing or unknown, or the numbers disagree.
+        """
+        check_content(content, place)
+        return cls(**{key.name: content[key.name] for key in fields(cls) if key.name != "items"})
+
+    def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
+        """Write `report.csv`, `report.md`, `items.npz` (if known) and, last, `report.json`.
+
+        Args:
+            directory: Folder to write to; created when missing.
+            setting: The setting that chose it, named in error messages.
+
+        Returns:
+            The path of `report.json`. Each file is whole or absent, whatever happens.
+
+        Raises:
+            ReportError: The folder or a file in it cannot be written.
+        """
+        text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        directory = prepare_directory(directory, setting)
+        write_atomic(directory / "report.csv", self.csv(), setting)
+        write_atomic(directory / "report.md", report_markdown(self), setting)
+        if self.items:
+            save_items(directory, self.items, setting)
+        return write_atomic(directory / REPORT_FILE, text, setting)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Report":
+        """Read the report that `write` left in `directory`, with its items when there are any.
+
+        Raises:
+            ReportError: Something is missing, damaged or of another schema; the message says what.
+        """
+        path = Path(directory) / REPORT_FILE
+        report = cls.from_dict(read_json(path), str(path))
+        for name, flags in (load_items(Path(directory)) or {}).items():
+            if name not in report.rows:
+                raise ReportError(f"{path}: items.npz has row '{name}', the report has not")
+            row = {task: report.rows[name][task] for task in report.tasks}
+            report._add_items(name, row, flags)
+        return report
+
+    def csv(self) -> str:
+        """Return the long form: one line per row and task (the average counts as a task)."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["suite", "upstream", "name", "task", "accuracy", "recovered_gap"])
+        for name, row in self.rows.items():
+            for task, accuracy in row.items():
+                share = self.share(name, task)
+                gap = "" if share is None else f"{share:.6f}"
+                line = [self.suite, self.upstream or "", name, task, f"{accuracy:.6f}", gap]
+                writer.writerow(line)
+        return text.getvalue()
+
+    def table(self, width: int = 100) -> "Table":
+        """Return the terminal table, laid out for `width` columns."""
+        return report_table(self, width)
+
+
+def accuracies(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Pick task -> accuracy out of what FusionBench's `taskpool.evaluate(model)` returns."""
+    return {
+        task: float(values["accuracy"])
+        for task, values in evaluation.items()
+        if task not in (AVERAGE, "model_info") and isinstance(values, Mapping)
+    }

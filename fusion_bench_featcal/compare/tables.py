@@ -1,0 +1,242 @@
+"""How a report looks: in the terminal (rich) and as Markdown."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .names import AVERAGE, BASE, EXPERTS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from .report import Report
+
+RECOVERED = "recovered gap"
+_ABSENT = "-"
+_LONGEST_WORD = 9
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text: a corner, column heads, and lines of (head, cells); `best` cells stand out.
+
+    `best` holds (line, column) positions. `rules` holds lines that a rule follows.
+    """
+
+    corner: str
+    columns: Sequence[str]
+    lines: Sequence[tuple[str, Sequence[str]]]
+    best: frozenset[tuple[int, int]] = frozenset()
+    rules: frozenset[int] = frozenset()
+
+    def transposed(self) -> "Grid":
+        """Swap lines and columns; rules do not survive."""
+        heads = [head for head, _ in self.lines]
+        lines = [
+            (column, [cells[index] for _, cells in self.lines])
+            for index, column in enumerate(self.columns)
+        ]
+        return Grid("", heads, lines, frozenset((column, line) for line, column in self.best))
+
+    def width(self) -> int:
+        """Terminal columns that `rich_grid` needs for it."""
+        first = max(len(text) for text in [self.corner, *(head for head, _ in self.lines)])
+        rest = 0
+        for index, column in enumerate(self.columns):
+            texts = [*broken(column).splitlines(), *(cells[index] for _, cells in self.lines)]
+            rest += max(map(len, texts), default=0) + 2
+        return first + rest + 1
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """Write a share as per cent; None as a dash."""
+    return _ABSENT if value is None else f"{100 * value:.{digits}f}"
+
+
+def short_names(tasks: Sequence[str]) -> dict[str, str]:
+    """Drop the prefix (up to an underscore) that all tasks share; it only takes room."""
+    prefix = tasks[0].partition("_")[0] + "_" if tasks else ""
+    shared = len(tasks) > 1 and all(
+        len(task) > len(prefix) and task.startswith(prefix) for task in tasks
+    )
+    return {task: task.removeprefix(prefix) if shared else task for task in tasks}
+
+
+def broken(name: str) -> str:
+    """Break a long head at `_`, `-`, `:`, `+` or blanks into lines of about nine letters."""
+    lines = [""]
+    word = ""
+    for letter in name + " ":
+        word += letter
+        if letter in "_-:+ ":
+            if lines[-1] and len(lines[-1]) + len(word.rstrip()) > _LONGEST_WORD:
+                lines.append("")
+            lines[-1] += word
+            word = ""
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def best_cells(
+    values: Sequence[Sequence[float | None]], eligible: Sequence[bool]
+) -> frozenset[tuple[int, int]]:
+    """Positions of the largest value of each column among the eligible lines (ties: all)."""
+    best = set()
+    for column in range(len(values[0]) if values else 0):
+        candidates = {
+            line: value
+            for line, cells in enumerate(values)
+            if eligible[line] and (value := cells[column]) is not None
+        }
+        top = max(candidates.values(), default=None)
+        best |= {(line, column) for line, value in candidates.items() if value == top}
+    return frozenset(best)
+
+
+def report_grid(report: "Report") -> Grid:
+    """Rows of the report by tasks, average and recovered gap; the best merged model stands out."""
+    names = short_names(report.tasks)
+    keys = [*report.tasks, AVERAGE]
+    values = [[row[key] for key in keys] for row in report.rows.values()]
+    eligible = [name not in (BASE, EXPERTS) for name in report.rows]
+    # Base is not an attempt to repair the merged model: its share says nothing.
+    shares = [None if name == BASE else report.share(name, AVERAGE) for name in report.rows]
+    lines = [
+        (name, [*map(percent, cells), _with_unit(share)])
+        for name, cells, share in zip(report.rows, values, shares, strict=True)
+    ]
+    columns = [*names.values(), AVERAGE, RECOVERED]
+    best = best_cells(values, eligible) if sum(eligible) > 1 else frozenset()
+    return Grid("accuracy, %", columns, lines, best)
+
+
+def report_table(report: "Report", width: int) -> "Table":
+    """Lay the report out for `width` columns: rows across, else tasks across, else no tasks."""
+    grid = fitting(report_grid(report), width, summary_columns=2)
+    table = rich_grid(grid)
+    table.title = _title(report)
+    table.caption = "\n".join(provenance(report))
+    table.caption_justify = "left"
+    return table
+
+
+def fitting(grid: Grid, width: int, summary_columns: int) -> Grid:
+    """Choose the form of `grid` that fits: as it is, transposed, or its last columns only."""
+    for form in (grid, grid.transposed()):
+        if form.width() <= width:
+            return form
+    first = len(grid.columns) - summary_columns
+    lines = [(head, cells[first:]) for head, cells in grid.lines]
+    best = frozenset((line, column - first) for line, column in grid.best if column >= first)
+    return Grid(grid.corner, grid.columns[first:], lines, best, grid.rules)
+
+
+def rich_grid(grid: Grid) -> "Table":
+    """Render for the terminal."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+    table.add_column(grid.corner, no_wrap=True)
+    for column in grid.columns:
+        table.add_column(Text(broken(column)), justify="right", no_wrap=True)
+    for number, (head, cells) in enumerate(grid.lines):
+        styles = ["bold" if (number, column) in grid.best else "" for column in range(len(cells))]
+        texts = [Text(cell, style=style) for cell, style in zip(cells, styles, strict=True)]
+        table.add_row(Text(head), *texts, end_section=number in grid.rules)
+    return table
+
+
+def markdown_grid(grid: Grid) -> str:
+    """Render as a Markdown table."""
+    lines = [
+        "| " + " | ".join(map(_escaped, [grid.corner, *grid.columns])) + " |",
+        "|:--" + "|--:" * len(grid.columns) + "|",
+    ]
+    for number, (head, cells) in enumerate(grid.lines):
+        marked = [
+            f"**{cell}**" if (number, column) in grid.best else _escaped(cell)
+            for column, cell in enumerate(cells)
+        ]
+        lines.append("| " + " | ".join([_escaped(head), *marked]) + " |")
+    return "\n".join(lines)
+
+
+def provenance(report: "Report") -> list[str]:
+    """Sentences under a table: what was calibrated with what, where, and what to mind."""
+    groups: dict[str, list[str]] = {}
+    for name, tasks in report.samples.items():
+        if tasks:
+            groups.setdefault(_samples_phrase(tasks), []).append(name)
+    lines = [f"{', '.join(names)}: {phrase}" for phrase, names in groups.items()]
+    times = [
+        f"{name} {cost['seconds']:.1f} s"
+        for name, cost in report.cost.items()
+        if isinstance(cost.get("seconds"), (int, float))
+    ]
+    if times:
+        lines.append("calibration time: " + ", ".join(times))
+    seeds = ", ".join(f"{name} {seed}" for name, seed in report.seeds.items())
+    place = ", ".join(str(report.device[key]) for key in ("device", "cpu") if key in report.device)
+    lines.append("; ".join(part for part in (f"seeds: {seeds}" if seeds else "", place) if part))
+    return [line for line in lines if line] + [f"note: {note}" for note in report.notes]
+
+
+def _samples_phrase(tasks: Mapping[str, Mapping[str, Any]]) -> str:
+    counts = sorted({int(entry["samples"]) for entry in tasks.values()})
+    splits = sorted({str(entry["split"]) for entry in tasks.values()})
+    number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{number} samples per task from the {' and '.join(splits)} split"
+
+
+def report_markdown(report: "Report") -> str:
+    """Return the text of `report.md`: the table, then everything needed to judge it."""
+    grid = report_grid(report)
+    if len(grid.columns) > 12:
+        grid = grid.transposed()
+    parts = [
+        f"# {_title(report)}",
+        markdown_grid(grid),
+        "Accuracy in per cent. *Recovered gap*: (row - merged) / (experts - merged) on the "
+        f"average, where merged is `{report.upstream}`. Bold: best merged model of a column.",
+        "\n".join(f"- {line}" for line in provenance(report)),
+    ]
+    for title, table in (("Settings", report.settings), ("Cost", report.cost)):
+        if table:
+            parts += [f"## {title}", markdown_grid(mapping_grid(table))]
+    for title, mapping in (("Versions", report.versions), ("Device", report.device)):
+        if mapping:
+            parts += [
+                f"## {title}",
+                "\n".join(f"- {key}: {value}" for key, value in mapping.items()),
+            ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def mapping_grid(table: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """Keys down, rows of the report across."""
+    keys = list(dict.fromkeys(key for entries in table.values() for key in entries))
+    lines = [
+        (key, [_shown(key, table[row][key]) if key in table[row] else _ABSENT for row in table])
+        for key in keys
+    ]
+    return Grid("", list(table), lines)
+
+
+def _shown(key: str, value: Any) -> str:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and key.endswith("_bytes"):
+        return f"{value / 2**20:.1f} MiB"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _title(report: "Report") -> str:
+    return f"{report.suite}, merged by {report.upstream or 'nobody'}"
+
+
+def _with_unit(share: float | None) -> str:
+    return _ABSENT if share is None else f"{100 * share:.0f} %"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,105 @@
+"""Checks on the content of a report, each naming what is wrong and where."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .files import ReportError
+from .names import AVERAGE
+
+SCHEMA = 1
+KIND = "run"
+
+# Accuracies pass through float32 on their way into a report.
+TOLERANCE = 1e-5
+
+_KEYS: dict[str, type | tuple[type, ...]] = {
+    "suite": str,
+    "upstream": (str, type(None)),
+    "rows": dict,
+    "settings": dict,
+    "cost": dict,
+    "samples": dict,
+    "seeds": dict,
+    "test_sets": dict,
+    "versions": dict,
+    "device": dict,
+    "notes": list,
+}
+_DERIVED = {"kind", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}
+
+
+def mean(row: Mapping[str, float]) -> float:
+    """Mean over the tasks of a row (which must not hold the average itself)."""
+    return math.fsum(row.values()) / len(row)
+
+
+def check_row(name: str, row: Mapping[str, float], tasks: list[str], place: str) -> None:
+    """Check one row's accuracies, without its average, against the tasks of the rows before it.
+
+    Raises:
+        ReportError: No task, other tasks, or an accuracy outside 0..1.
+    """
+    if not row:
+        raise ReportError(f"{place}: row '{name}' has no task")
+    if tasks and set(row) != set(tasks):
+        missing = sorted(set(tasks) - set(row))
+        extra = sorted(set(row) - set(tasks))
+        raise ReportError(
+            f"{place}: row '{name}' is not about the same tasks as the rows before: "
+            f"missing {missing}, extra {extra}"
+        )
+    for task, value in row.items():
+        if not 0 <= value <= 1:
+            raise ReportError(
+                f"{place}: row '{name}', task '{task}': accuracy {value} is not in 0..1"
+            )
+
+
+def check_content(content: Any, place: str) -> None:
+    """Check what was read from a `report.json`.
+
+    Raises:
+        ReportError: Not a run's report, another schema, a key missing, unknown or of another type,
+            a row that contradicts its average or the rows before it.
+    """
+    check_layout(content, place)
+    tasks: list[str] = []
+    for name, row in content["rows"].items():
+        if not isinstance(row, dict) or not all(_is_number(value) for value in row.values()):
+            raise ReportError(f"{place}: row '{name}' must map task names to numbers")
+        if AVERAGE not in row:
+            raise ReportError(f"{place}: row '{name}' has no '{AVERAGE}'")
+        values = {task: value for task, value in row.items() if task != AVERAGE}
+        check_row(name, values, tasks, place)
+        tasks = tasks or list(values)
+        if abs(mean(values) - row[AVERAGE]) > TOLERANCE:
+            raise ReportError(
+                f"{place}: row '{name}': {AVERAGE} {row[AVERAGE]} is not the mean over its tasks"
+            )
+
+
+def check_layout(content: Any, place: str) -> None:
+    """Check kind, schema and top-level keys of what was read from a `report.json`.
+
+    Raises:
+        ReportError: One of them is not what this version writes.
+    """
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise ReportError(f'{place} is not the report of a run (no "kind": "{KIND}")')
+    if content.get("schema") != SCHEMA:
+        raise ReportError(
+            f"{place} has schema {content.get('schema')!r}; this version of fusion_bench_featcal "
+            f"reads schema {SCHEMA}. Use the version that wrote it, or run again."
+        )
+    missing = sorted(set(_KEYS) - set(content))
+    unknown = sorted(set(content) - set(_KEYS) - _DERIVED)
+    if missing or unknown:
+        raise ReportError(f"{place}: missing keys {missing}, unknown keys {unknown}")
+    for key, kind in _KEYS.items():
+        if not isinstance(content[key], kind):
+            raise ReportError(f"{place}: '{key}' has the wrong type {type(content[key]).__name__}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
