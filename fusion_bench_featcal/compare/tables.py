@@ -40,12 +40,12 @@ class Grid:
 
     def width(self) -> int:
         """Terminal columns that `rich_grid` needs for it."""
-        first = max(len(text) for text in [self.corner, *(head for head, _ in self.lines)])
-        rest = 0
+        heads = [self.corner, *(head for head, _ in self.lines)]
+        widths = [max(map(len, heads))]
         for index, column in enumerate(self.columns):
             texts = [*broken(column).splitlines(), *(cells[index] for _, cells in self.lines)]
-            rest += max(map(len, texts), default=0) + 2
-        return first + rest + 1
+            widths.append(max(map(len, texts)))
+        return sum(widths) + 2 * len(widths)
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -136,7 +136,7 @@ def rich_grid(grid: Grid) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
     table.add_column(grid.corner, no_wrap=True)
     for column in grid.columns:
         table.add_column(Text(broken(column)), justify="right", no_wrap=True)
