@@ -1,1 +1,48 @@
-"""FeatCal: feature calibration of merged models."""
+"""FeatCal: repairs merged models by closed-form feature calibration (arXiv 2605.13030)."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusion_bench_featcal.calibration import CalibrationResult, calibrate
+    from fusion_bench_featcal.calibration_log import CalibrationLog
+    from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, SafetensorsExpert
+    from fusion_bench_featcal.families import Family, ReplayFamily
+    from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+__version__ = "0.1.0"
+
+# Public name -> module. Loaded on first use, so that `import fusion_bench_featcal` stays cheap.
+_EXPORTS = {
+    "CalibrationError": "settings",
+    "CalibrationLog": "calibration_log",
+    "CalibrationResult": "calibration",
+    "ExpertSource": "experts",
+    "Family": "families",
+    "FeatCalSettings": "settings",
+    "InMemoryExpert": "experts",
+    "ReplayFamily": "families",
+    "SafetensorsExpert": "experts",
+    "calibrate": "calibration",
+}
+
+__all__ = [
+    "CalibrationError",
+    "CalibrationLog",
+    "CalibrationResult",
+    "ExpertSource",
+    "Family",
+    "FeatCalSettings",
+    "InMemoryExpert",
+    "ReplayFamily",
+    "SafetensorsExpert",
+    "calibrate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,188 @@
+"""One block: running sums over tasks, and the updates solved from them."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, extrapolate_anchor
+from fusion_bench_featcal.core.moments import moment_dtype
+from fusion_bench_featcal.experts import ExpertModel
+from fusion_bench_featcal.modules import Site
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.task_sums import TaskSums
+
+DEAD_TASK_RATIO = 1e-6
+"""A task whose gram norm is below this share of the median task's would swamp the bias."""
+
+
+class BlockSums:
+    """Running sums of one block over tasks, and its solve."""
+
+    def __init__(
+        self,
+        block: str,
+        sites: Sequence[Site],
+        model: nn.Module,
+        base: ExpertModel | None,
+        settings: FeatCalSettings,
+    ) -> None:
+        """Start with no task.
+
+        Args:
+            block: The block's name.
+            sites: Its calibrated modules.
+            model: The calibrated model, whose block still has the merged parameters.
+            base: The base; None drops lambda for bias and norm, and needs `anchor_rho` 1.
+            settings: Settings.
+        """
+        self._block = block
+        self._sites = {site.name: site for site in sites}
+        self._model = model
+        self._settings = settings
+        self._anchors = {s.name: self._anchor(s.weight_name, base, s) for s in sites}
+        self._bias_anchors = {
+            s.name: self._anchor(s.bias_name, base, None)
+            for s in sites
+            if s.has_bias and base is not None
+        }
+        self._has_base = base is not None
+        self._linear: dict[tuple[str, ...], FoldedLinear] = {}
+        self._norm: dict[str, FoldedNorm] = {}
+
+    def _anchor(self, name: str, base: ExpertModel | None, site: Site | None) -> Tensor:
+        rho = self._settings.anchor_rho
+        merged = self._model.get_parameter(name).detach()
+        anchor = extrapolate_anchor(merged, base.tensor(name) if base and rho != 1 else None, rho)
+        anchor = anchor.to(moment_dtype(merged.dtype))
+        return site.oriented(anchor) if site is not None else anchor
+
+    def add(self, sums: TaskSums, expert: nn.Module) -> None:
+        """Fold one task in.
+
+        Args:
+            sums: The task's sums.
+            expert: Its expert, with this block's parameters loaded.
+
+        Raises:
+            CalibrationError: If the task's modules share inputs in another way than before.
+        """
+        sums.check_finite()
+        if self._linear and set(self._linear) != set(sums.linear):
+            raise CalibrationError(
+                f"block {self._block}: modules share inputs differently for task {sums.task}; the "
+                "block takes another path there, which method.family cannot calibrate"
+            )
+        for names, moments in sums.linear.items():
+            if names not in self._linear:
+                anchors = {name: self._anchors[name] for name in names}
+                self._linear[names] = FoldedLinear(
+                    anchors, mix_alpha=self._settings.mix_alpha, eps=self._settings.eps
+                )
+            weights = {name: self._expert_weight(expert, name) for name in names}
+            biases = {
+                name: expert.get_parameter(self._sites[name].bias_name)
+                for name in names
+                if self._sites[name].has_bias and self._settings.calibrate_bias
+            }
+            self._linear[names].add(sums.task, moments, weights, biases)
+        for name, moments in sums.norm.items():
+            affine = self._affine(expert, name)
+            self._norm.setdefault(name, FoldedNorm()).add(moments, affine)
+
+    def _expert_weight(self, expert: nn.Module, name: str) -> Tensor:
+        site = self._sites[name]
+        return site.oriented(expert.get_parameter(site.weight_name))
+
+    def _affine(self, model: nn.Module, name: str) -> tuple[Tensor, Tensor]:
+        site = self._sites[name]
+        return model.get_parameter(site.weight_name), model.get_parameter(site.bias_name)
+
+    def solve(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """Solve every module from the one snapshot that was summed.
+
+        Returns:
+            New parameters by name, as they are stored, and a log record for each linear module.
+
+        Raises:
+            CalibrationError: If a task is dead or a system has no trustworthy solution, naming
+                block, module and the setting to change.
+        """
+        updates: dict[str, Tensor] = {}
+        records: list[dict[str, Any]] = []
+        for names, folded in self._linear.items():
+            self._refuse_dead_tasks(names[0], folded.gram_norms)
+            for name in names:
+                try:
+                    records.append(self._solve_linear(name, folded, updates))
+                except UnsolvedError as error:
+                    raise CalibrationError(
+                        f"block {self._block}, module {name}: {error}. Raise method.ridge_lambda "
+                        f"(now {self._settings.ridge_lambda}) or method.samples_per_task "
+                        f"(now {self._settings.samples_per_task})"
+                    ) from error
+        for name, folded_norm in self._norm.items():
+            anchor = (self._anchors[name], self._bias_anchors[name]) if self._has_base else None
+            gain, shift = folded_norm.solve(
+                anchor, ridge_lambda=self._settings.ridge_lambda, eps=self._settings.eps
+            )
+            updates[self._sites[name].weight_name] = gain
+            updates[self._sites[name].bias_name] = shift
+        return updates, records
+
+    def _solve_linear(
+        self, name: str, folded: FoldedLinear, updates: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        site, ridge_lambda = self._sites[name], self._settings.ridge_lambda
+        solution = folded.solve(name, ridge_lambda=ridge_lambda)
+        updates[site.weight_name] = site.oriented(solution.weight)
+        if site.has_bias and self._settings.calibrate_bias:
+            updates[site.bias_name] = folded.solve_bias(
+                name, solution.weight, self._bias_anchors.get(name), ridge_lambda=ridge_lambda
+            )
+        return {
+            "block": self._block,
+            "module": name,
+            "residual": solution.residual,
+            "condition": solution.condition,
+            "task_weights": {task: float(w) for task, w in solution.task_weights.items()},
+        }
+
+    def _refuse_dead_tasks(self, module: str, norms: Mapping[str, float]) -> None:
+        median = statistics.median(norms.values())
+        for task, norm in norms.items():
+            if norm < DEAD_TASK_RATIO * median:
+                raise CalibrationError(
+                    f"task {task}, block {self._block}, module {module}: its inputs are almost "
+                    f"zero (gram norm {norm:.1e}, median task {median:.1e}), so its weight would swamp "
+                    f"the bias. Check modelpool.models.{task} and its calibration data, or drop "
+                    "the task"
+                )
+
+
+def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor]) -> None:
+    """Write a block's new parameters, all or none, in the model's own dtype.
+
+    Args:
+        model: The calibrated model.
+        block: The block's name, for messages.
+        updates: New parameters by name.
+
+    Raises:
+        CalibrationError: If a value does not fit the parameter's dtype.
+    """
+    cast: list[tuple[Tensor, Tensor]] = []
+    for name, value in updates.items():
+        parameter = model.get_parameter(name)
+        new = value.to(parameter.dtype)
+        if not bool(torch.isfinite(new).all()):
+            raise CalibrationError(
+                f"block {block}: the new {name} is not finite in {parameter.dtype}. Raise "
+                "method.ridge_lambda, or merge in a wider dtype"
+            )
+        cast.append((parameter, new))
+    with torch.no_grad():
+        for parameter, new in cast:
+            parameter.copy_(new)

@@ -1,0 +1,289 @@
+"""FeatCal's loop: repair a merged model block by block in forward order (Algorithm 1)."""
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from fusion_bench_featcal.block import BlockSums, load_updates
+from fusion_bench_featcal.calibration_log import CalibrationLog
+from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert, names_under
+from fusion_bench_featcal.families import Family, resolve_family
+from fusion_bench_featcal.modules import BlockModules, check_patterns, find_modules
+from fusion_bench_featcal.recording import record_inputs
+from fusion_bench_featcal.samples import Batch, take_samples, to_device
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.task_sums import TaskSums
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """A calibrated model and what was done to it.
+
+    Attributes:
+        model: The calibrated model: class, dtype and device of the merged one.
+        log: Records of every block.
+    """
+
+    model: nn.Module
+    log: CalibrationLog
+
+
+@dataclass
+class Run:
+    """Everything a calibration works with; `model` is the one thing it changes."""
+
+    model: nn.Module
+    base: ExpertModel | None
+    experts: dict[str, ExpertModel]
+    family: Family
+    settings: FeatCalSettings
+    autocast: Autocast
+    progress: Any
+    log: CalibrationLog
+    stages: list[list[str]]
+    modules: dict[str, BlockModules]
+    drift: dict[str, list[DriftSums]] = field(default_factory=dict)
+
+    @property
+    def uses_expert_features(self) -> bool:
+        """Whether experts run at all: a target without their share needs only their weights."""
+        return self.settings.mix_alpha > 0 or self.settings.log_drift
+
+
+@torch.no_grad()
+def calibrate(
+    merged: nn.Module,
+    base: nn.Module | ExpertSource | None,
+    experts: Mapping[str, nn.Module | ExpertSource],
+    batches: Mapping[str, Iterable[Any]],
+    settings: FeatCalSettings,
+    family: Any = None,
+    *,
+    device: torch.device | str | None = None,
+    autocast: Autocast | None = None,
+    progress: bool = True,
+) -> CalibrationResult:
+    """Calibrate a merged model (Algorithm 1).
+
+    All modules of a block are solved from one snapshot, taken before the block changes; the next
+    block sees what the updated block produces.
+
+    Args:
+        merged: The merged model. It is not changed.
+        base: The base model; None drops lambda for biases and norms and needs `anchor_rho` 1.
+        experts: Each task's expert: a module, or a source of its weights.
+        batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
+            arguments, tuples of arguments, or single tensors; batch first.
+        settings: Settings; `samples_per_task` samples of each task are used.
+        family: How the model is cut into blocks; None takes `settings.family`.
+        device: Where to compute; None: where the merged model is.
+        autocast: Makes the context for forward passes (Fabric's `autocast`); statistics are never
+            inside it.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The calibrated model and the log.
+
+    Raises:
+        CalibrationError: If the run cannot go on; the message names the place and the setting.
+        ValueError: If the family is unknown or rho needs a base that is not there.
+    """
+    run = _prepare(merged, base, experts, batches, settings, family, device, autocast, progress)
+    tasks = {task: take_samples(task, batches[task], settings) for task in experts}
+    many_stages = len(run.stages) > 1
+    with run.progress:
+        for index, stage in enumerate(run.stages):
+            streams = _begin_stage(run, index, tasks, keep_inputs=many_stages)
+            tasks = streams
+            for block in stage:
+                _calibrate_block(run, block, streams)
+    run.model.train(merged.training)
+    return CalibrationResult(run.model.to(_device_of(merged)), run.log)
+
+
+def _calibrate_block(run: Run, block: str, streams: dict[str, list[Batch]]) -> None:
+    """Collect from every task, solve, load, advance: one turn of Algorithm 1's loop."""
+    start = time.perf_counter()
+    sums = BlockSums(block, run.modules[block].sites, run.model, run.base, run.settings)
+    records = {task: _collect(run, block, task, streams[task], sums) for task in streams}
+    updates, module_records = sums.solve()
+    load_updates(run.model, block, updates)
+    for task, batches in streams.items():
+        records[task] |= _advance(run, block, batches)
+        run.log.add("task", records[task])
+    for record in module_records:
+        run.log.add("module", record)
+    left = list(run.modules[block].left)
+    run.log.add("block", {"block": block, "seconds": time.perf_counter() - start, "left": left})
+
+
+def _collect(
+    run: Run, block: str, task: str, batches: list[Batch], into: BlockSums
+) -> dict[str, Any]:
+    """Sum one task's module inputs over its batches and fold them into the block's sums."""
+    start, expert = time.perf_counter(), run.experts[task]
+    read_before = expert.bytes_read
+    sites = run.modules[block].sites
+    demo = run.settings.token_weights == "demo_last_block" and block == run.stages[-1][-1]
+    sums = TaskSums(block, task, sites, demo_weights=demo)
+    names = [site.name for site in sites]
+    drift: list[DriftSums] = []
+    run.progress.set_description(f"FeatCal {block} · {task}")
+    with expert.loaded(_needed_by(run, block)) as expert_model:
+        for batch in batches:
+            with record_inputs(run.model, names) as cal, run.autocast():
+                hidden, _ = run.family.step(run.model, block, batch.cal)
+            exp = None
+            if run.uses_expert_features:
+                with record_inputs(expert_model, names) as exp, run.autocast():
+                    batch.exp_hidden, batch.exp = run.family.step(expert_model, block, batch.exp)
+                drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
+            sums.add(run.model, cal, exp, batch.valid)
+        into.add(sums, expert_model)
+    run.progress.update()
+    return {
+        "block": block,
+        "task": task,
+        "samples": sum(batch.samples for batch in batches),
+        **_drift_record("before", drift if run.settings.log_drift else []),
+        "seconds": time.perf_counter() - start,
+        "expert_bytes": expert.bytes_read - read_before,
+    }
+
+
+def _advance(run: Run, block: str, batches: list[Batch]) -> dict[str, Any]:
+    """Run the updated block, whose outputs the next block receives; the drift that is left."""
+    drift: list[DriftSums] = []
+    last = block == run.stages[-1][-1]
+    for batch in batches:
+        if last and not run.settings.log_drift:
+            break
+        with run.autocast():
+            hidden, batch.cal = run.family.step(run.model, block, batch.cal)
+        if run.settings.log_drift and batch.exp_hidden is not None:
+            drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
+        batch.exp_hidden = None
+    return _drift_record("after", drift)
+
+
+def _drift_record(when: str, drift: list[DriftSums]) -> dict[str, float | None]:
+    """Mean L2 drift over rows, and root mean square drift relative to the expert's features."""
+    if not drift:
+        return {f"drift_{when}": None, f"relative_drift_{when}": None}
+    norms, squares, expert_squares, rows = (sum(column) for column in zip(*drift, strict=True))
+    relative = (squares / expert_squares) ** 0.5 if expert_squares > 0 else None
+    return {f"drift_{when}": norms / rows, f"relative_drift_{when}": relative, "rows": rows}
+
+
+def _begin_stage(
+    run: Run, index: int, tasks: Mapping[str, Iterable[Batch]], *, keep_inputs: bool
+) -> dict[str, list[Batch]]:
+    """Run every task's samples, on both sides, up to the first block of a stage."""
+    first = run.stages[index][0]
+    later = [block for stage in run.stages[index:] for block in stage]
+    names = list(run.model.state_dict())
+    stem = set(names) - (set() if run.family.whole_model else set(names_under(names, later)))
+    device = _device_of(run.model)
+    streams: dict[str, list[Batch]] = {}
+    for task, batches in tasks.items():
+        run.progress.set_description(f"FeatCal inputs · {task}")
+        streams[task] = []
+        with run.experts[task].loaded(stem if run.uses_expert_features else ()) as expert_model:
+            for batch in batches:
+                inputs = to_device(batch.inputs, device)
+                valid = run.family.row_weights(inputs)
+                with run.autocast():
+                    cal = run.family.begin(run.model, inputs, first)
+                    exp = None
+                    if run.uses_expert_features:
+                        exp = run.family.begin(expert_model, inputs, first)
+                kept = batch.inputs if keep_inputs else None
+                streams[task].append(Batch(kept, batch.samples, valid, cal, exp))
+    return streams
+
+
+def _needed_by(run: Run, block: str) -> list[str]:
+    """Names of the expert's tensors that one block's visit needs."""
+    names = list(run.model.state_dict())
+    return names if run.family.whole_model else names_under(names, [block])
+
+
+def _prepare(
+    merged: nn.Module,
+    base: nn.Module | ExpertSource | None,
+    experts: Mapping[str, nn.Module | ExpertSource],
+    batches: Mapping[str, Iterable[Any]],
+    settings: FeatCalSettings,
+    family: Any,
+    device: torch.device | str | None,
+    autocast: Autocast | None,
+    progress: bool,
+) -> Run:
+    """Check everything that can be checked before the first forward pass."""
+    _check_tasks(experts, batches)
+    if base is None and settings.anchor_rho != 1:
+        raise ValueError(
+            f"method.anchor_rho = {settings.anchor_rho} needs the base model "
+            "(modelpool.models._pretrained_); without one set method.anchor_rho to 1"
+        )
+    resolved = resolve_family(settings.family if family is None else family, merged)
+    stages = resolved.stages(merged)
+    modules = {
+        block: find_modules(merged, block, settings.modules, calibrate_norm=settings.calibrate_norm)
+        for stage in stages
+        for block in stage
+    }
+    check_patterns(settings.modules, modules.values())
+    model = copy.deepcopy(merged).to(device or _device_of(merged)).eval()
+    readers = {task: ExpertModel(task, _source(e), model) for task, e in experts.items()}
+    base_reader = None
+    if base is not None:
+        base_reader = ExpertModel("_pretrained_", _source(base), model, role="base model")
+    bar = tqdm(total=len(modules) * len(experts), disable=not progress, leave=False, unit="visit")
+    return Run(
+        model=model,
+        base=base_reader,
+        experts=readers,
+        family=resolved,
+        settings=settings,
+        autocast=autocast or nullcontext,
+        progress=bar,
+        log=CalibrationLog(family=resolved.name),
+        stages=stages,
+        modules=modules,
+    )
+
+
+def _check_tasks(experts: Mapping[str, Any], batches: Mapping[str, Any]) -> None:
+    without_expert = sorted(set(batches) - set(experts))
+    without_data = sorted(set(experts) - set(batches))
+    if without_expert:
+        raise CalibrationError(
+            f"tasks {without_expert} have calibration data but no expert; experts are "
+            f"{sorted(experts)}. Check modelpool.models"
+        )
+    if without_data:
+        raise CalibrationError(
+            f"tasks {without_data} have an expert but no calibration data; there is data for "
+            f"{sorted(batches)}. Check modelpool.train_datasets"
+        )
+    if not experts:
+        raise CalibrationError("there is no expert to calibrate towards. Check modelpool.models")
+
+
+def _source(model: nn.Module | ExpertSource) -> ExpertSource:
+    return InMemoryExpert(model) if isinstance(model, nn.Module) else model
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

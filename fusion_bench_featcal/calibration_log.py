@@ -1,0 +1,56 @@
+"""What a calibration did, block by block: records that a program can read."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class CalibrationLog:
+    """Records of one calibration.
+
+    A record of kind `task` has block, task, samples, rows, the mean L2 drift of the block's output
+    before and after its update (Eq. 2) and the same relative to the expert's feature norm (root
+    mean square; None where drift is not logged), seconds and expert_bytes. One of kind `module` has
+    block, module, the solve's relative residual, the condition estimate and the task weights. One
+    of kind `block` has block, seconds and the modules left as merged.
+
+    Attributes:
+        family: Name of the family that cut the model.
+        records: The records, in order.
+    """
+
+    family: str = ""
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, kind: str, record: dict[str, Any]) -> None:
+        """Append one record."""
+        self.records.append({"kind": kind, **record})
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The records of one kind."""
+        return [record for record in self.records if record["kind"] == kind]
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of all blocks together."""
+        return sum(record["seconds"] for record in self.of_kind("block"))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of expert weights that were read."""
+        return sum(record["expert_bytes"] for record in self.of_kind("task"))
+
+    def write(self, path: str | Path) -> None:
+        """Write one JSON object a line, atomically.
+
+        Args:
+            path: The file to write.
+        """
+        path = Path(path)
+        partial = path.with_name(path.name + ".part")
+        lines = (json.dumps(record) for record in self.records)
+        partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        os.replace(partial, path)

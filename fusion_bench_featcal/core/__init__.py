@@ -1,0 +1,40 @@
+"""The mathematics of FeatCal: tensors in, tensors out."""
+
+from fusion_bench_featcal.core.drift import drift_norm_sum
+from fusion_bench_featcal.core.folded import FoldedLinear, FoldedNorm
+from fusion_bench_featcal.core.moments import (
+    LinearMoments,
+    NormMoments,
+    frobenius_norm,
+    linear_moments,
+    norm_moments,
+    normalised_input,
+    task_weight,
+)
+from fusion_bench_featcal.core.solve import (
+    LinearSolution,
+    UnsolvedError,
+    extrapolate_anchor,
+    solve_bias,
+    solve_linear,
+    solve_norm,
+)
+
+__all__ = [
+    "FoldedLinear",
+    "FoldedNorm",
+    "LinearMoments",
+    "LinearSolution",
+    "NormMoments",
+    "UnsolvedError",
+    "drift_norm_sum",
+    "extrapolate_anchor",
+    "frobenius_norm",
+    "linear_moments",
+    "norm_moments",
+    "normalised_input",
+    "solve_bias",
+    "solve_linear",
+    "solve_norm",
+    "task_weight",
+]

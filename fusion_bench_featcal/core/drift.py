@@ -1,0 +1,44 @@
+"""How far features of the calibrated model are from the expert's (Eq. 2)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.core.moments import moment_dtype
+
+
+class DriftSums(NamedTuple):
+    """Sums over rows, as Python floats, that add up over batches."""
+
+    drift: float
+    """Sum of `|h_cal - h_exp|`, the L2 norms of the drift."""
+    drift_sq: float
+    """Sum of `|h_cal - h_exp|^2`."""
+    expert_sq: float
+    """Sum of `|h_exp|^2`."""
+    rows: float
+    """Number of rows."""
+
+
+def drift_norm_sum(h_cal: Tensor, h_exp: Tensor, valid: Tensor | None = None) -> DriftSums:
+    """Sum the drift of a batch of features (Eq. 2).
+
+    Args:
+        h_cal: Features of the calibrated model, `[..., d]`.
+        h_exp: Features of the expert for the same rows, `[..., d]`.
+        valid: Mask of the rows that count, shaped like the leading dimensions; None: all.
+
+    Returns:
+        The sums over the counted rows.
+    """
+    dtype = moment_dtype(h_cal.dtype)
+    cal = h_cal.reshape(-1, h_cal.shape[-1])
+    exp = h_exp.reshape(-1, h_exp.shape[-1])
+    if valid is not None:
+        counted = valid.reshape(-1) > 0
+        cal, exp = cal[counted], exp[counted]
+    exp = exp.to(dtype)
+    norms = torch.linalg.vector_norm(cal.to(dtype) - exp, dim=1)
+    sums = torch.stack([norms.sum(), (norms * norms).sum(), (exp * exp).sum()])
+    return DriftSums(*sums.tolist(), rows=float(len(norms)))

@@ -1,0 +1,255 @@
+"""Where expert weights come from, and experts that hold one block's weights at a time."""
+
+import copy
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fusion_bench_featcal.settings import CalibrationError
+
+
+class ExpertSource(Protocol):
+    """A readable set of named tensors: one model's weights."""
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, without reading it where that is possible."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, as it is stored. It must not be written to."""
+        ...
+
+
+class InMemoryExpert:
+    """Weights of a module that is in memory anyway; nothing is copied."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Refer to a module's parameters and persistent buffers.
+
+        Args:
+            module: The expert; it is neither moved nor changed.
+        """
+        self._tensors = module.state_dict()
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return tuple(self._tensors[name].shape)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor of the module itself."""
+        return self._tensors[name]
+
+
+class SafetensorsExpert:
+    """Weights read from safetensors files, tensor by tensor (memory-mapped, sharded or not)."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open a checkpoint.
+
+        Args:
+            path: A `.safetensors` file, or a folder with `model.safetensors` or
+                `model.safetensors.index.json` and its shards.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            CalibrationError: If a file is damaged.
+        """
+        self._files: dict[str, Path] = {}
+        for file in _safetensors_files(Path(path)):
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    self._files.update(dict.fromkeys(handle.keys(), file))
+            except Exception as error:  # safetensors raises its own class, not a built-in one
+                raise CalibrationError(
+                    f"{file} is no readable safetensors file: {error}"
+                ) from error
+        self._handles: dict[Path, Any] = {}
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, from the file's header."""
+        return tuple(self._open(name).get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor."""
+        return self._open(name).get_tensor(name)
+
+    def _open(self, name: str) -> Any:
+        file = self._files[name]
+        if file not in self._handles:
+            self._handles[file] = safe_open(file, framework="pt").__enter__()
+        return self._handles[file]
+
+
+def _safetensors_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        FileNotFoundError: If there is none, naming what was looked for.
+    """
+    if path.is_file():
+        return [path]
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [shard for shard in shards if not (path / shard).is_file()]
+        if missing:
+            raise FileNotFoundError(f"{path} lacks the shards {missing} that its index names")
+        return [path / shard for shard in shards]
+    raise FileNotFoundError(f"{path} holds neither model.safetensors nor an index of shards")
+
+
+class ExpertModel:
+    """An expert as a runnable copy of the merged model's structure, empty but for what is loaded.
+
+    Parameters live on the meta device until `loaded` brings some in, in the merged model's dtype.
+    """
+
+    def __init__(
+        self, name: str, source: ExpertSource, like: nn.Module, *, role: str = "expert"
+    ) -> None:
+        """Pair the expert's tensors with the model's names and check every shape, reading none.
+
+        Args:
+            name: Its name in the model pool (for an expert, the task's), for messages.
+            source: Its weights.
+            like: The merged model, whose structure, dtypes and device the expert takes.
+            role: What messages call it.
+
+        Raises:
+            CalibrationError: If a tensor is missing or has another shape, naming it.
+        """
+        self._source = source
+        wanted = like.state_dict()
+        self._keys = _pair_names(name, role, source, wanted, _aliases(like))
+        self._like = {name: (tensor.dtype, tensor.device) for name, tensor in wanted.items()}
+        self.module = _hollow_copy(like)
+        self.bytes_read = 0
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor under the merged model's name, in its dtype and on its device."""
+        stored = self._source.tensor(self._keys[name])
+        self.bytes_read += stored.numel() * stored.element_size()
+        dtype, device = self._like[name]
+        return stored.to(device=device, dtype=dtype)
+
+    @contextmanager
+    def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
+        """The module with the named tensors in memory, for the duration of the context.
+
+        Args:
+            names: Names in the merged model's `state_dict`.
+
+        Yields:
+            The module; its other parameters stay on the meta device.
+        """
+        replaced: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        try:
+            for name in names:
+                owner, _, leaf = name.rpartition(".")
+                module = self.module.get_submodule(owner)
+                is_parameter = leaf in module._parameters
+                slot: dict[str, Any] = module._parameters if is_parameter else module._buffers
+                replaced.append((slot, leaf, slot[leaf]))
+                tensor = self.tensor(name)
+                slot[leaf] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            yield self.module
+        finally:
+            for slot, leaf, empty in replaced:
+                slot[leaf] = empty
+
+
+def names_under(names: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Those tensor names that lie inside one of the modules."""
+    prefixes = tuple(f"{module}." for module in modules)
+    return [name for name in names if name.startswith(prefixes)]
+
+
+def _hollow_copy(model: nn.Module) -> nn.Module:
+    """The model's structure with parameters and persistent buffers on the meta device.
+
+    Buffers that no checkpoint stores (position ids, rotary frequencies) are copied: they belong to
+    the structure. No weight is copied even for a moment: deepcopy finds its stand-in instead.
+    """
+    stand_ins: dict[int, Tensor] = {}
+    stored = model.state_dict(keep_vars=True)
+    for tensor in stored.values():
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+    return copy.deepcopy(model, dict(stand_ins)).eval()
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """For each tensor name, the other names of the same (tied) parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return {name: [n for n in group if n != name] for group in groups.values() for name in group}
+
+
+def _pair_names(
+    model_name: str,
+    role: str,
+    source: ExpertSource,
+    wanted: Mapping[str, Tensor],
+    aliases: Mapping[str, list[str]],
+) -> dict[str, str]:
+    """Source name of each of the model's tensors, with all shapes checked."""
+    available = source.names()
+    rename = _renaming(available, set(wanted))
+    keys: dict[str, str] = {}
+    for name, tensor in wanted.items():
+        found = [n for n in map(rename, [name, *aliases[name]]) if n in available]
+        if not found:
+            nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
+            raise CalibrationError(
+                f"{role} {model_name!r} has no tensor {name!r}"
+                + (f"; its nearest is {nearest[0]!r}" if nearest else "")
+                + f". Check modelpool.models.{model_name}"
+            )
+        if source.shape(found[0]) != tuple(tensor.shape):
+            raise CalibrationError(
+                f"{role} {model_name!r}: tensor {name!r} has shape {source.shape(found[0])}, the "
+                f"merged model's has {tuple(tensor.shape)}. Check modelpool.models.{model_name}"
+            )
+        keys[name] = found[0]
+    return keys
+
+
+def _renaming(available: set[str], wanted: set[str]) -> Callable[[str], str]:
+    """How the model's tensor names read in the source: as they are, or with a prefix more or less.
+
+    The same weights are `vision_model.x` in a file and, from transformers 5.6 on, `x` in memory.
+    """
+    prefixes = {name.split(".")[0] + "." for name in available | wanted}
+    choices = [("", "")] + [(p, "") for p in sorted(prefixes)] + [("", p) for p in sorted(prefixes)]
+
+    def rename(name: str, added: str, removed: str) -> str:
+        return added + name.removeprefix(removed)
+
+    def covered(choice: tuple[str, str]) -> int:
+        return sum(rename(name, *choice) in available for name in wanted)
+
+    best = max(choices, key=covered)  # the first of equals: names as they are
+    return lambda name: rename(name, *best)

@@ -1,0 +1,148 @@
+"""What calibration asks of a model family, and the family whose blocks form a plain chain."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Family(Protocol):
+    """How the models of one architecture are cut into blocks and run block by block.
+
+    Attributes:
+        name: The family's name in settings and logs.
+        whole_model: Whether `step` runs the whole model and not the block alone, so that all of an
+            expert's weights must be in memory for it.
+    """
+
+    @property
+    def name(self) -> str:
+        """The family's name."""
+        ...
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether `step` runs the whole model."""
+        ...
+
+    def stages(self, model: nn.Module) -> list[list[str]]:
+        """Names of the blocks in forward order, one list a stage.
+
+        A stage's first inputs are captured when all earlier stages are calibrated.
+        """
+        ...
+
+    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> Any:
+        """Run the model on its inputs up to a stage's first block; what that block receives."""
+        ...
+
+    def step(self, model: nn.Module, block: str, call: Any) -> tuple[Tensor, Any]:
+        """Run one block; its hidden output and what the next block receives."""
+        ...
+
+    def row_weights(self, inputs: Any) -> Tensor | None:
+        """1 for positions that count, 0 for padding, `[batch, positions]`; None: all count."""
+        ...
+
+
+class _Stopped(Exception):
+    """Ends a forward pass that was only needed up to a block; never leaves this package."""
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Context in which a hook may end a forward pass by raising `stop_forward()`."""
+    with suppress(_Stopped):
+        yield
+
+
+def stop_forward() -> Exception:
+    """The exception that `stoppable` swallows."""
+    return _Stopped()
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Run a model on a batch: keyword arguments, a tuple of arguments or one tensor."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    return model(inputs)
+
+
+def hidden_output(output: Any) -> Tensor:
+    """Hidden features in what a block returned: a tensor, or the first entry of a tuple or mapping.
+
+    Raises:
+        TypeError: If there is no tensor in first place.
+    """
+    if isinstance(output, Mapping):
+        output = next(iter(output.values()))
+    elif isinstance(output, tuple | list):
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise TypeError(f"a block returned {type(output).__name__} in place of hidden features")
+    return output
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """Arguments of one block: hidden features first, then what all blocks receive alike."""
+
+    hidden: Tensor
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChainFamily:
+    """Blocks of which each takes the last one's hidden output and otherwise the same arguments.
+
+    Attributes:
+        name: The family's name.
+        find_stages: Finds the block names in a model.
+        find_row_weights: Finds the mask of counting positions in a model's inputs.
+    """
+
+    name: str
+    find_stages: Callable[[nn.Module], list[list[str]]]
+    find_row_weights: Callable[[Any], Tensor | None] = lambda inputs: None
+    whole_model: bool = False
+
+    def stages(self, model: nn.Module) -> list[list[str]]:
+        """Names of the blocks in forward order, one list a stage."""
+        return self.find_stages(model)
+
+    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> BlockCall:
+        """Capture the first block's arguments from the model's own forward pass."""
+        captured: list[BlockCall] = []
+
+        def capture(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if args:
+                captured.append(BlockCall(args[0], args[1:], kwargs))
+            else:
+                rest = dict(kwargs)
+                captured.append(BlockCall(rest.pop("hidden_states"), (), rest))
+            raise stop_forward()
+
+        handle = model.get_submodule(first_block).register_forward_pre_hook(
+            capture, with_kwargs=True
+        )
+        try:
+            with stoppable():
+                call_model(model, inputs)
+        finally:
+            handle.remove()
+        return captured[0]
+
+    def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
+        """Call the block on its stored arguments."""
+        output = model.get_submodule(block)(call.hidden, *call.args, **call.kwargs)
+        hidden = hidden_output(output)
+        return hidden, replace(call, hidden=hidden)
+
+    def row_weights(self, inputs: Any) -> Tensor | None:
+        """1 for positions that count, 0 for padding; None: all count."""
+        return self.find_row_weights(inputs)

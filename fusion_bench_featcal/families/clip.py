@@ -1,0 +1,36 @@
+"""CLIP's vision tower as transformers builds it (also SigLIP-style `encoder.layers` towers)."""
+
+import re
+
+from torch import nn
+
+from fusion_bench_featcal.families.base import ChainFamily
+from fusion_bench_featcal.settings import CalibrationError
+
+# The tower sits under `vision_model.` or, in CLIPVisionModel from transformers 5.6 on, at the root.
+_BLOCK = re.compile(r"(vision_model\.)*encoder\.layers\.\d+")
+
+
+def clip_stages(model: nn.Module) -> list[list[str]]:
+    """The encoder layers of a CLIP vision model, first to last.
+
+    Raises:
+        CalibrationError: If the model has none, or has a text tower besides.
+    """
+    names = [name for name, _ in model.named_modules()]
+    if any(name.split(".")[0] == "text_model" for name in names):
+        raise CalibrationError(
+            f"{type(model).__name__} has a text tower: calibrate its vision_model "
+            "(a CLIPVisionModel), or name the blocks with method.family={name: replay, blocks: ...}"
+        )
+    blocks = [name for name in names if _BLOCK.fullmatch(name)]
+    if not blocks:
+        raise CalibrationError(
+            f"{type(model).__name__} has no vision encoder layers; choose another method.family "
+            "than clip"
+        )
+    return [blocks]
+
+
+CLIP = ChainFamily(name="clip", find_stages=clip_stages)
+"""Every position of every image counts: there is no padding."""

@@ -1,0 +1,186 @@
+"""Which modules of a block are calibrated, and how their parameters are read."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.settings import CalibrationError
+
+
+@dataclass(frozen=True)
+class Site:
+    """One calibrated module of a block.
+
+    Attributes:
+        name: Its full name in the model.
+        kind: `linear` or `norm` (LayerNorm with gain and shift).
+        transposed: Whether its weight is stored `[in, out]` (GPT-2's Conv1D).
+        has_bias: Whether it has a bias (linear) or shift (norm).
+    """
+
+    name: str
+    kind: Literal["linear", "norm"]
+    transposed: bool
+    has_bias: bool
+
+    @property
+    def weight_name(self) -> str:
+        """Name of the weight (linear) or gain (norm) in the model's state dict."""
+        return f"{self.name}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        """Name of the bias (linear) or shift (norm)."""
+        return f"{self.name}.bias"
+
+    def oriented(self, weight: Tensor) -> Tensor:
+        """A stored weight as `[out, in]`, or such a weight as it is stored (its own inverse)."""
+        return weight.T if self.transposed else weight
+
+
+@dataclass(frozen=True)
+class BlockModules:
+    """A block's modules: those that are calibrated and those with parameters that stay merged."""
+
+    sites: tuple[Site, ...]
+    left: tuple[str, ...]
+
+
+def find_modules(
+    model: nn.Module, block: str, patterns: Sequence[str] | None, *, calibrate_norm: bool
+) -> BlockModules:
+    """Sort a block's modules into calibrated ones and ones that stay as merged.
+
+    Calibrated: nn.Linear and transformers' Conv1D, and LayerNorm with gain and shift. Left: norms
+    without a shift, embeddings and modules that hold vectors only. Everything else that holds a
+    matrix is refused, never skipped.
+
+    Args:
+        model: The model.
+        block: The block's name.
+        patterns: `settings.modules`; None: every module.
+        calibrate_norm: Whether LayerNorms are calibrated.
+
+    Returns:
+        The sorted modules, in order of registration.
+
+    Raises:
+        CalibrationError: If a module cannot be calibrated and is not excluded, or its weight is
+            quantised or shared with another module.
+    """
+    shared = _shared_parameters(model)
+    sites: list[Site] = []
+    left: list[str] = []
+    for inner, module in model.get_submodule(block).named_modules():
+        name = f"{block}.{inner}" if inner else block
+        own = dict(module.named_parameters(recurse=False))
+        if not own:
+            continue
+        site = _site(name, module) if _selected(name, inner, patterns) else None
+        if site is None and _selected(name, inner, patterns):
+            _refuse_matrices(block, name, module, own)
+        if site is None or (site.kind == "norm" and not calibrate_norm):
+            left.append(name)
+            continue
+        _refuse_unusable(block, name, own, shared)
+        sites.append(site)
+    return BlockModules(tuple(sites), tuple(left))
+
+
+def check_patterns(patterns: Sequence[str] | None, blocks: Iterable[BlockModules]) -> None:
+    """Refuse patterns that match no module of any block: most likely a misspelling.
+
+    Args:
+        patterns: `settings.modules`.
+        blocks: All blocks' modules, sorted with these patterns.
+
+    Raises:
+        CalibrationError: If a pattern matches nothing, or no module at all is left to calibrate.
+    """
+    blocks = list(blocks)
+    names = [site.name for b in blocks for site in b.sites] + [n for b in blocks for n in b.left]
+    for pattern in patterns or ():
+        if not any(_matches(name, pattern.removeprefix("!")) for name in names):
+            raise CalibrationError(
+                f"method.modules: {pattern!r} matches no module of the blocks; there are "
+                f"{names[:6]} and {max(len(names) - 6, 0)} more"
+            )
+    if not any(b.sites for b in blocks):
+        raise CalibrationError("method.modules leaves no module to calibrate")
+
+
+def _site(name: str, module: nn.Module) -> Site | None:
+    if isinstance(module, nn.Linear):
+        return Site(name, "linear", transposed=False, has_bias=module.bias is not None)
+    if _is_conv1d(module):
+        return Site(name, "linear", transposed=True, has_bias=True)
+    is_norm = isinstance(module, nn.LayerNorm) and module.bias is not None
+    if is_norm and len(module.normalized_shape) == 1:
+        return Site(name, "norm", transposed=False, has_bias=True)
+    return None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is GPT-2's Conv1D: a linear map stored `[in, out]`."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
+
+
+def _selected(name: str, inner: str, patterns: Sequence[str] | None) -> bool:
+    if patterns is None:
+        return True
+    wanted = [p for p in patterns if not p.startswith("!")]
+    unwanted = [p[1:] for p in patterns if p.startswith("!")]
+
+    def hit(pattern: str) -> bool:
+        return fnmatchcase(name, pattern) or fnmatchcase(inner, pattern)
+
+    return (not wanted or any(map(hit, wanted))) and not any(map(hit, unwanted))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a name or any end of it (its name inside the block)."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
+
+
+def _refuse_matrices(block: str, name: str, module: nn.Module, own: Mapping[str, Tensor]) -> None:
+    """Refuse a module that holds a matrix which calibration would silently leave as merged."""
+    if isinstance(module, nn.Embedding):
+        return
+    matrices = [leaf for leaf, parameter in own.items() if parameter.ndim > 1]
+    if matrices:
+        inner = name.removeprefix(f"{block}.")
+        raise CalibrationError(
+            f"block {block}: module {name} is a {type(module).__name__} with {matrices}; only "
+            "nn.Linear, Conv1D and LayerNorm modules can be calibrated. To leave it as merged, "
+            f"exclude it: method.modules=['!{inner}', '!{inner}.*']"
+        )
+
+
+def _refuse_unusable(
+    block: str, name: str, own: Mapping[str, Tensor], shared: dict[int, list[str]]
+) -> None:
+    for leaf, parameter in own.items():
+        if not parameter.is_floating_point():
+            raise CalibrationError(
+                f"block {block}: {name}.{leaf} is quantised ({parameter.dtype}); load the merged "
+                "model in a floating dtype, or exclude the module by method.modules"
+            )
+        names = shared[id(parameter)]
+        if len(names) > 1:
+            raise CalibrationError(
+                f"block {block}: {name}.{leaf} is one parameter under the names {names}; it has no "
+                f"update of its own. Exclude it: method.modules=['!{name}']"
+            )
+
+
+def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names

@@ -1,0 +1,88 @@
+"""Calibration samples on their way through the blocks."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+
+@dataclass
+class Batch:
+    """One batch of a task on its way through the blocks.
+
+    Attributes:
+        inputs: The model's inputs, kept only where a later stage begins from them.
+        samples: Number of samples.
+        valid: 1 for positions that count, 0 for padding; None: all count.
+        cal: What the next block of the calibrated model receives.
+        exp: What the next block of the expert receives; None where expert features are not used.
+        exp_hidden: The expert's output of the block in hand.
+    """
+
+    inputs: Any
+    samples: int
+    valid: Tensor | None = None
+    cal: Any = None
+    exp: Any = None
+    exp_hidden: Tensor | None = None
+
+
+def take_samples(task: str, batches: Iterable[Any], settings: FeatCalSettings) -> Iterator[Batch]:
+    """Exactly `samples_per_task` samples, the last batch cut to fit.
+
+    Raises:
+        CalibrationError: If the data ends before.
+    """
+    wanted, taken = settings.samples_per_task, 0
+    for inputs in batches:
+        size = _batch_size(task, inputs)
+        if size > wanted - taken:
+            inputs, size = _first(inputs, size, wanted - taken), wanted - taken
+        taken += size
+        yield Batch(inputs, size)
+        if taken == wanted:
+            return
+    raise CalibrationError(
+        f"task {task} has {taken} calibration samples, fewer than method.samples_per_task = "
+        f"{wanted}. Lower it, or give the task more data (modelpool.train_datasets.{task})"
+    )
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    values = [inputs] if isinstance(inputs, Tensor) else values
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _batch_size(task: str, inputs: Any) -> int:
+    tensors = _tensors(inputs)
+    if not tensors or tensors[0].ndim == 0:
+        raise CalibrationError(
+            f"task {task}: a calibration batch must be a tensor, or a mapping or tuple with "
+            f"tensors, batch first; got {type(inputs).__name__}"
+        )
+    return len(tensors[0])
+
+
+def _map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    def apply(value: Any) -> Any:
+        return change(value) if isinstance(value, Tensor) else value
+
+    if isinstance(inputs, Mapping):
+        return {key: apply(value) for key, value in inputs.items()}
+    return tuple(map(apply, inputs)) if isinstance(inputs, tuple) else apply(inputs)
+
+
+def _first(inputs: Any, size: int, count: int) -> Any:
+    def cut(value: Tensor) -> Tensor:
+        return value[:count] if value.ndim > 0 and len(value) == size else value
+
+    return _map_tensors(inputs, cut)
+
+
+def to_device(inputs: Any, device: torch.device) -> Any:
+    return _map_tensors(inputs, lambda value: value.to(device))

@@ -1,0 +1,163 @@
+"""Every knob of FeatCal, once: its default, its range and what it does."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TOKEN_WEIGHTS = ("uniform", "demo_last_block")
+CALIBRATION_SPLITS = ("train", "val", "test")
+STREAM_EXPERTS = ("auto", True, False)
+
+
+class CalibrationError(RuntimeError):
+    """A calibration that cannot go on: the message names the place, the cause and the setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatCalSettings:
+    """Settings of one calibration. The defaults are the paper's for CLIP (arXiv 2605.13030, 5.1).
+
+    The same names are used in YAML (`method.<name>`), in Python and in error messages.
+
+    Attributes:
+        ridge_lambda: Strength of the pull towards the anchor (paper: lambda, Eq. 15), >= 0. It is
+            relative: every task's gram enters with Frobenius norm 1.
+        mix_alpha: Share of the expert's features in the target input (alpha, Eq. 10), 0 to 1.
+        anchor_rho: Anchor extrapolation (rho, Eq. 11): 0 is the base, 1 the merged model; may
+            exceed 1.
+        eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
+            (Eqs. 14, 17), >= 0.
+        samples_per_task: Calibration samples drawn for each task, >= 1.
+        batch_size: Samples that run through a block together, >= 1. Changes memory, not results.
+        seed: Seeds each task's own draw of samples, together with the task's name, >= 0.
+        calibrate_bias: Whether biases are calibrated (Eqs. 51-55).
+        calibrate_norm: Whether LayerNorm gains and shifts are calibrated (Eqs. 56-59).
+        modules: Patterns of the modules to calibrate (None: every linear and LayerNorm module of
+            the blocks). A pattern matches a module's full name or its name inside the block, with
+            `*` for anything; a leading `!` excludes.
+        token_weights: `uniform`, or `demo_last_block`: in the last block every token but the first
+            weighs 0.01, except for modules named k_proj and v_proj (the authors' demo, not the
+            paper).
+        calibration_split: The data split samples are drawn from: `train`, `val` or `test`.
+        family: How the model is cut into blocks: `auto`, a family's name, a mapping with `name` and
+            that family's options (`{name: replay, blocks: [encoder.*]}`), or a Family object.
+        stream_experts: `auto` reads experts block by block where they are safetensors files and
+            loads them whole elsewhere; True insists on files; False loads them whole.
+        log_drift: Whether each block's drift is measured before and after (costs the expert's
+            forward pass when `mix_alpha` is 0).
+    """
+
+    ridge_lambda: float = 0.05
+    mix_alpha: float = 0.3
+    anchor_rho: float = 2.0
+    eps: float = 1e-8
+    samples_per_task: int = 256
+    batch_size: int = 16
+    seed: int = 42
+    calibrate_bias: bool = True
+    calibrate_norm: bool = True
+    modules: Sequence[str] | None = None
+    token_weights: str = "uniform"
+    calibration_split: str = "train"
+    family: Any = "auto"
+    stream_experts: bool | str = "auto"
+    log_drift: bool = True
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be {wanted}, got {getattr(self, name)!r}"
+            for name, wanted, valid in _CHECKS
+            if not valid(getattr(self, name))
+        ]
+        if problems:
+            raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+        if self.modules is not None:
+            object.__setattr__(self, "modules", tuple(self.modules))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of all settings, in order of declaration."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    def replace(self, **changes: Any) -> "FeatCalSettings":
+        """Copy with some settings changed.
+
+        Args:
+            **changes: New values by name.
+
+        Returns:
+            The checked copy.
+
+        Raises:
+            ValueError: If a value is out of range.
+            TypeError: If a name is no setting.
+        """
+        return dataclasses.replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values by name, fit for JSON and YAML."""
+        values = {name: getattr(self, name) for name in self.names()}
+        values["modules"] = None if self.modules is None else list(self.modules)
+        if not isinstance(self.family, str):
+            values["family"] = _describe_family(self.family)
+        return values
+
+
+def _describe_family(family: Any) -> Any:
+    if isinstance(family, Mapping):
+        return {str(key): value for key, value in family.items()}
+    return repr(family)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_pattern_list(value: Any) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and all(isinstance(pattern, str) and pattern for pattern in value)
+    )
+
+
+def _one_of(choices: Sequence[Any]) -> tuple[str, Callable[[Any], bool]]:
+    wanted = "one of " + ", ".join(str(choice) for choice in choices)
+    # `1 in (True,)` holds in Python, so the type is compared too
+    return wanted, lambda value: any(type(value) is type(c) and value == c for c in choices)
+
+
+_BOOLEAN = ("true or false", lambda value: isinstance(value, bool))
+_NON_NEGATIVE = ("a finite number >= 0", lambda value: _is_number(value) and value >= 0)
+_POSITIVE_INTEGER = ("an integer >= 1", lambda value: _is_integer(value, 1))
+
+_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("ridge_lambda", *_NON_NEGATIVE),
+    ("mix_alpha", "a number in [0, 1]", lambda value: _is_number(value) and 0 <= value <= 1),
+    ("anchor_rho", "a finite number", _is_number),
+    ("eps", *_NON_NEGATIVE),
+    ("samples_per_task", *_POSITIVE_INTEGER),
+    ("batch_size", *_POSITIVE_INTEGER),
+    ("seed", "an integer >= 0", lambda value: _is_integer(value, 0)),
+    ("calibrate_bias", *_BOOLEAN),
+    ("calibrate_norm", *_BOOLEAN),
+    ("modules", "null or a non-empty list of patterns", _is_pattern_list),
+    ("token_weights", *_one_of(TOKEN_WEIGHTS)),
+    ("calibration_split", *_one_of(CALIBRATION_SPLITS)),
+    (
+        "family",
+        "a family's name, a mapping with its `name`, or a Family",
+        lambda value: value is not None and value != "",
+    ),
+    ("stream_experts", *_one_of(STREAM_EXPERTS)),
+    ("log_drift", *_BOOLEAN),
+)

@@ -1,0 +1,144 @@
+"""One task's statistics over one block, summed batch by batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.core import (
+    LinearMoments,
+    NormMoments,
+    linear_moments,
+    norm_moments,
+    normalised_input,
+)
+from fusion_bench_featcal.modules import Site
+from fusion_bench_featcal.recording import Recording
+from fusion_bench_featcal.settings import CalibrationError
+
+DEMO_TOKEN_WEIGHT = 0.01
+"""Weight of all tokens but the first under `token_weights: demo_last_block`."""
+
+
+@dataclass
+class TaskSums:
+    """One task's sums over one block, batch by batch.
+
+    Linear modules that receive the same tensors share one statistic; which ones do is found by the
+    tensors' identity, for any architecture.
+
+    Attributes:
+        block: The block's name, for messages.
+        task: The task's name, for messages.
+        sites: The block's calibrated modules.
+        demo_weights: Whether tokens but the first weigh `DEMO_TOKEN_WEIGHT`, except in k and v.
+        linear: Sums by group of modules (their names).
+        norm: Sums by LayerNorm.
+    """
+
+    block: str
+    task: str
+    sites: Sequence[Site]
+    demo_weights: bool
+    linear: dict[tuple[str, ...], LinearMoments] = field(default_factory=dict)
+    norm: dict[str, NormMoments] = field(default_factory=dict)
+
+    def add(
+        self, model: nn.Module, cal: Recording, exp: Recording | None, valid: Tensor | None
+    ) -> None:
+        """Add one batch.
+
+        Args:
+            model: The calibrated model, for the LayerNorms' epsilon.
+            cal: Inputs of the calibrated block's modules.
+            exp: Inputs of the expert block's; None where expert features are not used.
+            valid: 1 for positions that count, 0 for padding, `[batch, positions]`; None: all.
+
+        Raises:
+            CalibrationError: If a module did not run, or padding cannot be told in its input.
+        """
+        groups: dict[Any, list[Site]] = {}
+        for site in self.sites:
+            inputs = tuple(cal.calls.get(site.name, ()))
+            expert_inputs = inputs if exp is None else tuple(exp.calls.get(site.name, ()))
+            if not inputs or len(inputs) != len(expert_inputs):
+                raise CalibrationError(
+                    f"task {self.task}, block {self.block}: module {site.name} ran {len(inputs)} "
+                    f"times in the calibrated block and {len(expert_inputs)} in the expert's. "
+                    f"Exclude it: method.modules=['!{site.name}']"
+                )
+            if site.kind == "norm":
+                self._add_norm(model, site, cal, valid)
+            else:
+                key = (inputs, expert_inputs, self._weighs_tokens(site))
+                groups.setdefault(key, []).append(site)
+        for members in groups.values():
+            self._add_linear(members, cal, exp, valid)
+
+    def _add_linear(
+        self, members: list[Site], cal: Recording, exp: Recording | None, valid: Tensor | None
+    ) -> None:
+        names = tuple(site.name for site in members)
+        inputs = cal.of(names[0])
+        expert_inputs = inputs if exp is None else exp.of(names[0])
+        for x_cal, x_exp in zip(inputs, expert_inputs, strict=True):
+            weights = self._row_weights(members[0], x_cal, valid)
+            _add_to(self.linear, names, linear_moments(_rows(x_cal), _rows(x_exp), weights))
+
+    def _add_norm(self, model: nn.Module, site: Site, cal: Recording, valid: Tensor | None) -> None:
+        norm: Any = model.get_submodule(site.name)
+        for x in cal.of(site.name):
+            z = normalised_input(_rows(x), norm.eps)
+            _add_to(self.norm, site.name, norm_moments(z, self._row_weights(site, x, valid)))
+
+    def _weighs_tokens(self, site: Site) -> bool:
+        return self.demo_weights and not site.name.endswith(("k_proj", "v_proj"))
+
+    def _row_weights(self, site: Site, x: Tensor, valid: Tensor | None) -> Tensor | None:
+        """Weight of each row of a module's input, flat, or None where all weigh 1."""
+        if valid is not None and valid.shape != x.shape[:-1]:
+            raise CalibrationError(
+                f"task {self.task}, block {self.block}: module {site.name} receives rows "
+                f"{tuple(x.shape[:-1])}, but padding is known for {tuple(valid.shape)}. Exclude "
+                f"it: method.modules=['!{site.name}']"
+            )
+        if not self._weighs_tokens(site):
+            return None if valid is None else valid.reshape(-1)
+        if x.ndim != 3:
+            raise CalibrationError(
+                f"block {self.block}: module {site.name} receives {tuple(x.shape)}, not [batch, "
+                "tokens, d]: method.token_weights=demo_last_block does not fit; use uniform"
+            )
+        weights = torch.full(x.shape[:-1], DEMO_TOKEN_WEIGHT, device=x.device)
+        weights[:, 0] = 1.0
+        return (weights if valid is None else weights * valid).reshape(-1)
+
+    def check_finite(self) -> None:
+        """Refuse sums with NaN or infinity, naming task, block and module.
+
+        Raises:
+            CalibrationError: If a sum is not finite.
+        """
+        for names, sums in self.linear.items():
+            if not bool(torch.isfinite(sums.gram).all() & torch.isfinite(sums.cross_exp).all()):
+                self._refuse_not_finite(names[0])
+        for name, sums in self.norm.items():
+            if not bool(torch.isfinite(sums.sum_z_sq).all()):
+                self._refuse_not_finite(name)
+
+    def _refuse_not_finite(self, module: str) -> None:
+        raise CalibrationError(
+            f"task {self.task}, block {self.block}, module {module}: inputs are NaN or infinite. "
+            f"Check the calibration data (modelpool.train_datasets.{self.task}) and the expert "
+            f"(modelpool.models.{self.task})"
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _add_to(sums: dict[Any, Any], key: Any, moments: Any) -> None:
+    sums[key] = sums[key] + moments if key in sums else moments
