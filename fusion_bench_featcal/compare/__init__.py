@@ -5,6 +5,7 @@ from .items import load_items, save_items
 from .measure import Cost, measure
 from .names import AVERAGE, BASE, EXPERTS, FEATCAL, UNAVAILABLE
 from .report import Report, accuracies
+from .tables import console
 from .versions import describe_device, versions
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Report",
     "ReportError",
     "accuracies",
+    "console",
     "describe_device",
     "load_items",
     "measure",

@@ -78,12 +78,14 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     """Find the folders of runs: each path itself, or everything below it with a run's report.
 
     Raises:
-        ReportError: A path does not exist, or there is no run at it.
+        ReportError: A path does not exist, there is no run at it, or a report is not valid JSON.
     """
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
             raise ReportError(f"no such run: {path}")
+        if path.name == REPORT_FILE and path.is_file():
+            path = path.parent
         if is_run(path):
             found.append(path)
             continue
@@ -95,14 +97,15 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether `directory` holds the report of a run (a combined report is not one)."""
+    """Whether `directory` holds the report of a run (a combined report is not one).
+
+    Raises:
+        ReportError: It holds a `report.json` that is not valid JSON: whose it was cannot be told.
+    """
     path = directory / REPORT_FILE
     if not path.is_file():
         return False
-    try:
-        content = read_json(path)
-    except ReportError:
-        return False
+    content = read_json(path)
     return isinstance(content, dict) and content.get("kind") == KIND
 
 

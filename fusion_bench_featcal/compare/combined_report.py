@@ -24,6 +24,8 @@ _ABSENT = "-"
 
 def combined_tables(combined: Combined, width: int = 100) -> "list[Table]":
     """Two terminal tables per suite: averages with their intervals, then tasks."""
+    from rich.text import Text
+
     tables = []
     for suite in combined.suites:
         summary = rich_grid(summary_grid(combined, suite))

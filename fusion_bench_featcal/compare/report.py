@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .files import LOG_DIR_SETTING, ReportError, plain, prepare_directory, read_json, write_atomic
 from .items import Items, as_correct, load_items, save_items
 from .names import AVERAGE, EXPERTS, recovered_share
-from .tables import report_markdown, report_table
+from .tables import TEXT_WIDTH, console, report_markdown, report_table
 from .validate import KIND, SCHEMA, TOLERANCE, check_content, check_row, mean
 
 if TYPE_CHECKING:
@@ -206,9 +206,14 @@ class Report:
                 writer.writerow(line)
         return text.getvalue()
 
-    def table(self, width: int = 100) -> "Table":
+    def table(self, width: int = TEXT_WIDTH) -> "Table":
         """Return the terminal table, laid out for `width` columns."""
         return report_table(self, width)
+
+    def show(self) -> None:
+        """Print the table to stdout."""
+        terminal = console()
+        terminal.print(self.table(terminal.width))
 
 
 def accuracies(evaluation: Mapping[str, Any]) -> dict[str, float]:

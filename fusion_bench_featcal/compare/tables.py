@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 from .names import AVERAGE, BASE, EXPERTS
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from .report import Report
 
+TEXT_WIDTH = 100
 RECOVERED = "recovered gap"
 _ABSENT = "-"
 _LONGEST_WORD = 9
@@ -46,6 +48,14 @@ class Grid:
             texts = [*broken(column).splitlines(), *(cells[index] for _, cells in self.lines)]
             widths.append(max(map(len, texts)))
         return sum(widths) + 2 * len(widths)
+
+
+def console() -> "Console":
+    """Return a console on stdout: as wide as the terminal, or 100 columns where there is none."""
+    from rich.console import Console
+
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=TEXT_WIDTH)
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -111,10 +121,12 @@ def report_grid(report: "Report") -> Grid:
 
 def report_table(report: "Report", width: int) -> "Table":
     """Lay the report out for `width` columns: rows across, else tasks across, else no tasks."""
+    from rich.text import Text
+
     grid = fitting(report_grid(report), width, summary_columns=2)
     table = rich_grid(grid)
-    table.title = _title(report)
-    table.caption = "\n".join(provenance(report))
+    # As Text, so that brackets in a name or note are not read as markup.
+    table.title, table.caption = Text(_title(report)), Text("\n".join(provenance(report)))
     table.caption_justify = "left"
     return table
 

@@ -1,0 +1,173 @@
+"""The command `featcal`: work around the runs; the runs themselves start with `fusion_bench`.
+
+Exit codes: 0 done, 1 a check found something, 2 a mistake in what was asked for.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusion_bench_featcal import __version__
+
+_RUN_HELP = "log directory of a run, or a folder with several below it"
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done; the message says why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `featcal`.
+
+    Args:
+        arguments: Words of the command line; those of the process by default.
+
+    Returns:
+        The exit code. A user's mistake gives one line on stderr, never a traceback.
+    """
+    options = _parser().parse_args(arguments)
+    from fusion_bench_featcal.compare import ReportError
+
+    try:
+        return options.command(options)
+    except (UsageError, ReportError, OSError) as error:
+        print(f"featcal: error: {error}", file=sys.stderr)
+        return 2
+
+
+def report_command(options: argparse.Namespace) -> int:
+    """Print (and with --out write) the tables of runs from the results they left."""
+    from fusion_bench_featcal.compare import Report, console
+    from fusion_bench_featcal.compare.combine import combine, find_runs
+    from fusion_bench_featcal.compare.combined_report import (
+        combined_tables,
+        explanations,
+        write_combined,
+    )
+
+    runs = find_runs(options.runs)
+    combined = combine(runs)
+    # Write first: a reader who sees the table can rely on the files.
+    written = write_combined(combined, options.out) if options.out else None
+    terminal = console()
+    tables = combined_tables(combined, terminal.width)
+    if len(runs) == 1:
+        # One run's own table has the tasks already, with what made it.
+        tables = [Report.load(runs[0]).table(terminal.width), tables[0]]
+    for table in tables:
+        terminal.print(table)
+    for line in explanations(combined):
+        terminal.print(line, highlight=False, markup=False)
+    if written:
+        terminal.print(f"written: {written.parent}", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def plot_command(options: argparse.Namespace) -> int:
+    """Draw the figures of runs: into each run's folder, or below --out."""
+    from fusion_bench_featcal.compare.combine import find_runs
+    from fusion_bench_featcal.compare.plots import plot_run
+
+    runs = find_runs(options.runs)
+    for run, folder in zip(runs, _figure_folders(runs, options.out), strict=True):
+        for path in plot_run(run, folder):
+            print(path)
+    return 0
+
+
+def suite_build_command(options: argparse.Namespace) -> int:
+    """Train the bundled image suite again, from the data in the package."""
+    try:
+        from fusion_bench_featcal.suites.clip_builder import build
+
+        chosen = {"tasks": options.task} if options.task else {}
+        folder = build(options.out, options.seed, **chosen)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(f"built: {folder}")
+    return 0
+
+
+def suite_check_command(options: argparse.Namespace) -> int:
+    """Compare the suites' files with their recorded checksums."""
+    from fusion_bench_featcal.suites.checksums import check
+    from fusion_bench_featcal.suites.paths import SUITE_ROOT
+
+    root = Path(options.folder) if options.folder else SUITE_ROOT
+    if not root.is_dir():
+        raise UsageError(f"no such folder: {root}")
+    problems = check(root)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if not problems:
+        print(f"all files as recorded: {root}")
+    return 1 if problems else 0
+
+
+def suite_path_command(options: argparse.Namespace) -> int:
+    """Print where the bundled suites, or one file or folder of them, lie."""
+    from fusion_bench_featcal.suites.paths import suite_path
+
+    try:
+        print(suite_path(options.name))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return 0
+
+
+def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:
+    """One folder per run below `out`, named by what tells the runs apart."""
+    if out is None:
+        return [None] * len(runs)
+    if len(runs) == 1:
+        return [Path(out)]
+    places = [run.resolve() for run in runs]
+    shared = os.path.commonpath(places)
+    return [Path(out) / place.relative_to(shared) for place in places]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="featcal",
+        description="Tables and figures of calibration runs, and the bundled suites. "
+        "Runs themselves start with: fusion_bench method=featcal modelpool=...",
+    )
+    parser.add_argument("--version", action="version", version=f"featcal {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    report = _command(commands, "report", report_command)
+    report.add_argument("runs", nargs="+", metavar="RUN", help=_RUN_HELP)
+    report.add_argument("--out", metavar="DIR", help="also write report.{json,csv,md} there")
+    plot = _command(commands, "plot", plot_command)
+    plot.add_argument("runs", nargs="+", metavar="RUN", help=_RUN_HELP)
+    plot.add_argument("--out", metavar="DIR", help="folder for the figures (default: the run's)")
+    suite = commands.add_parser("suite", help="build, check or locate the bundled suites")
+    _add_suite_commands(suite.add_subparsers(title="commands", required=True, metavar="COMMAND"))
+    return parser
+
+
+def _add_suite_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    build = _command(commands, "build", suite_build_command)
+    build.add_argument("--out", metavar="DIR", required=True, help="a new folder for the build")
+    build.add_argument("--seed", type=int, default=0, help="seed of the training (default: 0)")
+    build.add_argument(
+        "--task", action="append", metavar="NAME", help="build this task only (repeatable)"
+    )
+    check = _command(commands, "check", suite_check_command)
+    check.add_argument("folder", nargs="?", metavar="DIR", help="default: the bundled suites")
+    path = _command(commands, "path", suite_path_command)
+    path.add_argument("name", nargs="?", default="", metavar="NAME", help="default: all suites")
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, run: "object"
+) -> argparse.ArgumentParser:
+    help_text = (run.__doc__ or "").strip()
+    parser = commands.add_parser(name, help=help_text, description=help_text)
+    parser.set_defaults(command=run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
