@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.calibration import CalibrationResult, calibrate
-    from fusion_bench_featcal.calibration_log import CalibrationLog
+    from fusion_bench_featcal.engine.log import CalibrationLog
     from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, SafetensorsExpert
     from fusion_bench_featcal.families import Family, ReplayFamily
     from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 # Public name -> module. Loaded on first use, so that `import fusion_bench_featcal` stays cheap.
 _EXPORTS = {
     "CalibrationError": "settings",
-    "CalibrationLog": "calibration_log",
+    "CalibrationLog": "engine.log",
     "CalibrationResult": "calibration",
     "ExpertSource": "experts",
     "Family": "families",

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from fusion_bench_featcal.block import BlockSums, load_updates
-from fusion_bench_featcal.calibration_log import CalibrationLog
 from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
+from fusion_bench_featcal.engine.block import BlockSums, load_updates
+from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.engine.modules import BlockModules, check_patterns, find_modules
+from fusion_bench_featcal.engine.recording import record_inputs
+from fusion_bench_featcal.engine.samples import Batch, take_samples, to_device
+from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert, names_under
 from fusion_bench_featcal.families import Family, resolve_family
-from fusion_bench_featcal.modules import BlockModules, check_patterns, find_modules
-from fusion_bench_featcal.recording import record_inputs
-from fusion_bench_featcal.samples import Batch, take_samples, to_device
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.task_sums import TaskSums
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 

@@ -85,4 +85,5 @@ def _first(inputs: Any, size: int, count: int) -> Any:
 
 
 def to_device(inputs: Any, device: torch.device) -> Any:
+    """A batch of model inputs with all its tensors on a device."""
     return _map_tensors(inputs, lambda value: value.to(device))

@@ -14,8 +14,8 @@ from fusion_bench_featcal.core import (
     norm_moments,
     normalised_input,
 )
-from fusion_bench_featcal.modules import Site
-from fusion_bench_featcal.recording import Recording
+from fusion_bench_featcal.engine.modules import Site
+from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.settings import CalibrationError
 
 DEMO_TOKEN_WEIGHT = 0.01

@@ -117,8 +117,7 @@ def _site(name: str, module: nn.Module) -> Site | None:
         return Site(name, "linear", transposed=False, has_bias=module.bias is not None)
     if _is_conv1d(module):
         return Site(name, "linear", transposed=True, has_bias=True)
-    is_norm = isinstance(module, nn.LayerNorm) and module.bias is not None
-    if is_norm and len(module.normalized_shape) == 1:
+    if isinstance(module, nn.LayerNorm) and module.bias is not None and module.weight.ndim == 1:
         return Site(name, "norm", transposed=False, has_bias=True)
     return None
 

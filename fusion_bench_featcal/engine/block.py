@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, extrapolate_anchor
 from fusion_bench_featcal.core.moments import moment_dtype
+from fusion_bench_featcal.engine.modules import Site
+from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.modules import Site
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.task_sums import TaskSums
 
 DEAD_TASK_RATIO = 1e-6
 """A task whose gram norm is below this share of the median task's would swamp the bias."""
@@ -156,9 +156,9 @@ class BlockSums:
             if norm < DEAD_TASK_RATIO * median:
                 raise CalibrationError(
                     f"task {task}, block {self._block}, module {module}: its inputs are almost "
-                    f"zero (gram norm {norm:.1e}, median task {median:.1e}), so its weight would swamp "
-                    f"the bias. Check modelpool.models.{task} and its calibration data, or drop "
-                    "the task"
+                    f"zero (gram norm {norm:.1e}, median task {median:.1e}), so its weight would "
+                    f"swamp the bias. Check modelpool.models.{task} and its calibration data, or "
+                    "drop the task"
                 )
 
 

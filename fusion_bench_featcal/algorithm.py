@@ -1,0 +1,207 @@
+"""FeatCal as a FusionBench method: where pools, task pools and mergers meet the loop."""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+from fusion_bench import BaseAlgorithm, BaseModelPool, instantiate
+from fusion_bench.mixins import LightningFabricMixin
+from fusion_bench.taskpool.dummy import DummyTaskPool
+from omegaconf import OmegaConf
+from torch import nn
+
+from fusion_bench_featcal.boundary.options import MERGED, checked_choices, checked_settings, plain
+from fusion_bench_featcal.boundary.pool_models import (
+    BASE_MODEL,
+    MERGED_MODEL,
+    check_pool_models,
+    load_pool_model,
+    load_processor,
+    pool_source,
+)
+from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
+from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.calibration import CalibrationResult, calibrate
+from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL, Cost, measure, prepare_directory
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+_FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
+_LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
+
+
+class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
+    """Merges with any FusionBench method, calibrates, and evaluates what is asked for beside it.
+
+    Run by `fusion_bench method=featcal modelpool=...`; in Python, `run(modelpool)` returns the
+    calibrated model. Every key but the three named below is a `FeatCalSettings` field.
+    """
+
+    _config_mapping = BaseAlgorithm._config_mapping | {
+        name: name for name in (*FeatCalSettings.names(), "base_method", "presets", "compare_with")
+    }
+
+    def __init__(
+        self,
+        *,
+        base_method: Any = None,
+        presets: Mapping[str, Mapping[str, Any]] | None = None,
+        compare_with: Sequence[str] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Check everything that can be checked before a model is loaded.
+
+        Args:
+            base_method: Config of the upstream merger; None takes the pool's `_merged_` model.
+            presets: Name -> settings that differ, calibrated on the same merged model; None: what
+                the model pool brings, else none.
+            compare_with: References to evaluate: `base`, `experts`, `merged`; None: what the model
+                pool brings, else `merged`.
+            **settings: Fields of `FeatCalSettings`.
+
+        Raises:
+            ValueError: If a key is unknown or a value out of range.
+        """
+        meta = {key: settings.pop(key) for key in _FUSION_BENCH_KEYS if key in settings}
+        self.settings = checked_settings(settings)
+        self.base_method = base_method
+        self.presets = plain(presets)
+        self.compare_with = plain(compare_with)
+        checked_choices(self.settings, self.presets, self.compare_with, {})
+        for name, value in self.settings.as_dict().items():
+            setattr(self, name, value)
+        super().__init__(**meta)
+
+    def on_run_start(self) -> None:
+        """Take the suite's own task pool where none was named; check the log directory."""
+        program = self._program
+        if program is None:
+            return
+        if isinstance(program.taskpool, DummyTaskPool):
+            default = program._modelpool.get("default_taskpool")
+            program.taskpool = None
+            if default is not None:
+                log.info("no task pool was named: evaluating on the model pool's default_taskpool")
+                program.taskpool = program._instantiate_and_setup(default)
+        if self.log_dir is not None:
+            folder = prepare_directory(self.log_dir)
+            OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
+
+    def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
+        """Merge, calibrate, evaluate and report.
+
+        Args:
+            modelpool: The pool with the base (`_pretrained_`), the experts, their calibration data
+                and, without `base_method`, the `_merged_` model.
+
+        Returns:
+            The calibrated model, made with the method's own settings.
+
+        Raises:
+            CalibrationError: If the run cannot go on; nothing half-written is left behind.
+        """
+        if self.fabric.world_size > 1:
+            raise CalibrationError("FeatCal runs on one device so far: set fabric.devices=1")
+        suite = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
+        choices = checked_choices(self.settings, self.presets, self.compare_with, suite)
+        processor = load_processor(modelpool)
+        check_pool_models(modelpool)
+        results = self._start_results(modelpool)
+        merged = self._merge(modelpool)
+        self._add_references(results, modelpool, merged, choices.compare_with)
+        result, cost = self._calibrate(self.settings, modelpool, merged, processor)
+        tasks = modelpool.model_names
+        evaluation = results.add_calibrated(FEATCAL, result, self.settings, cost, tasks)
+        for name, settings in choices.presets.items():
+            preset, cost = self._calibrate(settings, modelpool, merged, processor)
+            results.add_calibrated(f"{FEATCAL}:{name}", preset, settings, cost, tasks)
+            del preset  # before the next one is made
+        results.finish(self._program, result.model, evaluation)
+        modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]
+        return result.model
+
+    def _start_results(self, modelpool: BaseModelPool) -> RunResults:
+        return RunResults(
+            getattr(self._program, "taskpool", None),
+            self.log_dir,
+            suite=suite_name(modelpool),
+            upstream=MERGED if self.base_method is None else method_name(self.base_method),
+            seed=self.settings.seed,
+            device=self.fabric.device,
+        )
+
+    def _merge(self, modelpool: BaseModelPool) -> nn.Module:
+        """The merged model: from the upstream merger, or the pool's own."""
+        if self.base_method is None:
+            if not modelpool.has_merged:
+                raise CalibrationError(
+                    "method.base_method is null, but the pool has no merged model: name one as "
+                    f"modelpool.models.{MERGED_MODEL}, or choose a merger "
+                    "(method@method.base_method=task_arithmetic)"
+                )
+            return load_pool_model(modelpool, MERGED_MODEL)
+        if self._program is not None:
+            merger = self._program._instantiate_and_setup(
+                self.base_method, compat_load_fn=_LOAD_METHOD
+            )
+        else:
+            merger = instantiate(self.base_method, _recursive_=False)
+        # Mergers may work in place on models that the pool holds in memory, and the base and the
+        # experts are needed again.
+        pool = copy.deepcopy(modelpool) if modelpool.has_instance_models else modelpool
+        merged = merger.run(pool)
+        if not isinstance(merged, nn.Module):
+            raise CalibrationError(
+                f"method.base_method ({type(merger).__name__}) returned {type(merged).__name__}; "
+                "FeatCal calibrates one merged model"
+            )
+        return merged.requires_grad_(False)
+
+    def _add_references(
+        self,
+        results: RunResults,
+        modelpool: BaseModelPool,
+        merged: nn.Module,
+        references: Sequence[str],
+    ) -> None:
+        """Evaluate the references asked for, one model in memory at a time."""
+        if results.taskpool is None:
+            return
+        if BASE in references:
+            results.add_reference(BASE, load_pool_model(modelpool, BASE_MODEL))
+        if EXPERTS in references:
+            results.add_experts(modelpool)
+        if MERGED in references:
+            results.add_reference(results.report.upstream or MERGED, merged)
+
+    def _calibrate(
+        self,
+        settings: FeatCalSettings,
+        modelpool: BaseModelPool,
+        merged: nn.Module,
+        processor: Any,
+    ) -> tuple[CalibrationResult, Cost]:
+        """Calibrate the merged model with some settings, and measure it."""
+        log.info("calibrating with %s", settings.as_dict())
+        tasks, stream = modelpool.model_names, settings.stream_experts
+        with measure() as cost:
+            base = None
+            if modelpool.has_pretrained:
+                base = pool_source(modelpool, BASE_MODEL, stream_experts=stream)
+            result = calibrate(
+                merged,
+                base,
+                {task: pool_source(modelpool, task, stream_experts=stream) for task in tasks},
+                calibration_batches(modelpool, tasks, settings, processor),
+                settings,
+                device=self.fabric.device,
+                autocast=self.fabric.autocast,
+            )
+        cost.more["expert_bytes"] = result.log.expert_bytes
+        return result, cost

@@ -1,0 +1,1 @@
+"""Where FusionBench meets FeatCal: its pools, its task pools, its saving."""

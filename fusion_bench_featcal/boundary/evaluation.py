@@ -1,0 +1,129 @@
+"""Evaluating models on a FusionBench task pool, and keeping what it says about every test item."""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusion_bench import BaseTaskPool
+from torch import nn
+
+from fusion_bench_featcal.compare.report import accuracies
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a task pool said about one model.
+
+    Attributes:
+        raw: FusionBench's report: task -> {accuracy, loss}, and more.
+        accuracy: Task -> accuracy in 0..1.
+        correct: Task -> flag per test item, or None where the pool does not tell.
+    """
+
+    raw: Mapping[str, Any]
+    accuracy: dict[str, float]
+    correct: dict[str, Any] | None
+
+
+def task_names(taskpool: BaseTaskPool) -> list[str] | None:
+    """The pool's tasks, set up if need be; None where it does not name them."""
+    if not getattr(taskpool, "_is_setup", True):
+        taskpool.setup()  # type: ignore[attr-defined]
+    loaders = getattr(taskpool, "test_dataloaders", None)
+    return None if loaders is None else list(loaders)
+
+
+def evaluate(
+    taskpool: BaseTaskPool,
+    model: nn.Module,
+    *,
+    name: str,
+    tasks: Iterable[str] | None = None,
+    log_dir: Path | None = None,
+) -> Evaluation:
+    """Evaluate one model.
+
+    Args:
+        taskpool: The pool.
+        model: The model.
+        name: What the model is called in the report.
+        tasks: The tasks to evaluate on; None: all. A pool that cannot be restricted evaluates all.
+        log_dir: Where FusionBench's pools leave a report of their own for each model; it is moved
+            to `evaluations/<name>.json`, because `report.json` is ours.
+
+    Returns:
+        The evaluation, of the asked tasks only.
+    """
+    loaders = getattr(taskpool, "test_dataloaders", None) if task_names(taskpool) else None
+    wanted = None if tasks is None else set(tasks)
+    before = _own_reports(log_dir)
+    try:
+        if loaders is not None and wanted is not None:
+            chosen = {task: loader for task, loader in loaders.items() if task in wanted}
+            taskpool.test_dataloaders = chosen  # type: ignore[attr-defined]
+        raw = taskpool.evaluate(model)
+    finally:
+        if loaders is not None:
+            taskpool.test_dataloaders = loaders  # type: ignore[attr-defined]
+    if log_dir is not None:
+        _move_reports(_own_reports(log_dir) - before, log_dir, name)
+    accuracy = {t: a for t, a in accuracies(raw).items() if wanted is None or t in wanted}
+    correct = getattr(taskpool, "item_correct", None)
+    if correct is None or not set(accuracy) <= set(correct):
+        return Evaluation(raw, accuracy, None)
+    return Evaluation(raw, accuracy, {task: correct[task] for task in accuracy})
+
+
+def join(evaluations: Iterable[Evaluation]) -> Evaluation:
+    """One row from evaluations of different models on different tasks (each expert on its own)."""
+    raw: dict[str, Any] = {}
+    accuracy: dict[str, float] = {}
+    correct: dict[str, Any] | None = {}
+    for evaluation in evaluations:
+        raw |= {task: evaluation.raw[task] for task in evaluation.accuracy}
+        accuracy |= evaluation.accuracy
+        if correct is not None:
+            correct = None if evaluation.correct is None else correct | evaluation.correct
+    return Evaluation(raw, accuracy, correct)
+
+
+class EvaluatedTaskPool:
+    """Stands in for a task pool that has already evaluated the model FusionBench will hand it.
+
+    FusionBench evaluates whatever the method returns, but the comparison needed that evaluation
+    before; this gives it again without running the test sets twice.
+    """
+
+    def __init__(self, taskpool: BaseTaskPool, model: nn.Module, evaluation: Evaluation) -> None:
+        """Remember one evaluation.
+
+        Args:
+            taskpool: The pool; anything but the remembered model goes to it.
+            model: The model that was evaluated.
+            evaluation: Its evaluation.
+        """
+        self._taskpool = taskpool
+        self._model = model
+        self._evaluation = evaluation
+
+    def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The remembered report for the remembered model; else the pool's own evaluation."""
+        if model is self._model:
+            return dict(self._evaluation.raw)
+        return self._taskpool.evaluate(model, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._taskpool, name)
+
+
+def _own_reports(log_dir: Path | None) -> set[Path]:
+    return set() if log_dir is None else set(log_dir.glob("report*.json"))
+
+
+def _move_reports(reports: Iterable[Path], log_dir: Path, name: str) -> None:
+    folder = log_dir / "evaluations"
+    for report in sorted(reports):
+        folder.mkdir(exist_ok=True)
+        shutil.move(report, folder / f"{name.replace(':', '_').replace('/', '_')}.json")

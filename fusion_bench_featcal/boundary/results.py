@@ -1,0 +1,180 @@
+"""The results of one run: evaluates models as they come, reports them when all are done."""
+
+import atexit
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fusion_bench import BaseModelPool, BaseTaskPool
+from torch import nn
+
+from fusion_bench_featcal.boundary.evaluation import (
+    EvaluatedTaskPool,
+    Evaluation,
+    evaluate,
+    join,
+    task_names,
+)
+from fusion_bench_featcal.boundary.pool_models import load_pool_model
+from fusion_bench_featcal.calibration import CalibrationResult
+from fusion_bench_featcal.compare import (
+    EXPERTS,
+    FEATCAL,
+    Cost,
+    Report,
+    describe_device,
+    versions,
+)
+from fusion_bench_featcal.settings import FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+
+class RunResults:
+    """Collects a run's rows; without a task pool it only keeps the calibration logs."""
+
+    def __init__(
+        self,
+        taskpool: BaseTaskPool | None,
+        log_dir: str | None,
+        *,
+        suite: str,
+        upstream: str,
+        seed: int,
+        device: Any,
+    ) -> None:
+        """Start a report.
+
+        Args:
+            taskpool: Evaluates models; None: nothing is evaluated.
+            log_dir: The run's folder; None: nothing is written.
+            suite: Name of the model pool.
+            upstream: Name of the row of the upstream merger.
+            seed: Seed of the calibration samples.
+            device: What the run computes on.
+        """
+        self.taskpool = taskpool
+        self._log_dir = None if log_dir is None else Path(log_dir)
+        self.report = Report(
+            suite=suite,
+            upstream=upstream,
+            seeds={"calibration": seed},
+            versions=versions(),
+            device=describe_device(device),
+        )
+
+    def add_reference(self, name: str, model: nn.Module) -> None:
+        """Evaluate a model that was not calibrated."""
+        evaluation = self._evaluate(name, model)
+        if evaluation is not None:
+            self.report.add_row(name, evaluation.accuracy, correct=evaluation.correct)
+
+    def add_experts(self, modelpool: BaseModelPool) -> None:
+        """Evaluate each expert on its own task, one in memory at a time."""
+        if self.taskpool is None:
+            return
+        tasks = task_names(self.taskpool) or self.report.tasks or modelpool.model_names
+        without = [task for task in tasks if task not in modelpool.model_names]
+        if without:
+            note = f"no row of experts: the model pool has none for the tasks {without}"
+            self.report.notes.append(note)
+            return
+        row = join(
+            evaluation
+            for task in tasks
+            if (evaluation := self._evaluate(task, load_pool_model(modelpool, task), [task]))
+        )
+        self.report.add_row(EXPERTS, row.accuracy, correct=row.correct)
+
+    def add_calibrated(
+        self,
+        name: str,
+        result: CalibrationResult,
+        settings: FeatCalSettings,
+        cost: Cost,
+        tasks: Sequence[str],
+    ) -> Evaluation | None:
+        """Evaluate a calibrated model and keep its log.
+
+        Args:
+            name: Its row, `featcal` or `featcal:<preset>`.
+            result: The calibration.
+            settings: What it was made with.
+            cost: What it cost.
+            tasks: The tasks it was calibrated on.
+
+        Returns:
+            Its evaluation; None without a task pool.
+        """
+        if self._log_dir is not None:
+            preset = name.removeprefix(FEATCAL).replace(":", ".")
+            result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
+        if settings.calibration_split == "test":
+            self.report.notes.append(f"{name} was calibrated on samples of the test split")
+        evaluation = self._evaluate(name, result.model)
+        if evaluation is not None:
+            drawn = {"samples": settings.samples_per_task, "split": settings.calibration_split}
+            self.report.add_row(
+                name,
+                evaluation.accuracy,
+                settings=settings.as_dict(),
+                cost=cost.as_dict(),
+                samples=dict.fromkeys(tasks, drawn),
+                correct=evaluation.correct,
+            )
+        return evaluation
+
+    def finish(self, program: Any, model: nn.Module, evaluation: Evaluation | None) -> None:
+        """Write and show the report, and spare FusionBench a second evaluation of the model.
+
+        Args:
+            program: The running FusionBench program, or None.
+            model: The model that the method returns.
+            evaluation: Its evaluation, None without a task pool.
+        """
+        if self.taskpool is None or evaluation is None:
+            log.info("no task pool: the calibrated model is not evaluated")
+            return
+        if self._log_dir is not None:
+            self.report.write(self._log_dir)
+        if program is not None:
+            program.taskpool = EvaluatedTaskPool(self.taskpool, model, evaluation)
+            # FusionBench prints its own report after the method has returned; the table that
+            # people read comes last.
+            atexit.register(self._print_table)
+
+    def _evaluate(
+        self, name: str, model: nn.Module, tasks: Sequence[str] | None = None
+    ) -> Evaluation | None:
+        if self.taskpool is None:
+            return None
+        log.info("evaluating %s", name)
+        return evaluate(self.taskpool, model, name=name, tasks=tasks, log_dir=self._log_dir)
+
+    def _print_table(self) -> None:
+        from rich.console import Console
+
+        console = Console()
+        console.print(self.report.table(console.width))
+        if self._log_dir is not None:
+            console.print(f"report.md, report.csv and report.json: {self._log_dir}", soft_wrap=True)
+
+
+def method_name(config: Any) -> str:
+    """`task_arithmetic` from `fusion_bench.method.TaskArithmeticAlgorithm`, or a legacy `name`."""
+    target = str(config.get("_target_") or config.get("name"))
+    words = target.rsplit(".", 1)[-1].removesuffix("Algorithm")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
+
+
+def suite_name(modelpool: BaseModelPool) -> str:
+    """The model pool's name on the command line, else its class."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if HydraConfig.initialized():
+        name = HydraConfig.get().runtime.choices.get("modelpool")
+        if name:
+            return str(name)
+    return type(modelpool).__name__

@@ -1,0 +1,66 @@
+"""Saving a calibrated model with its processor, whole or not at all."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fusion_bench.modelpool import BaseModelPool
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+class CompleteSaver:
+    """A pool's `save_model` that also saves the processor and leaves nothing half-written.
+
+    FusionBench saves a CLIP vision model without the processor that its inputs need. Everything is
+    written to a neighbouring folder first and moved into place when complete.
+    """
+
+    def __init__(self, modelpool: BaseModelPool, processor: Any) -> None:
+        """Take over from a pool.
+
+        Args:
+            modelpool: The pool, whose own `save_model` still does the saving.
+            processor: Saved beside the model if it has `save_pretrained`; None: nothing more.
+        """
+        self._save_model = modelpool.save_model
+        self._processor = processor
+
+    def __call__(self, model: nn.Module, path: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Save a model.
+
+        Args:
+            model: The model.
+            path: Folder (or, for pools that save a state dict, file) to write.
+            **kwargs: The pool's own options.
+        """
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.part")
+        _remove(partial)
+        try:
+            self._save_model(model, str(partial), **kwargs)
+            if partial.is_dir() and hasattr(self._processor, "save_pretrained"):
+                self._processor.save_pretrained(partial)
+            _move(partial, target)
+        finally:
+            _remove(partial)
+        log.info("saved the calibrated model to %s", target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _move(partial: Path, target: Path) -> None:
+    """Put a complete folder or file in place; in an existing folder, file by file."""
+    if not (partial.is_dir() and target.is_dir()):
+        os.replace(partial, target)
+        return
+    for file in partial.iterdir():
+        os.replace(file, target / file.name)
