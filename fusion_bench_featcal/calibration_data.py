@@ -1,0 +1,131 @@
+"""Calibration samples: a few unlabeled images per task, drawn from a model pool's data sets."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.tasks.images import ImageItems
+from fusion_bench_featcal.tasks.names import nearest_hint
+from fusion_bench_featcal.tasks.pixels import Processor, stack_pixels, to_pixels
+
+
+@dataclass(frozen=True, eq=False)
+class TaskBatches:
+    """One task's calibration samples; images are read and processed anew in each iteration.
+
+    Attributes:
+        task: The task's name.
+        items: The data set they are drawn from; labels are not read.
+        indices: The samples' positions in it.
+        batch_size: Samples per batch; the last batch may have fewer.
+        processor: Turns an image into a tensor.
+    """
+
+    task: str
+    items: ImageItems
+    indices: list[int]
+    batch_size: int
+    processor: Processor
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield `{"pixel_values": [batch, channels, height, width]}`, floating point."""
+        size: torch.Size | None = None
+        for start in range(0, len(self.indices), self.batch_size):
+            chosen = self.indices[start : start + self.batch_size]
+            pixels = [self._pixels(index) for index in chosen]
+            size = size or pixels[0].shape
+            yield {
+                "pixel_values": stack_pixels(pixels, self.items.place, "modelpool.processor", size)
+            }
+
+    def _pixels(self, index: int) -> Tensor:
+        image, _ = self.items.read(index)
+        return to_pixels(image, self.processor, self.items.at(index), self.items.root)
+
+
+def calibration_batches(
+    modelpool: Any, task_names: Sequence[str], settings: FeatCalSettings, processor: Processor
+) -> dict[str, TaskBatches]:
+    """Draw every task's calibration samples from a model pool.
+
+    Data sets are opened here, so that a missing one is reported before any work is done; images are
+    read and processed batch by batch when asked for. A task's samples depend on the seed, its name
+    and its data set alone: not on the other tasks, nor on the batch size. Fewer samples of one
+    seed are the first of more.
+
+    Args:
+        modelpool: A FusionBench model pool with data sets for the tasks.
+        task_names: The tasks.
+        settings: `samples_per_task`, `batch_size`, `seed` and `calibration_split` are used.
+        processor: A transformers processor, or a callable from an RGB picture to a tensor
+            `[channels, height, width]`.
+
+    Returns:
+        Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point.
+
+    Raises:
+        CalibrationError: If a task has no data (naming the tasks that have), its data cannot be
+            loaded, or it has fewer samples than asked for; and during iteration, if an image
+            cannot be read or images differ in size.
+    """
+    split = settings.calibration_split
+    available = list(getattr(modelpool, f"{split}_dataset_names"))
+    for task in task_names:
+        if task not in available:
+            raise CalibrationError(
+                f"task {task!r} has no calibration data{nearest_hint(task, available)}: set "
+                f"modelpool.{split}_datasets.{task} or method.calibration_split (now {split}). The "
+                f"pool's {split}_datasets are: {', '.join(available) or 'none'}."
+            )
+    batches = {}
+    for task in task_names:
+        items = _open(modelpool, task, split)
+        indices = draw_samples(len(items), task, settings)
+        batches[task] = TaskBatches(task, items, indices, settings.batch_size, processor)
+    return batches
+
+
+def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[int]:
+    """Draw one task's samples without replacement.
+
+    Args:
+        available: Number of samples the task has.
+        task: The task's name; with `settings.seed` it seeds the draw.
+        settings: `samples_per_task`, `seed` and `calibration_split` are used.
+
+    Returns:
+        `settings.samples_per_task` distinct positions below `available`, in random order.
+
+    Raises:
+        CalibrationError: If the task has fewer samples.
+    """
+    wanted = settings.samples_per_task
+    if available < wanted:
+        raise CalibrationError(
+            f"task {task!r} has {available} samples in "
+            f"modelpool.{settings.calibration_split}_datasets, "
+            f"fewer than method.samples_per_task (now {wanted}). Lower method.samples_per_task "
+            "or give "
+            "the task more images."
+        )
+    digest = hashlib.sha256(f"{settings.seed}:{task}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randperm(available, generator=generator)[:wanted].tolist()
+
+
+def _open(modelpool: Any, task: str, split: str) -> ImageItems:
+    setting = f"modelpool.{split}_datasets.{task}"
+    try:
+        rows = getattr(modelpool, f"load_{split}_dataset")(task)
+        return ImageItems(rows, place=f"task {task!r}, {setting}", label_column=None)
+    # what data sets raise when a path, a split, a column or the network is missing
+    except (OSError, ValueError, KeyError, CalibrationError) as error:
+        raise CalibrationError(f"{setting}: {error}") from error

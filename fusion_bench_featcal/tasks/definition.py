@@ -1,0 +1,226 @@
+"""One task as it stands under `tasks:` in a task pool's YAML."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.images import ImageItems
+from fusion_bench_featcal.tasks.loading import load_images
+from fusion_bench_featcal.tasks.names import refuse_unknown_keys
+
+DEFAULT_TEMPLATES = ("a photo of a {}.",)
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """A prompt with `{}` where the class name goes; called with the class name."""
+
+    text: str
+
+    def __call__(self, classname: str) -> str:
+        """The prompt for one class."""
+        return self.text.replace("{}", classname)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskDefinition:
+    """One task, checked. Its fields are the keys under `tasks.<name>` in YAML.
+
+    Attributes:
+        data: A folder, a table or a hub id (see `load_images`), or a mapping with `_target_` that
+            builds a data set. None where `test_datasets` has the data.
+        split: The split of `data`, where it has several.
+        image_column: Name of the images' column.
+        label_column: Name of the labels' column.
+        classnames: Class names by label (None: the data's own, or FusionBench's for this task).
+        templates: Prompts with `{}` for the class name (None: FusionBench's for this task, or
+            "a photo of a {}.").
+    """
+
+    data: str | Mapping[str, Any] | None = None
+    split: str | None = None
+    image_column: str = "image"
+    label_column: str = "label"
+    classnames: tuple[str, ...] | None = None
+    templates: tuple[PromptTemplate, ...] | None = None
+
+    def load(self) -> ImageItems:
+        """Load the data.
+
+        Returns:
+            The items, with labels checked against the class names where both are at hand.
+
+        Raises:
+            ValueError: If the path, the split or a column does not exist, or class names do not
+                fit.
+            CalibrationError: If the data cannot be read, or a label is out of range.
+        """
+        if isinstance(self.data, str):
+            return load_images(
+                self.data, self.split, self.image_column, self.label_column, self.classnames
+            )
+        if self.data is None:
+            raise ValueError("data is not set")
+        return self.view(self._built(self.data), f"data from {self.data.get('_target_')}")
+
+    def view(self, rows: Any, place: str) -> ImageItems:
+        """See any data set as this task's items.
+
+        Args:
+            rows: A `datasets` table or a map-style data set.
+            place: What to call it in messages.
+
+        Returns:
+            The items, with labels checked as in `load`.
+
+        Raises:
+            ValueError: If a column does not exist, or class names do not fit.
+            CalibrationError: If a label is out of range.
+        """
+        return ImageItems(
+            rows,
+            place=place,
+            image_column=self.image_column,
+            label_column=self.label_column,
+            classnames=self.classnames,
+        )
+
+    def _built(self, data: Mapping[str, Any]) -> Any:
+        from fusion_bench_featcal.tasks.parts import build_part
+
+        rows = build_part("data", OmegaConf.create(dict(data)))
+        if isinstance(rows, Mapping):  # load_dataset without a split gives all of them
+            if self.split not in rows:
+                raise ValueError(
+                    f"the data has splits {', '.join(map(str, rows))}; split is {self.split!r}"
+                )
+            return rows[self.split]
+        if self.split is not None:
+            raise ValueError(
+                f"split {self.split!r} has no effect where data._target_ builds one data set: "
+                "set it among the keys of data"
+            )
+        return rows
+
+
+def parse_tasks(tasks: Any, place: str = "taskpool.tasks") -> dict[str, TaskDefinition]:
+    """Read the `tasks:` mapping of a task pool.
+
+    Args:
+        tasks: Task name -> mapping with the keys of `TaskDefinition`; None for no tasks.
+        place: Where it stands in the configuration, for messages.
+
+    Returns:
+        The checked definitions by task name, in the order given.
+
+    Raises:
+        ValueError: Naming the task, the key and the value, for unknown keys and unfit values.
+    """
+    if isinstance(tasks, DictConfig):
+        tasks = OmegaConf.to_container(tasks, resolve=True)
+    if tasks is None:
+        return {}
+    if not isinstance(tasks, Mapping):
+        raise ValueError(f"{place} must be a mapping from task names to tasks, got {tasks!r}")
+    return {str(name): _parse(task, f"{place}.{name}") for name, task in tasks.items()}
+
+
+def _parse(task: Any, place: str) -> TaskDefinition:
+    if isinstance(task, TaskDefinition):
+        return task
+    if not isinstance(task, Mapping):
+        raise ValueError(f"{place} must be a mapping with a key data, got {task!r}")
+    refuse_unknown_keys(task, [field.name for field in fields(TaskDefinition)], place)
+    values = dict(task)
+    for key in ("split", "image_column", "label_column"):
+        _check_text(values.get(key), f"{place}.{key}")
+    data = values.get("data")
+    if not (
+        data is None or isinstance(data, str) or (isinstance(data, Mapping) and "_target_" in data)
+    ):
+        raise ValueError(
+            f"{place}.data must be a path, a hub id or a mapping with _target_, got {data!r}"
+        )
+    values["classnames"] = _parse_classnames(values.get("classnames"), f"{place}.classnames")
+    values["templates"] = _parse_templates(values.get("templates"), f"{place}.templates")
+    return TaskDefinition(**values)
+
+
+def _check_text(value: Any, place: str) -> None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{place} must be a text, got {value!r}")
+
+
+def _parse_classnames(value: Any, place: str) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"{place} must be a list of names, one for each label, got {value!r}")
+    for name in value:
+        if isinstance(name, bool) or not isinstance(name, str | int | float):
+            raise ValueError(
+                f"{place}: {name!r} is no name. Write it in quotes: YAML reads yes, no, on and "
+                "off as true and false, and an empty entry as null."
+            )
+    names = tuple(str(name) for name in value)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"{place}: {twice[0]!r} stands there twice; prompts could not tell them apart"
+        )
+    return names
+
+
+def _parse_templates(value: Any, place: str) -> tuple[PromptTemplate, ...] | None:
+    if value is None:
+        return None
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not texts:
+        raise ValueError(f"{place} must be a list of prompts, got {value!r}")
+    for text in texts:
+        if not isinstance(text, str) or "{}" not in text:
+            raise ValueError(
+                f"{place}: {text!r} has no {{}} for the class name, as in 'a photo of a {{}}.'"
+            )
+    return tuple(PromptTemplate(text) for text in texts)
+
+
+def load_task(
+    name: str, task: TaskDefinition, classnames: Sequence[str] | None = None, rows: Any = None
+) -> ImageItems:
+    """Load one task's data for evaluation: labelled, with class names.
+
+    Args:
+        name: The task's name, for messages.
+        task: Its definition.
+        classnames: Class names to use where the definition has none.
+        rows: The data set, where the definition has no data.
+
+    Returns:
+        The items; `classnames` is set.
+
+    Raises:
+        ValueError: If the definition does not fit the data.
+        CalibrationError: If the data cannot be read, is unlabeled or has labels out of range.
+    """
+    place = f"taskpool.tasks.{name}"
+    if task.classnames is None and classnames is not None:
+        task = replace(task, classnames=tuple(classnames))
+    try:
+        items = task.load() if rows is None else task.view(rows, f"test_datasets.{name}")
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    except CalibrationError as error:
+        raise CalibrationError(f"{place}: {error}") from error
+    if items.has_labels is False:
+        raise CalibrationError(
+            f"{place}: {items.place} has no labels (label_column {task.label_column!r}, or "
+            "folders named by class), so accuracy cannot be measured."
+        )
+    if items.classnames is None:
+        raise ValueError(f"{place}: the data names no classes: set classnames, one for each label.")
+    items.place = f"task {name!r}, {items.place}"
+    return items

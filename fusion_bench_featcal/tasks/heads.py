@@ -1,0 +1,129 @@
+"""Class names and prompts where FusionBench looks for them, and its stored classification heads."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
+from fusion_bench.utils import cache_utils
+
+from fusion_bench_featcal.tasks.definition import DEFAULT_TEMPLATES, PromptTemplate
+
+log = logging.getLogger(__name__)
+
+Templates = Sequence[Callable[[str], str]]
+
+_OWNER_KEY = "registered_by"
+_OWNER = "fusion_bench_featcal.tasks"
+
+
+def known_names(task: str) -> tuple[list[str], Templates] | None:
+    """Class names and templates that someone else than `tasks:` defined for this task name.
+
+    Args:
+        task: The task's name.
+
+    Returns:
+        FusionBench's own (or another plugin's) class names and templates, None where there are
+        none.
+    """
+    entry = CLIPTemplateFactory._dataset_mapping.get(task)
+    if entry is None or (isinstance(entry, dict) and entry.get(_OWNER_KEY) == _OWNER):
+        return None
+    return names_of(task)
+
+
+def names_of(task: str) -> tuple[list[str], Templates]:
+    """Class names by label and prompts of a task that is known.
+
+    Args:
+        task: The task's name.
+
+    Returns:
+        Its class names and templates, as FusionBench's own classes see them.
+    """
+    classnames, templates = CLIPTemplateFactory.get_classnames_and_templates(task)
+    return list(classnames), list(templates)
+
+
+def register_names(
+    task: str, classnames: Sequence[str], templates: Sequence[PromptTemplate] | None
+) -> None:
+    """Make a task's class names and prompts known to FusionBench, for all of its CLIP classes.
+
+    FusionBench's own `register_dataset` fails in release 0.2.33, so its table is written directly.
+
+    Args:
+        task: The task's name.
+        classnames: Class names by label.
+        templates: Prompts (None: those already known for the name, or "a photo of a {}.").
+
+    Raises:
+        ValueError: If FusionBench has other class names or prompts for that name.
+    """
+    known = known_names(task)
+    if known is not None:
+        _refuse_clash(task, classnames, templates, *known)
+        return
+    chosen = templates or [PromptTemplate(text) for text in DEFAULT_TEMPLATES]
+    entry = {"classnames": list(classnames), "templates": list(chosen), _OWNER_KEY: _OWNER}
+    table: dict = CLIPTemplateFactory._dataset_mapping
+    if task in table and table[task] != entry:
+        log.warning(
+            "Task %r: its class names or prompts differ from those of an earlier pool.", task
+        )
+    table[task] = entry
+
+
+def _refuse_clash(
+    task: str,
+    classnames: Sequence[str],
+    templates: Sequence[PromptTemplate] | None,
+    known_classnames: Sequence[str],
+    known_templates: Templates,
+) -> None:
+    remedy = (
+        f"Rename the task (its expert and its data too), say to 'my_{task}', or leave that key out "
+        "to use FusionBench's."
+    )
+    pairs = zip_longest(classnames, known_classnames, fillvalue="nothing")
+    for label, (ours, theirs) in enumerate(pairs):
+        if ours != theirs:
+            raise ValueError(
+                f"taskpool.tasks.{task}.classnames: FusionBench has class names for {task!r} "
+                f"already, and label {label} is {theirs!r} there, {ours!r} here. {remedy}"
+            )
+    example = known_classnames[0]
+    said = [template(example) for template in templates or known_templates]
+    known_said = [template(example) for template in known_templates]
+    if said != known_said:
+        raise ValueError(
+            f"taskpool.tasks.{task}.templates: FusionBench has prompts for {task!r} already "
+            f"({known_said[0]!r}, ...), not {said[0]!r}. {remedy}"
+        )
+
+
+def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int:
+    """Delete the zero-shot heads that FusionBench stored on disk for these tasks.
+
+    It stores them by task name and model path only, so heads of other class names, or of another
+    model at the same path, would be used again unnoticed. They are rebuilt when next needed.
+
+    Args:
+        tasks: Names of tasks defined in YAML.
+        folder: FusionBench's cache folder (None: the one it uses).
+
+    Returns:
+        The number of heads deleted.
+    """
+    wanted = {repr(task) for task in tasks}
+    root = folder or cache_utils.DEFAULT_CACHE_DIR
+    deleted = 0
+    for note in root.glob("joblib/**/construct_classification_head/*/metadata.json"):
+        if json.loads(note.read_text())["input_args"].get("task") in wanted:
+            shutil.rmtree(note.parent, ignore_errors=True)  # another process may be at it too
+            deleted += 1
+    return deleted
