@@ -1,0 +1,20 @@
+"""What every test relies on: no network, and no GPU test where there is no GPU."""
+
+import os
+
+import pytest
+
+# Before transformers or datasets are imported: they read these once.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests marked `gpu` on machines without CUDA."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]

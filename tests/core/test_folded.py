@@ -1,0 +1,141 @@
+"""The engine's running sums give what `core.solve`, the definition, gives."""
+
+import pytest
+import torch
+from oracle import Knobs
+from problems import EXACT, GRID, Problem, assert_equal, random_problem, solve_both, solve_weight
+from test_norm_solve import random_norms, sums
+from torch import Tensor
+
+from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, solve_norm
+
+FLOAT32_BOUND = 2e-6  # the same float32 sums, folded in float32 and solved in float64
+
+
+def second_module(problem: Problem, seed: int = 99) -> Problem:
+    """Another module on the same inputs, with another number of outputs."""
+    other = random_problem(seed, width=problem.merged[0].shape[1], outputs=9)
+    return Problem(
+        x_cal=problem.x_cal,
+        x_exp=problem.x_exp,
+        weights=other.weights,
+        biases=other.biases,
+        merged=other.merged,
+        base=other.base,
+    )
+
+
+def fold(problems: dict[str, Problem], knobs: Knobs) -> FoldedLinear:
+    anchors = {name: problem.anchor(knobs.rho) for name, problem in problems.items()}
+    folded = FoldedLinear(anchors, mix_alpha=knobs.alpha, eps=knobs.eps)
+    first = next(iter(problems.values()))
+    for task, moments in first.moments().items():
+        weights = {name: problem.weights[task] for name, problem in problems.items()}
+        biases = {name: problem.biases[task] for name, problem in problems.items()}
+        folded.add(task, moments, weights, biases)
+    return folded
+
+
+def unfold(
+    folded: FoldedLinear, name: str, problem: Problem, knobs: Knobs
+) -> tuple[Tensor, Tensor]:
+    weight = folded.solve(name, ridge_lambda=knobs.lam).weight
+    anchor = problem.anchor(knobs.rho, 1)
+    return weight, folded.solve_bias(name, weight, anchor, ridge_lambda=knobs.lam)
+
+
+@pytest.mark.parametrize("knobs", GRID, ids=str)
+def test_modules_that_share_an_input_each_get_their_own_solution(knobs: Knobs):
+    query = random_problem(20)
+    problems = {"query": query, "key": second_module(query)}
+    folded = fold(problems, knobs)
+    for name, problem in problems.items():
+        assert_equal(unfold(folded, name, problem, knobs), solve_both(problem, knobs), EXACT)
+
+
+@pytest.mark.parametrize("knobs", GRID, ids=str)
+def test_float32_sums_stay_within_their_bound(knobs: Knobs):
+    problem = random_problem(21, rows=200, width=24).cast(torch.float32)
+    folded = fold({"only": problem}, knobs)
+    found = unfold(folded, "only", problem, knobs)
+    assert_equal(found, solve_both(problem, knobs), FLOAT32_BOUND)
+
+
+def test_task_weights_residual_and_condition_are_reported_alike():
+    problem, knobs = random_problem(22), Knobs()
+    folded, wanted = fold({"only": problem}, knobs), solve_weight(problem, knobs)
+    found = folded.solve("only", ridge_lambda=knobs.lam)
+    assert list(found.task_weights) == list(wanted.task_weights)
+    for task, weight in wanted.task_weights.items():
+        assert float(found.task_weights[task]) == pytest.approx(float(weight), rel=EXACT)
+        assert folded.gram_norms[task] == pytest.approx(1 / float(weight), rel=EXACT)
+    assert found.condition == pytest.approx(wanted.condition, rel=1e-6)
+    assert found.residual < 1e-12
+
+
+def test_missing_base_drops_lambda_from_the_bias():
+    problem, knobs = random_problem(23), Knobs(rho=1.0)
+    folded = fold({"only": problem}, knobs)
+    weight = folded.solve("only", ridge_lambda=knobs.lam).weight
+    found = folded.solve_bias("only", weight, None, ridge_lambda=knobs.lam)
+    assert_equal((found,), (folded.solve_bias("only", weight, None, ridge_lambda=0.0),), EXACT)
+    with_base = folded.solve_bias("only", weight, problem.anchor(1.0, 1), ridge_lambda=knobs.lam)
+    assert float((with_base - found).norm()) > 1e-4
+
+
+def test_no_op_is_exact():
+    """Everything equal: the difference to the anchor is zero to the last bit at eps = 0."""
+    problem = random_problem(24)
+    still = Problem(
+        x_cal=problem.x_exp,
+        x_exp=problem.x_exp,
+        weights={task: problem.base[0] for task in problem.weights},
+        biases={task: problem.base[1] for task in problem.biases},
+        merged=problem.base,
+        base=problem.base,
+    )
+    for dtype in (torch.float64, torch.float32):
+        narrow = still.cast(dtype)
+        folded = fold({"only": narrow}, Knobs())
+        weight = folded.solve("only", ridge_lambda=0.05).weight
+        assert torch.equal(weight.to(dtype), narrow.base[0])
+
+
+def test_task_is_folded_only_once():
+    problem = random_problem(25)
+    folded = fold({"only": problem}, Knobs())
+    moments = problem.moments()["task_0"]
+    with pytest.raises(ValueError, match="task_0"):
+        folded.add("task_0", moments, {"only": problem.weights["task_0"]}, {})
+
+
+def test_folding_leaves_the_statistics_alone():
+    problem = random_problem(26)
+    moments = problem.moments()
+    kept = {task: (m.gram.clone(), m.sum_cal.clone()) for task, m in moments.items()}
+    folded = FoldedLinear({"only": problem.anchor(2.0)}, mix_alpha=0.3, eps=0.0)
+    for task, m in moments.items():
+        folded.add(task, m, {"only": problem.weights[task]}, {"only": problem.biases[task]})
+    for task, (gram, sum_cal) in kept.items():
+        assert torch.equal(moments[task].gram, gram)
+        assert torch.equal(moments[task].sum_cal, sum_cal)
+
+
+def test_unsolvable_sums_are_refused():
+    problem = random_problem(27, tasks=1, rows=3, width=8)
+    folded = fold({"only": problem}, Knobs(lam=0.0))
+    with pytest.raises(UnsolvedError, match="singular"):
+        folded.solve("only", ridge_lambda=0.0)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.05, 3.0])
+@pytest.mark.parametrize("has_base", [True, False])
+def test_norm_sums_give_the_same_affine(lam: float, has_base: bool):
+    inputs, affines, anchor = random_norms(7)
+    pull = anchor if has_base else None
+    folded = FoldedNorm()
+    for task, moments in sums(inputs).items():
+        folded.add(moments, affines[task])
+    found = folded.solve(pull, ridge_lambda=lam, eps=1e-8)
+    wanted = solve_norm(sums(inputs), affines, pull, ridge_lambda=lam, eps=1e-8)
+    assert_equal(found, wanted, EXACT)

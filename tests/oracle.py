@@ -1,0 +1,300 @@
+"""A second opinion on the calibration: slow, plain, and independent of the package.
+
+Whole models run forward in float64, hooks keep every input of every calibrated module, and each
+update is read off an explicit stacked least-squares system. Nothing is shared between modules,
+nothing is summed on the way, nothing of the package is imported: what the two agree on is unlikely
+to be a mistake they have in common. It is meant for models of a few hundred parameters.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = Tensor | Mapping  # one tensor, or keyword arguments
+Masks = Sequence[Tensor] | None  # one `[samples, tokens]` a batch; None: all count one
+Models = Mapping[str, nn.Module]
+Features = dict[str, list[Tensor]]  # by module name, one a call
+
+CLASS_TOKEN_ONLY = 0.01  # what the demo's rule leaves to the other tokens of the last block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """The choices of one calibration, by the names of the paper's symbols."""
+
+    alpha: float = 0.3
+    lam: float = 0.05
+    rho: float = 2.0
+    eps: float = 0.0
+    bias: bool = True
+    norm: bool = True
+    demo_last_block: bool = False
+
+
+@dataclass
+class Outcome:
+    """The calibrated model (float64), and of each block and task the drift of the block's output.
+
+    Drift is mean and relative drift before, mean and relative drift after.
+    """
+
+    model: nn.Module
+    drift: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass
+class Rows:
+    """What one task shows to one module: rows `[n, d]` of both sides and `[n]` weights, sum one."""
+
+    cal: Tensor
+    exp: Tensor
+    p: Tensor
+
+    def target(self, alpha: float) -> Tensor:
+        """Eq. 10."""
+        return alpha * self.exp + (1 - alpha) * self.cal
+
+
+def calibrate_slowly(
+    merged: nn.Module,
+    base: nn.Module | None,
+    experts: Models,
+    inputs: Mapping[str, Sequence[Batch]],
+    blocks: Sequence[str],
+    modules: Mapping[str, Sequence[str]],
+    knobs: Knobs,
+    row_weights: Mapping[str, Masks] | None = None,
+) -> Outcome:
+    """Calibrate a float64 copy of `merged`, block by block.
+
+    `inputs` maps a task to its batches, `modules` a block to the full names of its modules, and
+    `row_weights` a task to one `[samples, tokens]` tensor per batch (absent: every row counts one).
+    """
+    outcome = Outcome(model=copy.deepcopy(merged).double().eval())
+    doubled = {task: copy.deepcopy(expert).double().eval() for task, expert in experts.items()}
+    anchor = anchors(merged, base, knobs)
+    masks = {task: None if row_weights is None else row_weights[task] for task in doubled}
+    for block in blocks:
+        names = modules[block]
+        seen = {task: record(outcome.model, inputs[task], names) for task in doubled}
+        theirs = {task: record(expert, inputs[task], names) for task, expert in doubled.items()}
+        new: dict[str, Tensor] = {}
+        for name in names:
+            light = knobs.demo_last_block and block == blocks[-1]
+            light = light and not name.endswith(("k_proj", "v_proj"))
+            rows = {
+                task: gather(seen[task][name], theirs[task][name], masks[task], light)
+                for task in doubled
+            }
+            new.update(solve(name, outcome.model, doubled, anchor, rows, knobs))
+        before = block_drift(outcome.model, doubled, inputs, block, masks)
+        with torch.no_grad():
+            for name, value in new.items():
+                outcome.model.get_parameter(name).copy_(value)
+        after = block_drift(outcome.model, doubled, inputs, block, masks)
+        outcome.drift |= {(block, task): (*before[task], *after[task]) for task in doubled}
+    return outcome
+
+
+def anchors(merged: nn.Module, base: nn.Module | None, knobs: Knobs) -> dict[str, Tensor] | None:
+    """Eq. 11 for every parameter; None without a base, when the merged weights are the anchor."""
+    if base is None:
+        if knobs.rho != 1:
+            raise ValueError(f"rho = {knobs.rho} needs a base model")
+        return None
+    start = dict(base.named_parameters())
+    return {
+        name: knobs.rho * value.detach().double() + (1 - knobs.rho) * start[name].detach().double()
+        for name, value in merged.named_parameters()
+    }
+
+
+def record(
+    model: nn.Module, batches: Sequence[Batch], names: Sequence[str], *, outputs: bool = False
+) -> Features:
+    """Run whole forward passes and keep every input, or output, of the named modules."""
+    kept: Features = {name: [] for name in names}
+
+    def keep(name: str, value: Any) -> None:
+        tensor = value if isinstance(value, Tensor) else value[0]
+        kept[name].append(tensor.detach().double().clone())
+
+    handles = []
+    for name in names:
+        module = model.get_submodule(name)
+        if outputs:
+            hook = module.register_forward_hook(lambda *call, n=name: keep(n, call[2]))
+        else:
+            hook = module.register_forward_pre_hook(lambda *call, n=name: keep(n, call[1]))
+        handles.append(hook)
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                run(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return kept
+
+
+def run(model: nn.Module, batch: Batch) -> None:
+    """One forward pass with floating-point inputs in float64."""
+
+    def wide(value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return value.double() if is_float else value
+
+    if isinstance(batch, Tensor):
+        model(wide(batch))
+    else:
+        model(**{name: wide(value) for name, value in batch.items()})
+
+
+def gather(cal: list[Tensor], exp: list[Tensor], row_weights: Masks, light: bool) -> Rows:
+    """All calls as one table of rows, those of weight zero left out, whatever they hold.
+
+    `light` turns down all tokens but the first.
+    """
+    weights = []
+    for index, feature in enumerate(cal):
+        weight = feature.new_ones(feature.shape[:-1])
+        if row_weights is not None:  # a module may run several times a batch
+            mask = row_weights[index * len(row_weights) // len(cal)]
+            weight = weight * mask.double().reshape(weight.shape)
+        if light:
+            weight[:, 1:] *= CLASS_TOKEN_ONLY
+        weights.append(weight.reshape(-1))
+    weight = torch.cat(weights)
+    count = weight > 0
+    flat = [torch.cat([f.reshape(-1, f.shape[-1]) for f in side])[count] for side in (cal, exp)]
+    return Rows(cal=flat[0], exp=flat[1], p=weight[count] / weight[count].sum())
+
+
+def solve(
+    name: str,
+    model: nn.Module,
+    experts: Models,
+    anchor: Mapping[str, Tensor] | None,
+    rows: Mapping[str, Rows],
+    knobs: Knobs,
+) -> dict[str, Tensor]:
+    """New parameters of one module, by parameter name."""
+    module: Any = model.get_submodule(name)
+    theirs: dict[str, Any] = {task: expert.get_submodule(name) for task, expert in experts.items()}
+    if type(module).__name__ == "LayerNorm":
+        return solve_norm(name, module, theirs, anchor, rows, knobs) if knobs.norm else {}
+    turned = type(module).__name__ == "Conv1D"  # this one stores inputs x outputs
+
+    def upright(weight: Tensor) -> Tensor:
+        weight = weight.detach().double()
+        return weight.T if turned else weight
+
+    weights = {task: upright(their.weight) for task, their in theirs.items()}
+    weight_anchor = upright(module.weight if anchor is None else anchor[f"{name}.weight"])
+    task_weight = {task: 1 / second_moment(r).square().sum().sqrt() for task, r in rows.items()}
+    new = stacked_weight(rows, weights, weight_anchor, task_weight, knobs)
+    solved = {f"{name}.weight": new.T if turned else new}
+    if knobs.bias and module.bias is not None:
+        errors = {}
+        for task, r in rows.items():
+            wanted = theirs[task].bias.detach() + r.target(knobs.alpha) @ weights[task].T
+            errors[task] = wanted - r.cal @ new.T
+        bias_anchor = None if anchor is None else anchor[f"{name}.bias"]
+        solved[f"{name}.bias"] = stacked_bias(rows, errors, bias_anchor, task_weight, knobs.lam)
+    return solved
+
+
+def second_moment(rows: Rows) -> Tensor:
+    """Eq. 13, left."""
+    return torch.einsum("n,ni,nj->ij", rows.p, rows.cal, rows.cal)
+
+
+def least_squares(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Solution of all the equations stacked on one another."""
+    left, right = (torch.cat(side) for side in zip(*pieces, strict=True))
+    return torch.linalg.lstsq(left, right).solution
+
+
+def stacked_weight(
+    rows: Mapping[str, Rows],
+    weights: Mapping[str, Tensor],
+    anchor: Tensor,
+    task_weight: Mapping[str, Tensor],
+    knobs: Knobs,
+) -> Tensor:
+    """Eq. 15 as one tall system in W'; eps pulls towards zero, not towards the anchor."""
+    eye = torch.eye(anchor.shape[1], dtype=torch.float64)
+    pieces = [(knobs.lam**0.5 * eye, knobs.lam**0.5 * anchor.T)]
+    pieces.append((knobs.eps**0.5 * eye, torch.zeros_like(anchor.T)))
+    for task, r in rows.items():
+        scale = (task_weight[task] * r.p).sqrt()[:, None]
+        pieces.append((scale * r.cal, scale * (r.target(knobs.alpha) @ weights[task].T)))
+    return least_squares(pieces).T
+
+
+def stacked_bias(
+    rows: Mapping[str, Rows],
+    errors: Mapping[str, Tensor],
+    anchor: Tensor | None,
+    task_weight: Mapping[str, Tensor],
+    lam: float,
+) -> Tensor:
+    """Eq. 51-55: what a constant can still explain of the error that the new weight leaves."""
+    pieces = []
+    for task, r in rows.items():
+        scale = (task_weight[task] * r.p).sqrt()[:, None]
+        pieces.append((scale, scale * errors[task]))
+    if anchor is not None:
+        pieces.append((pieces[0][0].new_full((1, 1), lam**0.5), lam**0.5 * anchor[None]))
+    return least_squares(pieces)[0]
+
+
+def solve_norm(
+    name: str,
+    module: Any,
+    theirs: Mapping[str, Any],
+    anchor: Mapping[str, Tensor] | None,
+    rows: Mapping[str, Rows],
+    knobs: Knobs,
+) -> dict[str, Tensor]:
+    """Eq. 56-59: per channel two unknowns, every task weighing the same."""
+    names = (f"{name}.weight", f"{name}.bias")
+    solved: list[Tensor] = []
+    for channel in range(module.weight.numel()):
+        pieces = []
+        for task, r in rows.items():
+            centred = r.cal - r.cal.mean(dim=-1, keepdim=True)
+            spread = centred.square().mean(dim=-1, keepdim=True) + module.eps
+            z, scale = (centred / spread.sqrt())[:, channel], r.p.sqrt()
+            gain, shift = (p.detach()[channel] for p in (theirs[task].weight, theirs[task].bias))
+            left = torch.stack([scale * z, scale], dim=1)
+            pieces.append((left, (scale * (z * gain + shift))[:, None]))
+        if anchor is not None:
+            pair = torch.stack([anchor[part][channel] for part in names])[:, None]
+            eye = torch.eye(2, dtype=torch.float64)
+            pieces.append((knobs.lam**0.5 * eye, knobs.lam**0.5 * pair))
+        solved.append(least_squares(pieces)[:, 0])
+    return dict(zip(names, torch.stack(solved, dim=1), strict=True))
+
+
+def block_drift(
+    model: nn.Module,
+    experts: Models,
+    inputs: Mapping[str, Sequence[Batch]],
+    block: str,
+    row_weights: Mapping[str, Masks],
+) -> dict[str, tuple[float, float]]:
+    """Mean over rows of |h_cal - h_exp| (Eq. 2), and root mean square relative to |h_exp|."""
+    drift = {}
+    for task, expert in experts.items():
+        ours = record(model, inputs[task], [block], outputs=True)[block]
+        theirs = record(expert, inputs[task], [block], outputs=True)[block]
+        rows = gather(ours, theirs, row_weights[task], light=False)
+        squares = (rows.cal - rows.exp).square().sum(dim=-1)
+        power = rows.p @ rows.exp.square().sum(dim=-1)
+        drift[task] = (float(rows.p @ squares.sqrt()), float((rows.p @ squares / power).sqrt()))
+    return drift
