@@ -1,0 +1,66 @@
+# Every target makes what it needs: only Python 3.11 or newer and make must be there beforehand.
+# PIP_ARGS is handed to every pip install, for example PIP_ARGS="--proxy http://proxy:3128".
+PYTHON ?= python3
+VENV ?= .venv
+NEWEST ?= .venv-newest
+PIP_ARGS ?=
+RUNS ?= outputs/demo-full
+
+BIN := $(VENV)/bin
+# $(1): environment, $(2): constraints, $(3): extras
+install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo demo-full test test-newest lint types check build tables nightly clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+%/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $*
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,$(VENV),constraints.txt,test)
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(call install,$(VENV),constraints.txt,dev)
+
+$(NEWEST)/.installed: pyproject.toml constraints-newest.txt | $(NEWEST)/bin/python
+	$(call install,$(NEWEST),constraints-newest.txt,test)
+
+venv: $(VENV)/.installed-dev ## make .venv with everything for development
+
+demo: $(VENV)/.installed ## merge the bundled six-task CLIP, calibrate it, print the table
+	$(BIN)/fusion_bench method=featcal modelpool=clip-vit-mini_TA6
+
+demo-full: $(VENV)/.installed ## two upstream mergers, three seeds, the unseen alphabets, intervals
+	PATH="$(abspath $(BIN)):$$PATH" examples/demo_full.sh $(RUNS)
+
+tables: $(VENV)/.installed ## print the demo-full tables again from the saved runs
+	PATH="$(abspath $(BIN)):$$PATH" examples/demo_full.sh --report-only $(RUNS)
+
+test: $(VENV)/.installed ## run the tests: offline, on the CPU, in minutes
+	$(BIN)/python -m pytest
+
+test-newest: $(NEWEST)/.installed ## run the tests that touch transformers under its newest 5.x
+	$(NEWEST)/bin/python -m pytest tests/test_compat.py tests/families tests/test_calibrate_oracle.py
+
+lint: $(VENV)/.installed-dev ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev ## pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+check: lint types test ## what a change must pass
+
+build: $(VENV)/.installed-dev ## build sdist and wheel, then try wheel, sdist and editable installs
+	rm -rf dist
+	$(BIN)/python -m build
+	$(PYTHON) scripts/check_install.py dist
+
+nightly: check test-newest build demo-full ## everything
+
+clean: ## remove environments, builds and caches; run folders stay
+	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .ruff_cache

@@ -1,0 +1,38 @@
+"""Who imports what in the package, read from the source without importing anything."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = "fusion_bench_featcal"
+ROOT = Path(__file__).resolve().parents[2] / PACKAGE
+
+
+def part_of(path: Path) -> str:
+    """The module or sub-package directly below the package that a source file belongs to."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_names(path: Path) -> set[str]:
+    """Full dotted names a file imports anywhere, also inside functions."""
+    package = [PACKAGE, *path.relative_to(ROOT).parts[:-1]]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Part of the package -> parts of the package (their names) and other top-level packages."""
+    graph: dict[str, set[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        targets = graph.setdefault(part_of(path), set())
+        for name in imported_names(path):
+            top, _, rest = name.partition(".")
+            targets.add(f".{rest.partition('.')[0]}" if top == PACKAGE and rest else top)
+        targets.discard(f".{part_of(path)}")
+    return graph

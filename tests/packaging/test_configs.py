@@ -1,0 +1,89 @@
+"""Every YAML that is shipped composes, and what it names exists and takes the keys it is given."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from composing import OUR_CONFIG, compose_here, our_options
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+GROUPS = ("method", "modelpool", "taskpool")
+OPTIONS = [(group, option) for group in GROUPS for option in our_options(group)]
+HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_usage_", "_version_"}
+# Keys that FusionBench's pools pass by: they are read from the config, by our algorithm (default_*)
+# or by other keys of the same file (base_model).
+READ_FROM_CONFIG = {"default_taskpool", "default_presets", "default_compare_with", "base_model"}
+
+
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """The config as plain values."""
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def targets(node: Any) -> Iterator[dict[str, Any]]:
+    """All mappings with a `_target_` in a config, at any depth."""
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield node
+        for child in node.values():
+            yield from targets(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from targets(child)
+
+
+def known_keys(target: Any) -> set[str] | None:
+    """Keys a callable takes by name; None where any goes (a function with **kwargs)."""
+    constructors = [target]
+    if inspect.isclass(target):
+        constructors = [c.__init__ for c in target.__mro__ if "__init__" in vars(c)]
+    # FusionBench's serialisable classes name keys here that reach **kwargs.
+    names = set(getattr(target, "_config_mapping", {}).values())
+    for constructor in constructors:
+        parameters = inspect.signature(constructor).parameters.values()
+        names |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return names
+    return names if inspect.isclass(target) else None
+
+
+def test_every_file_is_an_option_of_a_known_group():
+    files = {path.relative_to(OUR_CONFIG) for path in OUR_CONFIG.rglob("*") if path.is_file()}
+    assert {f"{group}/{option}.yaml" for group, option in OPTIONS} == {str(f) for f in files}
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_composes_and_every_target_takes_its_keys(group, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = resolved(compose_here(f"{group}={option}")[group])
+    assert "_target_" in config
+    for node in targets(config):
+        target = get_object(node["_target_"])
+        keys = node.keys() - HYDRA_KEYS
+        known = known_keys(target)
+        if known is not None:
+            assert keys - known <= READ_FROM_CONFIG, node["_target_"]
+        # What is required must be there: raises TypeError, naming the key.
+        signature = inspect.signature(target)
+        bind = signature.bind_partial if node.get("_partial_") else signature.bind
+        bind(*node.get("_args_", ()), **{key: node[key] for key in keys})
+
+
+@pytest.mark.parametrize("backbone", ["base-patch32", "base-patch16", "large-patch14"])
+@pytest.mark.parametrize("suite", ["TA8", "TALL14", "TALL20"])
+def test_alias_pool_is_the_original_with_a_task_pool_that_fits(backbone, suite, monkeypatch):
+    monkeypatch.chdir(OUR_CONFIG.parent)
+    name = f"clip-vit-{backbone}_{suite}"
+    alias = resolved(compose_here(f"modelpool={name}").modelpool)
+    original = resolved(compose_here(f"modelpool=CLIPVisionModelPool/{name}").modelpool)
+    task_pool = alias.pop("default_taskpool")
+    assert alias == original
+    assert task_pool["test_datasets"] == original["test_datasets"]
+    for part in ("clip_model", "processor", "data_processor"):
+        assert task_pool[part]["pretrained_model_name_or_path"] == f"openai/clip-vit-{backbone}"

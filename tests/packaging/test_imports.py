@@ -1,0 +1,72 @@
+"""Imports go one way, and importing the package loads next to nothing."""
+
+import subprocess
+import sys
+
+import pytest
+from imports import import_graph
+
+GRAPH = import_graph()
+FRAMEWORKS = {"fusion_bench", "hydra", "omegaconf", "lightning"}
+
+
+def ours(part: str) -> set[str]:
+    """Parts of the package that `part` imports."""
+    return {name[1:] for name in GRAPH[part] if name.startswith(".")} & GRAPH.keys()
+
+
+def reachable(part: str) -> set[str]:
+    """Parts of the package that `part` imports, directly or through others."""
+    seen, waiting = set(), [part]
+    while waiting:
+        new = ours(waiting.pop()) - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+@pytest.mark.parametrize("part", ["core", "compare", "settings"])
+def test_needs_nothing_of_ours(part):
+    assert ours(part) == set()
+
+
+def test_core_is_tensors_only():
+    assert {name for name in GRAPH["core"] if name not in sys.stdlib_module_names} <= {
+        "torch",
+        "jaxtyping",
+    }
+
+
+def test_families_know_only_the_settings():
+    assert ours("families") <= {"settings"}
+
+
+def test_python_api_needs_no_framework():
+    for part in {"compare"} | reachable("__init__"):
+        assert not GRAPH[part] & FRAMEWORKS, part
+
+
+def test_no_part_imports_the_algorithm_but_the_command_line():
+    assert {part for part in GRAPH if "algorithm" in ours(part)} <= {"cli"}
+
+
+def test_no_import_cycles():
+    assert [part for part in GRAPH if part in reachable(part)] == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        ("import fusion_bench_featcal", FRAMEWORKS | {"torch", "transformers"}),
+        ("import fusion_bench_featcal.core", FRAMEWORKS | {"transformers"}),
+        ("from fusion_bench_featcal import calibrate", FRAMEWORKS | {"transformers"}),
+        (
+            "from hydra.core.plugins import Plugins; Plugins.instance()",
+            {"fusion_bench_featcal", "fusion_bench", "torch", "transformers"},
+        ),
+    ],
+)
+def test_import_loads_none_of(statement, unwanted):
+    code = f"import sys; {statement}; print(*(set({sorted(unwanted)}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert done.stdout.split() == []
