@@ -39,29 +39,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report_command(options: argparse.Namespace) -> int:
     """Print (and with --out write) the tables of runs from the results they left."""
-    from fusion_bench_featcal.compare import Report, console
+    from fusion_bench_featcal.compare import Report
     from fusion_bench_featcal.compare.combine import combine, find_runs
-    from fusion_bench_featcal.compare.combined_report import (
-        combined_tables,
-        explanations,
-        write_combined,
-    )
+    from fusion_bench_featcal.compare.combined_report import show_combined, write_combined
 
     runs = find_runs(options.runs)
     combined = combine(runs)
     # Write first: a reader who sees the table can rely on the files.
     written = write_combined(combined, options.out) if options.out else None
-    terminal = console()
-    tables = combined_tables(combined, terminal.width)
     if len(runs) == 1:
-        # One run's own table has the tasks already, with what made it.
-        tables = [Report.load(runs[0]).table(terminal.width), tables[0]]
-    for table in tables:
-        terminal.print(table)
-    for line in explanations(combined):
-        terminal.print(line, highlight=False, markup=False)
+        # One run's own table has its tasks, and what made it.
+        Report.load(runs[0]).show()
+    show_combined(combined, tasks=len(runs) > 1)
     if written:
-        terminal.print(f"written: {written.parent}", highlight=False, markup=False, soft_wrap=True)
+        print(f"written: {written.parent}")
     return 0
 
 

@@ -1,12 +1,12 @@
 """Results, never models: write them, read them, compare them, draw them."""
 
+from .environment import describe_device, versions
 from .files import ReportError, prepare_directory
 from .items import load_items, save_items
 from .measure import Cost, measure
 from .names import AVERAGE, BASE, EXPERTS, FEATCAL, UNAVAILABLE
 from .report import Report, accuracies
 from .tables import console
-from .versions import describe_device, versions
 
 __all__ = [
     "AVERAGE",

@@ -12,7 +12,18 @@ from .combine import Combined, CombinedRow, is_run
 from .files import ReportError, plain, prepare_directory, write_atomic
 from .names import AVERAGE, BASE, EXPERTS
 from .report import REPORT_FILE
-from .tables import Grid, best_cells, fitting, markdown_grid, percent, rich_grid, short_names
+from .tables import (
+    TEXT_WIDTH,
+    Grid,
+    best_cells,
+    console,
+    fitting,
+    markdown_grid,
+    percent,
+    print_lines,
+    rich_grid,
+    short_names,
+)
 from .validate import SCHEMA
 
 if TYPE_CHECKING:
@@ -22,20 +33,30 @@ COMBINED_KIND = "combined"
 _ABSENT = "-"
 
 
-def combined_tables(combined: Combined, width: int = 100) -> "list[Table]":
-    """Two terminal tables per suite: averages with their intervals, then tasks."""
+def combined_tables(
+    combined: Combined, width: int = TEXT_WIDTH, *, tasks: bool = True
+) -> "list[Table]":
+    """Terminal tables of each suite: averages with their intervals and, if asked for, tasks."""
     from rich.text import Text
 
     tables = []
     for suite in combined.suites:
         summary = rich_grid(summary_grid(combined, suite))
-        tasks = rich_grid(fitting(task_grid(combined, suite), width, summary_columns=1))
-        summary.title, tasks.title = (
-            f"{suite}: average over tasks",
-            f"{suite}: accuracy per task, %",
-        )
-        tables += [summary, tasks]
+        summary.title = Text(f"{suite}: average over tasks")
+        tables.append(summary)
+        if tasks:
+            per_task = rich_grid(fitting(task_grid(combined, suite), width, summary_columns=1))
+            per_task.title = Text(f"{suite}: accuracy per task, %")
+            tables.append(per_task)
     return tables
+
+
+def show_combined(combined: Combined, *, tasks: bool = True) -> None:
+    """Print the tables (those per task only if asked) and what the numbers mean to stdout."""
+    terminal = console()
+    for table in combined_tables(combined, terminal.width, tasks=tasks):
+        terminal.print(table)
+    print_lines(terminal, explanations(combined))
 
 
 def write_combined(combined: Combined, directory: str | Path, setting: str = "--out") -> Path:

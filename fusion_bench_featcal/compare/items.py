@@ -70,7 +70,8 @@ def load_items(directory: Path) -> Items | None:
         return None
     items: Items = {}
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # From memory: numpy leaves a damaged file open.
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as archive:
             for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
                 place = f"{path}: row '{row}', task '{task}'"
                 items.setdefault(row, {})[task] = as_correct(archive[f"array_{number}"], place)

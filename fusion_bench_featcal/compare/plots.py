@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CALIBRATION_LOG = "calibration_log.jsonl"
+# The log of `featcal` has this stem; that of `featcal:<preset>` adds `.<preset>`.
+CALIBRATION_LOG = "calibration_log"
 FORMATS = ("png", "svg")
 
 # Okabe and Ito's colours, told apart with every common colour blindness; markers differ as well.
@@ -53,7 +54,8 @@ def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--o
         setting: The setting that chose `out`, named in error messages.
 
     Returns:
-        The files written: `accuracy.{png,svg}`, and `drift.{png,svg}` if drift was logged.
+        The files written: `accuracy.{png,svg}`, and where drift was logged `drift.{png,svg}` and
+        `drift.<preset>.{png,svg}`.
 
     Raises:
         ReportError: matplotlib is missing, the run's files are damaged, or a figure cannot be
@@ -63,9 +65,12 @@ def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--o
     report = Report.load(run)
     title = f"{report.suite}, merged by {report.upstream}" if report.upstream else report.suite
     figures = {"accuracy": accuracy_figure(report, title)}
-    records = drift_records(run)
-    if records:
-        figures["drift"] = drift_figure(records, title)
+    for log in sorted(run.glob(f"{CALIBRATION_LOG}*.jsonl")):
+        preset = log.stem.removeprefix(CALIBRATION_LOG)
+        records = drift_records(log)
+        if records:
+            row = FEATCAL + preset.replace(".", ":", 1)
+            figures[f"drift{preset}"] = drift_figure(records, f"{title}: {row}")
     setting = setting if out else LOG_DIR_SETTING
     directory = prepare_directory(out or run, setting)
     written = [_save(figure, directory / name, setting) for name, figure in figures.items()]
@@ -144,18 +149,15 @@ def drift_figure(records: Sequence[Mapping[str, Any]], title: str = "") -> "Figu
     return figure
 
 
-def drift_records(run: str | Path) -> list[dict[str, Any]]:
-    """Read the records with drift from the run's `calibration_log.jsonl`; [] if there are none.
+def drift_records(path: str | Path) -> list[dict[str, Any]]:
+    """Read the records with drift from a calibration log (one JSON object a line).
 
     Raises:
         ReportError: The file cannot be read or a line of it is damaged.
     """
-    path = Path(run) / CALIBRATION_LOG
-    if not path.exists():
-        return []
     records = []
     try:
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
+        for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ReportError(f"{path}, line {number} is not a record")

@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import LOG_DIR_SETTING, ReportError, plain, prepare_directory, read_json, write_atomic
-from .items import Items, as_correct, load_items, save_items
+from .items import ITEMS_FILE, Items, as_correct, load_items, save_items
 from .names import AVERAGE, EXPERTS, recovered_share
-from .tables import TEXT_WIDTH, console, report_markdown, report_table
+from .tables import (
+    TEXT_WIDTH,
+    console,
+    print_lines,
+    provenance,
+    report_markdown,
+    report_table,
+)
 from .validate import KIND, SCHEMA, TOLERANCE, check_content, check_row, mean
 
 if TYPE_CHECKING:
@@ -175,6 +182,9 @@ class Report:
         write_atomic(directory / "report.md", report_markdown(self), setting)
         if self.items:
             save_items(directory, self.items, setting)
+        else:
+            # An earlier report's items would be taken for this one's.
+            (directory / ITEMS_FILE).unlink(missing_ok=True)
         return write_atomic(directory / REPORT_FILE, text, setting)
 
     @classmethod
@@ -211,9 +221,10 @@ class Report:
         return report_table(self, width)
 
     def show(self) -> None:
-        """Print the table to stdout."""
+        """Print the table to stdout, and under it what was calibrated with what, and where."""
         terminal = console()
         terminal.print(self.table(terminal.width))
+        print_lines(terminal, provenance(self))
 
 
 def accuracies(evaluation: Mapping[str, Any]) -> dict[str, float]:

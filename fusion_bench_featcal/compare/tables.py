@@ -58,6 +58,12 @@ def console() -> "Console":
     return terminal if terminal.is_terminal else Console(width=TEXT_WIDTH)
 
 
+def print_lines(terminal: "Console", lines: Sequence[str]) -> None:
+    """Print sentences as they are: no markup, no colours."""
+    for line in lines:
+        terminal.print(line, markup=False, highlight=False)
+
+
 def percent(value: float | None, digits: int = 1) -> str:
     """Write a share as per cent; None as a dash."""
     return _ABSENT if value is None else f"{100 * value:.{digits}f}"
@@ -79,7 +85,7 @@ def broken(name: str) -> str:
     for letter in name + " ":
         word += letter
         if letter in "_-:+ ":
-            if lines[-1] and len(lines[-1]) + len(word.rstrip()) > _LONGEST_WORD:
+            if word.strip() and lines[-1] and len(lines[-1]) + len(word.rstrip()) > _LONGEST_WORD:
                 lines.append("")
             lines[-1] += word
             word = ""
@@ -125,9 +131,8 @@ def report_table(report: "Report", width: int) -> "Table":
 
     grid = fitting(report_grid(report), width, summary_columns=2)
     table = rich_grid(grid)
-    # As Text, so that brackets in a name or note are not read as markup.
-    table.title, table.caption = Text(_title(report)), Text("\n".join(provenance(report)))
-    table.caption_justify = "left"
+    # As Text, so that brackets in a name are not read as markup.
+    table.title = Text(_title(report))
     return table
 
 

@@ -1,0 +1,139 @@
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusion_bench_featcal import __version__
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.compare import Report
+
+
+def leave_run(folder: Path, seed: int = 42, featcal: float = 0.75) -> Path:
+    report = Report(suite="toy", upstream="task_arithmetic", seeds={"calibration": seed})
+    levels = {"base": 0.25, "experts": 1.0, "task_arithmetic": 0.5, "featcal": featcal}
+    for name, level in levels.items():
+        correct = {task: [number < 20 * level for number in range(20)] for task in ("cars", "dtd")}
+        report.add_row(name, {"cars": level, "dtd": level}, correct=correct)
+    report.write(folder)
+    return folder
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("featcal: error: ")
+    return line
+
+
+def test_report_of_one_run_shows_tasks_and_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["report", str(leave_run(tmp_path))]) == 0
+    text = capsys.readouterr().out
+    assert "toy, merged by task_arithmetic" in text
+    assert "+25.0 [" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_report_of_several_runs_averages_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    leave_run(tmp_path / "runs" / "a", 1, 0.7)
+    leave_run(tmp_path / "runs" / "b", 2, 0.8)
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "75.0 ± 7.1" in text
+    assert f"written: {tmp_path / 'out'}" in text
+    content = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert content["kind"] == "combined"
+    assert len(content["runs"]) == 2
+
+
+def test_report_runs_nothing(tmp_path: Path):
+    leave_run(tmp_path)
+    code = (
+        "import sys; from fusion_bench_featcal.cli import main; "
+        f"main(['report', {str(tmp_path)!r}]); "
+        "print({'torch', 'transformers', 'fusion_bench', 'hydra'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_plot_writes_into_each_run_or_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = leave_run(tmp_path / "runs" / "x" / "version_0")
+    leave_run(tmp_path / "runs" / "y" / "version_0", 2)
+    assert main(["plot", str(run)]) == 0
+    assert (run / "accuracy.png").exists()
+    assert main(["plot", str(run), "--out", str(tmp_path / "one")]) == 0
+    assert (tmp_path / "one" / "accuracy.svg").exists()
+    assert main(["plot", str(tmp_path / "runs"), "--out", str(tmp_path / "all")]) == 0
+    assert (tmp_path / "all" / "x" / "version_0" / "accuracy.png").exists()
+    assert (tmp_path / "all" / "y" / "version_0" / "accuracy.png").exists()
+    assert capsys.readouterr().out.splitlines()[0] == str(run / "accuracy.png")
+
+
+@pytest.mark.parametrize("command", ["report", "plot"])
+def test_no_run_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str):
+    assert main([command, str(tmp_path / "nowhere")]) == 2
+    assert "no such run: " in error_of(capsys)
+
+
+def test_out_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = leave_run(tmp_path / "run")
+    (tmp_path / "out").write_text("")
+    assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 2
+    assert "out is a file, not a directory. Remove it or change --out." in error_of(capsys)
+
+
+def test_suite_path_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["suite", "path"]) == 0
+    assert Path(capsys.readouterr().out.strip()).is_dir()
+    assert main(["suite", "path", "images"]) == 0
+    assert Path(capsys.readouterr().out.strip()).name == "images"
+    assert main(["suite", "path", "no-such-suite"]) == 2
+    assert "no 'no-such-suite'" in error_of(capsys)
+    assert main(["suite", "path", "../.."]) == 2
+    assert "leaves the suites' folder" in error_of(capsys)
+
+
+def test_suite_check_tells_whole_from_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "weights").write_bytes(b"abc")
+    digest = hashlib.sha256(b"abc").hexdigest()
+    (tmp_path / "SHA256SUMS").write_text(f"{digest}  weights\n")
+    assert main(["suite", "check", str(tmp_path)]) == 0
+    assert "all files as recorded" in capsys.readouterr().out
+    (tmp_path / "weights").write_bytes(b"abd")
+    assert main(["suite", "check", str(tmp_path)]) == 1
+    assert "weights: damaged" in capsys.readouterr().err
+    assert main(["suite", "check", str(tmp_path / "nowhere")]) == 2
+    assert "no such folder" in error_of(capsys)
+
+
+def test_suite_build_refuses_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["suite", "build", "--out", str(tmp_path / "new"), "--task", "mini_nothing"]) == 2
+    assert "mini_nothing" in error_of(capsys)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "weights").write_text("")
+    assert main(["suite", "build", "--out", str(tmp_path / "old")]) == 2
+    assert "old is not empty" in error_of(capsys)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.strip() == f"featcal {__version__}"
+
+
+@pytest.mark.parametrize("words", [[], ["repot"], ["report"], ["suite"], ["suite", "build"]])
+def test_wrong_words_exit_with_two(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert "featcal" in capsys.readouterr().err
