@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 
 import fusion_bench_featcal.compat  # noqa: F401
 
-GROUPS = ("method", "modelpool", "taskpool")
-OPTIONS = [(group, option) for group in GROUPS for option in our_options(group)]
+OPTIONS = [(g, name) for g in ("method", "modelpool", "taskpool") for name in our_options(g)]
+INCLUDED = [("featcal_suite", name) for name in our_options("featcal_suite")]  # by model pools
 HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_usage_", "_version_"}
-# Keys that FusionBench's pools pass by: they are read from the config, by our algorithm (default_*)
-# or by other keys of the same file (base_model).
-READ_FROM_CONFIG = {"default_taskpool", "default_presets", "default_compare_with", "base_model"}
+# Keys that FusionBench's pools pass by: they are read from the config, by our algorithm or (as
+# base_model) by other keys of the same file.
+READ_FROM_CONFIG = {"default_taskpool", "featcal", "base_model"}
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
@@ -53,9 +53,15 @@ def known_keys(target: Any) -> set[str] | None:
     return names if inspect.isclass(target) else None
 
 
-def test_every_file_is_an_option_of_a_known_group():
-    files = {path.relative_to(OUR_CONFIG) for path in OUR_CONFIG.rglob("*") if path.is_file()}
-    assert {f"{group}/{option}.yaml" for group, option in OPTIONS} == {str(f) for f in files}
+def test_every_file_is_checked_here():
+    files = {str(p.relative_to(OUR_CONFIG)) for p in OUR_CONFIG.rglob("*") if p.is_file()}
+    assert {f"{group}/{option}.yaml" for group, option in OPTIONS + INCLUDED} == files
+
+
+@pytest.mark.parametrize(("group", "option"), INCLUDED)
+def test_included_file_composes(group, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resolved(compose_here(f"+{group}={option}")[group])
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

@@ -38,10 +38,14 @@ def test_literal_command_composes_from(start, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["ties_merging", "wudi/wudi", "simple_average"])
-def test_other_upstream_merger_can_be_named(start, monkeypatch, method):
-    monkeypatch.chdir(start)
+def test_other_upstream_merger_can_be_named(method, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
     config = compose_here(*LITERAL, f"method@method.base_method={method}")
     assert config.method.base_method == compose_here(f"method={method}").method
+
+
+def test_no_upstream_merger_can_be_named(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
     assert compose_here(*LITERAL, "method.base_method=null").method.base_method is None
 
 
