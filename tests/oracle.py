@@ -7,7 +7,7 @@ to be a mistake they have in common. It is meant for models of a few hundred par
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ CLASS_TOKEN_ONLY = 0.01  # what the demo's rule leaves to the other tokens of th
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """The choices of one calibration, by the names of the paper's symbols."""
+    """The choices of one calibration, by the paper's symbols."""
 
     alpha: float = 0.3
     lam: float = 0.05
@@ -37,9 +37,9 @@ class Knobs:
 
 @dataclass
 class Outcome:
-    """The calibrated model (float64), and of each block and task the drift of the block's output.
+    """The calibrated model (float64), and each block's drift by task, from `block_drift`.
 
-    Drift is mean and relative drift before, mean and relative drift after.
+    Four numbers: mean and relative drift before the block's update, mean and relative after it.
     """
 
     model: nn.Module
@@ -123,14 +123,13 @@ def record(
         tensor = value if isinstance(value, Tensor) else value[0]
         kept[name].append(tensor.detach().double().clone())
 
-    handles = []
-    for name in names:
-        module = model.get_submodule(name)
-        if outputs:
-            hook = module.register_forward_hook(lambda *call, n=name: keep(n, call[2]))
-        else:
-            hook = module.register_forward_pre_hook(lambda *call, n=name: keep(n, call[1]))
-        handles.append(hook)
+    def hook(name: str) -> Callable:
+        """What torch calls with (module, arguments, keyword arguments[, result])."""
+        return lambda *call: keep(name, call[3] if outputs else call[1] or list(call[2].values()))
+
+    how = "register_forward_hook" if outputs else "register_forward_pre_hook"
+    modules = {name: model.get_submodule(name) for name in names}
+    handles = [getattr(m, how)(hook(name), with_kwargs=True) for name, m in modules.items()]
     try:
         with torch.no_grad():
             for batch in batches:
@@ -215,8 +214,7 @@ def second_moment(rows: Rows) -> Tensor:
 
 def least_squares(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Solution of all the equations stacked on one another."""
-    left, right = (torch.cat(side) for side in zip(*pieces, strict=True))
-    return torch.linalg.lstsq(left, right).solution
+    return torch.linalg.lstsq(*(torch.cat(side) for side in zip(*pieces, strict=True))).solution
 
 
 def stacked_weight(

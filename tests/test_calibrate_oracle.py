@@ -9,6 +9,16 @@ import torch
 from oracle import Knobs, Outcome, calibrate_slowly
 from tiny_models import Suite, clip_suite, gpt2_suite, modules_of, residual_suite
 from torch import Tensor, nn
+from tricky_models import (
+    Gainful,
+    InPlaceResidual,
+    KeywordCalls,
+    SameTensorChanged,
+    SharesSometimes,
+    UsedTwice,
+    Views,
+    stack_suite,
+)
 
 from fusion_bench_featcal import CalibrationResult, FeatCalSettings, calibrate
 
@@ -193,3 +203,21 @@ def test_comparison_notices_a_swapped_expert_and_another_order_of_blocks():
     for wrong in (swapped, backwards):
         with pytest.raises(AssertionError, match="relative distance"):
             assert_same(found, run_slow(wrong).model, 1e-6)
+
+
+TRICKY = [
+    InPlaceResidual,
+    SameTensorChanged,
+    UsedTwice,
+    SharesSometimes,
+    Views,
+    KeywordCalls,
+    Gainful,
+]
+
+
+@pytest.mark.parametrize("block", TRICKY, ids=lambda block: block.__name__)
+@pytest.mark.parametrize("sizes", [(5, 3), (2, 5, 1)], ids=str)
+def test_tricky_blocks_equal_the_oracle(block: type[nn.Module], sizes: tuple[int, ...]):
+    suite = stack_suite(block, sizes=sizes, seed=1)
+    assert_same(run_fast(suite, PAPER, replay(suite)).model, run_slow(suite).model)
