@@ -3,7 +3,7 @@
 Memory is `O(d^2)` whatever the number of tasks. Tested equal to `core.solve`, the definition.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -90,6 +90,26 @@ class FoldedLinear:
         self.task_weights[task] = weight
         self.gram_norms[task] = float(gram_norm(moments))
 
+    def restricted(self, names: Iterable[str]) -> "FoldedLinear":
+        """A copy for some of the modules, which no longer share their input with the others.
+
+        Args:
+            names: The modules that stay.
+
+        Returns:
+            The same sums for these modules; tasks added to it do not reach this object.
+        """
+        part = FoldedLinear(
+            {name: self._anchors[name] for name in names}, mix_alpha=self._mix_alpha, eps=self._eps
+        )
+        part._gram = _copy(self._gram)
+        part._weighted_mean_cal = _copy(self._weighted_mean_cal)
+        part._right = {n: t.clone() for n, t in self._right.items() if n in part._anchors}
+        part._bias_right = {n: t.clone() for n, t in self._bias_right.items() if n in part._anchors}
+        part.task_weights = dict(self.task_weights)
+        part.gram_norms = dict(self.gram_norms)
+        return part
+
     def solve(self, name: str, *, ridge_lambda: float) -> LinearSolution:
         """Calibrated weight of one module (Eq. 17).
 
@@ -141,7 +161,9 @@ class FoldedLinear:
         if self._system is None:
             assert self._gram is not None  # a solve follows at least one task
             system = ridge_system(self._gram, ridge_lambda=ridge_lambda, eps=self._eps)
-            factor, condition = factorise(system, self._gram.dtype)
+            factor, condition = factorise(
+                system, floor=ridge_lambda + self._eps, precision=self._gram.dtype
+            )
             self._system = (factor, system, condition)
         return self._system
 
@@ -185,6 +207,10 @@ class FoldedNorm:
             ridge_lambda=ridge_lambda,
             eps=eps,
         )
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:

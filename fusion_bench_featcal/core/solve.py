@@ -21,6 +21,9 @@ from fusion_bench_featcal.core.moments import (
 MAX_RESIDUAL = 1e-6
 """Largest accepted relative residual of the normal equations."""
 
+PIVOT_MARGIN = 4
+"""A pivot must exceed this many times the dimension's worth of rounding to count as non-zero."""
+
 Affine = tuple[Tensor, Tensor]
 """Gain and shift of a LayerNorm, `[d]` each."""
 
@@ -76,30 +79,32 @@ def extrapolate_anchor(merged: Tensor, base: Tensor | None, anchor_rho: float) -
 
 
 def factorise(
-    system: Float[Tensor, "d d"], precision: torch.dtype
+    system: Float[Tensor, "d d"], *, floor: float, precision: torch.dtype
 ) -> tuple[Float[Tensor, "d d"], float]:
     """Cholesky factor of the normal equations' matrix, checked.
 
     Args:
         system: `sum_i w_i G_i + (lambda + eps) I`, `[d, d]`, symmetric.
-        precision: Dtype in which the grams were summed: their rounding limits the condition
-            that still means anything.
+        floor: `lambda + eps`, which no exact eigenvalue is below.
+        precision: Dtype in which the grams were summed. Pivots of the size of their rounding mean
+            nothing, unless the floor stands above it.
 
     Returns:
         The lower factor `L` and the condition estimate `(max diag L / min diag L)^2`.
 
     Raises:
-        UnsolvedError: If the matrix is not finite, not positive definite, or so ill-conditioned
-            that rounding of the grams decides the solution.
+        UnsolvedError: If the matrix is not finite, not positive definite, or rounding of the grams
+            would decide the solution.
     """
     if not bool(torch.isfinite(system).all()):
         raise UnsolvedError("the normal equations are not finite")
     factor, info = torch.linalg.cholesky_ex(system)
     if int(info) != 0:
         raise UnsolvedError("the normal equations are singular (Cholesky factorisation failed)")
-    diagonal = factor.diagonal()
-    condition = float((diagonal.max() / diagonal.min()) ** 2)
-    if condition > 1 / torch.finfo(precision).eps:
+    pivots = factor.diagonal() ** 2
+    condition = float(pivots.max() / pivots.min())
+    rounding = torch.finfo(precision).eps * float(system.diagonal().max())
+    if floor < rounding and float(pivots.min()) < PIVOT_MARGIN * len(system) * rounding:
         raise UnsolvedError(
             f"the normal equations are singular to rounding (condition about {condition:.1e})"
         )
@@ -184,7 +189,7 @@ def solve_linear(
         right += weights[task] * (expert_weights[task].to(wide) @ cross - anchor @ mean_gram)
     system = ridge_system(gram, ridge_lambda=ridge_lambda, eps=eps)
     precision = next(iter(moments.values())).gram.dtype
-    factor, condition = factorise(system, precision)
+    factor, condition = factorise(system, floor=ridge_lambda + eps, precision=precision)
     step, residual = solve_factorised(factor, system, right)
     return LinearSolution(
         weight=anchor + step, task_weights=weights, residual=residual, condition=condition

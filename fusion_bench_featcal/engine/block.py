@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, extrapolate_anchor
 from fusion_bench_featcal.core.moments import moment_dtype
 from fusion_bench_featcal.engine.modules import Site
-from fusion_bench_featcal.engine.task_sums import TaskSums
+from fusion_bench_featcal.engine.task_sums import TaskSums, common_parts
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -67,20 +67,18 @@ class BlockSums:
             expert: Its expert, with this block's parameters loaded.
 
         Raises:
-            CalibrationError: If the task's modules share inputs in another way than before.
+            CalibrationError: If a sum is not finite.
         """
         sums.check_finite()
-        if self._linear and set(self._linear) != set(sums.linear):
-            raise CalibrationError(
-                f"block {self._block}: modules share inputs differently for task {sums.task}; the "
-                "block takes another path there, which method.family cannot calibrate"
-            )
-        for names, moments in sums.linear.items():
-            if names not in self._linear:
-                anchors = {name: self._anchors[name] for name in names}
-                self._linear[names] = FoldedLinear(
-                    anchors, mix_alpha=self._settings.mix_alpha, eps=self._settings.eps
-                )
+        if not self._linear:
+            self._linear = {names: self._empty(names) for names in sums.linear}
+        parts = common_parts(self._linear, sums.linear)
+        self._linear = {
+            names: self._linear[mine] if names == mine else self._linear[mine].restricted(names)
+            for names, mine, _ in parts
+        }
+        for names, _, theirs in parts:
+            moments = sums.linear[theirs]
             weights = {name: self._expert_weight(expert, name) for name in names}
             biases = {
                 name: expert.get_parameter(self._sites[name].bias_name)
@@ -91,6 +89,10 @@ class BlockSums:
         for name, moments in sums.norm.items():
             affine = self._affine(expert, name)
             self._norm.setdefault(name, FoldedNorm()).add(moments, affine)
+
+    def _empty(self, names: tuple[str, ...]) -> FoldedLinear:
+        anchors = {name: self._anchors[name] for name in names}
+        return FoldedLinear(anchors, mix_alpha=self._settings.mix_alpha, eps=self._settings.eps)
 
     def _expert_weight(self, expert: nn.Module, name: str) -> Tensor:
         site = self._sites[name]

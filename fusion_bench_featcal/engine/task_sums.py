@@ -1,7 +1,9 @@
 """One task's statistics over one block, summed batch by batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from fusion_bench_featcal.core import (
     norm_moments,
     normalised_input,
 )
+from fusion_bench_featcal.core.moments import moment_dtype
 from fusion_bench_featcal.engine.modules import Site
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.settings import CalibrationError
@@ -74,24 +77,35 @@ class TaskSums:
             else:
                 key = (inputs, expert_inputs, self._weighs_tokens(site))
                 groups.setdefault(key, []).append(site)
-        for members in groups.values():
-            self._add_linear(members, cal, exp, valid)
+        sharing = [tuple(site.name for site in members) for members in groups.values()]
+        # Modules share a statistic only while every batch of the task lets them.
+        linear = {}
+        for names, known, _ in common_parts(self.linear or sharing, sharing):
+            moments = self._linear_moments(names[0], cal, exp, valid)
+            linear[names] = self.linear[known] + moments if self.linear else moments
+        self.linear = linear
 
-    def _add_linear(
-        self, members: list[Site], cal: Recording, exp: Recording | None, valid: Tensor | None
-    ) -> None:
-        names = tuple(site.name for site in members)
-        inputs = cal.of(names[0])
-        expert_inputs = inputs if exp is None else exp.of(names[0])
-        for x_cal, x_exp in zip(inputs, expert_inputs, strict=True):
-            weights = self._row_weights(members[0], x_cal, valid)
-            _add_to(self.linear, names, linear_moments(_rows(x_cal), _rows(x_exp), weights))
+    def _linear_moments(
+        self, module: str, cal: Recording, exp: Recording | None, valid: Tensor | None
+    ) -> LinearMoments:
+        """Sums over all calls of a module in one batch."""
+        site = next(site for site in self.sites if site.name == module)
+        inputs = cal.of(module)
+        expert_inputs = inputs if exp is None else exp.of(module)
+        parts = [
+            linear_moments(_rows(x_cal), _rows(x_exp), self._row_weights(site, x_cal, valid))
+            for x_cal, x_exp in zip(inputs, expert_inputs, strict=True)
+        ]
+        return reduce(add, parts)
 
     def _add_norm(self, model: nn.Module, site: Site, cal: Recording, valid: Tensor | None) -> None:
         norm: Any = model.get_submodule(site.name)
-        for x in cal.of(site.name):
-            z = normalised_input(_rows(x), norm.eps)
-            _add_to(self.norm, site.name, norm_moments(z, self._row_weights(site, x, valid)))
+        parts = [
+            norm_moments(normalised_input(_rows(x), norm.eps), self._row_weights(site, x, valid))
+            for x in cal.of(site.name)
+        ]
+        known = [self.norm[site.name]] if site.name in self.norm else []
+        self.norm[site.name] = reduce(add, known + parts)
 
     def _weighs_tokens(self, site: Site) -> bool:
         return self.demo_weights and not site.name.endswith(("k_proj", "v_proj"))
@@ -111,7 +125,8 @@ class TaskSums:
                 f"block {self.block}: module {site.name} receives {tuple(x.shape)}, not [batch, "
                 "tokens, d]: method.token_weights=demo_last_block does not fit; use uniform"
             )
-        weights = torch.full(x.shape[:-1], DEMO_TOKEN_WEIGHT, device=x.device)
+        dtype = moment_dtype(x.dtype)
+        weights = torch.full(x.shape[:-1], DEMO_TOKEN_WEIGHT, device=x.device, dtype=dtype)
         weights[:, 0] = 1.0
         return (weights if valid is None else weights * valid).reshape(-1)
 
@@ -140,5 +155,17 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _add_to(sums: dict[Any, Any], key: Any, moments: Any) -> None:
-    sums[key] = sums[key] + moments if key in sums else moments
+def common_parts(
+    left: Iterable[tuple[str, ...]], right: Iterable[tuple[str, ...]]
+) -> list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]]:
+    """The coarsest groups that respect two groupings of the same names.
+
+    Args:
+        left: Disjoint groups of names.
+        right: Other disjoint groups of the same names.
+
+    Returns:
+        Each non-empty intersection, with the group of `left` and of `right` that it came from.
+    """
+    parts = [(tuple(n for n in a if n in b), a, b) for a in left for b in right]
+    return [part for part in parts if part[0]]
