@@ -178,7 +178,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if EXPERTS in references:
             results.add_experts(modelpool)
         if MERGED in references:
-            results.add_reference(results.report.upstream or MERGED, merged)
+            name = results.report.upstream or MERGED
+            results.add_reference(name, merged, plain(self.base_method))
 
     def _calibrate(
         self,

@@ -65,11 +65,19 @@ class RunResults:
             device=describe_device(device),
         )
 
-    def add_reference(self, name: str, model: nn.Module) -> None:
-        """Evaluate a model that was not calibrated."""
+    def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
+        """Evaluate a model that was not calibrated.
+
+        Args:
+            name: Its row.
+            model: The model.
+            settings: What made it, if anything: runs that are compared must agree in it.
+        """
         evaluation = self._evaluate(name, model)
         if evaluation is not None:
-            self.report.add_row(name, evaluation.accuracy, correct=evaluation.correct)
+            self.report.add_row(
+                name, evaluation.accuracy, settings=settings, correct=evaluation.correct
+            )
 
     def add_experts(self, modelpool: BaseModelPool) -> None:
         """Evaluate each expert on its own task, one in memory at a time."""
@@ -154,12 +162,9 @@ class RunResults:
         return evaluate(self.taskpool, model, name=name, tasks=tasks, log_dir=self._log_dir)
 
     def _print_table(self) -> None:
-        from rich.console import Console
-
-        console = Console()
-        console.print(self.report.table(console.width))
+        self.report.show()
         if self._log_dir is not None:
-            console.print(f"report.md, report.csv and report.json: {self._log_dir}", soft_wrap=True)
+            print(f"report.md, report.csv and report.json: {self._log_dir}")
 
 
 def method_name(config: Any) -> str:
