@@ -135,8 +135,9 @@ def _parse(task: Any, place: str) -> TaskDefinition:
         raise ValueError(f"{place} must be a mapping with a key data, got {task!r}")
     refuse_unknown_keys(task, [field.name for field in fields(TaskDefinition)], place)
     values = dict(task)
-    for key in ("split", "image_column", "label_column"):
-        _check_text(values.get(key), f"{place}.{key}")
+    for key in {"split", "image_column", "label_column"} & values.keys():
+        if not isinstance(values[key], str) and not (key == "split" and values[key] is None):
+            raise ValueError(f"{place}.{key} must be a text, got {values[key]!r}")
     data = values.get("data")
     if not (
         data is None or isinstance(data, str) or (isinstance(data, Mapping) and "_target_" in data)
@@ -147,11 +148,6 @@ def _parse(task: Any, place: str) -> TaskDefinition:
     values["classnames"] = _parse_classnames(values.get("classnames"), f"{place}.classnames")
     values["templates"] = _parse_templates(values.get("templates"), f"{place}.templates")
     return TaskDefinition(**values)
-
-
-def _check_text(value: Any, place: str) -> None:
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{place} must be a text, got {value!r}")
 
 
 def _parse_classnames(value: Any, place: str) -> tuple[str, ...] | None:

@@ -122,7 +122,7 @@ def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int
     wanted = {repr(task) for task in tasks}
     root = folder or cache_utils.DEFAULT_CACHE_DIR
     deleted = 0
-    for note in root.glob("joblib/**/construct_classification_head/*/metadata.json"):
+    for note in root.rglob("construct_classification_head/*/metadata.json"):
         if json.loads(note.read_text())["input_args"].get("task") in wanted:
             shutil.rmtree(note.parent, ignore_errors=True)  # another process may be at it too
             deleted += 1

@@ -144,10 +144,16 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             self._take_labels(list(table[self._label_column]), names)
 
     def _adopt(self, items: "ImageItems") -> None:
-        """View another view, possibly with class names of our own."""
-        if self._label_column is not None:
-            self.has_labels = items.has_labels
-        if self.has_labels and items._labels is not None:
+        """See what another view sees, possibly with class names of our own."""
+        self.place = f"{self.place} ({items.place})"
+        self.root, self._rows = items.root, items._rows
+        self._image_column = items._image_column
+        if self._label_column is None:
+            return
+        self.has_labels, self._label_column = items.has_labels, items._label_column
+        if self.classnames is None:
+            self.classnames = items.classnames
+        if items._labels is not None:
             self._take_labels(items._labels, items.classnames)
 
     def _take_labels(self, values: Sequence[Any], names: Sequence[str] | None) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import cast
 
 import datasets
+import pyarrow.csv
 from datasets.config import HF_HUB_OFFLINE
 
 from fusion_bench_featcal.settings import CalibrationError
@@ -144,6 +145,8 @@ def _table(file: Path, split: str | None) -> datasets.Dataset:
             "the file of that split."
         )
     try:
+        if reader == "csv":  # the reader of `datasets` leaves the file open
+            return datasets.Dataset(pyarrow.csv.read_csv(file))
         loaded = datasets.load_dataset(reader, data_files=str(file), split="train")
     except Exception as error:  # the readers raise whatever their parsers raise
         cause = error.__cause__ or error

@@ -1,0 +1,257 @@
+"""Folders, tables and hub ids give the same pictures and labels, or say what is wrong."""
+
+import io
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_images import SHAPES, picture, write_class_folders
+
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks import load_images
+from fusion_bench_featcal.tasks.images import ImageItems, to_rgb
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+
+
+def contents(items: ImageItems) -> list[tuple[bytes, int]]:
+    read = [items[index] for index in range(len(items))]
+    assert all(item["image"].mode == "RGB" for item in read)
+    return [(item["image"].tobytes(), item["label"]) for item in read]
+
+
+def rows_of(folder):
+    """Table rows for a folder of classes, with paths relative to the folder."""
+    files = sorted(folder.rglob("*.png"))
+    return [{"file": str(f.relative_to(folder)), "kind": f.parent.name} for f in files]
+
+
+def write_table(folder, suffix):
+    table = datasets.Dataset.from_list(rows_of(folder))
+    path = folder / f"table{suffix}"
+    {".jsonl": table.to_json, ".csv": table.to_csv, ".parquet": table.to_parquet}[suffix](path)
+    return str(path)
+
+
+def test_folder_of_classes(shapes):
+    items = load_images(str(shapes))
+    assert items.classnames == list(SHAPES)
+    expected = [(100 * c + n, c) for c in range(3) for n in range(4)]
+    assert contents(items) == [(picture(seed).tobytes(), label) for seed, label in expected]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_tables_give_what_the_folder_gives(shapes, suffix, monkeypatch, tmp_path):
+    table = write_table(shapes, suffix)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # paths are relative to the table, not to us
+    items = load_images(table, image_column="file", label_column="kind")
+    assert contents(items) == contents(load_images(str(shapes)))
+    assert items.classnames == list(SHAPES)
+
+
+def test_parquet_with_the_images_inside(shapes, tmp_path):
+    rows = [
+        {"image": {"bytes": (shapes / r["file"]).read_bytes(), "path": None}, "label": r["kind"]}
+        for r in rows_of(shapes)
+    ]
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(SHAPES))}
+    )
+    path = tmp_path / "inside.parquet"
+    datasets.Dataset.from_list(rows, features=features).to_parquet(path)
+    assert contents(load_images(str(path))) == contents(load_images(str(shapes)))
+
+
+def test_classnames_renumber_labels_by_name(shapes):
+    items = load_images(str(shapes), classnames=["star", "circle", "square"])
+    assert [items[index]["label"] for index in (0, 4, 8)] == [1, 2, 0]
+
+
+def test_classnames_replace_folder_names_in_order(shapes):
+    items = load_images(str(shapes), classnames=["a ring", "a box", "a sun"])
+    assert [items[index]["label"] for index in (0, 4, 8)] == [0, 1, 2]
+
+
+def test_split_folders(tmp_path):
+    for seed, split in enumerate(("train", "test")):
+        write_class_folders(tmp_path / split, seed=seed)
+    assert contents(load_images(str(tmp_path), split="test")) == contents(
+        load_images(str(tmp_path / "test"))
+    )
+    with pytest.raises(ValueError, match="has splits: set split to test or train"):
+        load_images(str(tmp_path))
+    with pytest.raises(ValueError, match=r"no folder for split 'tset' \(nearest: 'test'\)"):
+        load_images(str(tmp_path), split="tset")
+
+
+def test_folder_of_images_only_is_unlabeled(shapes):
+    items = load_images(str(shapes / "star"))
+    assert len(items) == 4
+    assert items.has_labels is False
+    assert set(items[0]) == {"image"}
+
+
+def test_pictures_are_turned_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held sideways
+    picture(0, (20, 10)).save(tmp_path / "sideways.png", exif=exif)
+    assert load_images(str(tmp_path))[0]["image"].size == (10, 20)
+
+
+def test_labels_can_be_left_out(shapes):
+    assert set(load_images(str(shapes), label_column=None)[0]) == {"image"}
+
+
+@pytest.mark.parametrize("path", ["./no/such", "no/such/folder", "missing.csv", "/no_such"])
+def test_missing_path(path):
+    with pytest.raises(ValueError, match=f"data '{path}' does not exist"):
+        load_images(path)
+
+
+def test_hub_id_needs_a_split():
+    with pytest.raises(
+        ValueError, match="taken as the id of a hub data set, and a split is needed"
+    ):
+        load_images("somebody/pictures")
+
+
+def test_hub_id_offline_names_the_id_and_the_setting():
+    with pytest.raises(
+        CalibrationError, match=r"'somebody/pictures', split 'test'.*HF_HUB_OFFLINE"
+    ):
+        load_images("somebody/pictures", split="test")
+
+
+def test_folder_without_images(tmp_path):
+    with pytest.raises(ValueError, match="holds no images"):
+        load_images(str(tmp_path))
+
+
+def test_loose_images_beside_class_folders(shapes):
+    picture(0).save(shapes / "loose.png")
+    with pytest.raises(ValueError, match=r"loose\.png.*beside class folders \(circle or"):
+        load_images(str(shapes))
+
+
+def test_table_of_unknown_kind(tmp_path):
+    (tmp_path / "table.xlsx").touch()
+    with pytest.raises(ValueError, match=r"tables end in .*got '\.xlsx'"):
+        load_images(str(tmp_path / "table.xlsx"))
+
+
+def test_table_has_no_splits(shapes):
+    with pytest.raises(ValueError, match=r"one table without splits: remove split \('test'\)"):
+        load_images(write_table(shapes, ".csv"), split="test")
+
+
+def test_broken_table(tmp_path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"image": ')
+    with pytest.raises(CalibrationError, match=r"broken\.jsonl' is not readable as json"):
+        load_images(str(path))
+
+
+def test_misspelt_column_offers_the_nearest(shapes):
+    with pytest.raises(ValueError, match=r"no image_column 'fil' \(nearest: 'file'\)"):
+        load_images(write_table(shapes, ".csv"), image_column="fil")
+
+
+def test_label_out_of_range_names_the_item(shapes):
+    path = shapes / "table.jsonl"
+    rows = [
+        {"image": r["file"], "label": 7 if i == 5 else 0} for i, r in enumerate(rows_of(shapes))
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(CalibrationError, match=r"item 5: label 7 is out of range \(0\.\.2"):
+        load_images(str(path), classnames=SHAPES)
+
+
+def test_damaged_file_is_named(shapes):
+    whole = (shapes / "square" / "01.png").read_bytes()
+    (shapes / "square" / "01.png").write_bytes(whole[: len(whole) // 2])
+    items = load_images(str(shapes))
+    with pytest.raises(
+        CalibrationError, match=r"item 5: image file .*square/01\.png cannot be read"
+    ):
+        items[5]
+
+
+def test_missing_file_is_named_with_where_it_was_looked_for(shapes):
+    table = write_table(shapes, ".jsonl")
+    (shapes / "circle" / "00.png").unlink()
+    with pytest.raises(CalibrationError, match=r"circle/00\.png does not exist \(relative paths"):
+        load_images(table, image_column="file", label_column="kind")[0]
+
+
+def test_image_column_without_images(tmp_path):
+    path = tmp_path / "numbers.csv"
+    path.write_text("image,label\n1,0\n")
+    with pytest.raises(CalibrationError, match="item 0: not an image but int"):
+        load_images(str(path))[0]
+
+
+def as_bytes(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda image: image,
+        as_bytes,
+        lambda image: {"bytes": as_bytes(image), "path": "inside.png"},
+        np.asarray,
+        lambda image: torch.from_numpy(np.array(image)),
+    ],
+)
+def test_forms_of_one_picture(form):
+    assert to_rgb(form(picture(3)), "here").tobytes() == picture(3).tobytes()
+
+
+def test_float_arrays_are_no_pictures():
+    with pytest.raises(CalibrationError, match=r"must be uint8 .*got float32 \[4, 4\]"):
+        to_rgb(np.zeros((4, 4), np.float32), "here")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"image": picture(0), "label": 1}, {"image": picture(1), "label": 0}],
+        [(picture(0), 1), (picture(1), 0)],
+        [(picture(0), torch.tensor(1)), (picture(1), np.int64(0))],
+    ],
+)
+def test_any_map_style_data_set(rows):
+    items = ImageItems(rows, place="here", classnames=["a", "b"])
+    assert contents(items) == [(picture(0).tobytes(), 1), (picture(1).tobytes(), 0)]
+
+
+def test_data_set_of_bare_pictures_is_unlabeled():
+    assert set(ImageItems([picture(0)], place="here")[0]) == {"image"}
+
+
+def test_a_view_of_a_view_renumbers_labels(shapes):
+    inner = load_images(str(shapes))
+    outer = ImageItems(inner, place="here", classnames=["square", "star", "circle"])
+    assert [outer[index]["label"] for index in (0, 4, 8)] == [2, 0, 1]
+
+
+def test_streaming_data_set_is_refused(shapes):
+    stream = datasets.Dataset.from_list(rows_of(shapes)).to_iterable_dataset()
+    with pytest.raises(CalibrationError, match=r"IterableDataset\. Load it without streaming"):
+        ImageItems(stream, place="here")
+
+
+def test_item_without_the_image_column():
+    items = ImageItems([{"img": picture(0)}], place="here")
+    with pytest.raises(CalibrationError, match=r"has no .image.; it has: img\. Check image_column"):
+        items[0]

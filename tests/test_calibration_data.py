@@ -1,0 +1,185 @@
+"""Calibration samples: each task's own, the same whatever else is calibrated."""
+
+import numpy as np
+import pytest
+import torch
+from fusion_bench.modelpool import BaseModelPool
+from omegaconf import OmegaConf
+from tiny_images import picture, write_class_folders
+from transformers import CLIPImageProcessor
+
+from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.tasks import load_images
+
+
+def channels_first(image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+
+
+def numbered(count: int) -> list[dict]:
+    """Items whose picture tells their number; no labels."""
+    return [{"image": np.full((2, 2, 3), number, np.uint8)} for number in range(count)]
+
+
+class Pool:
+    """As much of a model pool as calibration asks for."""
+
+    def __init__(self, split: str = "train", **tasks) -> None:
+        self.train_dataset_names = self.val_dataset_names = self.test_dataset_names = []
+        setattr(self, f"{split}_dataset_names", list(tasks))
+        setattr(self, f"load_{split}_dataset", tasks.__getitem__)
+
+
+def settings(**changes) -> FeatCalSettings:
+    return FeatCalSettings(samples_per_task=10, batch_size=4).replace(**changes)
+
+
+def drawn(pool, tasks=("a",), processor=channels_first, **changes) -> dict[str, list[int]]:
+    """The numbers of the pictures in each task's batches."""
+    batches = calibration_batches(pool, tasks, settings(**changes), lambda image: processor(image))
+    pixels = {task: torch.cat([b["pixel_values"] for b in batches[task]]) for task in tasks}
+    return {
+        task: (values[:, 0, 0, 0] * 255).round().int().tolist() for task, values in pixels.items()
+    }
+
+
+def test_batches_hold_distinct_samples_in_batch_size():
+    batches = calibration_batches(Pool(a=numbered(30)), ["a"], settings(), channels_first)
+    shapes = [batch["pixel_values"].shape for batch in batches["a"]]
+    assert shapes == [(4, 3, 2, 2), (4, 3, 2, 2), (2, 3, 2, 2)]
+    assert len(batches["a"]) == 3
+    assert len(set(drawn(Pool(a=numbered(30)))["a"])) == 10
+
+
+def test_a_tasks_samples_do_not_depend_on_other_tasks_or_batches():
+    alone = drawn(Pool(a=numbered(50)))["a"]
+    pool = Pool(z=numbered(20), a=numbered(50), b=numbered(50))
+    assert drawn(pool, ("b", "z", "a"))["a"] == alone
+    assert drawn(pool, ("a", "b"), batch_size=7)["a"] == alone
+    assert drawn(pool)["a"] == alone
+
+
+def test_samples_depend_on_task_and_seed():
+    pool = Pool(a=numbered(50), b=numbered(50))
+    first = drawn(pool, ("a", "b"))
+    assert first["a"] != first["b"]
+    assert drawn(pool, seed=43)["a"] != first["a"]
+
+
+def test_fewer_samples_are_the_first_of_more():
+    pool = Pool(a=numbered(50))
+    assert drawn(pool, samples_per_task=20)["a"][:10] == drawn(pool)["a"]
+
+
+def test_draw_is_the_same_on_every_machine():
+    expected = [55, 45, 44, 90, 39]  # what every published number was made with
+    assert draw_samples(100, "mini_mnist", settings(samples_per_task=5)) == expected
+
+
+def test_batches_can_be_read_again():
+    batches = calibration_batches(Pool(a=numbered(30)), ["a"], settings(), channels_first)["a"]
+    first, second = list(batches), list(batches)
+    assert all(
+        torch.equal(x["pixel_values"], y["pixel_values"])
+        for x, y in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_split_is_the_one_asked_for(split):
+    pool = Pool(split, a=numbered(10))
+    assert sorted(drawn(pool, calibration_split=split)["a"]) == list(range(10))
+
+
+def test_images_are_read_only_when_asked_for():
+    class Grumpy(list):
+        def __getitem__(self, index):
+            raise OSError("disk on fire")
+
+    batches = calibration_batches(Pool(a=Grumpy(numbered(10))), ["a"], settings(), channels_first)
+    with pytest.raises(CalibrationError, match=r"task 'a'.*item \d+ cannot be read \(disk on fire"):
+        next(iter(batches["a"]))
+
+
+def test_transformers_processor_on_a_folder_through_fusion_benchs_pool(tmp_path):
+    folder = write_class_folders(tmp_path / "a")
+    target = {"_target_": "fusion_bench_featcal.tasks.load_images", "path": str(folder)}
+    pool = BaseModelPool({}, train_datasets=OmegaConf.create({"a": target}))
+    processor = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    (batch,) = calibration_batches(
+        pool, ["a"], settings(samples_per_task=12, batch_size=12), processor
+    )["a"]
+    items = load_images(str(folder))
+    order = draw_samples(12, "a", settings(samples_per_task=12))
+    pictures = [items[index]["image"] for index in order]
+    expected = processor(images=pictures, return_tensors="pt")["pixel_values"]
+    assert torch.equal(batch["pixel_values"], expected)
+
+
+def test_pool_whose_images_are_paths(tmp_path):
+    picture(5).save(tmp_path / "one.png")
+    pool = Pool(a=[{"image": str(tmp_path / "one.png")}])
+    (batch,) = calibration_batches(pool, ["a"], settings(samples_per_task=1), channels_first)["a"]
+    assert torch.equal(batch["pixel_values"][0], channels_first(picture(5)))
+
+
+def test_task_without_data_lists_those_that_have():
+    expected = (
+        r"task 'abd' has no calibration data \(nearest: 'abc'\): set modelpool\.train_datasets\.abd"
+        r" or method\.calibration_split \(now train\).*are: abc, d"
+    )
+    with pytest.raises(CalibrationError, match=expected):
+        calibration_batches(Pool(abc=[], d=[]), ["abd"], settings(), channels_first)
+
+
+def test_pool_without_any_data_for_the_split():
+    pool = BaseModelPool({}, train_datasets=OmegaConf.create({"a": {}}))
+    with pytest.raises(CalibrationError, match=r"The pool's val_datasets are: none"):
+        calibration_batches(pool, ["a"], settings(calibration_split="val"), channels_first)
+
+
+def test_fewer_samples_than_asked_for():
+    expected = r"task 'a' has 9 samples .*method\.samples_per_task \(now 10\)"
+    with pytest.raises(CalibrationError, match=expected):
+        calibration_batches(Pool(a=numbered(9)), ["a"], settings(), channels_first)
+
+
+def test_images_of_different_sizes():
+    sizes = [{"image": picture(n, (4 + (n == 7), 4))} for n in range(10)]
+    batches = calibration_batches(Pool(a=sizes), ["a"], settings(batch_size=1), channels_first)
+    expected = r"task 'a'.*different sizes.*\[3, 4, [45]\] and \[3, 4, [45]\].*modelpool\.processor"
+    with pytest.raises(CalibrationError, match=expected):
+        list(batches["a"])
+
+
+def test_item_that_is_no_image():
+    items = [*numbered(9), {"image": 3.5}]
+    batches = calibration_batches(Pool(a=items), ["a"], settings(), channels_first)
+    with pytest.raises(
+        CalibrationError, match=r"train_datasets\.a, item 9: not an image but float"
+    ):
+        list(batches["a"])
+
+
+def test_damaged_file_is_named(tmp_path):
+    folder = write_class_folders(tmp_path / "a")
+    (folder / "star" / "00.png").write_bytes(b"no picture at all")
+    pool = Pool(a=load_images(str(folder)))
+    batches = calibration_batches(pool, ["a"], settings(samples_per_task=12), channels_first)
+    with pytest.raises(CalibrationError, match=r"task 'a'.*star/00\.png cannot be read"):
+        list(batches["a"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path": "./nowhere"}, r"modelpool\.train_datasets\.a: data './nowhere' does not exist"),
+        ({"path": "somebody/pictures", "split": "train"}, r"train_datasets\.a: .*HF_HUB_OFFLINE"),
+    ],
+)
+def test_data_that_cannot_be_loaded(arguments, message):
+    target = {"_target_": "fusion_bench_featcal.tasks.load_images", **arguments}
+    pool = BaseModelPool({}, train_datasets=OmegaConf.create({"a": target}))
+    with pytest.raises(CalibrationError, match=message):
+        calibration_batches(pool, ["a"], settings(), channels_first)

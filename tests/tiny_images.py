@@ -1,0 +1,59 @@
+"""Pictures, image folders and a CLIP of a few thousand parameters, made on the spot."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import CLIPConfig, CLIPModel
+
+from fusion_bench_featcal.suites.clip_vocabulary import write_processor
+
+SHAPES = ("circle", "square", "star")
+PROMPT = "a drawing of a {} ."
+
+
+def picture(seed: int, size: tuple[int, int] = (28, 28)) -> Image.Image:
+    """A picture of noise; `size` is width and height."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def write_class_folders(
+    folder: Path, classes: Sequence[str] = SHAPES, per_class: int = 4, seed: int = 0
+) -> Path:
+    """One folder of pictures per class; different for each class, number and seed."""
+    for position, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for number in range(per_class):
+            made = picture(1000 * seed + 100 * position + number)
+            made.save(folder / name / f"{number:02d}.png")
+    return folder
+
+
+def write_clip(folder: Path, seed: int = 0) -> Path:
+    """A random CLIP with its processor, loadable by `from_pretrained`; 28 x 28 pixels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = [PROMPT.format(name) for name in (*SHAPES, "photo", "thing")]
+    vocabulary = write_processor(folder, prompts)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    ends = {"bos_token_id": len(vocabulary) - 2, "eos_token_id": len(vocabulary) - 1}
+    config = CLIPConfig(
+        text_config={
+            **size,
+            **ends,
+            "num_hidden_layers": 1,
+            "vocab_size": len(vocabulary),
+            "max_position_embeddings": 32,
+        },
+        vision_config={**size, "num_hidden_layers": 2, "image_size": 28, "patch_size": 14},
+        projection_dim=12,
+    )
+    torch.manual_seed(seed)
+    model = CLIPModel(config)
+    with torch.no_grad():  # so that predictions differ from picture to picture
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
