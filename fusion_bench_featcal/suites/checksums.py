@@ -1,0 +1,53 @@
+"""SHA-256 checksums of the bundled files: `featcal suite check` compares them."""
+
+import hashlib
+from pathlib import Path
+
+from fusion_bench_featcal.suites.paths import SUITE_ROOT
+
+CHECKSUM_FILE = "SHA256SUMS"
+
+
+def write_checksums(root: Path = SUITE_ROOT) -> Path:
+    """Write the checksum of every file below `root`, in the format of `sha256sum`.
+
+    Args:
+        root: folder to walk; its own checksum file is left out.
+
+    Returns:
+        The file written.
+    """
+    target = root / CHECKSUM_FILE
+    files = sorted(p for p in root.rglob("*") if p.is_file() and p != target)
+    lines = [f"{_digest(file)}  {file.relative_to(root).as_posix()}" for file in files]
+    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return target
+
+
+def check(root: Path = SUITE_ROOT) -> list[str]:
+    """Compare the files below `root` with its checksum file.
+
+    Args:
+        root: folder that holds `SHA256SUMS`; by default the bundled suites.
+
+    Returns:
+        One line a problem, naming the file: damaged or missing. Empty when all is well. Files that
+        the list does not name are left alone.
+    """
+    listing = root / CHECKSUM_FILE
+    if not listing.is_file():
+        return [f"{CHECKSUM_FILE}: missing in {root}"]
+    problems = []
+    for line in listing.read_text(encoding="utf-8").splitlines():
+        expected, _, name = line.partition("  ")
+        file = root / name
+        if not file.is_file():
+            problems.append(f"{name}: missing")
+        elif _digest(file) != expected:
+            problems.append(f"{name}: damaged (its SHA-256 differs from the one recorded)")
+    return problems
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,193 @@
+"""The bundled image tasks: pictures, class names, and the processor of the small CLIP.
+
+Each task keeps its grey glyphs in one `.npz` and arrives in its own ink and paper, so that tasks
+differ in domain as real suites do. Loading needs numpy and pillow only; FusionBench and
+transformers are imported by the two functions that meet them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from fusion_bench_featcal.suites.paths import suite_path
+
+SUITE = "clip-vit-mini"
+SPLITS = {"train": 0, "test": 1}
+
+Colour = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """One task of the suite: its name and the colours (red, green, blue) it arrives in."""
+
+    name: str
+    paper: Colour
+    ink: Colour
+
+    def paint(self, grey: np.ndarray) -> np.ndarray:
+        """Colour grey pictures: `paper * (1 - x) + ink * x` with x the grey value in 0..1.
+
+        Args:
+            grey: uint8 pictures `[..., height, width]`, 255 where there is ink.
+
+        Returns:
+            uint8 pictures `[..., height, width, 3]`, rounded to the nearest value.
+        """
+        ink_share = np.arange(256)[:, None] / 255
+        palette = np.array(self.paper) * (1 - ink_share) + np.array(self.ink) * ink_share
+        return np.rint(palette).astype(np.uint8)[grey]
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        ImageTask("mini_mnist", paper=(20, 20, 60), ink=(240, 240, 120)),
+        ImageTask("mini_fashion_mnist", paper=(110, 70, 40), ink=(235, 235, 220)),
+        ImageTask("mini_notmnist", paper=(10, 90, 30), ink=(230, 250, 230)),
+        ImageTask("mini_optdigits", paper=(120, 120, 120), ink=(255, 255, 255)),
+        ImageTask("mini_latin", paper=(20, 30, 120), ink=(250, 160, 110)),
+        ImageTask("mini_greek", paper=(90, 20, 90), ink=(250, 200, 230)),
+        ImageTask("mini_balinese", paper=(60, 20, 0), ink=(220, 180, 110)),
+        ImageTask("mini_korean", paper=(30, 120, 160), ink=(255, 255, 255)),
+    )
+}
+ALL8 = tuple(TASKS)
+TA6 = ALL8[:6]
+ALPHABETS2 = ALL8[6:]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageArrays:
+    """Everything one `.npz` holds: grey pictures of both splits, labels and prompt words.
+
+    `images` is uint8 `[n, 28, 28]` (255 is ink), `labels` int16 `[n]`, `split` uint8 `[n]` (0
+    train, 1 test); `template` has one `{}` for the class name.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    split: np.ndarray
+    classnames: tuple[str, ...]
+    template: str
+
+    def rows(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the grey pictures and int64 labels of one split, in file order."""
+        chosen = self.split == SPLITS[split]
+        return self.images[chosen], self.labels[chosen].astype(np.int64)
+
+    def prompts(self) -> list[str]:
+        """Return one prompt a class, in label order."""
+        return [self.template.format(name) for name in self.classnames]
+
+
+class PaintedPictures:
+    """A map-style data set of `{"image": PIL RGB picture, "label": int}` items."""
+
+    def __init__(self, task: ImageTask, grey: np.ndarray, labels: np.ndarray) -> None:
+        self.task = task
+        self.grey = grey
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        picture = Image.fromarray(self.task.paint(self.grey[index]))
+        return {"image": picture, "label": int(self.labels[index])}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+
+def find_task(name: str) -> ImageTask:
+    """Return the task of that name; ValueError lists the names there are."""
+    if name not in TASKS:
+        raise ValueError(f"the image suite has no task {name!r}; its tasks are {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+@cache
+def load_arrays(name: str) -> ImageArrays:
+    """Read one task's file (kept in memory afterwards: at most 15 MB for all eight tasks).
+
+    Raises:
+        ValueError: for an unknown task name.
+        FileNotFoundError: when the package's data file is missing.
+    """
+    with np.load(suite_path(f"images/{find_task(name).name}.npz"), allow_pickle=False) as stored:
+        return ImageArrays(
+            images=stored["images"],
+            labels=stored["labels"],
+            split=stored["split"],
+            classnames=tuple(str(word) for word in stored["classnames"]),
+            template=str(stored["template"]),
+        )
+
+
+def load_split(task: str, split: str) -> PaintedPictures:
+    """Load one split of one task; what the suite's YAML files call.
+
+    Args:
+        task: a task name of the suite, such as ``mini_mnist``.
+        split: ``train`` or ``test``.
+
+    Returns:
+        A map-style data set of `{"image": RGB picture of 28 x 28, "label": int}`, in file order.
+
+    Raises:
+        ValueError: for an unknown task or split.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"task {task!r} has no split {split!r}; splits are {', '.join(SPLITS)}")
+    arrays = load_arrays(task)
+    register_class_names()
+    return PaintedPictures(find_task(task), *arrays.rows(split))
+
+
+def path(name: str = "pretrained") -> str:
+    """Return the folder of a checkpoint: ``pretrained`` or a task's expert."""
+    return suite_path(f"{SUITE}/{name}")
+
+
+def load_processor() -> Any:
+    """Load the suite's processor, and make its class names known to FusionBench.
+
+    AdaMerging and its kin build their classification heads before they load any data, but always
+    after the pool's processor: hence the registration here.
+
+    Returns:
+        A `transformers.CLIPProcessor` (whose own signature type checkers cannot follow).
+    """
+    from transformers import CLIPProcessor
+
+    register_class_names()
+    return CLIPProcessor.from_pretrained(path())
+
+
+def register_class_names() -> None:
+    """Make the class names and prompts of all tasks known to FusionBench's own CLIP classes.
+
+    Does nothing where FusionBench is not installed: then there is nobody to tell.
+    """
+    try:
+        clip_classification = importlib.import_module("fusion_bench.tasks.clip_classification")
+    except ModuleNotFoundError as error:
+        if error.name != "fusion_bench":
+            raise
+        return
+    mapping = clip_classification.CLIPTemplateFactory._dataset_mapping
+    for name in TASKS:
+        if name not in mapping:
+            arrays = load_arrays(name)
+            mapping[name] = {
+                "classnames": list(arrays.classnames),
+                "templates": [arrays.template.format],
+            }

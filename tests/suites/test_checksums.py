@@ -1,0 +1,71 @@
+"""Checksums name what is damaged or missing, and the shipped files pass."""
+
+import pytest
+
+from fusion_bench_featcal.suites.checksums import check, write_checksums
+from fusion_bench_featcal.suites.paths import SUITE_ROOT, suite_path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "weights.bin").write_bytes(bytes(range(200)))
+    (tmp_path / "notes.md").write_text("notes")
+    write_checksums(tmp_path)
+    return tmp_path
+
+
+def test_an_untouched_folder_has_no_problems(folder):
+    assert check(folder) == []
+
+
+def test_a_damaged_file_is_named(folder):
+    content = bytearray((folder / "inner" / "weights.bin").read_bytes())
+    content[17] ^= 1
+    (folder / "inner" / "weights.bin").write_bytes(content)
+    [problem] = check(folder)
+    assert problem.startswith("inner/weights.bin: damaged")
+
+
+def test_a_missing_file_is_named(folder):
+    (folder / "notes.md").unlink()
+    assert check(folder) == ["notes.md: missing"]
+
+
+def test_a_missing_list_is_named(tmp_path):
+    [problem] = check(tmp_path)
+    assert problem.startswith("SHA256SUMS: missing")
+
+
+def test_the_list_is_in_the_format_of_sha256sum(folder):
+    lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    assert [line[64:] for line in lines] == ["  inner/weights.bin", "  notes.md"]
+    assert lines[1][:64] == "ab5aa97074c454a0632057e704220d9a6678fbf773a0a5806fc09b8173b07309"
+
+
+def test_the_shipped_files_are_whole_and_all_listed():
+    assert check() == []
+    listing = (SUITE_ROOT / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    listed = {line.partition("  ")[2] for line in listing} | {"SHA256SUMS"}
+    assert listed == {
+        file.relative_to(SUITE_ROOT).as_posix() for file in SUITE_ROOT.rglob("*") if file.is_file()
+    }
+
+
+def test_the_shipped_files_stay_within_the_size_limits():
+    sizes = {file: file.stat().st_size for file in SUITE_ROOT.rglob("*") if file.is_file()}
+    assert sum(sizes.values()) <= 40e6
+    assert max(sizes.values()) <= 12e6
+
+
+def test_every_shipped_file_but_the_notes_is_data_and_no_pickle():
+    suffixes = {file.suffix for file in SUITE_ROOT.rglob("*") if file.is_file()}
+    assert suffixes <= {".npz", ".safetensors", ".json", ".txt", ".md", ""}
+
+
+def test_paths_resolve_inside_the_package_only():
+    assert suite_path("clip-vit-mini/mini_mnist") == str(SUITE_ROOT / "clip-vit-mini/mini_mnist")
+    with pytest.raises(FileNotFoundError, match=r"no 'clip-vit-mini/mnist'.*featcal suite check"):
+        suite_path("clip-vit-mini/mnist")
+    with pytest.raises(ValueError, match="leaves the suites' folder"):
+        suite_path("../paths.py")
