@@ -11,7 +11,8 @@ from fusion_bench_featcal.suites.checksums import write_checksums
 from fusion_bench_featcal.suites.image import ALL8, find_task, load_arrays
 
 if TYPE_CHECKING:
-    from transformers import CLIPModel, CLIPVisionModel
+    from torch import Tensor
+    from transformers import CLIPModel, PretrainedConfig
 
     from fusion_bench_featcal.suites.clip_training import Recipe
 
@@ -63,12 +64,12 @@ def build(
     log(f"pretraining on {len(sets)} tasks, {recipe.pretraining.steps} steps")
     base = clip_training.new_model(vocabulary, seed)
     clip_training.pretrain(base, sets, recipe, seed, log)
-    save_half(base, pretrained)
+    save_base(base, pretrained)
     for name, task in chosen.items():
         log(f"expert {name}, {recipe.finetuning.steps} steps")
         model = copy.deepcopy(base)
         clip_training.finetune(model, task, sets[name], recipe, seed, log)
-        save_half(_vision_model(model), out / name)
+        save_expert(model, out / name)
     record = {"seed": seed, "recipe": asdict(recipe), **measure_suites(out, tasks)}
     (out / "MEASURED.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     write_checksums(out)
@@ -82,27 +83,39 @@ def _empty_folder(folder: Path) -> Path:
     return folder
 
 
-def _vision_model(model: "CLIPModel") -> "CLIPVisionModel":
-    """Wrap the vision tower of a whole CLIP as transformers' own vision model."""
-    from transformers import CLIPVisionModel
-
-    vision = CLIPVisionModel(model.config.vision_config)
-    tower = getattr(vision, "vision_model", vision)  # transformers >= 5.6 has no inner tower
-    tower.load_state_dict(model.vision_model.state_dict())
-    return vision
+def save_base(model: "CLIPModel", folder: Path) -> None:
+    """Save a whole CLIP in float16."""
+    _save_half(model.state_dict(), model.config, "CLIPModel", folder)
 
 
-def save_half(model: "CLIPModel | CLIPVisionModel", folder: Path) -> None:
-    """Save a copy in float16 that loads as float32.
+def save_expert(model: "CLIPModel", folder: Path) -> None:
+    """Save the vision tower of a CLIP in float16, as a `CLIPVisionModel`."""
+    # Tensors are named as all versions of transformers read them. From 5.6 on, a tower's own
+    # `save_pretrained` leaves out the prefix, and older versions would then load nothing.
+    tower = model.vision_model.state_dict()
+    named = {f"vision_model.{name}": tensor for name, tensor in tower.items()}
+    _save_half(named, model.config.vision_config, "CLIPVisionModel", folder)
+
+
+def _save_half(
+    tensors: "dict[str, Tensor]", config: "PretrainedConfig", architecture: str, folder: Path
+) -> None:
+    """Save in float16 what loads as float32.
 
     transformers 5 loads in the dtype its config names, 4.57 always in float32: so the config names
     float32, and both agree.
     """
-    copy.deepcopy(model).half().save_pretrained(folder, safe_serialization=True)
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    half = {name: tensor.half().contiguous() for name, tensor in tensors.items()}
+    save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
     path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config"), config.get("vision_config")):
+    written = json.loads(path.read_text(encoding="utf-8"))
+    for part in (written, written.get("text_config"), written.get("vision_config")):
         if part is not None:
             part.pop("torch_dtype", None)
             part["dtype"] = "float32"
-    path.write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    written["architectures"] = [architecture]
+    path.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n", encoding="utf-8")
