@@ -1,0 +1,103 @@
+"""Runs of the package and of the oracle on one suite, and how far their models are apart."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from oracle import Knobs, Outcome, calibrate_slowly
+from tiny_models import Suite, modules_of
+from torch import Tensor, nn
+
+from fusion_bench_featcal import CalibrationResult, FeatCalSettings, calibrate
+
+EXACT = 1e-9  # float64, relative to each parameter's norm
+PAPER = Knobs(eps=1e-8)
+
+
+def samples_in(suite: Suite) -> int:
+    batches = next(iter(suite.inputs.values()))
+    return sum(
+        len(batch if isinstance(batch, Tensor) else next(iter(batch.values()))) for batch in batches
+    )
+
+
+def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
+    values = {
+        "ridge_lambda": knobs.lam,
+        "mix_alpha": knobs.alpha,
+        "anchor_rho": knobs.rho,
+        "eps": knobs.eps,
+        "calibrate_bias": knobs.bias,
+        "calibrate_norm": knobs.norm,
+        "token_weights": "demo_last_block" if knobs.demo_last_block else "uniform",
+        "samples_per_task": samples_in(suite),
+    }
+    return FeatCalSettings(**(values | more))
+
+
+def cast(inputs: Mapping[str, list], dtype: torch.dtype) -> dict[str, list]:
+    def one(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {
+        task: [
+            {k: one(v) for k, v in batch.items()} if isinstance(batch, Mapping) else one(batch)
+            for batch in batches
+        ]
+        for task, batches in inputs.items()
+    }
+
+
+def run_fast(
+    suite: Suite, knobs: Knobs = PAPER, family: Any = "auto", has_base: bool = True, **more: Any
+) -> CalibrationResult:
+    dtype = next(suite.merged.parameters()).dtype
+    return calibrate(
+        suite.merged,
+        suite.base if has_base else None,
+        suite.experts,
+        cast(suite.inputs, dtype),
+        settings_of(knobs, suite, **more),
+        family=family,
+        progress=False,
+    )
+
+
+def run_slow(suite: Suite, knobs: Knobs = PAPER, has_base: bool = True) -> Outcome:
+    masks = None
+    first = next(iter(suite.inputs.values()))[0]
+    if isinstance(first, Mapping) and "attention_mask" in first:
+        masks = {t: [b["attention_mask"] for b in batches] for t, batches in suite.inputs.items()}
+    return calibrate_slowly(
+        suite.merged,
+        suite.base if has_base else None,
+        suite.experts,
+        suite.inputs,
+        suite.blocks,
+        modules_of(suite.merged, suite.blocks),
+        knobs,
+        masks,
+    )
+
+
+def replay(suite: Suite) -> dict[str, Any]:
+    return {"name": "replay", "blocks": suite.blocks}
+
+
+def distance(found: nn.Module, wanted: nn.Module) -> float:
+    """Largest relative distance of a parameter."""
+    theirs = {name: value.detach().double() for name, value in wanted.named_parameters()}
+    ours = {name: value.detach().double() for name, value in found.named_parameters()}
+    assert list(ours) == list(theirs)
+    return max(float((ours[name] - their).norm() / their.norm()) for name, their in theirs.items())
+
+
+def assert_same(found: nn.Module, wanted: nn.Module, bound: float = EXACT) -> None:
+    gap = distance(found, wanted)
+    assert gap <= bound, f"relative distance {gap:.2e} exceeds {bound:.0e}"
+
+
+def assert_identical(found: nn.Module, wanted: nn.Module) -> None:
+    theirs = wanted.state_dict()
+    for name, value in found.state_dict().items():
+        assert torch.equal(value, theirs[name]), f"{name} differs"

@@ -1,0 +1,274 @@
+"""A calibration that cannot go on says where, why and which setting to change."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrations import PAPER, assert_same, replay, run_fast, settings_of
+from oracle import Knobs
+from safetensors.torch import save_file
+from tiny_models import Suite, clip_model, clip_suite, normal, residual_suite, suite_of
+from torch import Tensor, nn
+from tricky_models import Plain, stack_suite
+
+from fusion_bench_featcal import CalibrationError, SafetensorsExpert, calibrate
+
+
+def refused(message: str) -> Any:
+    return pytest.raises(CalibrationError, match=message)
+
+
+def test_task_without_an_expert():
+    suite = residual_suite()
+    del suite.experts["task_1"]
+    with refused(r"task_1.*no expert.*modelpool\.models"):
+        run_fast(suite, family=replay(suite))
+
+
+def test_task_without_data():
+    suite = residual_suite()
+    del suite.inputs["task_1"]
+    with refused(r"task_1.*no calibration data.*task_0.*modelpool\.train_datasets"):
+        run_fast(suite, family=replay(suite))
+    with refused(r"task_0.*0 calibration samples.*method\.samples_per_task = 4"):
+        calibrate(
+            suite.merged,
+            suite.base,
+            {"task_0": suite.experts["task_0"]},
+            {"task_0": []},
+            settings_of(PAPER, suite, samples_per_task=4),
+            replay(suite),
+            progress=False,
+        )
+
+
+def test_no_task_at_all():
+    suite = residual_suite()
+    settings = settings_of(PAPER, suite)
+    with refused("no expert"):
+        calibrate(suite.merged, suite.base, {}, {}, settings, replay(suite), progress=False)
+
+
+def test_fewer_samples_than_asked():
+    suite = residual_suite(sizes=(9, 6))
+    with refused(r"task_0 has 15 .*samples.*method\.samples_per_task = 16.*task_0"):
+        run_fast(suite, family=replay(suite), samples_per_task=16)
+
+
+@pytest.mark.parametrize("batch", [{"label": "cat"}, "cat", torch.tensor(3.0), {}], ids=str)
+def test_batch_without_tensors(batch: Any):
+    suite = residual_suite()
+    suite.inputs["task_1"] = [batch]
+    with refused("task_1.*batch"):
+        calibrate(
+            suite.merged,
+            suite.base,
+            suite.experts,
+            suite.inputs,
+            settings_of(PAPER, residual_suite()),
+            replay(suite),
+            progress=False,
+        )
+
+
+def test_expert_tensor_missing(tmp_path: Path):
+    suite = clip_suite()
+    tensors = suite.experts["task_1"].state_dict()
+    gone = f"{suite.blocks[1]}.mlp.fc1.weight"
+    save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "x.safetensors")
+    experts = {**suite.experts, "task_1": SafetensorsExpert(tmp_path / "x.safetensors")}
+    settings = settings_of(PAPER, suite)
+    with refused(rf"expert 'task_1' has no tensor '{gone}'.*modelpool\.models\.task_1"):
+        calibrate(suite.merged, suite.base, experts, suite.inputs, settings, progress=False)
+
+
+def test_expert_tensor_of_another_shape():
+    suite = clip_suite(hidden=20)
+    suite.experts["task_2"] = clip_model(hidden=21).double()
+    with refused(r"expert 'task_2'.*mlp\.fc1\.(weight|bias)'.*21.*20.*modelpool\.models\.task_2"):
+        run_fast(suite)
+
+
+def test_expert_with_fewer_blocks():
+    suite = clip_suite(depth=2)
+    suite.experts["task_0"] = clip_model(depth=1).double()
+    with refused(rf"expert 'task_0' has no tensor '{suite.blocks[1]}\."):
+        run_fast(suite)
+
+
+def test_base_of_another_shape():
+    suite = clip_suite(hidden=20)
+    suite.base = clip_model(hidden=21).double()
+    with refused(r"base.*mlp\.fc1\.(weight|bias)'"):
+        run_fast(suite)
+
+
+def test_missing_base_needs_rho_one():
+    suite = clip_suite()
+    with pytest.raises((CalibrationError, ValueError), match=r"method\.anchor_rho.*2\.0.*base"):
+        run_fast(suite, has_base=False)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_inputs_that_are_not_finite(poison: float, batch: int):
+    suite = clip_suite()
+    suite.inputs["task_1"][batch]["pixel_values"][1, 0, 2, 3] = poison
+    first = suite.blocks[0]
+    with refused(rf"task task_1, block {first}, module {first}\.[\w.]+:.*(NaN|infinite).*task_1"):
+        run_fast(suite)
+
+
+class Masked(nn.Module):
+    """Works row by row, so that what padding holds reaches no other position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))])
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+def test_padding_may_hold_anything_but_rows_that_count_may_not():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
+    batch = {"x": normal(0, 3, 3, 4), "attention_mask": mask}
+    suite = suite_of(Masked(), {"task": [batch]}, ["layers.0"], seed=0)
+    wanted = run_fast(suite, family=replay(suite)).model
+    batch["x"][mask == 0] = float("nan")
+    assert_same(run_fast(suite, family=replay(suite)).model, wanted)
+    batch["x"][1, 0, 2] = float("nan")
+    with refused(r"task task, block layers\.0, module layers\.0\.[01]:.*(NaN|infinite)"):
+        run_fast(suite, family=replay(suite))
+
+
+@pytest.mark.parametrize("leaf", ["mlp.fc1.weight", "mlp.fc2.weight", "mlp.fc2.bias"])
+def test_expert_weights_that_are_not_finite(leaf: str):
+    suite = clip_suite()
+    last = suite.blocks[-1]
+    with torch.no_grad():
+        suite.experts["task_2"].get_parameter(f"{last}.{leaf}").view(-1)[0] = float("nan")
+    with refused(rf"block {last}.*mlp\.fc2"):
+        run_fast(suite)
+
+
+def test_merged_weights_that_are_not_finite():
+    suite = clip_suite()
+    with torch.no_grad():
+        suite.merged.get_parameter(f"{suite.blocks[0]}.mlp.fc1.weight")[0, 0] = float("inf")
+    with refused(rf"block {suite.blocks[0]}.*mlp\."):
+        run_fast(suite)
+
+
+def dead_suite(scale: float) -> Suite:
+    """The last task's features are exactly zero, the others' of the given scale."""
+    suite = stack_suite(Plain, tasks=3)
+    for model in (suite.merged, suite.base, *suite.experts.values()):
+        with torch.no_grad():
+            model.get_parameter("embed.bias").zero_()
+    for task, batches in suite.inputs.items():
+        suite.inputs[task] = [batch * (0.0 if task == "task_2" else scale) for batch in batches]
+    return suite
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0, 1e-2])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_dead_task(scale: float, eps: float):
+    suite = dead_suite(scale)
+    with refused(r"task task_2, block layers\.0, module layers\.0\.only.*zero.*task_2"):
+        run_fast(suite, Knobs(eps=eps), family=replay(suite))
+
+
+def test_quiet_task_is_not_a_dead_one():
+    suite = dead_suite(1.0)
+    alive = stack_suite(Plain, tasks=3).inputs["task_2"]
+    suite.inputs["task_2"] = [1e-2 * batch for batch in alive]
+    run_fast(suite, family=replay(suite))
+
+
+def test_system_without_a_unique_solution():
+    suite = clip_suite(tasks=1, sizes=(1,), width=12)
+    first = suite.blocks[0]
+    message = (
+        rf"block {first}, module {first}\.[\w.]+:.*Raise method\.ridge_lambda \(now 0\.0\).*"
+        r"method\.samples_per_task \(now 1\)"
+    )
+    with refused(message):
+        run_fast(suite, Knobs(lam=0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("seed", range(4))
+def test_direction_no_sample_shows_is_not_solved_silently(seed: int, dtype: torch.dtype):
+    suite = stack_suite(Plain, sizes=(30, 30), seed=seed)
+    direction = torch.nn.functional.normalize(torch.ones(4, dtype=torch.float64), dim=0)
+    for model in (suite.merged, suite.base, *suite.experts.values()):
+        embed: Any = model.get_submodule("embed")
+        with torch.no_grad():
+            for parameter in (embed.weight, embed.bias):
+                parameter -= torch.einsum("i,j,j...->i...", direction, direction, parameter)
+    narrow = suite.to(dtype)
+    with refused(r"layers\.0.*method\.ridge_lambda"):
+        run_fast(narrow, Knobs(lam=0.0), family=replay(suite))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("clop", r"method\.family.*'clop'"),
+        ("auto", r"method\.family.*Stack"),
+        ({"name": "replay", "blocks": ["block.*"]}, r"method\.family\.blocks.*'block\.\*'"),
+    ],
+    ids=str,
+)
+def test_unknown_family(family: Any, message: str):
+    with pytest.raises((CalibrationError, ValueError), match=message):
+        run_fast(stack_suite(Plain), family=family)
+
+
+def test_demo_token_weights_need_tokens():
+    suite = residual_suite()
+    with refused(r"layers\.2.*method\.token_weights=demo_last_block.*uniform"):
+        run_fast(suite, Knobs(demo_last_block=True), family=replay(suite))
+
+
+def test_mask_that_does_not_fit_the_rows_of_a_module():
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.only = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.only(x.mean(dim=1))[:, None]
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Pooled()])
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.layers[0](x)
+
+    model = Reader().double()
+    batch = {"x": torch.ones(2, 5, 3), "attention_mask": torch.ones(2, 5)}
+    suite = Suite(model, model, {"task": model}, {"task": [batch]}, ["layers.0"])
+    with refused(r"task task, block layers\.0: module layers\.0\.only.*\(2,\).*\(2, 5\)"):
+        run_fast(suite, family=replay(suite))
+
+
+def test_failed_calibration_leaves_every_model_as_it_was():
+    suite = clip_suite()
+    before = {name: value.clone() for name, value in suite.merged.state_dict().items()}
+    broken = copy.deepcopy(suite)
+    broken.merged = suite.merged
+    last = suite.blocks[-1]
+    with torch.no_grad():
+        broken.experts["task_2"].get_parameter(f"{last}.mlp.fc1.weight").fill_(float("nan"))
+    with refused(last):
+        run_fast(broken)
+    for name, value in suite.merged.state_dict().items():
+        assert torch.equal(value, before[name])
+    for model in (suite.merged, broken.base, *broken.experts.values()):
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -1,0 +1,113 @@
+"""Modules that can be calibrated are; others are refused by name, never skipped silently."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from calibrations import replay, run_fast
+from tiny_models import clip_suite
+from torch import nn
+from tricky_models import Attention, Convolution, Gainful, Mixture, Plain, Tied, stack_suite
+
+from fusion_bench_featcal import CalibrationError
+
+
+@pytest.mark.parametrize("patterns", [["mlp.fc3"], ["*", "!mlp.fc3"], ["q_prj"]], ids=str)
+def test_module_pattern_that_matches_nothing(patterns: list[str]):
+    with pytest.raises(CalibrationError, match=r"method\.modules.*(fc3|q_prj).*matches no module"):
+        run_fast(clip_suite(), modules=patterns)
+
+
+def test_patterns_that_leave_nothing():
+    with pytest.raises(CalibrationError, match=r"method\.modules leaves no module"):
+        run_fast(clip_suite(), modules=["!*"])
+
+
+UNFIT = [
+    (Attention, "attention", "MultiheadAttention", "in_proj_weight"),
+    (Mixture, "experts", "ParameterDict", "stacked"),
+    (Convolution, "filter", "Conv2d", "weight"),
+]
+
+
+@pytest.mark.parametrize(("block", "name", "kind", "leaf"), UNFIT, ids=lambda value: str(value))
+def test_linear_like_modules_are_refused_by_name_and_never_skipped(
+    block: Callable[[], nn.Module], name: str, kind: str, leaf: str
+):
+    suite = stack_suite(block)
+    with pytest.raises(
+        CalibrationError,
+        match=rf"block layers\.0: module layers\.0\.{name} .*{kind}.*{leaf}.*method\.modules",
+    ):
+        run_fast(suite, family=replay(suite))
+    # excluded by hand they stay as merged, and the rest is calibrated
+    excluded = [f"!{name}", f"!{name}.*"] if block is Attention else [f"!{name}"]
+    found = run_fast(suite, family=replay(suite), modules=excluded).model
+    for parameter, value in suite.merged.named_parameters():
+        moved = not torch.equal(found.get_parameter(parameter), value)
+        assert moved == (".only." in parameter)
+
+
+def test_parameter_under_two_names():
+    suite = stack_suite(Tied)
+    with pytest.raises(
+        CalibrationError, match=r"layers\.0\.(first|second)\.weight.*one parameter.*method\.modules"
+    ):
+        run_fast(suite, family=replay(suite))
+
+
+def test_module_that_does_not_run():
+    class Idle(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Linear(4, 4)
+
+    suite = stack_suite(Idle)
+    with pytest.raises(
+        CalibrationError,
+        match=r"block layers\.0: module layers\.0\.spare ran 0 times.*method\.modules",
+    ):
+        run_fast(suite, family=replay(suite))
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({"calibrate_bias": False}, ["q_proj.bias", "fc2.bias"]),
+        ({"calibrate_norm": False}, ["layer_norm1.weight", "layer_norm2.bias"]),
+        ({"modules": ["!mlp.fc1"]}, ["fc1.weight", "fc1.bias"]),
+        ({"modules": ["*.fc2", "!*.0.mlp.fc2"]}, ["fc1.weight", "k_proj.weight", "norm1.weight"]),
+        ({}, ["embedding", "post_layernorm", "pre_layrnorm"]),
+    ],
+    ids=str,
+)
+def test_what_is_not_calibrated_keeps_its_bits(change: dict[str, Any], kept: list[str]):
+    suite = clip_suite(seed=12)
+    found = dict(run_fast(suite, **change).model.named_parameters())
+    checked = 0
+    for name, value in suite.merged.named_parameters():
+        if any(part in name for part in kept):
+            assert torch.equal(found[name], value), f"{name} moved"
+            checked += 1
+    assert checked >= len(kept)
+    moved = [
+        name for name, value in suite.merged.named_parameters() if not found[name].equal(value)
+    ]
+    if "modules" in change and len(change["modules"]) > 1:
+        assert {name.rpartition("layers.")[2] for name in moved} == {
+            "1.mlp.fc2.weight",
+            "1.mlp.fc2.bias",
+        }
+    else:
+        assert any("out_proj.weight" in name for name in moved)
+
+
+def test_norm_without_shift_and_embeddings_stay_and_are_logged():
+    suite = stack_suite(Gainful)
+    result = run_fast(suite, family=replay(suite))
+    for name in ("norm.weight", "place.weight"):
+        full = f"layers.0.{name}"
+        assert torch.equal(result.model.get_parameter(full), suite.merged.get_parameter(full))
+    block = next(r for r in result.log.records if r["kind"] == "block")
+    assert {"layers.0.norm", "layers.0.place"} <= set(block["left"])

@@ -1,0 +1,158 @@
+"""Where a calibration's numbers come from and go to: files, dtypes, contexts, the log."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrations import (
+    EXACT,
+    PAPER,
+    assert_identical,
+    assert_same,
+    cast,
+    distance,
+    replay,
+    run_fast,
+    run_slow,
+    samples_in,
+    settings_of,
+)
+from safetensors.torch import save_file
+from tiny_models import Suite, clip_suite, gpt2_suite
+from transformers import CLIPVisionModel
+
+from fusion_bench_featcal import SafetensorsExpert, calibrate
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_dtype_and_class_are_kept(dtype: torch.dtype, bound: float):
+    suite = clip_suite(seed=8).to(dtype)
+    found = run_fast(suite).model
+    assert type(found) is type(suite.merged)
+    assert {p.dtype for p in found.parameters()} == {dtype}
+    wanted = run_slow(suite).model
+    assert_same(found, wanted, bound)
+    assert distance(wanted, suite.merged) > 3 * bound
+
+
+def test_experts_of_another_dtype_are_read_in_the_merged_dtype():
+    suite = clip_suite(seed=8).to(torch.float32)
+    narrow = suite.to(torch.bfloat16)
+    mixed = replace(suite, experts=narrow.experts)
+    widened = replace(suite, experts=narrow.to(torch.float32).experts)
+    assert_identical(run_fast(mixed).model, run_fast(widened).model)
+
+
+def save_experts(suite: Suite, folder: Path, layout: str) -> dict[str, SafetensorsExpert]:
+    sources = {}
+    for task, expert in suite.experts.items():
+        place = folder / layout / task
+        place.mkdir(parents=True)
+        if layout == "file":
+            save_file(expert.state_dict(), place / "weights.safetensors")
+            place = place / "weights.safetensors"
+        else:
+            assert isinstance(expert, CLIPVisionModel)
+            expert.save_pretrained(place, max_shard_size="4KB" if layout == "shards" else "1GB")
+        sources[task] = SafetensorsExpert(place)
+    return sources
+
+
+@pytest.mark.parametrize("layout", ["file", "folder", "shards"])
+def test_streamed_experts_equal_experts_in_memory_bit_for_bit(tmp_path: Path, layout: str):
+    suite = clip_suite(seed=9).to(torch.float32)
+    sources = save_experts(suite, tmp_path, layout)
+    if layout == "shards":
+        assert len(list((tmp_path / layout / "task_0").glob("*.safetensors"))) > 1
+    inputs = cast(suite.inputs, torch.float32)
+    settings = settings_of(PAPER, suite)
+    streamed = calibrate(suite.merged, suite.base, sources, inputs, settings, progress=False)
+    loaded = run_fast(suite)
+    assert_identical(streamed.model, loaded.model)
+    for block in suite.blocks:
+        weights = suite.merged.get_submodule(block).parameters()
+        size = sum(p.numel() * p.element_size() for p in weights)
+        records = [r for r in streamed.log.records if r["kind"] == "task" and r["block"] == block]
+        # each block of each expert is read exactly once
+        assert [record["expert_bytes"] for record in records] == [size] * len(sources)
+
+
+def test_streamed_base_equals_base_in_memory_bit_for_bit(tmp_path: Path):
+    suite = clip_suite(seed=10).to(torch.float32)
+    save_file(suite.base.state_dict(), tmp_path / "base.safetensors")
+    streamed = calibrate(
+        suite.merged,
+        SafetensorsExpert(tmp_path / "base.safetensors"),
+        suite.experts,
+        cast(suite.inputs, torch.float32),
+        settings_of(PAPER, suite),
+        progress=False,
+    )
+    assert_identical(streamed.model, run_fast(suite).model)
+
+
+def test_autocast_wraps_forward_passes_and_statistics_stay_wide():
+    suite = clip_suite(seed=15).to(torch.float32)
+    entered: list[bool] = []
+
+    @contextmanager
+    def autocast() -> Iterator[None]:
+        entered.append(True)
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+
+    result = calibrate(
+        suite.merged,
+        suite.base,
+        suite.experts,
+        cast(suite.inputs, torch.float32),
+        settings_of(PAPER, suite),
+        autocast=autocast,
+        progress=False,
+    )
+    assert entered
+    assert {p.dtype for p in result.model.parameters()} == {torch.float32}
+    exact = run_fast(suite).model
+    assert EXACT < distance(result.model, exact) < 3e-2
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_callers_gradient_mode_does_not_matter(mode: Any):
+    suite = clip_suite(seed=16)
+    wanted = run_fast(suite).model
+    with mode():
+        found = run_fast(suite).model
+    assert_identical(found, wanted)
+
+
+def test_log_is_complete_and_writes_one_object_a_line(tmp_path: Path):
+    suite = clip_suite(seed=17)
+    log = run_fast(suite).log
+    log.write(tmp_path / "log.jsonl")
+    lines = (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == log.records
+    assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
+    visits = {(r["block"], r["task"]): r for r in log.records if r["kind"] == "task"}
+    assert set(visits) == {(b, t) for b in suite.blocks for t in suite.experts}
+    for record in visits.values():
+        assert record["samples"] == samples_in(suite)
+        assert record["rows"] == 5 * samples_in(suite)
+        assert record["seconds"] >= 0
+    solves = [r for r in log.records if r["kind"] == "module"]
+    assert len(solves) == 6 * len(suite.blocks)
+    for record in solves:
+        assert record["module"].startswith(record["block"])
+        assert 0 <= record["residual"] < 1e-9
+        assert 1 <= record["condition"] <= (len(suite.experts) + 0.05) / 0.05
+
+
+def test_rows_in_the_log_leave_padding_out():
+    suite = gpt2_suite(padded=9)
+    records = run_fast(suite, family=replay(suite)).log.records
+    assert {r["rows"] for r in records if r["kind"] == "task"} == {2 + 5 + 3 + 4 + 1 + 5 + 2}

@@ -1,0 +1,188 @@
+"""Every knob once: its default, its range, its message, and the same default in YAML."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, ReplayFamily
+
+METHOD = Path(__file__).parents[1] / "config" / "method"
+# on the algorithm, not on the calibration
+ALGORITHM_KEYS = {"_target_", "_recursive_", "defaults", "presets", "compare_with"}
+
+# the public defaults: other programs rely on them
+DEFAULTS = {
+    "ridge_lambda": 0.05,
+    "mix_alpha": 0.3,
+    "anchor_rho": 2.0,
+    "eps": 1e-8,
+    "samples_per_task": 256,
+    "batch_size": 16,
+    "seed": 42,
+    "calibrate_bias": True,
+    "calibrate_norm": True,
+    "modules": None,
+    "token_weights": "uniform",
+    "calibration_split": "train",
+    "family": "auto",
+    "stream_experts": "auto",
+    "log_drift": True,
+}
+
+# lambda, rho, alpha, norms: what the paper and its demo state for their suites
+PUBLISHED = {
+    "paper_clip": (0.05, 2.0, 0.3, True, "uniform"),
+    "paper_flan_t5": (1e-5, 2.0, 0.6, False, "uniform"),
+    "paper_llama_3b": (1e-5, 0.5, 0.15, False, "uniform"),
+    "paper_llama_8b": (3.0, 0.5, 0.15, False, "uniform"),
+    "demo": (0.05, 2.2, 0.25, True, "demo_last_block"),
+}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    values = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def test_defaults_are_the_public_ones():
+    assert FeatCalSettings().as_dict() == DEFAULTS
+    assert FeatCalSettings.names() == tuple(DEFAULTS)
+
+
+def test_yaml_has_the_same_knobs_with_the_same_defaults():
+    values = read_yaml(METHOD / "featcal.yaml")
+    knobs = {key: value for key, value in values.items() if key not in ALGORITHM_KEYS}
+    assert knobs == DEFAULTS
+    for key, value in knobs.items():
+        assert type(value) is type(DEFAULTS[key])
+
+
+def test_every_yaml_knob_is_explained_in_its_line():
+    for line in (METHOD / "featcal.yaml").read_text(encoding="utf-8").splitlines():
+        if line.split(":")[0] in DEFAULTS:
+            assert "# " in line
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_are_the_published_settings(name: str):
+    preset = read_yaml(METHOD / "featcal" / f"{name}.yaml")
+    preset.pop("defaults")
+    settings = FeatCalSettings(**preset)
+    found = (settings.ridge_lambda, settings.anchor_rho, settings.mix_alpha)
+    assert (*found, settings.calibrate_norm, settings.token_weights) == PUBLISHED[name]
+    assert settings.samples_per_task == 256
+    assert settings.calibrate_bias
+
+
+NAN, INF = float("nan"), float("inf")
+OUT_OF_RANGE: list[tuple[str, Any, str]] = [
+    ("ridge_lambda", -0.05, ">= 0"),
+    ("ridge_lambda", NAN, ">= 0"),
+    ("ridge_lambda", INF, "finite"),
+    ("ridge_lambda", "0.05", "number"),
+    ("ridge_lambda", True, "number"),
+    ("ridge_lambda", None, "number"),
+    ("mix_alpha", 1.01, r"\[0, 1\]"),
+    ("mix_alpha", -1e-9, r"\[0, 1\]"),
+    ("mix_alpha", NAN, r"\[0, 1\]"),
+    ("anchor_rho", NAN, "finite number"),
+    ("anchor_rho", -INF, "finite number"),
+    ("anchor_rho", None, "number"),
+    ("eps", -1e-8, ">= 0"),
+    ("samples_per_task", 0, ">= 1"),
+    ("samples_per_task", 2.0, "integer"),
+    ("samples_per_task", True, "integer"),
+    ("batch_size", 0, ">= 1"),
+    ("batch_size", -16, ">= 1"),
+    ("seed", -1, ">= 0"),
+    ("seed", 1.5, "integer"),
+    ("calibrate_bias", 1, "true or false"),
+    ("calibrate_norm", "yes", "true or false"),
+    ("log_drift", None, "true or false"),
+    ("modules", "mlp.fc1", "list of patterns"),
+    ("modules", [], "list of patterns"),
+    ("modules", [""], "list of patterns"),
+    ("modules", [3], "list of patterns"),
+    ("token_weights", "demo", "uniform, demo_last_block"),
+    ("calibration_split", "training", "train, val, test"),
+    ("stream_experts", "yes", "auto, True, False"),
+    ("stream_experts", 1, "auto, True, False"),
+    ("family", None, "family"),
+    ("family", "", "family"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "wanted"), OUT_OF_RANGE, ids=str)
+def test_value_out_of_range_is_named_with_its_range(name: str, value: Any, wanted: str):
+    with pytest.raises(
+        ValueError, match=rf"method\.{name} must be .*{wanted}.*got {re.escape(repr(value))}"
+    ):
+        FeatCalSettings(**{name: value})
+
+
+AT_THE_EDGE: list[tuple[str, Any]] = [
+    ("ridge_lambda", 0.0),
+    ("ridge_lambda", 1e6),
+    ("mix_alpha", 0.0),
+    ("mix_alpha", 1.0),
+    ("mix_alpha", 1),
+    ("anchor_rho", -3.0),
+    ("anchor_rho", 0),
+    ("eps", 0.0),
+    ("samples_per_task", 1),
+    ("batch_size", 1),
+    ("seed", 0),
+    ("modules", ["*.fc1", "!0.*"]),
+    ("token_weights", "demo_last_block"),
+    ("calibration_split", "val"),
+    ("stream_experts", True),
+    ("stream_experts", False),
+    ("family", {"name": "replay", "blocks": ["h.*"]}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), AT_THE_EDGE, ids=str)
+def test_value_at_the_edge_of_its_range_is_kept(name: str, value: Any):
+    settings = FeatCalSettings(**{name: value})
+    assert settings.as_dict()[name] == value
+    assert json.loads(json.dumps(settings.as_dict()))[name] == value
+    assert FeatCalSettings(**settings.as_dict()) == settings
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ValueError, match=r"method\.ridge_lambda.*method\.mix_alpha.*method\.seed"):
+        FeatCalSettings(seed=-1, mix_alpha=2.0, ridge_lambda=-1.0)
+
+
+def test_misspelt_setting_is_refused():
+    misspelt: dict[str, Any] = {"ridge_lamda": 0.05}
+    with pytest.raises(TypeError, match="ridge_lamda"):
+        FeatCalSettings(**misspelt)
+    with pytest.raises(TypeError, match="alpha"):
+        FeatCalSettings().replace(alpha=0.3)
+
+
+def test_settings_cannot_be_changed_in_place():
+    settings = FeatCalSettings(modules=["*.fc1"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.__setattr__("seed", 1)
+    assert isinstance(settings.modules, tuple)
+    changed = settings.replace(seed=7)
+    assert (settings.seed, changed.seed, changed.modules) == (42, 7, settings.modules)
+    with pytest.raises(ValueError, match=r"method\.mix_alpha"):
+        settings.replace(mix_alpha=-1.0)
+
+
+def test_family_object_is_described_for_the_log():
+    described = FeatCalSettings(family=ReplayFamily(blocks=["h.*"])).as_dict()
+    assert "h.*" in json.dumps(described)
+
+
+def test_calibration_error_is_a_runtime_error():
+    assert issubclass(CalibrationError, RuntimeError)
