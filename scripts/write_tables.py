@@ -1,0 +1,91 @@
+"""Write the generated parts of README.md and docs/: tables, settings and quoted YAML.
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`; its source is
+named in PARTS. `--check` changes nothing and fails where a part is stale.
+
+    python scripts/write_tables.py [--check] [--runs outputs/demo-full]
+"""
+
+import argparse
+import csv
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PART = re.compile(
+    r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of (?P=name) -->)",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def combined_table(pool: str) -> str:
+    """The tables of `featcal report` over demo-full's runs on one pool, without its title."""
+    text = (RESULTS / pool / "report.md").read_text(encoding="utf-8")
+    return re.sub(r"\A# .*\n+", "", text).strip()
+
+
+def yaml_file(path: str) -> str:
+    """A shipped YAML file, quoted whole."""
+    return f"```yaml\n{(ROOT / path).read_text(encoding='utf-8').strip()}\n```"
+
+
+def preset_choice() -> str:
+    """The ten best settings of `scripts/choose_preset.py`, and how many were tried."""
+    with (RESULTS / "preset_choice.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "--:|" * len(names)]
+    lines += ["| " + " | ".join(row[name] for name in names) + " |" for row in rows[:10]]
+    return "\n".join([*lines, "", f"The best 10 of {len(rows)} settings tried."])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "results-TA6": lambda: combined_table("TA6"),
+    "results-alphabets2": lambda: combined_table("alphabets2"),
+    "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
+    "preset-choice": preset_choice,
+}
+
+
+def keep_results(runs: Path) -> None:
+    """Copy demo-full's combined tables into the repository."""
+    for folder in sorted((runs / "tables").iterdir()):
+        target = RESULTS / folder.name
+        target.mkdir(parents=True, exist_ok=True)
+        for name in ("report.md", "report.csv", "report.json"):
+            shutil.copyfile(folder / name, target / name)
+
+
+def rewritten(page: Path) -> str:
+    """A page's text with every generated part made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"{match[1]}{PARTS[match['name']]()}\n{match[3]}"
+
+    return PART.sub(fill, page.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Write, or with --check compare, all pages."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--runs", type=Path, help="take new tables from this demo-full folder")
+    options = parser.parse_args()
+    if options.runs:
+        keep_results(options.runs)
+    stale = [page for page in PAGES if rewritten(page) != page.read_text(encoding="utf-8")]
+    for page in stale:
+        print(f"{'stale' if options.check else 'written'}: {page.relative_to(ROOT)}")
+        if not options.check:
+            page.write_text(rewritten(page), encoding="utf-8")
+    if stale and options.check:
+        sys.exit("run: python scripts/write_tables.py")
+
+
+if __name__ == "__main__":
+    main()
