@@ -56,7 +56,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     if wheel.stat().st_size > MAX_WHEEL_MB * 2**20:
         sys.exit(f"{wheel.name} is larger than {MAX_WHEEL_MB} MB")
     with tarfile.open(sdist) as archive:
-        unpacked = {name.partition("/")[2] for name in archive.getnames()}
+        unpacked = {name.split("/")[1] for name in archive.getnames()}
     lacking = {"pyproject.toml", "README.md", "LICENSE", "config", "tests", "Makefile"} - unpacked
     if lacking:
         sys.exit(f"{sdist.name} lacks {sorted(lacking)}")
