@@ -226,7 +226,7 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
             "loss": fmean(result.loss for result in scores.values()),
         }
         self.item_correct = {task: result.correct for task, result in scores.items()}
-        log.info("Evaluation result: %s", report)
+        log.debug("evaluation result: %s", report)
         return report
 
     def _scores(self, model: nn.Module) -> dict[str, Score]:

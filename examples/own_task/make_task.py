@@ -1,0 +1,37 @@
+"""Writes a task as you would bring one: images in folders, and the model fine-tuned on them.
+
+The images are an alphabet of the bundled suite that its six default tasks do not have:
+
+    python examples/own_task/make_task.py my_alphabet
+
+writes `my_alphabet/train` (images), `my_alphabet/test` (a folder of images per class) and
+`my_alphabet/expert` (a CLIP vision model). docs/tasks.md goes on from there.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from fusion_bench_featcal.suites import image
+
+TASK = "mini_balinese"
+
+
+def write_task(folder: Path) -> None:
+    """Write the task; `folder` must not exist yet."""
+    classnames = image.load_arrays(TASK).classnames
+    (folder / "train").mkdir(parents=True)
+    for number, item in enumerate(image.load_split(TASK, "train")):
+        item["image"].save(folder / "train" / f"{number:04d}.png")
+    for number, item in enumerate(image.load_split(TASK, "test")):
+        of_class = folder / "test" / classnames[item["label"]]
+        of_class.mkdir(parents=True, exist_ok=True)
+        item["image"].save(of_class / f"{number:04d}.png")
+    shutil.copytree(image.path(TASK), folder / "expert")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or Path(sys.argv[1]).exists():
+        sys.exit("usage: make_task.py FOLDER (a folder that does not exist yet)")
+    write_task(Path(sys.argv[1]))
+    print(f"wrote {sys.argv[1]}")

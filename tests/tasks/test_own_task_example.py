@@ -1,0 +1,93 @@
+"""The example of docs/tasks.md, word for word, through FusionBench's command line."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fusion_bench_featcal.suites import image
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLE = re.compile(r"```yaml\n(# config/modelpool/my_pool\.yaml\n.*?)```", re.DOTALL)
+MEASURED = json.loads(Path(image.path("MEASURED.json")).read_text(encoding="utf-8"))
+
+
+def example() -> str:
+    (found,) = EXAMPLE.findall((REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8"))
+    return found
+
+
+def fusion_bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fusion_bench.scripts.cli", *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with the images and the expert of the example, and its YAML."""
+    folder = tmp_path_factory.mktemp("own_task")
+    script = runpy.run_path(str(REPOSITORY / "examples/own_task/make_task.py"))
+    script["write_task"](folder / "my_alphabet")
+    (folder / "config/modelpool").mkdir(parents=True)
+    (folder / "config/modelpool/my_pool.yaml").write_text(example(), encoding="utf-8")
+    return folder
+
+
+def test_takes_fewer_than_twenty_lines():
+    assert len(example().splitlines()) < 20
+
+
+def test_readme_says_the_same():
+    quoted = EXAMPLE.findall((REPOSITORY / "README.md").read_text(encoding="utf-8"))
+    assert set(quoted) <= {example()}
+
+
+@pytest.mark.slow
+def test_runs_as_it_stands(workplace):
+    done = fusion_bench(
+        workplace,
+        "method=featcal",
+        "modelpool=my_pool",
+        "method.samples_per_task=16",
+        "method.compare_with=[experts,merged]",
+        "method.presets={}",
+        "fast_dev_run=true",  # one batch a task is enough here
+        "path.log_dir=run",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((workplace / "run/report.json").read_text(encoding="utf-8"))["rows"]
+    for row in rows.values():
+        assert list(row) == [*image.TA6, "my_alphabet", "average"]
+    expert = MEASURED["accuracies"]["all8"]["experts"]["mini_balinese"]
+    # the task's 144 test images fit in one batch; the files hold the suite's images and weights
+    assert rows["experts"]["my_alphabet"] == pytest.approx(expert, abs=1.5 / 144)
+    left = {path.name for path in (workplace / "run").glob("report*")}
+    assert left == {"report.json", "report.csv", "report.md"}
+
+
+@pytest.mark.slow
+def test_misspelt_key_in_another_config_folder_stops_the_run(workplace, tmp_path):
+    pool = yaml.safe_load(example())
+    task = pool["default_taskpool"]["tasks"]["my_alphabet"]
+    task["template"] = task.pop("templates")
+    (tmp_path / "elsewhere/modelpool").mkdir(parents=True)
+    (tmp_path / "elsewhere/modelpool/misspelt.yaml").write_text(yaml.safe_dump(pool))
+    (tmp_path / "my_alphabet").symlink_to(workplace / "my_alphabet")
+    arguments = ["--config-dir", "elsewhere", "method=featcal", "modelpool=misspelt"]
+    done = fusion_bench(tmp_path, *arguments, "path.log_dir=run")
+    assert done.returncode != 0
+    message = "taskpool.tasks.my_alphabet: unknown key 'template' (nearest: 'templates')"
+    assert message in done.stderr
+    assert not list((tmp_path / "run").glob("report*"))
