@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks.images import ImageItems
+from fusion_bench_featcal.tasks.loading import offline_hint
 from fusion_bench_featcal.tasks.names import nearest_hint
 from fusion_bench_featcal.tasks.pixels import Processor, stack_pixels, to_pixels
 
@@ -126,6 +127,9 @@ def _open(modelpool: Any, task: str, split: str) -> ImageItems:
     try:
         rows = getattr(modelpool, f"load_{split}_dataset")(task)
         return ImageItems(rows, place=f"task {task!r}, {setting}", label_column=None)
-    # what data sets raise when a path, a split, a column or the network is missing
-    except (OSError, ValueError, KeyError, CalibrationError) as error:
+    except CalibrationError as error:
         raise CalibrationError(f"{setting}: {error}") from error
+    # what data sets raise when a path, a split, a column or the network is missing
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = offline_hint() if isinstance(error, OSError) else ""
+        raise CalibrationError(f"{setting} cannot be loaded: {error}.{hint}") from error

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from fusion_bench.modelpool import BaseModelPool
-from omegaconf import OmegaConf
+from fusion_bench.modelpool import BaseModelPool, CLIPVisionModelPool
+from omegaconf import DictConfig, OmegaConf
 from tiny_images import picture, write_class_folders
 from transformers import CLIPImageProcessor
 
@@ -171,15 +171,23 @@ def test_damaged_file_is_named(tmp_path):
         list(batches["a"])
 
 
+LOAD = "fusion_bench_featcal.tasks.load_images"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("entry", "message"),
     [
-        ({"path": "./nowhere"}, r"modelpool\.train_datasets\.a: data './nowhere' does not exist"),
-        ({"path": "somebody/pictures", "split": "train"}, r"train_datasets\.a: .*HF_HUB_OFFLINE"),
+        ({"_target_": LOAD, "path": "./nowhere"}, "cannot be loaded: data './nowhere' does not"),
+        ({"_target_": LOAD, "path": "./nowhere", "splitt": "x"}, "cannot be loaded: .*'splitt'"),
+        ({"_target_": LOAD, "path": "who/what", "split": "train"}, "data 'who/what'.*HF_HUB_OFFL"),
+        (
+            {"_target_": "datasets.load_dataset", "path": "who/what"},
+            "'who/what'.*HF_HUB_OFFLINE is",
+        ),
+        ("who/what", "who/what.*HF_HUB_OFFLINE is"),
     ],
 )
-def test_data_that_cannot_be_loaded(arguments, message):
-    target = {"_target_": "fusion_bench_featcal.tasks.load_images", **arguments}
-    pool = BaseModelPool({}, train_datasets=OmegaConf.create({"a": target}))
-    with pytest.raises(CalibrationError, match=message):
+def test_data_that_cannot_be_loaded(entry, message):
+    pool = CLIPVisionModelPool(DictConfig({}), train_datasets=OmegaConf.create({"a": entry}))
+    with pytest.raises(CalibrationError, match=rf"(?s)modelpool\.train_datasets\.a.*{message}"):
         calibration_batches(pool, ["a"], settings(), channels_first)

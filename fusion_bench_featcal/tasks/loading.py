@@ -165,16 +165,18 @@ def _hub(name: str, split: str | None) -> datasets.Dataset:
     try:
         loaded = datasets.load_dataset(name, split=split)
     except Exception as error:  # whatever the hub's client and the network raise
-        offline = (
-            " HF_HUB_OFFLINE is set, so only data sets already in the cache are found."
-            if HF_HUB_OFFLINE
-            else ""
-        )
         raise CalibrationError(
             f"data {name!r}, split {split!r}: neither a file or folder here nor a data set that "
-            f"the hub gives ({error}).{offline}"
+            f"the hub gives ({error}).{offline_hint()}"
         ) from error
     return cast(datasets.Dataset, loaded)
+
+
+def offline_hint() -> str:
+    """A sentence for messages about what cannot be loaded, empty where the hub may be asked."""
+    if not HF_HUB_OFFLINE:
+        return ""
+    return " HF_HUB_OFFLINE is set: only local files and what is already in the cache are found."
 
 
 def _or(names: Iterable[str]) -> str:

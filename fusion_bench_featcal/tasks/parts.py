@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from datasets.config import HF_HUB_OFFLINE
 from fusion_bench.utils import instantiate
 
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.loading import offline_hint
 
 
 def load_part(place: str, value: Any, kind: Any, **options: Any) -> Any:
@@ -57,9 +57,4 @@ def build_part(place: str, value: Any) -> Any:
 
 
 def _not_loaded(place: str, value: Any, error: Exception) -> CalibrationError:
-    offline = (
-        " HF_HUB_OFFLINE is set: only folders and what is already in the cache can be loaded."
-        if HF_HUB_OFFLINE
-        else ""
-    )
-    return CalibrationError(f"{place}: {value!r} cannot be loaded ({error}).{offline}")
+    return CalibrationError(f"{place}: {value!r} cannot be loaded ({error}).{offline_hint()}")

@@ -6,6 +6,7 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
+from fusion_bench.models.surgery.surgerymodelwrapper import SurgeryModelWrapper
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from lightning.fabric.loggers import CSVLogger
 from omegaconf import OmegaConf
@@ -140,6 +141,19 @@ def test_the_evaluated_model_is_let_go(make_pool, two_tasks, vision_model):
     pool = make_pool(tasks=two_tasks)
     pool.evaluate(vision_model)
     assert not any(module is vision_model for module in pool.clip_model.modules())
+
+
+def test_surgery_models_get_the_tasks_name(make_pool, two_tasks, clip_folder):
+    model, pool = other_model(clip_folder), make_pool(tasks=two_tasks)
+    wrapped = SurgeryModelWrapper(model, list(two_tasks), projection_dim=12)
+    plain = pool.evaluate(model)
+    assert pool.evaluate(wrapped)["larger"] == plain["larger"]  # its last map starts at zero
+    torch.manual_seed(0)
+    last_map = wrapped.collect_surgery_module()["feature_mapping_to_head_up_proj_larger"]
+    torch.nn.init.normal_(last_map.weight)
+    changed = pool.evaluate(wrapped)
+    assert changed["larger"] != plain["larger"]
+    assert changed["shapes"] == plain["shapes"]
 
 
 def test_fast_dev_run_takes_one_batch(make_pool, two_tasks, vision_model):

@@ -6,12 +6,14 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
 from fusion_bench_featcal.suites import image
+from fusion_bench_featcal.tasks.definition import TaskDefinition, parse_tasks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = re.compile(r"```yaml\n(# config/modelpool/my_pool\.yaml\n.*?)```", re.DOTALL)
@@ -52,6 +54,14 @@ def test_takes_fewer_than_twenty_lines():
 def test_readme_says_the_same():
     quoted = EXAMPLE.findall((REPOSITORY / "README.md").read_text(encoding="utf-8"))
     assert set(quoted) <= {example()}
+
+
+def test_template_names_every_key_of_a_task():
+    template = (REPOSITORY / "config/taskpool/clip-vit-own-tasks.yaml").read_text(encoding="utf-8")
+    lines = re.findall(r"^# ( *(?:tasks:|  [a-z_]+:.*))$", template, re.MULTILINE)
+    tasks = yaml.safe_load("\n".join(lines))["tasks"]
+    assert set(tasks["my_task"]) == {field.name for field in fields(TaskDefinition)}
+    assert set(parse_tasks(tasks)) == {"my_task"}
 
 
 @pytest.mark.slow
