@@ -1,0 +1,220 @@
+"""The literal command on the bundled suite, and what it leaves behind."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cli_runs import fusion_bench
+from fusion_bench import BaseModelPool
+from tiny_models import clip_suite
+from transformers import CLIPProcessor, CLIPVisionModel
+
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.boundary.results import method_name
+from fusion_bench_featcal.compare import Report
+from fusion_bench_featcal.suites import image
+
+SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """One run of the literal command, with few samples, a preset and a saved model."""
+    folder = tmp_path_factory.mktemp("run")
+    result = fusion_bench(
+        [
+            "method=featcal",
+            "modelpool=clip-vit-mini_TA6",
+            f"method.samples_per_task={SAMPLES}",
+            "method.presets={anchor: {ridge_lambda: 1.0e6}}",
+            f"path.log_dir={folder}/log",
+            'merged_model_save_path="{log_dir}/calibrated"',
+        ],
+        folder,
+    )
+    return folder / "log", result
+
+
+def test_run_leaves_what_the_contract_lists(run) -> None:
+    log_dir, _ = run
+    for name in ("report.json", "report.csv", "report.md", "items.npz", "config_resolved.yaml",
+                 "calibration_log.jsonl", "calibration_log.anchor.jsonl",
+                 "program_report.json"):  # fmt: skip
+        assert (log_dir / name).is_file(), name
+    assert not list(log_dir.rglob("*.part"))
+
+
+def test_report_has_the_rows_asked_for(run) -> None:
+    report = Report.load(run[0])
+    assert list(report.rows) == ["base", "experts", "task_arithmetic", "featcal", "featcal:anchor"]
+    assert report.upstream == "task_arithmetic"
+    assert report.suite == "clip-vit-mini_TA6"
+    assert set(report.tasks) == set(image.TA6)
+    assert report.settings["featcal"] == FeatCalSettings(samples_per_task=SAMPLES).as_dict()
+    assert report.samples["featcal"]["mini_greek"] == {"samples": SAMPLES, "split": "train"}
+
+
+def test_calibration_recovers_a_part_of_the_gap(run) -> None:
+    report = Report.load(run[0])
+    share = report.recovered_gap["featcal"]
+    assert share is not None and share > 0.2
+    assert report.rows["experts"]["average"] > report.rows["task_arithmetic"]["average"] + 0.1
+
+
+def test_fusion_bench_gets_the_same_accuracies(run) -> None:
+    log_dir, _ = run
+    theirs = json.loads((log_dir / "program_report.json").read_text())
+    ours = Report.load(log_dir).rows["featcal"]
+    assert {t: theirs[t]["accuracy"] for t in image.TA6} == {t: ours[t] for t in image.TA6}
+
+
+def test_table_comes_last(run) -> None:
+    lines = run[1].stdout.strip().splitlines()
+    assert "report.json" in lines[-1]
+    assert any("featcal:anchor" in line for line in lines[-25:])
+
+
+def test_log_has_every_block_and_task(run) -> None:
+    lines = (run[0] / "calibration_log.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    tasks = [r for r in records if r["kind"] == "task"]
+    assert len(tasks) == 4 * 6
+    assert all(r["samples"] == SAMPLES and r["rows"] == 17 * SAMPLES for r in tasks)
+    assert all(r["drift_before"] > 0 and r["drift_after"] > 0 for r in tasks)
+    modules = [r for r in records if r["kind"] == "module"]
+    assert len(modules) == 4 * 6 and all(r["residual"] < 1e-6 for r in modules)
+
+
+def test_saved_model_loads_with_plain_transformers_and_gives_the_reported_accuracy(run) -> None:
+    log_dir, _ = run
+    model = CLIPVisionModel.from_pretrained(log_dir / "calibrated").eval()
+    processor = CLIPProcessor.from_pretrained(log_dir / "calibrated")
+    data = image.load_split("mini_greek", "test")
+    pixels = processor(images=[item["image"] for item in data], return_tensors="pt")["pixel_values"]
+    from transformers import CLIPModel
+
+    clip = CLIPModel.from_pretrained(image.path()).eval()
+    words = processor(
+        text=image.load_arrays("mini_greek").prompts(), return_tensors="pt", padding=True
+    )
+    with torch.no_grad():
+        head = clip.text_projection(clip.text_model(**words).pooler_output)
+        features = clip.visual_projection(model(pixel_values=pixels).pooler_output)
+        chosen = (features @ torch.nn.functional.normalize(head, dim=-1).T).argmax(-1)
+    correct = chosen.numpy() == np.array([item["label"] for item in data])
+    assert correct.mean() == pytest.approx(Report.load(log_dir).rows["featcal"]["mini_greek"])
+
+
+def test_huge_lambda_is_task_arithmetic_at_twice_the_scale(run) -> None:
+    """The anchor of task arithmetic at 0.3 with rho 2 is task arithmetic at 0.6."""
+    base = CLIPVisionModel.from_pretrained(image.path())
+    towers = [CLIPVisionModel.from_pretrained(image.path(task)) for task in image.TA6]
+    states = [dict(tower.named_parameters()) for tower in towers]
+    merged = CLIPVisionModel.from_pretrained(image.path())
+    with torch.no_grad():
+        for name, parameter in merged.named_parameters():
+            parameter += 0.3 * sum(state[name] - parameter for state in states)
+    pixels = torch.zeros(4, 3, 28, 28)
+    result = calibrate(
+        merged, base, dict(zip(image.TA6, towers, strict=True)),
+        {task: [pixels + index] for index, task in enumerate(image.TA6)},
+        FeatCalSettings(ridge_lambda=1e8, samples_per_task=4), progress=False,
+    )  # fmt: skip
+    anchors = dict(base.named_parameters())
+    for name, parameter in result.model.named_parameters():
+        if "encoder.layers" in name and "proj" in name and name.endswith("weight"):
+            step = sum(state[name] - anchors[name] for state in states)
+            torch.testing.assert_close(parameter, anchors[name] + 0.6 * step, atol=1e-5, rtol=1e-4)
+
+
+def test_failed_run_exits_nonzero_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    result = fusion_bench(
+        [
+            "method=featcal",
+            "modelpool=clip-vit-mini_TA6",
+            "method.samples_per_task=100000",
+            "method.compare_with=[]",
+            f"path.log_dir={tmp_path}/log",
+            f"merged_model_save_path={tmp_path}/calibrated",
+        ],
+        tmp_path,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "method.samples_per_task" in result.stderr + result.stdout
+    assert not (tmp_path / "calibrated").exists()
+    assert not list((tmp_path / "log").glob("report*"))
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_file_in_place_of_the_log_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    result = fusion_bench(
+        ["method=featcal", "modelpool=clip-vit-mini_TA6", f"path.log_dir={tmp_path}/taken"],
+        tmp_path,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "taken" in result.stderr + result.stdout
+
+
+# --- in this process: an in-memory pool of tiny models ---------------------------------------
+
+
+def memory_pool(seed: int = 3) -> BaseModelPool:
+    suite = clip_suite(seed=seed)
+    return BaseModelPool({"_pretrained_": suite.base.float(), "_merged_": suite.merged.float(),
+                          **{task: model.float() for task, model in suite.experts.items()}},
+                         train_datasets={})  # fmt: skip
+
+
+def test_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"method\.ridge_lamda .* 'ridge_lambda'"):
+        FeatCalAlgorithm(ridge_lamda=0.1)
+
+
+def test_settings_out_of_range_are_all_named() -> None:
+    with pytest.raises(ValueError, match=r"method\.ridge_lambda .*; method\.mix_alpha"):
+        FeatCalAlgorithm(ridge_lambda=-1, mix_alpha=2)
+
+
+def test_preset_with_a_misspelt_setting_is_named() -> None:
+    with pytest.raises(ValueError, match=r"method\.presets\.weak\.lambda"):
+        FeatCalAlgorithm(presets={"weak": {"lambda": 1}})
+    with pytest.raises(ValueError, match=r"method\.presets\.weak\.mix_alpha must be"):
+        FeatCalAlgorithm(presets={"weak": {"mix_alpha": 7}})
+
+
+def test_unknown_reference_is_refused() -> None:
+    with pytest.raises(ValueError, match="compare_with"):
+        FeatCalAlgorithm(compare_with=["expert"])
+
+
+def test_pool_without_merged_model_needs_a_merger() -> None:
+    pool = memory_pool()
+    del pool._models["_merged_"]
+    with pytest.raises(CalibrationError, match=r"modelpool\.models\._merged_"):
+        FeatCalAlgorithm(base_method=None).run(pool)
+
+
+def test_missing_model_folder_is_named(tmp_path: Path) -> None:
+    pool = BaseModelPool({"_pretrained_": str(tmp_path / "nowhere")})
+    with pytest.raises(CalibrationError, match=r"nowhere.*modelpool\.models\._pretrained_"):
+        FeatCalAlgorithm(base_method=None).run(pool)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"_target_": "fusion_bench.method.TaskArithmeticAlgorithm"}, "task_arithmetic"),
+        ({"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}, "simple_average"),
+        ({"_target_": "fusion_bench.method.WUDIMerging"}, "wudi_merging"),
+        ({"name": "clip_layer_wise_adamerging"}, "clip_layer_wise_adamerging"),
+    ],
+)
+def test_upstream_row_is_named_after_the_merger(config: dict[str, str], name: str) -> None:
+    assert method_name(config) == name
