@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import fusion_bench_featcal.compat  # noqa: F401
@@ -112,14 +112,17 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         choices = checked_choices(self.settings, self.presets, self.compare_with, suite)
         processor = load_processor(modelpool)
         check_pool_models(modelpool)
+        tasks = modelpool.model_names
+        # Data sets are opened before a merger that may take hours.
+        batches = calibration_batches(modelpool, tasks, self.settings, processor)
         results = self._start_results(modelpool)
         merged = self._merge(modelpool)
         self._add_references(results, modelpool, merged, choices.compare_with)
-        result, cost = self._calibrate(self.settings, modelpool, merged, processor)
-        tasks = modelpool.model_names
+        result, cost = self._calibrate(self.settings, modelpool, merged, batches)
         evaluation = results.add_calibrated(FEATCAL, result, self.settings, cost, tasks)
         for name, settings in choices.presets.items():
-            preset, cost = self._calibrate(settings, modelpool, merged, processor)
+            batches = calibration_batches(modelpool, tasks, settings, processor)
+            preset, cost = self._calibrate(settings, modelpool, merged, batches)
             results.add_calibrated(f"{FEATCAL}:{name}", preset, settings, cost, tasks)
             del preset  # before the next one is made
         results.finish(self._program, result.model, evaluation)
@@ -186,7 +189,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         settings: FeatCalSettings,
         modelpool: BaseModelPool,
         merged: nn.Module,
-        processor: Any,
+        batches: Mapping[str, Iterable[Any]],
     ) -> tuple[CalibrationResult, Cost]:
         """Calibrate the merged model with some settings, and measure it."""
         log.info("calibrating with %s", settings.as_dict())
@@ -199,7 +202,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 merged,
                 base,
                 {task: pool_source(modelpool, task, stream_experts=stream) for task in tasks},
-                calibration_batches(modelpool, tasks, settings, processor),
+                batches,
                 settings,
                 device=self.fabric.device,
                 autocast=self.fabric.autocast,
