@@ -99,7 +99,7 @@ def test_one_expert_that_is_merged_and_base_moves_nothing(knobs: Knobs, dtype: t
     suite = clip_suite(tasks=1, seed=3).to(dtype)
     same = with_models(suite, suite.base, {"task_0": suite.base})
     # float32: the first block moves by an ulp, and lambda = 1e-3 lets the next one answer to that
-    bound = EXACT if dtype is torch.float64 else 1e-5
+    bound = EXACT if dtype is torch.float64 else 2e-5
     assert_same(run_fast(same, knobs).model, suite.base, bound)
     # the default eps moves weights by at most its share of eps + lambda
     shifted = run_fast(same, replace(knobs, eps=1e-4)).model

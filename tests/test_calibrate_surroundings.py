@@ -29,7 +29,7 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal import SafetensorsExpert, calibrate
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 1.5e-3)])
 def test_dtype_and_class_are_kept(dtype: torch.dtype, bound: float):
     suite = clip_suite(seed=8).to(dtype)
     found = run_fast(suite).model

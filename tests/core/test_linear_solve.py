@@ -21,7 +21,7 @@ from problems import (
 from fusion_bench_featcal.core import UnsolvedError, extrapolate_anchor, solve_bias, solve_linear
 
 # float32 rows and sums: bound on the weight's and bias's relative error
-FLOAT32_BOUND = 2e-5
+FLOAT32_BOUND = 2e-6
 EXACT_GRID = [knobs for knobs in GRID if knobs.eps == 0]
 PAPER = Knobs()
 

@@ -16,7 +16,7 @@ from fusion_bench_featcal.core import (
 )
 
 Affine = tuple[Tensor, Tensor]
-FLOAT32_BOUND = 1e-5
+FLOAT32_BOUND = 1e-6
 WIDTH = 7
 
 
