@@ -7,7 +7,7 @@ import pytest
 import torch
 from calibrations import EXACT, PAPER, assert_same, distance, replay, run_fast, run_slow
 from oracle import Knobs
-from tiny_models import clip_suite, gpt2_suite, residual_suite
+from tiny_models import batched, clip_suite, gpt2_suite, residual_suite
 from torch import nn
 from tricky_models import (
     Gainful,
@@ -132,4 +132,13 @@ TRICKY = [
 @pytest.mark.parametrize("sizes", [(5, 3), (2, 5, 1)], ids=str)
 def test_tricky_blocks_equal_the_oracle(block: type[nn.Module], sizes: tuple[int, ...]):
     suite = stack_suite(block, sizes=sizes, seed=1)
+    assert_same(run_fast(suite, PAPER, replay(suite)).model, run_slow(suite).model)
+
+
+@pytest.mark.parametrize("small_first", [True, False])
+def test_tasks_that_share_inputs_differently_equal_the_oracle(small_first: bool):
+    suite = stack_suite(SharesSometimes, tasks=3, sizes=(5, 3), seed=2)
+    tasks = list(suite.inputs) if small_first else list(suite.inputs)[::-1]
+    for task, sizes in zip(tasks, [(2, 2, 2, 2), (5, 3), (4, 2, 2)], strict=True):
+        suite.inputs[task] = batched(torch.cat(suite.inputs[task]), sizes)
     assert_same(run_fast(suite, PAPER, replay(suite)).model, run_slow(suite).model)
