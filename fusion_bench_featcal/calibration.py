@@ -60,6 +60,7 @@ class Run:
         return self.settings.mix_alpha > 0 or self.settings.log_drift
 
 
+@torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
 @torch.no_grad()
 def calibrate(
     merged: nn.Module,

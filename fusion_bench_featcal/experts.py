@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from fusion_bench_featcal.settings import CalibrationError
 
 
+_ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
+
+
 class ExpertSource(Protocol):
     """A readable set of named tensors: one model's weights."""
 
@@ -151,7 +154,11 @@ class ExpertModel:
         stored = self._source.tensor(self._keys[name])
         self.bytes_read += stored.numel() * stored.element_size()
         dtype, device = self._like[name]
-        return stored.to(device=device, dtype=dtype)
+        tensor = stored.to(device=device, dtype=dtype)
+        # A memory-mapped tensor may start anywhere, and matrix products round differently by
+        # alignment: an expert must give the same result from a file and from memory.
+        aligned = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT == 0
+        return tensor if aligned else tensor.clone()
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:

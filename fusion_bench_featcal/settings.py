@@ -73,6 +73,8 @@ class FeatCalSettings:
         ]
         if problems:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+        for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         if self.modules is not None:
             object.__setattr__(self, "modules", tuple(self.modules))
 

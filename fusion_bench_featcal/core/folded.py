@@ -44,6 +44,7 @@ class FoldedLinear:
         self._mix_alpha = mix_alpha
         self._eps = eps
         self._system: tuple[Tensor, Tensor, float] | None = None
+        self._system_lambda: float | None = None
         self._gram: Tensor | None = None
         self._right: dict[str, Tensor] = {}
         self._bias_right: dict[str, Tensor] = {}
@@ -72,6 +73,7 @@ class FoldedLinear:
         """
         if task in self.task_weights:
             raise ValueError(f"task {task!r} was folded before")
+        self._system = None
         weight = task_weight(moments, self._eps)
         mean_gram = moments.gram / moments.weight
         # C - G, so that equal features give exactly zero
@@ -115,7 +117,7 @@ class FoldedLinear:
 
         Args:
             name: The module's name.
-            ridge_lambda: lambda, >= 0; the same for every module of this group.
+            ridge_lambda: lambda, >= 0. Modules solved with one lambda share the factor.
 
         Returns:
             The solution, as `solve_linear` returns it.
@@ -158,13 +160,14 @@ class FoldedLinear:
 
     def _factorised(self, ridge_lambda: float) -> tuple[Tensor, Tensor, float]:
         """Factor, system and condition, computed once for all modules of the group."""
-        if self._system is None:
+        if self._system is None or self._system_lambda != ridge_lambda:
             assert self._gram is not None  # a solve follows at least one task
             system = ridge_system(self._gram, ridge_lambda=ridge_lambda, eps=self._eps)
             factor, condition = factorise(
                 system, floor=ridge_lambda + self._eps, precision=self._gram.dtype
             )
             self._system = (factor, system, condition)
+            self._system_lambda = ridge_lambda
         return self._system
 
 

@@ -85,7 +85,13 @@ class BlockSums:
                 for name in names
                 if self._sites[name].has_bias and self._settings.calibrate_bias
             }
-            self._linear[names].add(sums.task, moments, weights, biases)
+            try:
+                self._linear[names].add(sums.task, moments, weights, biases)
+            except ZeroDivisionError as error:  # only where eps is 0 and every input is too
+                raise CalibrationError(
+                    f"task {sums.task}, block {self._block}, module {names[0]}: {error}. Check "
+                    f"modelpool.models.{sums.task} and its calibration data, or drop the task"
+                ) from error
         for name, moments in sums.norm.items():
             affine = self._affine(expert, name)
             self._norm.setdefault(name, FoldedNorm()).add(moments, affine)

@@ -26,7 +26,7 @@ class Recording:
 
     def add(self, module: str, value: Tensor) -> None:
         """Note one call of a module."""
-        key = (id(value), value._version)
+        key = (id(value), 0 if value.is_inference() else value._version)
         if key not in self.inputs:
             # A block may overwrite the tensor later (an in-place residual), so it is copied; the
             # tensor itself is kept too, because a freed one's identity can return.
