@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import BlockModules, check_patterns, find_modules
+from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.recording import record_inputs
 from fusion_bench_featcal.engine.samples import Batch, take_samples, to_device
 from fusion_bench_featcal.engine.task_sums import TaskSums
@@ -80,7 +81,7 @@ def calibrate(
     block sees what the updated block produces.
 
     Args:
-        merged: The merged model. It is not changed.
+        merged: The merged model. It is not changed; its hooks, if any, go with the copy.
         base: The base model; None drops lambda for biases and norms and needs `anchor_rho` 1.
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
@@ -99,17 +100,40 @@ def calibrate(
         CalibrationError: If the run cannot go on; the message names the place and the setting.
         ValueError: If the family is unknown or rho needs a base that is not there.
     """
-    run = _prepare(merged, base, experts, batches, settings, family, device, autocast, progress)
-    tasks = {task: take_samples(task, batches[task], settings) for task in experts}
-    many_stages = len(run.stages) > 1
-    with run.progress:
-        for index, stage in enumerate(run.stages):
-            streams = _begin_stage(run, index, tasks, keep_inputs=many_stages)
-            tasks = streams
-            for block in stage:
-                _calibrate_block(run, block, streams)
-    run.model.train(merged.training)
+    _check_inputs(base, experts, batches, settings)
+    resolved = resolve_family(settings.family if family is None else family, merged)
+    modules = _find_modules(resolved, merged, settings)
+    # Without gradients autocast keeps no copies of weights, which would be stale after an update.
+    model = copy.deepcopy(merged).to(device or _device_of(merged)).eval().requires_grad_(False)
+    run = Run(
+        model=model,
+        base=None
+        if base is None
+        else ExpertModel("_pretrained_", _source(base), model, role="base model"),
+        experts={task: ExpertModel(task, _source(e), model) for task, e in experts.items()},
+        family=resolved,
+        settings=settings,
+        autocast=autocast or nullcontext,
+        progress=tqdm(
+            total=len(modules) * len(experts), disable=not progress, leave=False, unit="visit"
+        ),
+        log=CalibrationLog(family=resolved.name),
+        stages=resolved.stages(merged),
+        modules=modules,
+    )
+    with torch.autocast(_device_of(model).type, enabled=False), run.progress:
+        _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in experts})
+    _restore_modes(run.model, merged)
     return CalibrationResult(run.model.to(_device_of(merged)), run.log)
+
+
+def _run_blocks(run: Run, tasks: Mapping[str, Iterable[Batch]]) -> None:
+    """Algorithm 1's loop: stage by stage, block by block, in forward order."""
+    many_stages = len(run.stages) > 1
+    for index, stage in enumerate(run.stages):
+        tasks = streams = _begin_stage(run, index, tasks, keep_inputs=many_stages)
+        for block in stage:
+            _calibrate_block(run, block, streams)
 
 
 def _calibrate_block(run: Run, block: str, streams: dict[str, list[Batch]]) -> None:
@@ -117,7 +141,8 @@ def _calibrate_block(run: Run, block: str, streams: dict[str, list[Batch]]) -> N
     start = time.perf_counter()
     sums = BlockSums(block, run.modules[block].sites, run.model, run.base, run.settings)
     records = {task: _collect(run, block, task, streams[task], sums) for task in streams}
-    updates, module_records = sums.solve()
+    with exact_products():
+        updates, module_records = sums.solve()
     load_updates(run.model, block, updates)
     for task, batches in streams.items():
         records[task] |= _advance(run, block, batches)
@@ -139,6 +164,7 @@ def _collect(
     sums = TaskSums(block, task, sites, demo_weights=demo)
     names = [site.name for site in sites]
     drift: list[DriftSums] = []
+    rows = 0
     run.progress.set_description(f"FeatCal {block} · {task}")
     with expert.loaded(_needed_by(run, block)) as expert_model:
         for batch in batches:
@@ -148,15 +174,20 @@ def _collect(
             if run.uses_expert_features:
                 with record_inputs(expert_model, names) as exp, run.autocast():
                     batch.exp_hidden, batch.exp = run.family.step(expert_model, block, batch.exp)
+            if run.settings.log_drift and batch.exp_hidden is not None:
                 drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
-            sums.add(run.model, cal, exp, batch.valid)
-        into.add(sums, expert_model)
+            rows += _rows(hidden, batch.valid)
+            with exact_products():
+                sums.add(run.model, cal, exp, batch.valid)
+        with exact_products():
+            into.add(sums, expert_model)
     run.progress.update()
     return {
         "block": block,
         "task": task,
         "samples": sum(batch.samples for batch in batches),
-        **_drift_record("before", drift if run.settings.log_drift else []),
+        "rows": rows,
+        **_drift_record("before", drift),
         "seconds": time.perf_counter() - start,
         "expert_bytes": expert.bytes_read - read_before,
     }
@@ -183,7 +214,11 @@ def _drift_record(when: str, drift: list[DriftSums]) -> dict[str, float | None]:
         return {f"drift_{when}": None, f"relative_drift_{when}": None}
     norms, squares, expert_squares, rows = (sum(column) for column in zip(*drift, strict=True))
     relative = (squares / expert_squares) ** 0.5 if expert_squares > 0 else None
-    return {f"drift_{when}": norms / rows, f"relative_drift_{when}": relative, "rows": rows}
+    return {f"drift_{when}": norms / rows, f"relative_drift_{when}": relative}
+
+
+def _rows(hidden: Tensor, valid: Tensor | None) -> int:
+    return hidden.shape[:-1].numel() if valid is None else int((valid > 0).sum())
 
 
 def _begin_stage(
@@ -193,12 +228,14 @@ def _begin_stage(
     first = run.stages[index][0]
     later = [block for stage in run.stages[index:] for block in stage]
     names = list(run.model.state_dict())
-    stem = set(names) - (set() if run.family.whole_model else set(names_under(names, later)))
+    # A family that replays whole models begins without running anything.
+    stem = [] if run.family.whole_model else sorted(set(names) - set(names_under(names, later)))
     device = _device_of(run.model)
     streams: dict[str, list[Batch]] = {}
     for task, batches in tasks.items():
         run.progress.set_description(f"FeatCal inputs · {task}")
         streams[task] = []
+        read_before = run.experts[task].bytes_read
         with run.experts[task].loaded(stem if run.uses_expert_features else ()) as expert_model:
             for batch in batches:
                 inputs = to_device(batch.inputs, device)
@@ -210,6 +247,8 @@ def _begin_stage(
                         exp = run.family.begin(expert_model, inputs, first)
                 kept = batch.inputs if keep_inputs else None
                 streams[task].append(Batch(kept, batch.samples, valid, cal, exp))
+        read = run.experts[task].bytes_read - read_before
+        run.log.add("inputs", {"task": task, "stage": index, "expert_bytes": read})
     return streams
 
 
@@ -219,53 +258,35 @@ def _needed_by(run: Run, block: str) -> list[str]:
     return names if run.family.whole_model else names_under(names, [block])
 
 
-def _prepare(
-    merged: nn.Module,
-    base: nn.Module | ExpertSource | None,
-    experts: Mapping[str, nn.Module | ExpertSource],
-    batches: Mapping[str, Iterable[Any]],
-    settings: FeatCalSettings,
-    family: Any,
-    device: torch.device | str | None,
-    autocast: Autocast | None,
-    progress: bool,
-) -> Run:
-    """Check everything that can be checked before the first forward pass."""
-    _check_tasks(experts, batches)
+def _find_modules(
+    family: Family, model: nn.Module, settings: FeatCalSettings
+) -> dict[str, BlockModules]:
+    """Every block's modules, sorted into calibrated ones and ones that stay."""
+    modules = {
+        block: find_modules(model, block, settings.modules, calibrate_norm=settings.calibrate_norm)
+        for stage in family.stages(model)
+        for block in stage
+    }
+    check_patterns(settings.modules, modules.values())
+    return modules
+
+
+def _restore_modes(model: nn.Module, merged: nn.Module) -> None:
+    """Give every sub-module and parameter the merged one's training mode and gradient flag."""
+    for ours, theirs in zip(model.modules(), merged.modules(), strict=True):
+        ours.training = theirs.training
+    for ours, theirs in zip(model.parameters(), merged.parameters(), strict=True):
+        ours.requires_grad_(theirs.requires_grad)
+
+
+def _check_inputs(
+    base: Any, experts: Mapping[str, Any], batches: Mapping[str, Any], settings: FeatCalSettings
+) -> None:
     if base is None and settings.anchor_rho != 1:
         raise ValueError(
             f"method.anchor_rho = {settings.anchor_rho} needs the base model "
             "(modelpool.models._pretrained_); without one set method.anchor_rho to 1"
         )
-    resolved = resolve_family(settings.family if family is None else family, merged)
-    stages = resolved.stages(merged)
-    modules = {
-        block: find_modules(merged, block, settings.modules, calibrate_norm=settings.calibrate_norm)
-        for stage in stages
-        for block in stage
-    }
-    check_patterns(settings.modules, modules.values())
-    model = copy.deepcopy(merged).to(device or _device_of(merged)).eval()
-    readers = {task: ExpertModel(task, _source(e), model) for task, e in experts.items()}
-    base_reader = None
-    if base is not None:
-        base_reader = ExpertModel("_pretrained_", _source(base), model, role="base model")
-    bar = tqdm(total=len(modules) * len(experts), disable=not progress, leave=False, unit="visit")
-    return Run(
-        model=model,
-        base=base_reader,
-        experts=readers,
-        family=resolved,
-        settings=settings,
-        autocast=autocast or nullcontext,
-        progress=bar,
-        log=CalibrationLog(family=resolved.name),
-        stages=stages,
-        modules=modules,
-    )
-
-
-def _check_tasks(experts: Mapping[str, Any], batches: Mapping[str, Any]) -> None:
     without_expert = sorted(set(batches) - set(experts))
     without_data = sorted(set(experts) - set(batches))
     if without_expert:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.settings import CalibrationError
 
-
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
 
 
@@ -107,6 +106,7 @@ def _safetensors_files(path: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: If there is none, naming what was looked for.
+        CalibrationError: If the index is damaged.
     """
     if path.is_file():
         return [path]
@@ -114,7 +114,10 @@ def _safetensors_files(path: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CalibrationError(f"{index} is damaged: {error!r}") from error
         missing = [shard for shard in shards if not (path / shard).is_file()]
         if missing:
             raise FileNotFoundError(f"{path} lacks the shards {missing} that its index names")
@@ -143,6 +146,8 @@ class ExpertModel:
             CalibrationError: If a tensor is missing or has another shape, naming it.
         """
         self._source = source
+        self._label = f"{role} {name!r}"
+        self._setting = f"modelpool.models.{name}"
         wanted = like.state_dict()
         self._keys = _pair_names(name, role, source, wanted, _aliases(like))
         self._like = {name: (tensor.dtype, tensor.device) for name, tensor in wanted.items()}
@@ -150,9 +155,17 @@ class ExpertModel:
         self.bytes_read = 0
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor under the merged model's name, in its dtype and on its device."""
+        """One tensor under the merged model's name, in its dtype and on its device.
+
+        Raises:
+            CalibrationError: If it holds NaN or infinity.
+        """
         stored = self._source.tensor(self._keys[name])
         self.bytes_read += stored.numel() * stored.element_size()
+        if not bool(torch.isfinite(stored).all()):
+            raise CalibrationError(
+                f"{self._label}: tensor {name!r} has NaN or infinite values. Check {self._setting}"
+            )
         dtype, device = self._like[name]
         tensor = stored.to(device=device, dtype=dtype)
         # A memory-mapped tensor may start anywhere, and matrix products round differently by
@@ -233,7 +246,8 @@ def _pair_names(
             raise CalibrationError(
                 f"{role} {model_name!r} has no tensor {name!r}"
                 + (f"; its nearest is {nearest[0]!r}" if nearest else "")
-                + f". Check modelpool.models.{model_name}"
+                + f". Check modelpool.models.{model_name}, or set method.stream_experts=false if "
+                "transformers renames this architecture's tensors when it loads them"
             )
         if source.shape(found[0]) != tuple(tensor.shape):
             raise CalibrationError(

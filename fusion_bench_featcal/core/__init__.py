@@ -1,5 +1,6 @@
 """The mathematics of FeatCal: tensors in, tensors out."""
 
+from fusion_bench_featcal.core.cholesky import UnsolvedError
 from fusion_bench_featcal.core.drift import drift_norm_sum
 from fusion_bench_featcal.core.folded import FoldedLinear, FoldedNorm
 from fusion_bench_featcal.core.moments import (
@@ -13,7 +14,6 @@ from fusion_bench_featcal.core.moments import (
 )
 from fusion_bench_featcal.core.solve import (
     LinearSolution,
-    UnsolvedError,
     extrapolate_anchor,
     solve_bias,
     solve_linear,

@@ -8,21 +8,19 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.core.cholesky import (
+    factorise,
+    ridge_system,
+    solve_dtype,
+    solve_factorised,
+)
 from fusion_bench_featcal.core.moments import (
     LinearMoments,
     NormMoments,
     gram_norm,
     task_weight,
 )
-from fusion_bench_featcal.core.solve import (
-    Affine,
-    LinearSolution,
-    factorise,
-    ridge_system,
-    solve_affine,
-    solve_dtype,
-    solve_factorised,
-)
+from fusion_bench_featcal.core.solve import Affine, LinearSolution, solve_affine
 
 
 class FoldedLinear:

@@ -11,25 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fusion_bench_featcal.core.moments import (
-    LinearMoments,
-    NormMoments,
-    frobenius_norm,
-    task_weight,
+from fusion_bench_featcal.core.cholesky import (
+    factorise,
+    ridge_system,
+    solve_dtype,
+    solve_factorised,
 )
-
-MAX_RESIDUAL = 1e-6
-"""Largest accepted relative residual of the normal equations."""
-
-PIVOT_MARGIN = 4
-"""A pivot must exceed this many times the dimension's worth of rounding to count as non-zero."""
+from fusion_bench_featcal.core.moments import LinearMoments, NormMoments, task_weight
 
 Affine = tuple[Tensor, Tensor]
 """Gain and shift of a LayerNorm, `[d]` each."""
-
-
-class UnsolvedError(ArithmeticError):
-    """The normal equations have no trustworthy solution; the message says what to raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +38,6 @@ class LinearSolution:
     task_weights: dict[str, Tensor]
     residual: float
     condition: float
-
-
-def solve_dtype(device: torch.device) -> torch.dtype:
-    """Dtype of the solves on a device: float64 wherever there is one."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def extrapolate_anchor(merged: Tensor, base: Tensor | None, anchor_rho: float) -> Tensor:
@@ -76,76 +62,6 @@ def extrapolate_anchor(merged: Tensor, base: Tensor | None, anchor_rho: float) -
         raise ValueError(f"anchor_rho = {anchor_rho} needs the base model; without one set it to 1")
     base = base.to(wide)
     return base + anchor_rho * (merged - base)
-
-
-def factorise(
-    system: Float[Tensor, "d d"], *, floor: float, precision: torch.dtype
-) -> tuple[Float[Tensor, "d d"], float]:
-    """Cholesky factor of the normal equations' matrix, checked.
-
-    Args:
-        system: `sum_i w_i G_i + (lambda + eps) I`, `[d, d]`, symmetric.
-        floor: `lambda + eps`, which no exact eigenvalue is below.
-        precision: Dtype in which the grams were summed. Pivots of the size of their rounding mean
-            nothing, unless the floor stands above it.
-
-    Returns:
-        The lower factor `L` and the condition estimate `(max diag L / min diag L)^2`.
-
-    Raises:
-        UnsolvedError: If the matrix is not finite, not positive definite, or rounding of the grams
-            would decide the solution.
-    """
-    if not bool(torch.isfinite(system).all()):
-        raise UnsolvedError("the normal equations are not finite")
-    factor, info = torch.linalg.cholesky_ex(system)
-    if int(info) != 0:
-        raise UnsolvedError("the normal equations are singular (Cholesky factorisation failed)")
-    pivots = factor.diagonal() ** 2
-    condition = float(pivots.max() / pivots.min())
-    rounding = torch.finfo(precision).eps * float(system.diagonal().max())
-    if floor < rounding and float(pivots.min()) < PIVOT_MARGIN * len(system) * rounding:
-        raise UnsolvedError(
-            f"the normal equations are singular to rounding (condition about {condition:.1e})"
-        )
-    return factor, condition
-
-
-def solve_factorised(
-    factor: Float[Tensor, "d d"], system: Float[Tensor, "d d"], right: Float[Tensor, "m d"]
-) -> tuple[Float[Tensor, "m d"], float]:
-    """Solve `W A = R` from the factor of `A` and check the solution.
-
-    Args:
-        factor: Lower Cholesky factor of `system`.
-        system: `A`, `[d, d]`.
-        right: `R`, `[m, d]`.
-
-    Returns:
-        `W`, `[m, d]`, and the relative residual `|W A - R|_F / |R|_F` (0 where R is 0).
-
-    Raises:
-        UnsolvedError: If the residual exceeds `MAX_RESIDUAL` or the solution is not finite.
-    """
-    weight = torch.cholesky_solve(right.T, factor).T
-    scale = float(frobenius_norm(right))
-    error = float(frobenius_norm(weight @ system - right))
-    residual = error / scale if scale > 0 else error
-    if not residual <= MAX_RESIDUAL:  # also true for NaN
-        raise UnsolvedError(
-            f"the normal equations stay unsolved (relative residual {residual:.1e})"
-        )
-    return weight, residual
-
-
-def ridge_system(
-    weighted_gram: Float[Tensor, "d d"], *, ridge_lambda: float, eps: float
-) -> Float[Tensor, "d d"]:
-    """`sum_i w_i G_i + (lambda + eps) I` in the solve's dtype, exactly symmetric (Eq. 17)."""
-    system = weighted_gram.to(solve_dtype(weighted_gram.device), copy=True)
-    system = (system + system.T) / 2
-    system.diagonal().add_(ridge_lambda + eps)
-    return system
 
 
 def solve_linear(
@@ -180,13 +96,13 @@ def solve_linear(
     wide = solve_dtype(anchor.device)
     anchor = anchor.to(wide)
     weights = {task: task_weight(m, eps).to(wide) for task, m in moments.items()}
-    gram = torch.zeros_like(anchor[:0]).new_zeros(anchor.shape[1], anchor.shape[1])
+    gram = anchor.new_zeros(anchor.shape[1], anchor.shape[1])
     right = -eps * anchor
     for task, m in moments.items():
         mean_gram = m.gram.to(wide) / m.weight.to(wide)
-        cross = mix_alpha * (m.cross_exp.to(wide) / m.weight.to(wide)) + (1 - mix_alpha) * mean_gram
+        reached = expert_weights[task].to(wide) @ m.cross(mix_alpha).to(wide)
         gram += weights[task] * mean_gram
-        right += weights[task] * (expert_weights[task].to(wide) @ cross - anchor @ mean_gram)
+        right += weights[task] * (reached - anchor @ mean_gram)
     system = ridge_system(gram, ridge_lambda=ridge_lambda, eps=eps)
     precision = next(iter(moments.values())).gram.dtype
     factor, condition = factorise(system, floor=ridge_lambda + eps, precision=precision)
@@ -296,8 +212,9 @@ def solve_norm(
     Returns:
         Gain and shift, `[d]` each, in the solve's dtype.
     """
-    wide = solve_dtype(next(iter(moments.values())).sum_z.device)
-    second = first = right_gain = right_shift = torch.zeros((), dtype=wide)
+    device = next(iter(moments.values())).sum_z.device
+    wide = solve_dtype(device)
+    second = first = right_gain = right_shift = torch.zeros((), dtype=wide, device=device)
     for task, m in moments.items():
         q = m.sum_z_sq.to(wide) / m.weight.to(wide)
         mean = m.sum_z.to(wide) / m.weight.to(wide)

@@ -67,9 +67,9 @@ class BlockSums:
             expert: Its expert, with this block's parameters loaded.
 
         Raises:
-            CalibrationError: If a sum is not finite.
+            CalibrationError: If a sum is empty or not finite.
         """
-        sums.check_finite()
+        sums.check()
         if not self._linear:
             self._linear = {names: self._empty(names) for names in sums.linear}
         parts = common_parts(self._linear, sums.linear)

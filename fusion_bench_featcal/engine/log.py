@@ -11,9 +11,11 @@ from typing import Any
 class CalibrationLog:
     """Records of one calibration.
 
-    A record of kind `task` has block, task, samples, rows, the mean L2 drift of the block's output
-    before and after its update (Eq. 2) and the same relative to the expert's feature norm (root
-    mean square; None where drift is not logged), seconds and expert_bytes. One of kind `module` has
+    A record of kind `inputs` has task, stage and expert_bytes: what reading the expert up to its
+    first block took. One of kind `task` has block, task, samples, rows (positions that count), the
+    mean L2 drift of the block's output before and after its update (Eq. 2) and the same relative
+    to the expert's feature norm (root mean square; None where drift is not logged), seconds and
+    expert_bytes. One of kind `module` has
     block, module, the solve's relative residual, the condition estimate and the task weights. One
     of kind `block` has block, seconds and the modules left as merged.
 
@@ -41,7 +43,8 @@ class CalibrationLog:
     @property
     def expert_bytes(self) -> int:
         """Bytes of expert weights that were read."""
-        return sum(record["expert_bytes"] for record in self.of_kind("task"))
+        kinds = ("inputs", "task")
+        return sum(r["expert_bytes"] for kind in kinds for r in self.of_kind(kind))
 
     def write(self, path: str | Path) -> None:
         """Write one JSON object a line, atomically.

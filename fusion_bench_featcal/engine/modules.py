@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -76,11 +77,13 @@ def find_modules(
     left: list[str] = []
     for inner, module in model.get_submodule(block).named_modules():
         name = f"{block}.{inner}" if inner else block
+        _refuse_adapters(block, name, module)
         own = dict(module.named_parameters(recurse=False))
         if not own:
             continue
-        site = _site(name, module) if _selected(name, inner, patterns) else None
-        if site is None and _selected(name, inner, patterns):
+        selected = _selected(name, patterns)
+        site = _site(name, module) if selected else None
+        if site is None and selected:
             _refuse_matrices(block, name, module, own)
         if site is None or (site.kind == "norm" and not calibrate_norm):
             left.append(name)
@@ -113,7 +116,7 @@ def check_patterns(patterns: Sequence[str] | None, blocks: Iterable[BlockModules
 
 
 def _site(name: str, module: nn.Module) -> Site | None:
-    if isinstance(module, nn.Linear):
+    if _runs_as(module, nn.Linear) and not is_parametrized(module):
         return Site(name, "linear", transposed=False, has_bias=module.bias is not None)
     if _is_conv1d(module):
         return Site(name, "linear", transposed=True, has_bias=True)
@@ -126,23 +129,28 @@ def _is_conv1d(module: nn.Module) -> bool:
     """Whether a module is GPT-2's Conv1D: a linear map stored `[in, out]`."""
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(module, Conv1D)
+    return _runs_as(module, Conv1D) and not is_parametrized(module)
 
 
-def _selected(name: str, inner: str, patterns: Sequence[str] | None) -> bool:
+def _runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module computes what its kind does: a subclass with its own forward does not."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _selected(name: str, patterns: Sequence[str] | None) -> bool:
     if patterns is None:
         return True
     wanted = [p for p in patterns if not p.startswith("!")]
     unwanted = [p[1:] for p in patterns if p.startswith("!")]
 
     def hit(pattern: str) -> bool:
-        return fnmatchcase(name, pattern) or fnmatchcase(inner, pattern)
+        return _matches(name, pattern)
 
     return (not wanted or any(map(hit, wanted))) and not any(map(hit, unwanted))
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a name or any end of it (its name inside the block)."""
+    """Whether a pattern matches a full name or any end of it: `fc1`, `mlp.fc1`, `*.mlp.fc1`."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
 
@@ -152,12 +160,22 @@ def _refuse_matrices(block: str, name: str, module: nn.Module, own: Mapping[str,
     if isinstance(module, nn.Embedding):
         return
     matrices = [leaf for leaf, parameter in own.items() if parameter.ndim > 1]
-    if matrices:
+    if matrices or is_parametrized(module):
         inner = name.removeprefix(f"{block}.")
+        advice = [f"!{inner}"] + ([f"!{inner}.*"] if next(module.children(), None) else [])
         raise CalibrationError(
-            f"block {block}: module {name} is a {type(module).__name__} with {matrices}; only "
-            "nn.Linear, Conv1D and LayerNorm modules can be calibrated. To leave it as merged, "
-            f"exclude it: method.modules=['!{inner}', '!{inner}.*']"
+            f"block {block}: module {name} is a {type(module).__name__} with "
+            f"{matrices or 'parametrized weights'}; only modules that compute what nn.Linear, "
+            "Conv1D or LayerNorm do can be calibrated. To leave it as merged, exclude it: "
+            f"method.modules={advice}"
+        )
+
+
+def _refuse_adapters(block: str, name: str, module: nn.Module) -> None:
+    if hasattr(module, "lora_A"):
+        raise CalibrationError(
+            f"block {block}: module {name} carries a LoRA adapter; merge it into its weight first "
+            "(peft: model.merge_and_unload())"
         )
 
 

@@ -38,7 +38,8 @@ def take_samples(task: str, batches: Iterable[Any], settings: FeatCalSettings) -
         CalibrationError: If the data ends before.
     """
     wanted, taken = settings.samples_per_task, 0
-    for inputs in batches:
+    for batch in batches:
+        inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
         size = _batch_size(task, inputs)
         if size > wanted - taken:
             inputs, size = _first(inputs, size, wanted - taken), wanted - taken

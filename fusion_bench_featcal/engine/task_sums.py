@@ -130,12 +130,18 @@ class TaskSums:
         weights[:, 0] = 1.0
         return (weights if valid is None else weights * valid).reshape(-1)
 
-    def check_finite(self) -> None:
-        """Refuse sums with NaN or infinity, naming task, block and module.
+    def check(self) -> None:
+        """Refuse sums over nothing, and sums with NaN or infinity.
 
         Raises:
-            CalibrationError: If a sum is not finite.
+            CalibrationError: Naming task, block and module.
         """
+        for sums in (*self.linear.values(), *self.norm.values()):
+            if float(sums.weight) == 0:
+                raise CalibrationError(
+                    f"task {self.task}, block {self.block}: no position counts, all is padding; "
+                    f"check the masks of its data (modelpool.train_datasets.{self.task})"
+                )
         for names, sums in self.linear.items():
             if not bool(torch.isfinite(sums.gram).all() & torch.isfinite(sums.cross_exp).all()):
                 self._refuse_not_finite(names[0])

@@ -9,10 +9,34 @@ from fusion_bench_featcal.families.base import BlockCall, ChainFamily, Family
 from fusion_bench_featcal.families.clip import CLIP
 from fusion_bench_featcal.families.replay import ReplayFamily
 
-__all__ = ["CLIP", "BlockCall", "ChainFamily", "Family", "ReplayFamily", "resolve_family"]
+__all__ = [
+    "CLIP",
+    "BlockCall",
+    "ChainFamily",
+    "Family",
+    "ReplayFamily",
+    "check_family",
+    "resolve_family",
+]
 
 _BY_MODEL_TYPE: Mapping[str, Family] = {"clip_vision_model": CLIP}
 _BY_NAME: Mapping[str, Family] = {"clip": CLIP}
+
+
+_KNOWN = f"auto, {', '.join(_BY_NAME)}, or {{name: replay, blocks: [pattern, ...]}}"
+
+
+def check_family(family: Any) -> None:
+    """Check a family setting before there is a model.
+
+    Args:
+        family: As for `resolve_family`.
+
+    Raises:
+        ValueError: If it is unknown or lacks an option.
+    """
+    if family != "auto":
+        _family(family)
 
 
 def resolve_family(family: Any, model: nn.Module) -> Family:
@@ -28,8 +52,23 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     Raises:
         ValueError: If the family is unknown, lacks an option, or `auto` does not know the model.
     """
+    if family != "auto":
+        return _family(family)
+    model_type = str(getattr(getattr(model, "config", None), "model_type", None))
+    if model_type not in _BY_MODEL_TYPE:
+        raise ValueError(
+            f"method.family=auto does not know {type(model).__name__} (model type {model_type!r}); "
+            f"set method.family to {_KNOWN}"
+        )
+    return _BY_MODEL_TYPE[model_type]
+
+
+def _family(family: Any) -> Family:
+    """The family of a name, of a mapping, or the object itself."""
     if isinstance(family, str):
-        return _named_family(family, model)
+        if family not in _BY_NAME:
+            raise ValueError(f"method.family must be {_KNOWN}, got {family!r}")
+        return _BY_NAME[family]
     if isinstance(family, Mapping):
         options = dict(family)
         if options.pop("name", None) != "replay":
@@ -40,19 +79,4 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
             raise ValueError(f"method.family: {error}; replay takes blocks and mask") from None
     if all(hasattr(family, part) for part in ("stages", "begin", "step", "row_weights")):
         return family
-    raise ValueError(f"method.family must be a name, a mapping or a Family, got {family!r}")
-
-
-def _named_family(name: str, model: nn.Module) -> Family:
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    known = f"auto, {', '.join(_BY_NAME)}, or {{name: replay, blocks: [pattern, ...]}}"
-    if name != "auto":
-        raise ValueError(f"method.family must be {known}, got {name!r}")
-    model_type = str(getattr(getattr(model, "config", None), "model_type", None))
-    if model_type not in _BY_MODEL_TYPE:
-        raise ValueError(
-            f"method.family=auto does not know {type(model).__name__} (model type {model_type!r}); "
-            f"set method.family to {known}"
-        )
-    return _BY_MODEL_TYPE[model_type]
+    raise ValueError(f"method.family must be {_KNOWN}, or a Family object, got {family!r}")

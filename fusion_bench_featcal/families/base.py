@@ -64,12 +64,19 @@ def stop_forward() -> Exception:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Run a model on a batch: keyword arguments, a tuple of arguments or one tensor."""
+    """Run a model on a batch: keyword arguments, a tuple of arguments or one tensor.
+
+    Tensors are copied: the same batch runs many times, and a model may write into its inputs.
+    """
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        return model(**{key: _fresh(value) for key, value in inputs.items()})
     if isinstance(inputs, tuple):
-        return model(*inputs)
-    return model(inputs)
+        return model(*map(_fresh, inputs))
+    return model(_fresh(inputs))
+
+
+def _fresh(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def hidden_output(output: Any) -> Tensor:
@@ -138,8 +145,8 @@ class ChainFamily:
         return captured[0]
 
     def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
-        """Call the block on its stored arguments."""
-        output = model.get_submodule(block)(call.hidden, *call.args, **call.kwargs)
+        """Call the block on its stored arguments, which it may not change: they are used again."""
+        output = model.get_submodule(block)(call.hidden.clone(), *call.args, **call.kwargs)
         hidden = hidden_output(output)
         return hidden, replace(call, hidden=hidden)
 

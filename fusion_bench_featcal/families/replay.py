@@ -23,11 +23,11 @@ class ReplayFamily:
         blocks: Patterns of block names, matched part by part: `transformer.h.*` names
             `transformer.h.0` but not what is inside it.
         mask: Name of the input that is 1 where a position counts and 0 for padding,
-            `[batch, positions]`; ignored where the inputs have none.
+            `[batch, positions]`. None: `attention_mask` where the inputs have it, else all count.
     """
 
     blocks: Sequence[str]
-    mask: str = "attention_mask"
+    mask: str | None = None
     name: str = "replay"
     whole_model: bool = True
 
@@ -94,9 +94,28 @@ class ReplayFamily:
         return hidden_output(output[0]), call
 
     def row_weights(self, inputs: Any) -> Tensor | None:
-        """The inputs' mask, where they have one."""
-        mask = inputs.get(self.mask) if isinstance(inputs, Mapping) else None
-        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        """The inputs' mask, where they have one.
+
+        Raises:
+            CalibrationError: If the named mask is missing, or a mask cannot tell padding: padding
+                would count.
+        """
+        named = inputs if isinstance(inputs, Mapping) else {}
+        mask = named.get(self.mask or "attention_mask")
+        if mask is None:
+            if self.mask is None:
+                return None
+            raise CalibrationError(
+                f"method.family.mask: the model's inputs have no {self.mask!r}; they are "
+                f"{sorted(named) or type(inputs).__name__}"
+            )
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise CalibrationError(
+                f"method.family.mask: {self.mask or 'attention_mask'!r} is {shape}, but padding is "
+                "told by a mask [batch, positions]; give one, or rename this input"
+            )
+        return mask
 
 
 def _matches(name: str, pattern: str) -> bool:
