@@ -7,9 +7,8 @@ PIP_ARGS ?=
 RUNS ?= outputs/demo-full
 
 BIN := $(VENV)/bin
-# $(1): environment, $(2): constraints, $(3): extras. Without --no-compile pip spends as long again
-# on compiling what is never imported.
-install = $(1)/bin/python -m pip install --no-compile --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
+# $(1): environment, $(2): constraints, $(3): extras
+install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-full test test-newest lint types check build tables nightly clean

@@ -95,7 +95,7 @@ def main() -> None:
         bin_folder = scratch / "venv" / "bin"
         run(sys.executable, "-m", "venv", scratch / "venv", cwd=scratch)
         constraints = ("--constraint", ROOT / "constraints.txt")
-        install = [bin_folder / "python", "-m", "pip", "install", "--no-compile", *constraints]
+        install = [bin_folder / "python", "-m", "pip", "install", *constraints]
         install += shlex.split(os.environ.get("PIP_ARGS", ""))
         tree = scratch / "tree"
         shutil.unpack_archive(sdist, tree, filter="data")
