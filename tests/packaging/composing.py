@@ -16,9 +16,3 @@ def compose_here(*overrides: str) -> DictConfig:
     assert primary is not None
     with initialize_config_dir(str(primary), version_base=None):
         return compose("fabric_model_fusion", overrides=list(overrides))
-
-
-def our_options(group: str) -> list[str]:
-    """Names by which the YAMLs of `config/<group>` are chosen on the command line."""
-    folder = OUR_CONFIG / group
-    return sorted(str(p.relative_to(folder).with_suffix("")) for p in folder.rglob("*.yaml"))

@@ -5,14 +5,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from composing import OUR_CONFIG, compose_here, our_options
+from composing import OUR_CONFIG, compose_here
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 import fusion_bench_featcal.compat  # noqa: F401
 
-OPTIONS = [(g, name) for g in ("method", "modelpool", "taskpool") for name in our_options(g)]
-INCLUDED = [("featcal_suite", name) for name in our_options("featcal_suite")]  # by model pools
+CHOSEN = ("method", "modelpool", "taskpool")  # by the user; other groups are included by these
+OPTIONS = [
+    (str(p.parts[0]), str(p.relative_to(p.parts[0]).with_suffix("")))
+    for p in sorted(f.relative_to(OUR_CONFIG) for f in OUR_CONFIG.rglob("*.yaml"))
+]
 HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_usage_", "_version_"}
 # Keys that FusionBench's pools pass by: they are read from the config, by our algorithm or (as
 # base_model) by other keys of the same file.
@@ -53,22 +56,27 @@ def known_keys(target: Any) -> set[str] | None:
     return names if inspect.isclass(target) else None
 
 
-def test_every_file_is_checked_here():
-    files = {str(p.relative_to(OUR_CONFIG)) for p in OUR_CONFIG.rglob("*") if p.is_file()}
-    assert {f"{group}/{option}.yaml" for group, option in OPTIONS + INCLUDED} == files
-
-
-@pytest.mark.parametrize(("group", "option"), INCLUDED)
-def test_included_file_composes(group, option, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert resolved(compose_here(f"+{group}={option}")[group])
+@pytest.mark.parametrize(
+    ("target", "taken", "misspelt"),
+    [
+        ("fusion_bench.modelpool.CLIPVisionModelPool", "train_datasets", "train_dataset"),
+        ("fusion_bench.taskpool.CLIPVisionModelTaskPool", "fast_dev_run", "fast_devrun"),
+        ("fusion_bench_featcal.algorithm.FeatCalAlgorithm", "ridge_lambda", "lambda"),
+    ],
+)
+def test_misspelt_keys_are_told_apart(target, taken, misspelt):
+    known = known_keys(get_object(target))
+    assert known is not None
+    assert taken in known
+    assert misspelt not in known
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_composes_and_every_target_takes_its_keys(group, option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = resolved(compose_here(f"{group}={option}")[group])
-    assert "_target_" in config
+    override = f"{group}={option}" if group in CHOSEN else f"+{group}={option}"
+    config = resolved(compose_here(override)[group])
+    assert "_target_" in config or group not in CHOSEN
     for node in targets(config):
         target = get_object(node["_target_"])
         keys = node.keys() - HYDRA_KEYS
