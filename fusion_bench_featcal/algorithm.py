@@ -1,8 +1,8 @@
 """FeatCal as a FusionBench method: where pools, task pools and mergers meet the loop."""
 
-import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import fusion_bench_featcal.compat  # noqa: F401
@@ -14,13 +14,22 @@ from fusion_bench.taskpool.dummy import DummyTaskPool
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal.boundary.options import MERGED, checked_choices, checked_settings, plain
+from fusion_bench_featcal.boundary.evaluation import Evaluation
+from fusion_bench_featcal.boundary.options import (
+    MERGED,
+    check_merger,
+    checked_choices,
+    checked_settings,
+    plain,
+)
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
+    check_pool_experts,
     check_pool_models,
     load_pool_model,
     load_processor,
+    pool_for_merging,
     pool_source,
 )
 from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
@@ -28,6 +37,7 @@ from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL, Cost, measure, prepare_directory
+from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -70,6 +80,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         meta = {key: settings.pop(key) for key in _FUSION_BENCH_KEYS if key in settings}
         self.settings = checked_settings(settings)
+        check_family(self.settings.family)
+        check_merger(base_method)
         self.base_method = base_method
         self.presets = plain(presets)
         self.compare_with = plain(compare_with)
@@ -92,6 +104,9 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if self.log_dir is not None:
             folder = prepare_directory(self.log_dir)
             OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
+        if program.merged_model_save_path is not None:
+            path = Path(program.merged_model_save_path.replace("{log_dir}", str(self.log_dir)))
+            prepare_directory(path.parent, "merged_model_save_path")
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, calibrate, evaluate and report.
@@ -110,24 +125,42 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             raise CalibrationError("FeatCal runs on one device so far: set fabric.devices=1")
         suite = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
         choices = checked_choices(self.settings, self.presets, self.compare_with, suite)
+        presets = {f"{FEATCAL}:{name}": value for name, value in choices.presets.items()}
+        self._check_pool(modelpool, [self.settings, *presets.values()])
         processor = load_processor(modelpool)
-        check_pool_models(modelpool)
-        tasks = modelpool.model_names
         # Data sets are opened before a merger that may take hours.
-        batches = calibration_batches(modelpool, tasks, self.settings, processor)
+        batches = {
+            name: calibration_batches(modelpool, modelpool.model_names, settings, processor)
+            for name, settings in {FEATCAL: self.settings, **presets}.items()
+        }
         results = self._start_results(modelpool)
+        self._add_base_and_experts(results, modelpool, choices.compare_with)
         merged = self._merge(modelpool)
-        self._add_references(results, modelpool, merged, choices.compare_with)
-        result, cost = self._calibrate(self.settings, modelpool, merged, batches)
-        evaluation = results.add_calibrated(FEATCAL, result, self.settings, cost, tasks)
-        for name, settings in choices.presets.items():
-            batches = calibration_batches(modelpool, tasks, settings, processor)
-            preset, cost = self._calibrate(settings, modelpool, merged, batches)
-            results.add_calibrated(f"{FEATCAL}:{name}", preset, settings, cost, tasks)
-            del preset  # before the next one is made
-        results.finish(self._program, result.model, evaluation)
+        if MERGED in choices.compare_with:
+            results.add_reference(results.upstream, merged, plain(self.base_method))
+        model, evaluation = self._add_calibrated(
+            FEATCAL, self.settings, modelpool, merged, batches[FEATCAL], results
+        )
+        for name, settings in presets.items():
+            self._add_calibrated(name, settings, modelpool, merged, batches[name], results)
+        results.finish(self._program, model, evaluation)
         modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]
-        return result.model
+        return model
+
+    def _check_pool(self, modelpool: BaseModelPool, runs: Sequence[FeatCalSettings]) -> None:
+        """Refuse what cannot work before anything is loaded or merged."""
+        if self.base_method is None and not modelpool.has_merged:
+            raise CalibrationError(
+                "method.base_method is null, but the pool has no merged model: name one as "
+                f"modelpool.models.{MERGED_MODEL}, or choose a merger "
+                "(method@method.base_method=task_arithmetic)"
+            )
+        if not modelpool.has_pretrained and any(settings.anchor_rho != 1 for settings in runs):
+            raise CalibrationError(
+                f"the pool has no base model (modelpool.models.{BASE_MODEL}), which anchors need: "
+                "name it, or set method.anchor_rho to 1"
+            )
+        check_pool_models(modelpool)
 
     def _start_results(self, modelpool: BaseModelPool) -> RunResults:
         return RunResults(
@@ -135,19 +168,12 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             self.log_dir,
             suite=suite_name(modelpool),
             upstream=MERGED if self.base_method is None else method_name(self.base_method),
-            seed=self.settings.seed,
             device=self.fabric.device,
         )
 
     def _merge(self, modelpool: BaseModelPool) -> nn.Module:
         """The merged model: from the upstream merger, or the pool's own."""
         if self.base_method is None:
-            if not modelpool.has_merged:
-                raise CalibrationError(
-                    "method.base_method is null, but the pool has no merged model: name one as "
-                    f"modelpool.models.{MERGED_MODEL}, or choose a merger "
-                    "(method@method.base_method=task_arithmetic)"
-                )
             return load_pool_model(modelpool, MERGED_MODEL)
         if self._program is not None:
             merger = self._program._instantiate_and_setup(
@@ -155,10 +181,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             )
         else:
             merger = instantiate(self.base_method, _recursive_=False)
-        # Mergers may work in place on models that the pool holds in memory, and the base and the
-        # experts are needed again.
-        pool = copy.deepcopy(modelpool) if modelpool.has_instance_models else modelpool
-        merged = merger.run(pool)
+        merged = merger.run(pool_for_merging(modelpool))
         if not isinstance(merged, nn.Module):
             raise CalibrationError(
                 f"method.base_method ({type(merger).__name__}) returned {type(merged).__name__}; "
@@ -166,23 +189,32 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             )
         return merged.requires_grad_(False)
 
-    def _add_references(
-        self,
-        results: RunResults,
-        modelpool: BaseModelPool,
-        merged: nn.Module,
-        references: Sequence[str],
+    def _add_base_and_experts(
+        self, results: RunResults, modelpool: BaseModelPool, references: Sequence[str]
     ) -> None:
-        """Evaluate the references asked for, one model in memory at a time."""
-        if results.taskpool is None:
-            return
-        if BASE in references:
-            results.add_reference(BASE, load_pool_model(modelpool, BASE_MODEL))
+        """Check the experts against the base; evaluate them where asked, one at a time."""
+        if modelpool.has_pretrained:
+            base = load_pool_model(modelpool, BASE_MODEL)
+            check_pool_experts(modelpool, base)
+            if BASE in references:
+                results.add_reference(BASE, base)
+            del base
         if EXPERTS in references:
             results.add_experts(modelpool)
-        if MERGED in references:
-            name = results.report.upstream or MERGED
-            results.add_reference(name, merged, plain(self.base_method))
+
+    def _add_calibrated(
+        self,
+        name: str,
+        settings: FeatCalSettings,
+        modelpool: BaseModelPool,
+        merged: nn.Module,
+        batches: Mapping[str, Iterable[Any]],
+        results: RunResults,
+    ) -> tuple[nn.Module, Evaluation | None]:
+        """Calibrate, measure and report one row."""
+        result, cost = self._calibrate(settings, modelpool, merged, batches)
+        evaluation = results.add_calibrated(name, result, settings, cost, modelpool.model_names)
+        return result.model, evaluation
 
     def _calibrate(
         self,

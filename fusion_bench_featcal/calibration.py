@@ -14,14 +14,14 @@ from tqdm.auto import tqdm
 from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
 from fusion_bench_featcal.engine.log import CalibrationLog
-from fusion_bench_featcal.engine.modules import BlockModules, check_patterns, find_modules
+from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.recording import record_inputs
-from fusion_bench_featcal.engine.samples import Batch, take_samples, to_device
+from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples, to_device
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert, names_under
 from fusion_bench_featcal.families import Family, resolve_family
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -100,9 +100,9 @@ def calibrate(
         CalibrationError: If the run cannot go on; the message names the place and the setting.
         ValueError: If the family is unknown or rho needs a base that is not there.
     """
-    _check_inputs(base, experts, batches, settings)
+    check_inputs(base, experts, batches, settings)
     resolved = resolve_family(settings.family if family is None else family, merged)
-    modules = _find_modules(resolved, merged, settings)
+    modules = find_all_modules(merged, resolved.stages(merged), settings)
     # Without gradients autocast keeps no copies of weights, which would be stale after an update.
     model = copy.deepcopy(merged).to(device or _device_of(merged)).eval().requires_grad_(False)
     run = Run(
@@ -258,49 +258,12 @@ def _needed_by(run: Run, block: str) -> list[str]:
     return names if run.family.whole_model else names_under(names, [block])
 
 
-def _find_modules(
-    family: Family, model: nn.Module, settings: FeatCalSettings
-) -> dict[str, BlockModules]:
-    """Every block's modules, sorted into calibrated ones and ones that stay."""
-    modules = {
-        block: find_modules(model, block, settings.modules, calibrate_norm=settings.calibrate_norm)
-        for stage in family.stages(model)
-        for block in stage
-    }
-    check_patterns(settings.modules, modules.values())
-    return modules
-
-
 def _restore_modes(model: nn.Module, merged: nn.Module) -> None:
     """Give every sub-module and parameter the merged one's training mode and gradient flag."""
     for ours, theirs in zip(model.modules(), merged.modules(), strict=True):
         ours.training = theirs.training
     for ours, theirs in zip(model.parameters(), merged.parameters(), strict=True):
         ours.requires_grad_(theirs.requires_grad)
-
-
-def _check_inputs(
-    base: Any, experts: Mapping[str, Any], batches: Mapping[str, Any], settings: FeatCalSettings
-) -> None:
-    if base is None and settings.anchor_rho != 1:
-        raise ValueError(
-            f"method.anchor_rho = {settings.anchor_rho} needs the base model "
-            "(modelpool.models._pretrained_); without one set method.anchor_rho to 1"
-        )
-    without_expert = sorted(set(batches) - set(experts))
-    without_data = sorted(set(experts) - set(batches))
-    if without_expert:
-        raise CalibrationError(
-            f"tasks {without_expert} have calibration data but no expert; experts are "
-            f"{sorted(experts)}. Check modelpool.models"
-        )
-    if without_data:
-        raise CalibrationError(
-            f"tasks {without_data} have an expert but no calibration data; there is data for "
-            f"{sorted(batches)}. Check modelpool.train_datasets"
-        )
-    if not experts:
-        raise CalibrationError("there is no expert to calibrate towards. Check modelpool.models")
 
 
 def _source(model: nn.Module | ExpertSource) -> ExpertSource:

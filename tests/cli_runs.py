@@ -15,7 +15,6 @@ def fusion_bench(
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "160",
-        "PYTHONWARNINGS": "ignore",
     }
     result = subprocess.run(
         [sys.executable, "-m", "fusion_bench.scripts.cli", *arguments, "print_config=false"],

@@ -1,7 +1,7 @@
 """Evaluating models on a FusionBench task pool, and keeping what it says about every test item."""
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,14 +96,22 @@ class EvaluatedTaskPool:
     before; this gives it again without running the test sets twice.
     """
 
-    def __init__(self, taskpool: BaseTaskPool, model: nn.Module, evaluation: Evaluation) -> None:
+    def __init__(
+        self,
+        taskpool: BaseTaskPool,
+        model: nn.Module,
+        evaluation: Evaluation,
+        when_asked: Callable[[], object],
+    ) -> None:
         """Remember one evaluation.
 
         Args:
             taskpool: The pool; anything but the remembered model goes to it.
             model: The model that was evaluated.
             evaluation: Its evaluation.
+            when_asked: Called when FusionBench asks for it, which it does after saving the model.
         """
+        self._when_asked = when_asked
         self._taskpool = taskpool
         self._model = model
         self._evaluation = evaluation
@@ -111,6 +119,7 @@ class EvaluatedTaskPool:
     def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The remembered report for the remembered model; else the pool's own evaluation."""
         if model is self._model:
+            self._when_asked()
             return dict(self._evaluation.raw)
         return self._taskpool.evaluate(model, *args, **kwargs)
 

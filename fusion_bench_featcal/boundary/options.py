@@ -1,6 +1,7 @@
 """A method's keys from YAML: checked, and refused by name where they are unknown."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,11 @@ class Choices:
     compare_with: tuple[str, ...]
 
 
-def checked_settings(values: Mapping[str, Any], place: str = "method") -> FeatCalSettings:
+def checked_settings(values: Mapping[str, Any]) -> FeatCalSettings:
     """Settings from YAML.
 
     Args:
         values: Values by name, as OmegaConf or plain objects.
-        place: Where they stand in the config, for messages.
 
     Returns:
         The settings.
@@ -40,14 +40,8 @@ def checked_settings(values: Mapping[str, Any], place: str = "method") -> FeatCa
     Raises:
         ValueError: If a key is unknown, with the nearest one, or a value out of range.
     """
-    for key in values:
-        if key not in FeatCalSettings.names():
-            near = difflib.get_close_matches(key, FeatCalSettings.names(), n=1, cutoff=0.0)[0]
-            raise ValueError(f"{place}.{key} is no setting of featcal; the nearest is {near!r}")
-    try:
-        return FeatCalSettings(**{key: plain(value) for key, value in values.items()})
-    except ValueError as error:
-        raise ValueError(str(error).replace("method.", f"{place}.")) from None
+    refuse_unknown_settings(values, "method")
+    return FeatCalSettings(**{key: plain(value) for key, value in values.items()})
 
 
 def checked_choices(
@@ -70,18 +64,69 @@ def checked_choices(
     Raises:
         ValueError: If a reference is unknown, or a preset's setting is unknown or out of range.
     """
+    unknown = sorted(set(suite) - {"presets", "compare_with"})
+    if unknown:
+        raise ValueError(f"modelpool.featcal: {unknown} unknown; it takes presets and compare_with")
+    place = "method" if presets is not None else "modelpool.featcal"
     wanted = presets if presets is not None else suite.get("presets") or {}
     references = compare_with if compare_with is not None else suite.get("compare_with", [MERGED])
-    unknown = [name for name in references if name not in REFERENCES]
-    if isinstance(references, str) or unknown:
+    if isinstance(references, str) or not set(references) <= set(REFERENCES):
+        raise ValueError(f"method.compare_with must be of {list(REFERENCES)}, got {references!r}")
+    return Choices(_checked_presets(settings, wanted, f"{place}.presets"), tuple(references))
+
+
+def _checked_presets(
+    settings: FeatCalSettings, presets: Any, place: str
+) -> dict[str, FeatCalSettings]:
+    if not isinstance(presets, Mapping):
+        raise ValueError(f"{place} must map names to settings, got {presets!r}")
+    checked = {}
+    for name, changes in presets.items():
+        if not isinstance(changes, Mapping) or not re.fullmatch(r"[\w.-]+", str(name)):
+            raise ValueError(
+                f"{place}: a preset is a name of letters, digits, dots and dashes with a mapping "
+                f"of settings, got {name!r}: {changes!r}"
+            )
+        refuse_unknown_settings(changes, f"{place}.{name}")
+        try:
+            checked[str(name)] = settings.replace(**changes)
+        except ValueError as error:
+            raise ValueError(str(error).replace("method.", f"{place}.{name}.")) from None
+    return checked
+
+
+def refuse_unknown_settings(values: Mapping[str, Any], place: str) -> None:
+    """Refuse keys that are no settings.
+
+    Args:
+        values: Values by name.
+        place: Where they stand in the config, for the message.
+
+    Raises:
+        ValueError: Naming the first unknown key and the nearest known one.
+    """
+    for key in values:
+        if key not in FeatCalSettings.names():
+            near = difflib.get_close_matches(key, FeatCalSettings.names(), n=1, cutoff=0.0)[0]
+            raise ValueError(f"{place}.{key} is no setting of featcal; the nearest is {near!r}")
+
+
+def check_merger(base_method: Any) -> None:
+    """Check that the upstream merger's config is one.
+
+    Args:
+        base_method: `method.base_method`: a mapping with `_target_` or, for older methods of
+            FusionBench, `name`; or None.
+
+    Raises:
+        ValueError: If it is anything else, such as a bare name.
+    """
+    known = isinstance(base_method, Mapping | DictConfig)
+    if base_method is not None and not (known and {"_target_", "name"} & set(base_method)):
         raise ValueError(
-            f"method.compare_with must be a list of {list(REFERENCES)}, got {references!r}"
+            f"method.base_method must be a method's config, got {base_method!r}; choose one by "
+            "method@method.base_method=task_arithmetic (with the @), or set it to null"
         )
-    checked = {
-        name: checked_settings({**settings.as_dict(), **changes}, f"method.presets.{name}")
-        for name, changes in wanted.items()
-    }
-    return Choices(checked, tuple(references))
 
 
 def plain(value: Any) -> Any:

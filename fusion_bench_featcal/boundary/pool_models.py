@@ -1,5 +1,6 @@
 """Models of a FusionBench pool: from files block by block where possible, else loaded whole."""
 
+import copy
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from fusion_bench.utils.modelscope import resolve_repo_path
 from omegaconf import DictConfig
 from torch import nn
 
-from fusion_bench_featcal.experts import ExpertSource, SafetensorsExpert
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, SafetensorsExpert
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -58,17 +59,19 @@ def pool_source(
         CalibrationError: If the model cannot be found, or has no safetensors files and
             `stream_experts` is True.
     """
+    reason = ""
     if stream_experts is not False:
         path = _checkpoint_path(modelpool, name)
         if path is not None:
             try:
                 return SafetensorsExpert(path)
             except FileNotFoundError as error:
-                log.info("%s is loaded whole: %s", name, error)
+                reason = f": {error}"
+                log.info("%s is loaded whole%s", name, reason)
         if stream_experts is True:
             raise CalibrationError(
-                f"model {name!r} has no safetensors files to stream (its entry is "
-                f"{modelpool._models[name]!r}). Set method.stream_experts=auto to load it whole"
+                f"model {name!r} ({modelpool._models[name]!r}) has no safetensors files to stream"
+                f"{reason}. Set method.stream_experts=auto to load it whole"
             )
     return load_pool_model(modelpool, name)
 
@@ -83,18 +86,57 @@ def check_pool_models(modelpool: BaseModelPool) -> None:
         CalibrationError: If a model's folder or hub id cannot be found, naming it.
     """
     for name in modelpool.all_model_names:
-        _checkpoint_path(modelpool, name)
+        path = _checkpoint_path(modelpool, name)
+        if path is not None and path.is_dir() and not any(path.glob("*.safetensors*")):
+            weights = [f for pattern in ("*.bin*", "*.pt", "*.pth") for f in path.glob(pattern)]
+            if not weights:
+                raise _not_loadable(name, modelpool._models[name], FileNotFoundError("no weights"))
+
+
+def check_pool_experts(modelpool: BaseModelPool, base: nn.Module) -> None:
+    """Compare the tensors of experts that lie in files with the base's, reading headers only.
+
+    Args:
+        modelpool: The pool.
+        base: Its base model.
+
+    Raises:
+        CalibrationError: If an expert lacks a tensor or has it in another shape, naming both.
+    """
+    for name in modelpool.model_names:
+        path = _checkpoint_path(modelpool, name)
+        if path is not None and any(path.glob("*.safetensors")):
+            ExpertModel(name, SafetensorsExpert(path), base)
+
+
+def pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
+    """The pool as a merger may use it: with copies of models that it holds in memory.
+
+    Mergers may work in place on such models, and the base and the experts are needed again.
+    """
+    if not modelpool.has_instance_models:
+        return modelpool
+    pool = copy.copy(modelpool)
+    models: Any = {
+        name: copy.deepcopy(entry) if isinstance(entry, nn.Module) else entry
+        for name, entry in modelpool._models.items()
+    }
+    pool._models = models
+    return pool
 
 
 def load_processor(modelpool: BaseModelPool) -> Any:
-    """The pool's processor; None where it has none.
+    """The pool's processor, which turns images into model inputs.
 
     Raises:
-        CalibrationError: If it cannot be found, naming the setting.
+        CalibrationError: If there is none or it cannot be found, naming the setting.
     """
     entry = getattr(modelpool, "_processor", None)
     if entry is None:
-        return None
+        raise CalibrationError(
+            "the model pool names no processor, which turns calibration images into model inputs; "
+            "set modelpool.processor"
+        )
     try:
         return modelpool.load_processor()  # type: ignore[attr-defined]
     except (OSError, ValueError, ImportError) as error:

@@ -42,7 +42,6 @@ class RunResults:
         *,
         suite: str,
         upstream: str,
-        seed: int,
         device: Any,
     ) -> None:
         """Start a report.
@@ -52,7 +51,6 @@ class RunResults:
             log_dir: The run's folder; None: nothing is written.
             suite: Name of the model pool.
             upstream: Name of the row of the upstream merger.
-            seed: Seed of the calibration samples.
             device: What the run computes on.
         """
         self.taskpool = taskpool
@@ -60,10 +58,14 @@ class RunResults:
         self.report = Report(
             suite=suite,
             upstream=upstream,
-            seeds={"calibration": seed},
             versions=versions(),
             device=describe_device(device),
         )
+
+    @property
+    def upstream(self) -> str:
+        """Name of the upstream merger's row."""
+        return str(self.report.upstream)
 
     def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
         """Evaluate a model that was not calibrated.
@@ -121,17 +123,19 @@ class RunResults:
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
         if settings.calibration_split == "test":
             self.report.notes.append(f"{name} was calibrated on samples of the test split")
+        drawn = {"samples": settings.samples_per_task, "split": settings.calibration_split}
+        made = {
+            "settings": settings.as_dict(),
+            "cost": cost.as_dict(),
+            "samples": dict.fromkeys(tasks, drawn),
+        }
+        self.report.seeds[name] = settings.seed
         evaluation = self._evaluate(name, result.model)
-        if evaluation is not None:
-            drawn = {"samples": settings.samples_per_task, "split": settings.calibration_split}
-            self.report.add_row(
-                name,
-                evaluation.accuracy,
-                settings=settings.as_dict(),
-                cost=cost.as_dict(),
-                samples=dict.fromkeys(tasks, drawn),
-                correct=evaluation.correct,
-            )
+        if evaluation is None:
+            for kept, value in made.items():
+                getattr(self.report, kept)[name] = value
+        else:
+            self.report.add_row(name, evaluation.accuracy, correct=evaluation.correct, **made)
         return evaluation
 
     def finish(self, program: Any, model: nn.Module, evaluation: Evaluation | None) -> None:
@@ -142,16 +146,16 @@ class RunResults:
             model: The model that the method returns.
             evaluation: Its evaluation, None without a task pool.
         """
-        if self.taskpool is None or evaluation is None:
-            log.info("no task pool: the calibrated model is not evaluated")
-            return
         if self._log_dir is not None:
             self.report.write(self._log_dir)
-        if program is not None:
-            program.taskpool = EvaluatedTaskPool(self.taskpool, model, evaluation)
-            # FusionBench prints its own report after the method has returned; the table that
-            # people read comes last.
-            atexit.register(self._print_table)
+        if self.taskpool is None or evaluation is None:
+            log.info("no task pool: the calibrated model is not evaluated")
+        elif program is not None:
+            # FusionBench prints its own report at the very end; the table that people read comes
+            # after it, and only if the model could be saved.
+            program.taskpool = EvaluatedTaskPool(
+                self.taskpool, model, evaluation, lambda: atexit.register(self._print_table)
+            )
 
     def _evaluate(
         self, name: str, model: nn.Module, tasks: Sequence[str] | None = None

@@ -58,9 +58,16 @@ def _remove(path: Path) -> None:
 
 
 def _move(partial: Path, target: Path) -> None:
-    """Put a complete folder or file in place; in an existing folder, file by file."""
+    """Put a complete folder or file in place; in an existing folder, file by file.
+
+    The folder may hold other things (a log directory), which stay; weights of an older model would
+    be loaded in place of the new ones, so they go.
+    """
     if not (partial.is_dir() and target.is_dir()):
         os.replace(partial, target)
         return
+    for pattern in ("*.safetensors", "*.safetensors.index.json", "pytorch_model*"):
+        for stale in target.glob(pattern):
+            stale.unlink()
     for file in partial.iterdir():
         os.replace(file, target / file.name)

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
 @dataclass(frozen=True)
@@ -93,26 +93,39 @@ def find_modules(
     return BlockModules(tuple(sites), tuple(left))
 
 
-def check_patterns(patterns: Sequence[str] | None, blocks: Iterable[BlockModules]) -> None:
-    """Refuse patterns that match no module of any block: most likely a misspelling.
+def find_all_modules(
+    model: nn.Module, stages: Iterable[Iterable[str]], settings: FeatCalSettings
+) -> dict[str, BlockModules]:
+    """Every block's modules, by block.
 
     Args:
-        patterns: `settings.modules`.
-        blocks: All blocks' modules, sorted with these patterns.
+        model: The model.
+        stages: Its blocks, as its family lists them.
+        settings: `modules` and `calibrate_norm` are used.
+
+    Returns:
+        The sorted modules of each block.
 
     Raises:
-        CalibrationError: If a pattern matches nothing, or no module at all is left to calibrate.
+        CalibrationError: As `find_modules`; also if a pattern matches no module of any block (most
+            likely a misspelling), or no module at all is left to calibrate.
     """
-    blocks = list(blocks)
-    names = [site.name for b in blocks for site in b.sites] + [n for b in blocks for n in b.left]
-    for pattern in patterns or ():
+    blocks = {
+        block: find_modules(model, block, settings.modules, calibrate_norm=settings.calibrate_norm)
+        for stage in stages
+        for block in stage
+    }
+    names = [s.name for b in blocks.values() for s in b.sites]
+    names += [name for b in blocks.values() for name in b.left]
+    for pattern in settings.modules or ():
         if not any(_matches(name, pattern.removeprefix("!")) for name in names):
             raise CalibrationError(
                 f"method.modules: {pattern!r} matches no module of the blocks; there are "
                 f"{names[:6]} and {max(len(names) - 6, 0)} more"
             )
-    if not any(b.sites for b in blocks):
+    if not any(b.sites for b in blocks.values()):
         raise CalibrationError("method.modules leaves no module to calibrate")
+    return blocks
 
 
 def _site(name: str, module: nn.Module) -> Site | None:

@@ -31,6 +31,42 @@ class Batch:
     exp_hidden: Tensor | None = None
 
 
+def check_inputs(
+    base: Any, experts: Mapping[str, Any], batches: Mapping[str, Any], settings: FeatCalSettings
+) -> None:
+    """Check what a calibration was given against its settings.
+
+    Args:
+        base: The base model or its source, or None.
+        experts: Experts by task.
+        batches: Batches by task.
+        settings: Settings.
+
+    Raises:
+        ValueError: If rho needs a base that is not there.
+        CalibrationError: If a task lacks its expert or its data.
+    """
+    if base is None and settings.anchor_rho != 1:
+        raise ValueError(
+            f"method.anchor_rho = {settings.anchor_rho} needs the base model "
+            "(modelpool.models._pretrained_); without one set method.anchor_rho to 1"
+        )
+    without_expert = sorted(set(batches) - set(experts))
+    without_data = sorted(set(experts) - set(batches))
+    if without_expert:
+        raise CalibrationError(
+            f"tasks {without_expert} have calibration data but no expert; experts are "
+            f"{sorted(experts)}. Check modelpool.models"
+        )
+    if without_data:
+        raise CalibrationError(
+            f"tasks {without_data} have an expert but no calibration data; there is data for "
+            f"{sorted(batches)}. Check modelpool.train_datasets"
+        )
+    if not experts:
+        raise CalibrationError("there is no expert to calibrate towards. Check modelpool.models")
+
+
 def take_samples(task: str, batches: Iterable[Any], settings: FeatCalSettings) -> Iterator[Batch]:
     """Exactly `samples_per_task` samples, the last batch cut to fit.
 

@@ -1,0 +1,192 @@
+"""The method without the command: pools in Python, and what it refuses before any work."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fusion_bench import BaseModelPool
+from fusion_bench.modelpool import CLIPVisionModelPool
+from tiny_models import clip_suite
+from transformers import CLIPVisionModel
+
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.boundary.options import checked_choices
+from fusion_bench_featcal.boundary.results import method_name
+from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.suites import image
+
+AVERAGE = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
+
+
+def pool_of(models: dict[str, Any]) -> BaseModelPool:
+    return BaseModelPool(models)
+
+
+def memory_pool(seed: int = 3) -> Any:
+    suite = clip_suite(seed=seed)
+    models = {"_pretrained_": suite.base, "_merged_": suite.merged, **suite.experts}
+    return pool_of({name: model.float() for name, model in models.items()})
+
+
+def test_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"method\.ridge_lamda .* 'ridge_lambda'"):
+        FeatCalAlgorithm(ridge_lamda=0.1)
+
+
+def test_settings_out_of_range_are_all_named() -> None:
+    with pytest.raises(ValueError, match=r"method\.ridge_lambda .*; method\.mix_alpha"):
+        FeatCalAlgorithm(ridge_lambda=-1, mix_alpha=2)
+
+
+def test_preset_with_a_misspelt_setting_is_named() -> None:
+    with pytest.raises(ValueError, match=r"method\.presets\.weak\.lambda.*ridge_lambda"):
+        FeatCalAlgorithm(presets={"weak": {"lambda": 1}})
+    with pytest.raises(ValueError, match=r"method\.presets\.weak\.mix_alpha must be"):
+        FeatCalAlgorithm(presets={"weak": {"mix_alpha": 7}})
+
+
+def test_unknown_reference_is_refused() -> None:
+    with pytest.raises(ValueError, match="compare_with"):
+        FeatCalAlgorithm(compare_with=["expert"])
+
+
+def test_pool_without_merged_model_needs_a_merger() -> None:
+    pool = memory_pool()
+    del pool._models["_merged_"]
+    with pytest.raises(CalibrationError, match=r"modelpool\.models\._merged_"):
+        FeatCalAlgorithm(base_method=None).run(pool)
+
+
+def test_missing_model_folder_is_named(tmp_path: Path) -> None:
+    pool = pool_of({"_pretrained_": str(tmp_path / "nowhere")})
+    with pytest.raises(CalibrationError, match=r"nowhere.*modelpool\.models\._pretrained_"):
+        FeatCalAlgorithm(base_method=AVERAGE).run(pool)
+
+
+def test_merger_without_the_at_sign_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"method@method\.base_method=task_arithmetic"):
+        FeatCalAlgorithm(base_method="simple_average")
+
+
+@pytest.mark.parametrize("presets", [["a"], {"a": None}, {"a/b": {}}])
+def test_presets_of_another_shape_are_refused(presets: object) -> None:
+    with pytest.raises(ValueError, match=r"method\.presets"):
+        FeatCalAlgorithm(presets=presets)  # type: ignore[arg-type]
+
+
+def test_suite_with_a_misspelt_key_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"modelpool\.featcal.*compare_wiht"):
+        checked_choices(FeatCalSettings(), None, None, {"compare_wiht": []})
+
+
+def test_unknown_family_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"method\.family must be auto, clip"):
+        FeatCalAlgorithm(family="bert")
+
+
+def test_anchor_without_a_base_is_refused_before_merging() -> None:
+    pool = memory_pool()
+    del pool._models["_pretrained_"]
+    with pytest.raises(CalibrationError, match=r"_pretrained_.*method\.anchor_rho"):
+        FeatCalAlgorithm(base_method=None).run(pool)
+
+
+def test_folder_without_weights_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    pool = pool_of({"_pretrained_": str(tmp_path / "empty")})
+    with pytest.raises(
+        CalibrationError, match=r"empty.*no weights.*modelpool\.models\._pretrained_"
+    ):
+        FeatCalAlgorithm(base_method=AVERAGE).run(pool)
+
+
+def suite_pool(**changes: Any) -> Any:
+    """Two of the bundled suite's tasks, as FusionBench's own pool, without any YAML."""
+    tasks = ["mini_greek", "mini_latin"]
+    options = {
+        "models": {"_pretrained_": image.path(), **{task: image.path(task) for task in tasks}},
+        "train_datasets": {task: image.load_split(task, "train") for task in tasks},
+        "processor": {"_target_": "fusion_bench_featcal.suites.image.load_processor"},
+    }
+    pool: Any = CLIPVisionModelPool(**(options | changes))
+    pool.load_train_dataset = lambda task: options["train_datasets"][task]
+    return pool
+
+
+def test_pools_merged_model_is_calibrated_and_keeps_dtype_and_class() -> None:
+    merged = CLIPVisionModel.from_pretrained(image.path()).bfloat16()
+    pool = suite_pool()
+    pool.load_model = _with_merged(pool, merged)
+    pool._models["_merged_"] = image.path()
+    before = {name: tensor.clone() for name, tensor in merged.state_dict().items()}
+    result = FeatCalAlgorithm(base_method=None, samples_per_task=8).run(pool)
+    assert type(result) is CLIPVisionModel
+    assert {tensor.dtype for tensor in result.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(before[name], merged.state_dict()[name]) for name in before)
+    assert any(not torch.equal(before[name], value) for name, value in result.state_dict().items())
+
+
+def _with_merged(pool: CLIPVisionModelPool, merged: CLIPVisionModel) -> Any:
+    load = pool.load_model
+    return lambda name: merged if name == "_merged_" else load(name)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_streamed_and_whole_experts_give_the_same_model(stream: bool) -> None:
+    result = FeatCalAlgorithm(base_method=AVERAGE, samples_per_task=8, stream_experts=stream).run(
+        suite_pool()
+    )
+    known = FeatCalAlgorithm(base_method=AVERAGE, samples_per_task=8).run(suite_pool())
+    for name, value in known.state_dict().items():
+        assert torch.equal(result.state_dict()[name], value), name
+
+
+def test_expert_of_another_width_is_named_before_merging(tmp_path: Path) -> None:
+    config = CLIPVisionModel.from_pretrained(image.path()).config
+    config.intermediate_size = 64
+    CLIPVisionModel(config).save_pretrained(tmp_path / "narrow")
+    models = {
+        "_pretrained_": image.path(),
+        "mini_greek": str(tmp_path / "narrow"),
+        "mini_latin": image.path("mini_latin"),
+    }
+    with pytest.raises(CalibrationError, match=r"expert 'mini_greek': tensor '.*fc1.* has shape"):
+        FeatCalAlgorithm(base_method=AVERAGE, samples_per_task=8).run(suite_pool(models=models))
+
+
+def test_processor_that_cannot_be_found_offline_is_named() -> None:
+    pool = suite_pool(processor="nobody/no-such-processor")
+    with pytest.raises(CalibrationError, match=r"nobody/no-such-processor.*modelpool\.processor"):
+        FeatCalAlgorithm(base_method={"_target_": "unused"}).run(pool)
+
+
+def test_saving_over_an_older_model_leaves_only_the_new_one(tmp_path: Path) -> None:
+    model = CLIPVisionModel.from_pretrained(image.path())
+    target = tmp_path / "saved"
+    model.save_pretrained(target)
+    (target / "notes.txt").write_text("mine")
+    pool = suite_pool()
+    pool.save_model = lambda model, path: model.save_pretrained(path, max_shard_size="2MB")
+    saver = CompleteSaver(pool, image.load_processor())
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    saver(model, target)
+    assert (target / "notes.txt").read_text() == "mine"
+    loaded = CLIPVisionModel.from_pretrained(target)
+    torch.testing.assert_close(next(loaded.parameters()), next(model.parameters()))
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"_target_": "fusion_bench.method.TaskArithmeticAlgorithm"}, "task_arithmetic"),
+        ({"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}, "simple_average"),
+        ({"_target_": "fusion_bench.method.WUDIMerging"}, "wudi_merging"),
+        ({"name": "clip_layer_wise_adamerging"}, "clip_layer_wise_adamerging"),
+    ],
+)
+def test_upstream_row_is_named_after_the_merger(config: dict[str, str], name: str) -> None:
+    assert method_name(config) == name
