@@ -35,8 +35,8 @@ class FeatCalSettings:
         calibrate_bias: Whether biases are calibrated (Eqs. 51-55).
         calibrate_norm: Whether LayerNorm gains and shifts are calibrated (Eqs. 56-59).
         modules: Patterns of the modules to calibrate (None: every linear and LayerNorm module of
-            the blocks). A pattern matches a module's full name or its name inside the block, with
-            `*` for anything; a leading `!` excludes.
+            the blocks). A pattern matches a module's full name or any end of it (`fc1`,
+            `self_attn.*`), with `*` for anything; a leading `!` excludes.
         token_weights: `uniform`, or `demo_last_block`: in the last block every token but the first
             weighs 0.01, except for modules named k_proj and v_proj (the authors' demo, not the
             paper).

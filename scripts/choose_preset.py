@@ -53,7 +53,9 @@ def answers(tower: nn.Module, clip: CLIPModel, head: Tensor, pixels: Tensor) -> 
     return (features @ head.T).argmax(dim=-1)  # the picture's norm changes no argmax
 
 
-def merge(base: nn.Module, experts: dict[str, nn.Module], scale: float) -> nn.Module:
+def merge(
+    base: CLIPVisionModel, experts: dict[str, CLIPVisionModel], scale: float
+) -> CLIPVisionModel:
     """`base + scale * sum(expert - base)`: task arithmetic, or the average at 1/T."""
     merged = CLIPVisionModel(base.config)
     weights = {
@@ -96,7 +98,8 @@ def score_grid() -> list[dict[str, float]]:
     batches = {task: pixels[task][0].split(64) for task in image.TA6}
     rows = []
     for point in grid():
-        settings = FeatCalSettings(samples_per_task=CALIBRATION_IMAGES, log_drift=False, **point)
+        common = FeatCalSettings(samples_per_task=CALIBRATION_IMAGES, log_drift=False)
+        settings = common.replace(**point)
         row = dict(point)
         for name, model in merged.items():
             result = calibrate(model, base, sources, batches, settings, progress=False)

@@ -24,14 +24,45 @@ PART = re.compile(
 
 
 def combined_table(pool: str) -> str:
-    """The tables of `featcal report` over demo-full's runs on one pool, without its title."""
+    """The tables of `featcal report` over demo-full's runs on one pool."""
     text = (RESULTS / pool / "report.md").read_text(encoding="utf-8")
-    return re.sub(r"\A# .*\n+", "", text).strip()
+    return text.partition("## ")[2].partition("\n")[2].partition("## Runs")[0].strip()
+
+
+def paper_clip() -> str:
+    """The paper's averages for CLIP with eight tasks, from the table shipped with the package."""
+    averages = {}
+    path = ROOT / "fusion_bench_featcal" / "compare" / "paper_results.csv"
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["metric"] == "average":
+                key = (row["setting"], row["upstream"], row["post_merging"])
+                averages[key] = (row["value"], row["source"])
+    lines = [
+        "| suite | merged by | merged | + FeatCal | experts | source |",
+        "|---|---|--:|--:|--:|---|",
+    ]
+    for suite in ("clip-vit-base-patch32_TA8", "clip-vit-large-patch14_TA8"):
+        experts, _ = averages[suite, "", "experts"]
+        for upstream in ("simple_average", "task_arithmetic", "adamerging", "wudi"):
+            merged, source = averages[suite, upstream, ""]
+            featcal, _ = averages[suite, upstream, "featcal"]
+            lines.append(f"| {suite} | {upstream} | {merged} | {featcal} | {experts} | {source} |")
+    return "\n".join(lines)
 
 
 def yaml_file(path: str) -> str:
     """A shipped YAML file, quoted whole."""
     return f"```yaml\n{(ROOT / path).read_text(encoding='utf-8').strip()}\n```"
+
+
+def own_task() -> str:
+    """The YAML of docs/tasks.md that a test runs."""
+    text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    block = re.search(r"<!-- own-task -->\n(```yaml\n.*?^```$)", text, re.DOTALL | re.MULTILINE)
+    if block is None:
+        sys.exit("docs/tasks.md has no YAML block marked own-task")
+    return block[1]
 
 
 def preset_choice() -> str:
@@ -47,6 +78,8 @@ def preset_choice() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "results-TA6": lambda: combined_table("TA6"),
     "results-alphabets2": lambda: combined_table("alphabets2"),
+    "paper-clip": paper_clip,
+    "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
     "preset-choice": preset_choice,
 }
