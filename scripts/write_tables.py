@@ -8,6 +8,7 @@ named in PARTS. `--check` changes nothing and fails where a part is stale.
 
 import argparse
 import csv
+import json
 import re
 import shutil
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
+FIGURES = ROOT / "docs" / "figures"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PART = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of (?P=name) -->)",
@@ -26,7 +28,26 @@ PART = re.compile(
 def combined_table(pool: str) -> str:
     """The tables of `featcal report` over demo-full's runs on one pool."""
     text = (RESULTS / pool / "report.md").read_text(encoding="utf-8")
-    return text.partition("## ")[2].partition("\n")[2].partition("## Runs")[0].strip()
+    tables = text.partition("## ")[2].partition("\n")[2].partition("## Runs")[0].strip()
+    return f"{tables}\n- {provenance(pool)}"
+
+
+def summary_table(pool: str) -> str:
+    """The first of those tables, with what a reader must know."""
+    parts = combined_table(pool).split("\n\n")
+    return f"{parts[0]}\n\n{parts[-1]}"
+
+
+def provenance(pool: str) -> str:
+    """Machine, versions and data of the runs."""
+    run = json.loads((RESULTS / pool / "run.json").read_text(encoding="utf-8"))
+    device, versions = run["device"], run["versions"]
+    images = sum(task["items"] for task in run["test_sets"].values())
+    return (
+        f"measured on {device['cpu']} ({device['platform']}, {device['cpu_cores']} cores, "
+        f"{device['torch_threads']} thread) with torch {versions['torch']} and transformers "
+        f"{versions['transformers']}; data: {run['suite']}, {images} test images"
+    )
 
 
 def paper_clip() -> str:
@@ -76,6 +97,8 @@ def preset_choice() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "summary-TA6": lambda: summary_table("TA6"),
+    "summary-alphabets2": lambda: summary_table("alphabets2").partition("\n\n")[0],
     "results-TA6": lambda: combined_table("TA6"),
     "results-alphabets2": lambda: combined_table("alphabets2"),
     "paper-clip": paper_clip,
@@ -86,12 +109,18 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def keep_results(runs: Path) -> None:
-    """Copy demo-full's combined tables into the repository."""
+    """Copy demo-full's combined tables into the repository and draw one of its runs."""
+    from fusion_bench_featcal.compare.plots import plot_run
+
     for folder in sorted((runs / "tables").iterdir()):
         target = RESULTS / folder.name
         target.mkdir(parents=True, exist_ok=True)
         for name in ("report.md", "report.csv", "report.json"):
             shutil.copyfile(folder / name, target / name)
+        one_run = runs / folder.name / "task_arithmetic-42"
+        shutil.copyfile(one_run / "report.json", target / "run.json")
+    for figure in plot_run(runs / "TA6" / "task_arithmetic-42", FIGURES):
+        print(f"drawn: {figure}")
 
 
 def rewritten(page: Path) -> str:
