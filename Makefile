@@ -44,7 +44,7 @@ test: $(VENV)/.installed ## run the tests: offline, on the CPU, in minutes
 	$(BIN)/python -m pytest
 
 test-newest: $(NEWEST)/.installed ## the same tests under the newest transformers 5.x
-	$(NEWEST)/bin/python -m pytest
+	$(NEWEST)/bin/python -m pytest --numprocesses 2
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format
 	$(BIN)/ruff check .
