@@ -37,8 +37,8 @@ demo: $(VENV)/.installed ## merge the bundled six-task CLIP, calibrate it, print
 demo-full: $(VENV)/.installed ## two upstream mergers, three seeds, the unseen alphabets, intervals
 	PATH="$(abspath $(BIN)):$$PATH" examples/demo_full.sh $(RUNS)
 
-tables: $(VENV)/.installed ## print the demo-full tables again from the saved runs
-	PATH="$(abspath $(BIN)):$$PATH" examples/demo_full.sh --report-only $(RUNS)
+tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's runs if there are any
+	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS))
 
 test: $(VENV)/.installed ## run the tests: offline, on the CPU, in minutes
 	$(BIN)/python -m pytest
