@@ -8,9 +8,8 @@ from typing import Any
 import fusion_bench_featcal.compat  # noqa: F401
 
 # isort: split
-from fusion_bench import BaseAlgorithm, BaseModelPool, instantiate
+from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
-from fusion_bench.taskpool.dummy import DummyTaskPool
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -29,9 +28,9 @@ from fusion_bench_featcal.boundary.pool_models import (
     check_pool_models,
     load_pool_model,
     load_processor,
-    pool_for_merging,
     pool_source,
 )
+from fusion_bench_featcal.boundary.program import run_merger, take_default_taskpool
 from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
 from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
@@ -43,7 +42,6 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 log = logging.getLogger(__name__)
 
 _FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
-_LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
 
 
 class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -95,12 +93,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         program = self._program
         if program is None:
             return
-        if isinstance(program.taskpool, DummyTaskPool):
-            default = program._modelpool.get("default_taskpool")
-            program.taskpool = None
-            if default is not None:
-                log.info("no task pool was named: evaluating on the model pool's default_taskpool")
-                program.taskpool = program._instantiate_and_setup(default)
+        take_default_taskpool(program)
         if self.log_dir is not None:
             folder = prepare_directory(self.log_dir)
             OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
@@ -175,19 +168,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """The merged model: from the upstream merger, or the pool's own."""
         if self.base_method is None:
             return load_pool_model(modelpool, MERGED_MODEL)
-        if self._program is not None:
-            merger = self._program._instantiate_and_setup(
-                self.base_method, compat_load_fn=_LOAD_METHOD
-            )
-        else:
-            merger = instantiate(self.base_method, _recursive_=False)
-        merged = merger.run(pool_for_merging(modelpool))
-        if not isinstance(merged, nn.Module):
-            raise CalibrationError(
-                f"method.base_method ({type(merger).__name__}) returned {type(merged).__name__}; "
-                "FeatCal calibrates one merged model"
-            )
-        return merged.requires_grad_(False)
+        return run_merger(self._program, self.base_method, modelpool, "method.base_method")
 
     def _add_base_and_experts(
         self, results: RunResults, modelpool: BaseModelPool, references: Sequence[str]

@@ -1,0 +1,58 @@
+"""What a method takes from the FusionBench program that runs it: its task pool, its mergers."""
+
+import logging
+from typing import Any
+
+from fusion_bench import BaseModelPool, instantiate
+from fusion_bench.taskpool.dummy import DummyTaskPool
+from torch import nn
+
+from fusion_bench_featcal.boundary.pool_models import pool_for_merging
+from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
+
+_LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
+
+
+def take_default_taskpool(program: Any) -> None:
+    """Give the program the model pool's own task pool where none was named.
+
+    Args:
+        program: The running program; its task pool becomes None where the pool brings none either.
+    """
+    if not isinstance(program.taskpool, DummyTaskPool):
+        return
+    default = program._modelpool.get("default_taskpool")
+    program.taskpool = None
+    if default is not None:
+        log.info("no task pool was named: evaluating on the model pool's default_taskpool")
+        program.taskpool = program._instantiate_and_setup(default)
+
+
+def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str) -> nn.Module:
+    """Merge with any FusionBench method.
+
+    Args:
+        program: The running program, or None.
+        config: The merger's config: with `_target_` or, for older methods, `name`.
+        modelpool: The pool; models that it holds in memory are not changed.
+        setting: Where the config stands, for the message.
+
+    Returns:
+        The merged model, without gradients.
+
+    Raises:
+        CalibrationError: If the method returns anything but one model.
+    """
+    if program is not None:
+        merger = program._instantiate_and_setup(config, compat_load_fn=_LOAD_METHOD)
+    else:
+        merger = instantiate(config, _recursive_=False)
+    merged = merger.run(pool_for_merging(modelpool))
+    if not isinstance(merged, nn.Module):
+        raise CalibrationError(
+            f"{setting} ({type(merger).__name__}) returned {type(merged).__name__}; "
+            "what follows needs one merged model"
+        )
+    return merged.requires_grad_(False)
