@@ -1,0 +1,48 @@
+"""RegMean++ (Nguyen et al., TMLR 2026): RegMean on features of the blocks merged so far."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from fusion_bench_featcal.baselines.blockwise import Rule, merge_blockwise
+from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.settings import FeatCalSettings
+
+
+def regmean_plusplus(
+    base: nn.Module,
+    experts: Mapping[str, nn.Module | ExpertSource],
+    batches: Mapping[str, Iterable[Any]],
+    settings: FeatCalSettings,
+    *,
+    off_diagonal: float = 0.95,
+    task_weights: Any = "equal",
+    **how: Any,
+) -> nn.Module:
+    """Merge experts with RegMean++.
+
+    As `regmean`, but each expert's block runs on what the merged blocks before it produce, not on
+    the expert's own features; the merged block then feeds the next. All else is the experts' mean
+    (the method's FusionBench version keeps the base's values behind the last block).
+
+    Args:
+        base: Gives structure, dtype and device; none of its values are used.
+        experts: Each task's expert.
+        batches: Each task's unlabeled model inputs.
+        settings: `samples_per_task`, `modules` and `family` are used.
+        off_diagonal: Factor of the grams' entries off the diagonal, 0 to 1.
+        task_weights: `equal` (the paper's), or `unit_gram`: grams scaled as FeatCal scales them.
+        **how: `device`, `autocast` and `progress`, as `merge_blockwise` takes them.
+
+    Returns:
+        The merged model.
+
+    Raises:
+        CalibrationError: If the run cannot go on.
+        ValueError: If an option is out of range.
+    """
+    rule = Rule(
+        stream="merged", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
+    )
+    return merge_blockwise(base, experts, batches, settings, rule, **how)

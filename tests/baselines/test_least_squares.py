@@ -1,0 +1,154 @@
+"""Merged weights from sums: known answers, unseen directions, FeatCal's solve as a special case."""
+
+import pytest
+import torch
+from tiny_models import normal
+from torch import Tensor
+
+from fusion_bench_featcal.baselines.least_squares import (
+    GainMean,
+    LinearMean,
+    shrink_off_diagonal,
+    solve_seen,
+)
+from fusion_bench_featcal.core import linear_moments, solve_linear, task_weight
+
+TASKS = 3
+
+
+def problem(rows: int = 20, width: int = 5) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    inputs = [(1 + i) * normal(i, rows, width) + i for i in range(TASKS)]
+    weights = [normal(10 + i, 4, width) for i in range(TASKS)]
+    return inputs, weights, normal(20, 4, width)
+
+
+def merged(inputs: list[Tensor], weights: list[Tensor], anchor: Tensor) -> tuple[Tensor, int]:
+    mean = LinearMean(anchor)
+    for x, weight in zip(inputs, weights, strict=True):
+        mean.add(x.T @ x / len(x), weight)
+    return mean.solve()
+
+
+def test_agrees_with_the_stacked_least_squares_problem() -> None:
+    inputs, weights, anchor = problem()
+    stacked = torch.cat(inputs)
+    outputs = torch.cat([x @ w.T for x, w in zip(inputs, weights, strict=True)])
+    wanted = torch.linalg.lstsq(stacked, outputs).solution.T
+    found, seen = merged(inputs, weights, anchor)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+    assert seen == 5
+
+
+def test_one_expert_gives_its_own_weight() -> None:
+    inputs, weights, anchor = problem()
+    found, _ = merged(inputs[:1], weights[:1], anchor)
+    torch.testing.assert_close(found, weights[0], rtol=1e-9, atol=1e-11)
+
+
+def test_unseen_directions_keep_the_anchor_and_the_others_do_not_care() -> None:
+    inputs, weights, anchor = problem()
+    inputs = [torch.cat([x, torch.zeros(len(x), 2, dtype=x.dtype)], dim=1) for x in inputs]
+    extra = normal(30, 4, 2)
+    wide = [torch.cat([w, normal(40 + i, 4, 2)], dim=1) for i, w in enumerate(weights)]
+    found, seen = merged(inputs, wide, torch.cat([anchor, extra], dim=1))
+    assert seen == 5
+    torch.testing.assert_close(found[:, 5:], extra, rtol=1e-12, atol=1e-12)
+    other, _ = merged(inputs, wide, torch.cat([anchor + 7, extra], dim=1))
+    torch.testing.assert_close(found[:, :5], other[:, :5], rtol=1e-9, atol=1e-11)
+
+
+def test_fewer_rows_than_inputs_still_reproduce_every_expert_where_it_was_seen() -> None:
+    inputs, weights, anchor = problem(rows=2, width=9)
+    found, seen = merged(inputs, weights, anchor)
+    assert seen == 2 * TASKS
+    for x, weight in zip(inputs, weights, strict=True):
+        torch.testing.assert_close(x @ found.T, x @ weight.T, rtol=1e-8, atol=1e-9)
+
+
+def test_no_input_at_all_keeps_the_anchor() -> None:
+    inputs, weights, anchor = problem()
+    found, seen = merged([torch.zeros_like(x) for x in inputs], weights, anchor)
+    assert seen == 0
+    torch.testing.assert_close(found, anchor)
+
+
+def test_rounding_of_the_sums_counts_as_unseen() -> None:
+    almost_alike = torch.ones(2, 2, dtype=torch.float64) + 1e-9 * torch.eye(2, dtype=torch.float64)
+    right = torch.ones(1, 2, dtype=torch.float64)
+    assert solve_seen(almost_alike, right, precision=torch.float32)[1] == 1
+    assert solve_seen(almost_alike, right, precision=torch.float64)[1] == 2
+
+
+def test_small_channels_are_seen_as_well_as_large_ones() -> None:
+    gram = torch.diag(torch.tensor([1.0, 1e-12], dtype=torch.float64))
+    right = torch.ones(1, 2, dtype=torch.float64)
+    solution, seen = solve_seen(gram, right, precision=torch.float32)
+    assert seen == 2
+    torch.testing.assert_close(solution @ gram, right)
+
+
+def test_is_the_moore_penrose_solution_whatever_the_sizes_of_the_channels() -> None:
+    x = normal(0, 3, 6) * torch.tensor([1.0, 30.0, 0.1, 1.0, 5.0, 0.0], dtype=torch.float64)
+    gram, right = x.T @ x, normal(1, 4, 6) @ (x.T @ x)
+    wanted = right @ torch.linalg.pinv(gram, hermitian=True, rtol=1e-9)
+    solution, seen = solve_seen(gram, right, precision=torch.float64)
+    assert seen == 3
+    torch.testing.assert_close(solution, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_is_featcals_solve_with_its_task_weights_and_no_anchor() -> None:
+    """RegMean's choices: features of one side only (alpha 0), no pull, grams not shrunk."""
+    inputs, weights, anchor = problem()
+    names = [str(i) for i in range(TASKS)]
+    moments = {n: linear_moments(x, x) for n, x in zip(names, inputs, strict=True)}
+    theirs = solve_linear(
+        moments, dict(zip(names, weights, strict=True)), anchor,
+        mix_alpha=0.0, ridge_lambda=0.0, eps=0.0,
+    )  # fmt: skip
+    mean = LinearMean(anchor)
+    for name, weight in zip(names, weights, strict=True):
+        m = moments[name]
+        mean.add(m.gram / m.weight * task_weight(m, 0.0), weight)
+    torch.testing.assert_close(mean.solve()[0], theirs.weight, rtol=1e-9, atol=1e-11)
+
+
+def test_is_featcals_solve_where_all_grams_have_one_norm() -> None:
+    inputs, weights, anchor = problem()
+    inputs = [x / torch.linalg.matrix_norm(x.T @ x / len(x)).sqrt() for x in inputs]
+    names = [str(i) for i in range(TASKS)]
+    theirs = solve_linear(
+        {n: linear_moments(x, x) for n, x in zip(names, inputs, strict=True)},
+        dict(zip(names, weights, strict=True)), anchor,
+        mix_alpha=0.0, ridge_lambda=0.0, eps=0.0,
+    )  # fmt: skip
+    found, _ = merged(inputs, weights, anchor)
+    torch.testing.assert_close(found, theirs.weight, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.6, 1.0])
+def test_shrinking_leaves_the_diagonal(kept: float) -> None:
+    gram = normal(0, 4, 4)
+    before = gram.clone()
+    shrunk = shrink_off_diagonal(gram, kept)
+    torch.testing.assert_close(shrunk.diagonal(), gram.diagonal())
+    off = ~torch.eye(4, dtype=torch.bool)
+    torch.testing.assert_close(shrunk[off], kept * gram[off])
+    assert torch.equal(gram, before)
+
+
+def test_diagonal_grams_weigh_each_input_by_its_energy() -> None:
+    """RegMean with everything off the diagonal dropped is a weighted mean, column by column."""
+    inputs, weights, anchor = problem()
+    mean = LinearMean(anchor)
+    energies = [(x * x).mean(0) for x in inputs]
+    for x, weight in zip(inputs, weights, strict=True):
+        mean.add(shrink_off_diagonal(x.T @ x / len(x), 0.0), weight)
+    wanted = sum(w * e for w, e in zip(weights, energies, strict=True)) / sum(energies)
+    torch.testing.assert_close(mean.solve()[0], wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_gain_is_the_weighted_mean_and_stays_without_energy() -> None:
+    mean = GainMean(torch.tensor([1.0, 5.0], dtype=torch.float64))
+    for energy, gain in (([1.0, 0.0], [2.0, 9.0]), ([3.0, 0.0], [6.0, 8.0])):
+        mean.add(torch.tensor(energy, dtype=torch.float64), torch.tensor(gain, dtype=torch.float64))
+    torch.testing.assert_close(mean.solve(), torch.tensor([5.0, 5.0], dtype=torch.float64))
