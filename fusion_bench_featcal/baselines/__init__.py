@@ -1,0 +1,1 @@
+"""Other mergers and post-merging methods, to compare with."""

@@ -1,0 +1,201 @@
+"""Surgery, ProbSurgery and ridge surgery as FusionBench methods over any upstream merger."""
+
+import logging
+from typing import Any
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+from fusion_bench import BaseAlgorithm, BaseModelPool
+from fusion_bench.mixins import LightningFabricMixin
+
+from fusion_bench_featcal.baselines.post_merging import check_post_merging, post_merge
+from fusion_bench_featcal.baselines.settings import (
+    ProbSurgerySettings,
+    RidgeSurgerySettings,
+    SurgerySettings,
+    setting_names,
+    settings_from,
+)
+from fusion_bench_featcal.baselines.wrapper import CorrectedModel
+from fusion_bench_featcal.boundary.options import check_merger, plain
+from fusion_bench_featcal.boundary.pool_models import (
+    MERGED_MODEL,
+    check_pool_models,
+    load_pool_model,
+    load_processor,
+)
+from fusion_bench_featcal.boundary.program import run_merger, take_default_taskpool
+from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
+
+_FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
+_OWN_KEYS = ("base_method", "clip_model")
+
+
+class SurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
+    """Representation Surgery (arXiv 2402.02705) over any merged CLIP vision model.
+
+    Keys: `base_method` (config of the upstream merger; None takes the pool's `_merged_`),
+    `clip_model` (checkpoint with the visual projection; None: the pool's base model) and the
+    fields of `SurgerySettings`.
+    """
+
+    base_method: Any
+    clip_model: str | None
+    settings: SurgerySettings
+    _config_mapping = BaseAlgorithm._config_mapping | {
+        name: name for name in (*setting_names(SurgerySettings), *_OWN_KEYS)
+    }
+
+    def __init__(self, *, base_method: Any = None, clip_model: Any = None, **keys: Any) -> None:
+        """Check everything that can be checked before a model is loaded.
+
+        Raises:
+            ValueError: If a key is unknown or a value out of range.
+        """
+        super().__init__(**_take_keys(self, SurgerySettings, base_method, clip_model, keys))
+
+    def on_run_start(self) -> None:
+        """Take the suite's own task pool where none was named."""
+        _start(self)
+
+    def run(self, modelpool: BaseModelPool) -> CorrectedModel:  # type: ignore[override]
+        """Merge and correct; see `run_correction`."""
+        return run_correction(self, modelpool)
+
+
+class ProbSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
+    """ProbSurgery (ICML 2025) over any merged CLIP vision model.
+
+    Keys: those of `SurgeryAlgorithm`, with the fields of `ProbSurgerySettings`.
+    """
+
+    base_method: Any
+    clip_model: str | None
+    settings: ProbSurgerySettings
+    _config_mapping = BaseAlgorithm._config_mapping | {
+        name: name for name in (*setting_names(ProbSurgerySettings), *_OWN_KEYS)
+    }
+
+    def __init__(self, *, base_method: Any = None, clip_model: Any = None, **keys: Any) -> None:
+        """Check everything that can be checked before a model is loaded.
+
+        Raises:
+            ValueError: If a key is unknown or a value out of range.
+        """
+        super().__init__(**_take_keys(self, ProbSurgerySettings, base_method, clip_model, keys))
+
+    def on_run_start(self) -> None:
+        """Take the suite's own task pool where none was named."""
+        _start(self)
+
+    def run(self, modelpool: BaseModelPool) -> CorrectedModel:  # type: ignore[override]
+        """Merge and correct; see `run_correction`."""
+        return run_correction(self, modelpool)
+
+
+class RidgeSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
+    """Ridge surgery, an affine correction in closed form, over any merged CLIP vision model.
+
+    Keys: those of `SurgeryAlgorithm`, with the fields of `RidgeSurgerySettings`.
+    """
+
+    base_method: Any
+    clip_model: str | None
+    settings: RidgeSurgerySettings
+    _config_mapping = BaseAlgorithm._config_mapping | {
+        name: name for name in (*setting_names(RidgeSurgerySettings), *_OWN_KEYS)
+    }
+
+    def __init__(self, *, base_method: Any = None, clip_model: Any = None, **keys: Any) -> None:
+        """Check everything that can be checked before a model is loaded.
+
+        Raises:
+            ValueError: If a key is unknown or a value out of range.
+        """
+        super().__init__(**_take_keys(self, RidgeSurgerySettings, base_method, clip_model, keys))
+
+    def on_run_start(self) -> None:
+        """Take the suite's own task pool where none was named."""
+        _start(self)
+
+    def run(self, modelpool: BaseModelPool) -> CorrectedModel:  # type: ignore[override]
+        """Merge and correct; see `run_correction`."""
+        return run_correction(self, modelpool)
+
+
+CorrectionAlgorithm = SurgeryAlgorithm | ProbSurgeryAlgorithm | RidgeSurgeryAlgorithm
+
+
+def run_correction(algorithm: CorrectionAlgorithm, modelpool: BaseModelPool) -> CorrectedModel:
+    """Merge with the upstream merger, then correct the final features task by task.
+
+    Args:
+        algorithm: The method, with its settings.
+        modelpool: Base, experts and images.
+
+    Returns:
+        The corrected model; FusionBench's CLIP task pools evaluate it by task name.
+
+    Raises:
+        CalibrationError: If the run cannot go on; most reasons are found before anything is merged.
+    """
+    if algorithm.fabric.world_size > 1:
+        raise CalibrationError("surgery methods run on one device: set fabric.devices=1")
+    if algorithm.base_method is None and not modelpool.has_merged:
+        raise CalibrationError(
+            "method.base_method is null, but the pool has no merged model: name one as "
+            f"modelpool.models.{MERGED_MODEL}, or choose a merger "
+            "(method@method.base_method=task_arithmetic)"
+        )
+    processor = load_processor(modelpool)
+    check_pool_models(modelpool)
+    check_post_merging(modelpool, algorithm.settings, processor, algorithm.clip_model)
+    if algorithm.base_method is None:
+        merged = load_pool_model(modelpool, MERGED_MODEL)
+    else:
+        config, setting = algorithm.base_method, "method.base_method"
+        merged = run_merger(algorithm._program, config, modelpool, setting)
+    model = post_merge(
+        merged,
+        modelpool,
+        algorithm.settings,
+        processor,
+        algorithm.clip_model,
+        device=algorithm.fabric.device,
+    )
+    if algorithm.settings.stream == "test_tta":
+        log.warning("corrections were fitted on images of the test split (method.stream=test_tta)")
+    modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]
+    return model
+
+
+def _take_keys(
+    algorithm: CorrectionAlgorithm,
+    kind: Any,
+    base_method: Any,
+    clip_model: Any,
+    keys: dict[str, Any],
+) -> dict[str, Any]:
+    """Check an algorithm's keys and set them as its attributes; return FusionBench's own keys."""
+    meta = {key: keys.pop(key) for key in _FUSION_BENCH_KEYS if key in keys}
+    settings = settings_from(kind, {key: plain(value) for key, value in keys.items()})
+    check_merger(base_method)
+    if clip_model is not None and not isinstance(clip_model, str):
+        raise ValueError(
+            f"method.clip_model must be a folder or hub id of a CLIP model, got {clip_model!r}"
+        )
+    algorithm.base_method = base_method
+    algorithm.clip_model = clip_model
+    algorithm.settings = settings
+    for name in setting_names(kind):
+        setattr(algorithm, name, getattr(settings, name))
+    return meta
+
+
+def _start(algorithm: CorrectionAlgorithm) -> None:
+    if algorithm._program is not None:
+        take_default_taskpool(algorithm._program)

@@ -1,0 +1,192 @@
+"""Settings of the baselines that correct final features: defaults, ranges, unknown keys."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+NORMALIZE = ("none", "pre")
+STREAMS = ("test_tta", "calibration")
+CALIBRATION_SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurgerySettings:
+    """Settings of Surgery (arXiv 2402.02705); the defaults are its authors', on 256 images a task.
+
+    Attributes:
+        rank: Width of each task's module, >= 1.
+        learning_rate: Adam's step size, > 0.
+        steps: Updates of each task's module, >= 1.
+        batch_size: Samples in an update (and in a forward pass), >= 1.
+        normalize: `none` corrects projected features as they are and normalises afterwards (the
+            authors); `pre` corrects features of norm 1 (FusionBench).
+        samples_per_task: Unlabeled images drawn for each task, >= 1.
+        seed: With the task's name, seeds the draw, the initial weights and the batches, >= 0.
+        stream: `test_tta` trains on images of the test split, as the authors do; `calibration` on
+            those FeatCal would draw from `calibration_split`.
+        calibration_split: `train` or `val`; read only where `stream` is `calibration`.
+    """
+
+    rank: int = 16
+    learning_rate: float = 1e-3
+    steps: int = 1000
+    batch_size: int = 16
+    normalize: str = "none"
+    samples_per_task: int = 256
+    seed: int = 42
+    stream: str = "test_tta"
+    calibration_split: str = "train"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbSurgerySettings:
+    """Settings of ProbSurgery (ICML 2025); the defaults are its authors' code's.
+
+    Fields that `SurgerySettings` has too mean the same.
+
+    Attributes:
+        hidden: Width of each task's module, >= 1.
+        kl_weight: Weight of the divergence from a standard normal, >= 0; or `scaled`: weight and
+            initial variance follow the size of the expert's features (not the authors').
+        learning_rate: Adam's step size, > 0.
+        steps: Updates of each task's module, >= 1.
+        batch_size: Samples in an update, >= 1.
+        normalize: `none` or `pre`. With `pre` the authors' `kl_weight` does harm.
+        samples_per_task: Unlabeled images drawn for each task, >= 1.
+        seed: Seeds draw, initial weights, batches and noise, >= 0.
+        stream: `test_tta` or `calibration`.
+        calibration_split: `train` or `val`.
+    """
+
+    hidden: int = 128
+    kl_weight: float | str = 1e-4
+    learning_rate: float = 1e-3
+    steps: int = 1000
+    batch_size: int = 16
+    normalize: str = "none"
+    samples_per_task: int = 256
+    seed: int = 42
+    stream: str = "test_tta"
+    calibration_split: str = "train"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RidgeSurgerySettings:
+    """Settings of ridge surgery: one affine correction a task, in closed form.
+
+    Fields that `SurgerySettings` has too mean the same.
+
+    Attributes:
+        ridge_lambda: Pull towards no correction, >= 0, relative to the features' mean variance; or
+            `auto`: the value of a fixed grid with the least leave-one-out error.
+        batch_size: Samples in a forward pass, >= 1. Changes memory, not results.
+        normalize: `none` or `pre`.
+        samples_per_task: Unlabeled images drawn for each task, >= 1 (>= 2 for `auto`).
+        seed: Seeds the draw, >= 0.
+        stream: `test_tta` or `calibration`.
+        calibration_split: `train` or `val`.
+    """
+
+    ridge_lambda: float | str = "auto"
+    batch_size: int = 16
+    normalize: str = "none"
+    samples_per_task: int = 256
+    seed: int = 42
+    stream: str = "calibration"
+    calibration_split: str = "train"
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.ridge_lambda == "auto" and self.samples_per_task < 2:
+            raise ValueError(
+                "method.ridge_lambda=auto leaves one sample out: method.samples_per_task must be "
+                f">= 2, got {self.samples_per_task}; or set method.ridge_lambda to a number"
+            )
+
+
+CorrectionSettings = SurgerySettings | ProbSurgerySettings | RidgeSurgerySettings
+_Settings = TypeVar("_Settings", SurgerySettings, ProbSurgerySettings, RidgeSurgerySettings)
+
+
+def setting_names(kind: type[CorrectionSettings]) -> tuple[str, ...]:
+    """Names of a method's settings, in order of declaration."""
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def settings_from(kind: type[_Settings], values: Mapping[str, Any]) -> _Settings:
+    """Settings from YAML.
+
+    Args:
+        kind: The settings class.
+        values: Plain values by name; what is absent keeps its default.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ValueError: If a key is unknown, with the nearest one, or a value out of range.
+    """
+    known = setting_names(kind)
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"method.{key} is no setting of this method; the nearest is {near!r}")
+    return kind(**values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _integer(least: int) -> tuple[str, Callable[[Any], bool]]:
+    return (
+        f"an integer >= {least}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
+    )
+
+
+def _one_of(choices: tuple[str, ...]) -> tuple[str, Callable[[Any], bool]]:
+    wanted = "one of " + ", ".join(choices)
+    return wanted, lambda value: isinstance(value, str) and value in choices
+
+
+def _number_or(word: str) -> tuple[str, Callable[[Any], bool]]:
+    return (
+        f"a finite number >= 0, or {word}",
+        lambda value: value == word or (_is_number(value) and value >= 0),
+    )
+
+
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "rank": _integer(1),
+    "hidden": _integer(1),
+    "kl_weight": _number_or("scaled"),
+    "ridge_lambda": _number_or("auto"),
+    "learning_rate": ("a finite number > 0", lambda value: _is_number(value) and value > 0),
+    "steps": _integer(1),
+    "batch_size": _integer(1),
+    "normalize": _one_of(NORMALIZE),
+    "samples_per_task": _integer(1),
+    "seed": _integer(0),
+    "stream": _one_of(STREAMS),
+    "calibration_split": _one_of(CALIBRATION_SPLITS),
+}
+
+
+def _check(settings: CorrectionSettings) -> None:
+    problems = [
+        f"method.{name} must be {_CHECKS[name][0]}, got {getattr(settings, name)!r}"
+        for name in setting_names(type(settings))
+        if not _CHECKS[name][1](getattr(settings, name))
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))

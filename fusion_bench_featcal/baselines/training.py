@@ -1,0 +1,125 @@
+"""Training a correction module on features that were computed once."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.settings import CalibrationError
+
+# Called after every update with its number, from 1, and its loss (0-dim, detached).
+OnStep = Callable[[int, Tensor], None]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def task_generator(seed: int, task: str, purpose: str) -> torch.Generator:
+    """A generator of its own for every task and purpose, on the CPU.
+
+    What is random for a task then depends neither on the other tasks nor on the device.
+
+    Args:
+        seed: The method's seed.
+        task: The task's name.
+        purpose: What is drawn, such as `batches`.
+
+    Returns:
+        The generator.
+    """
+    digest = hashlib.sha256(f"{seed}:{task}:{purpose}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def shuffled_batches(
+    samples: int, batch_size: int, steps: int, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """Positions of the samples in each update: shuffled anew in every pass, cycled.
+
+    Args:
+        samples: Number of samples.
+        batch_size: Samples in a batch; the last of a pass may have fewer.
+        steps: Number of batches.
+        generator: Shuffles.
+
+    Yields:
+        int64 positions `[batch]`.
+    """
+    done = 0
+    while True:
+        for positions in torch.randperm(samples, generator=generator).split(batch_size):
+            if done == steps:
+                return
+            done += 1
+            yield positions
+
+
+def train(
+    module: nn.Module,
+    loss: Loss,
+    merged_features: Tensor,
+    expert_features: Tensor,
+    batches: Iterable[Tensor],
+    *,
+    learning_rate: float,
+    task: str,
+    on_step: OnStep | None = None,
+) -> None:
+    """Train a module in place by Adam (no weight decay, no schedule), then freeze it.
+
+    Args:
+        module: What is trained.
+        loss: Takes a batch of merged and of expert features `[batch, d]`; gives a 0-dim tensor.
+        merged_features: `[n, d]`, floating point.
+        expert_features: `[n, d]`, of the same samples.
+        batches: Positions of the samples of each update.
+        learning_rate: Adam's step size.
+        task: The task's name, for messages.
+        on_step: Called after every update.
+
+    Raises:
+        CalibrationError: If the training diverges.
+    """
+    # A caller may have switched gradients off, or hand over features made in inference mode.
+    with torch.inference_mode(False), torch.enable_grad():
+        merged, expert = merged_features.detach().clone(), expert_features.detach().clone()
+        module.train().requires_grad_(True)
+        optimizer = torch.optim.Adam(module.parameters(), lr=learning_rate)
+        for step, positions in enumerate(batches, start=1):
+            rows = positions.to(merged.device)
+            value = loss(merged[rows], expert[rows])
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            if on_step is not None:
+                on_step(step, value.detach())
+        module.eval().requires_grad_(False)
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
+        raise CalibrationError(
+            f"task {task!r}: training diverged, its weights are not finite. Lower "
+            f"method.learning_rate (now {learning_rate})"
+        )
+
+
+def check_features(merged_features: Tensor, expert_features: Tensor, task: str) -> None:
+    """Check the two sides of a correction.
+
+    Args:
+        merged_features: `[n, d]`.
+        expert_features: `[n, d]`.
+        task: The task's name, for messages.
+
+    Raises:
+        CalibrationError: If they differ in shape, are no matrices, are empty or not finite.
+    """
+    shapes = tuple(merged_features.shape), tuple(expert_features.shape)
+    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or 0 in shapes[0]:
+        raise CalibrationError(
+            f"task {task!r}: merged and expert features must be [samples, width] of the same "
+            f"samples, got {shapes[0]} and {shapes[1]}"
+        )
+    for owner, features in (("merged model", merged_features), ("expert", expert_features)):
+        if not bool(torch.isfinite(features).all()):
+            raise CalibrationError(
+                f"task {task!r}: the {owner}'s features are not finite. Look for NaN or infinite "
+                "values in its weights"
+            )

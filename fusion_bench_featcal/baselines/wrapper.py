@@ -1,0 +1,216 @@
+"""A merged model together with its tasks' feature corrections, as FusionBench evaluates it."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import CLIPVisionModel
+
+from fusion_bench_featcal.baselines.features import pooled_output, project, to_unit_norm
+from fusion_bench_featcal.baselines.ridge_surgery import AffineModule
+from fusion_bench_featcal.baselines.settings import NORMALIZE
+from fusion_bench_featcal.baselines.surgery import SurgeryModule
+from fusion_bench_featcal.settings import CalibrationError
+
+Correction = SurgeryModule | AffineModule
+# Weights of the merged model carry this in their file's name, so that the folder does not load as
+# a plain CLIP vision model: that would silently leave the corrections out.
+_VARIANT = "uncorrected"
+_TENSORS = "feature_corrections.safetensors"
+_DESCRIPTION = "feature_corrections.json"
+
+
+class CorrectedModel(nn.Module):
+    """Forwards like the merged model; corrects projected features when told the task.
+
+    FusionBench's classifier finds `is_surgery_model`, and hands `compute_surgery_features` the
+    normalised projected features with the task's name. Corrections of features that are not
+    normalised (`normalize: none`) need their length too, which is remembered from the forward pass
+    just before.
+
+    Attributes:
+        model: The merged model.
+        projection: CLIP's visual projection.
+        corrections: A correction for each task.
+        tasks: The tasks' names.
+        normalize: `none` or `pre`.
+        samples: Task -> `{"samples": number, "split": name}` that its correction was fitted on.
+    """
+
+    is_surgery_model = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        projection: nn.Linear,
+        corrections: Mapping[str, Correction],
+        *,
+        normalize: str = "none",
+        samples: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Put the parts together and freeze them; the merged model is not copied.
+
+        Raises:
+            ValueError: If two tasks differ only in dots and dashes, or `normalize` is unknown.
+        """
+        super().__init__()
+        if normalize not in NORMALIZE:
+            raise ValueError(f"normalize must be one of {', '.join(NORMALIZE)}, got {normalize!r}")
+        self.model = model
+        self.projection = projection
+        self.tasks = tuple(corrections)
+        self.normalize = normalize
+        self.samples = {task: dict(used) for task, used in (samples or {}).items()}
+        keys = {task: _key(task) for task in corrections}
+        if len(set(keys.values())) < len(keys):
+            raise ValueError(f"tasks that differ in more than '-', '.' and '_' are needed: {keys}")
+        self.corrections = nn.ModuleDict({keys[task]: part for task, part in corrections.items()})
+        self.requires_grad_(False).eval()
+        self._projected: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the merged model returns."""
+        output = self.model(*args, **kwargs)
+        if self.normalize == "none":
+            self._projected = project(pooled_output(output, self.model), self.projection)
+        return output
+
+    def correct(self, features: Tensor, task: str) -> Tensor:
+        """Correct a task's features.
+
+        Args:
+            features: `[batch, d]`, normalised if `normalize` is `pre`.
+            task: The task's name.
+
+        Returns:
+            Corrected features, not normalised.
+
+        Raises:
+            CalibrationError: If there is no correction for the task.
+        """
+        return self._correction(task)(features)
+
+    def compute_surgery_features(
+        self, compute_features_fn: Tensor | Callable[[nn.Module], Tensor], dataset_name: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """FusionBench's protocol.
+
+        Args:
+            compute_features_fn: Normalised projected features `[batch, d]`, or what computes them
+                with a model.
+            dataset_name: The task's name.
+
+        Returns:
+            Corrected features, features, and their difference, `[batch, d]` each. With
+            `normalize: none` the corrected features have norm 1; with `pre` they have the length
+            that the correction gave them, as in FusionBench.
+
+        Raises:
+            CalibrationError: If there is no correction for the task, or (`none`) the features are
+                not those of the images last passed through this model.
+        """
+        correction = self._correction(dataset_name)
+        given = compute_features_fn
+        features = given if isinstance(given, Tensor) else given(self)
+        if self.normalize == "pre":
+            corrected = correction(features)
+        else:
+            corrected = to_unit_norm(correction(self._remembered(features)))
+        return corrected, features, features - corrected
+
+    def added_parameters(self) -> int:
+        """Numbers that deployment needs beyond the merged model's, over all tasks."""
+        return sum(parameter.numel() for parameter in self.corrections.parameters())
+
+    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
+        """Save the merged model and the corrections.
+
+        Args:
+            folder: Where to; `from_pretrained` reads it.
+            **kwargs: For the merged model's own `save_pretrained`.
+        """
+        target = Path(folder)
+        model: Any = self.model
+        model.save_pretrained(target, variant=_VARIANT, **kwargs)
+        parts = {"projection": self.projection, "corrections": self.corrections}
+        tensors = {
+            f"{name}.{key}": tensor.contiguous()
+            for name, part in parts.items()
+            for key, tensor in part.state_dict().items()
+        }
+        save_file(tensors, target / _TENSORS)
+        description = {
+            "tasks": list(self.tasks),
+            "normalize": self.normalize,
+            "samples": self.samples,
+        }
+        text = json.dumps(description, indent=2) + "\n"
+        (target / _DESCRIPTION).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> "CorrectedModel":
+        """Load what `save_pretrained` saved.
+
+        Args:
+            folder: The folder.
+            **kwargs: For `CLIPVisionModel.from_pretrained`.
+
+        Returns:
+            The model.
+
+        Raises:
+            CalibrationError: If the folder holds no corrected model.
+        """
+        source = Path(folder)
+        if not ((source / _TENSORS).is_file() and (source / _DESCRIPTION).is_file()):
+            raise CalibrationError(
+                f"{source} holds no corrected model: {_TENSORS} or {_DESCRIPTION} is missing"
+            )
+        description = json.loads((source / _DESCRIPTION).read_text(encoding="utf-8"))
+        tensors = load_file(source / _TENSORS)
+        weight = tensors["projection.weight"]
+        projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+        projection.weight = nn.Parameter(weight)
+        corrections = {task: _correction_from(tensors, task) for task in description["tasks"]}
+        model = CLIPVisionModel.from_pretrained(source, variant=_VARIANT, **kwargs)
+        kept = {key: description[key] for key in ("normalize", "samples")}
+        return cls(model, projection, corrections, **kept)
+
+    def _correction(self, task: str | None) -> Correction:
+        if task not in self.tasks:
+            raise CalibrationError(
+                f"there is no feature correction for task {task!r}: surgery methods must be told "
+                f"the task, and correct those they were fitted on: {', '.join(self.tasks)}"
+            )
+        return self.corrections[_key(task)]  # type: ignore[return-value]
+
+    def _remembered(self, features: Tensor) -> Tensor:
+        """The features of the last forward pass, of which the given ones are the directions."""
+        projected = self._projected
+        if projected is not None and projected.shape == features.shape:
+            cosine = (to_unit_norm(projected) * features).sum(dim=-1)
+            if bool((cosine > 0.99).all()):
+                return projected
+        raise CalibrationError(
+            "corrections fitted with method.normalize=none need features before they are "
+            "normalised: pass the images through this model just before its features are "
+            "corrected, with the visual projection that it was fitted with"
+        )
+
+
+def _key(task: str) -> str:
+    """A task's name as a module's: FusionBench replaces the same two characters."""
+    return "task_" + task.replace("-", "_").replace(".", "_")
+
+
+def _correction_from(tensors: Mapping[str, Tensor], task: str) -> Correction:
+    prefix = f"corrections.{_key(task)}."
+    part = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    if set(part) == {"down", "up"}:
+        return SurgeryModule(part["down"], part["up"])
+    if set(part) == {"matrix", "shift"}:
+        return AffineModule(part["matrix"], part["shift"])
+    raise CalibrationError(f"{_TENSORS} has no correction for task {task!r}: {sorted(tensors)}")

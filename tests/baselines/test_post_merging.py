@@ -1,0 +1,270 @@
+"""The three methods from pool to evaluated model, and what they refuse before loading one."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+import pytest
+import torch
+from cli_runs import fusion_bench
+from fusion_bench.taskpool import CLIPVisionModelTaskPool
+from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
+from safetensors.torch import load_file, save_file
+from tiny_pools import TASKS, cpu_fabric, pictures, tiny_pool, tiny_processor
+from transformers import CLIPModel, CLIPVisionModel
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.baselines.algorithms import (
+    ProbSurgeryAlgorithm,
+    RidgeSurgeryAlgorithm,
+    SurgeryAlgorithm,
+)
+from fusion_bench_featcal.baselines.post_merging import check_post_merging, post_merge
+from fusion_bench_featcal.baselines.settings import (
+    ProbSurgerySettings,
+    RidgeSurgerySettings,
+    SurgerySettings,
+)
+from fusion_bench_featcal.baselines.wrapper import CorrectedModel
+from fusion_bench_featcal.calibration_data import draw_samples
+from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.tasks import ClipTaskPool
+
+SHORT: dict[str, Any] = {"steps": 5, "samples_per_task": 8, "batch_size": 4}
+SETTINGS = {
+    "surgery": SurgerySettings(**SHORT),
+    "prob_surgery": ProbSurgerySettings(**SHORT, hidden=5),
+    "ridge_surgery": RidgeSurgerySettings(samples_per_task=8, batch_size=3),
+}
+METHODS = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+NAMES = ["circle", "square", "star"]
+
+
+def merge(models, settings, **options):
+    pool = tiny_pool(models)
+    merged = CLIPVisionModel.from_pretrained(models["_merged_"])
+    return post_merge(merged, pool, settings, tiny_processor(models), **options)
+
+
+@pytest.fixture
+def class_names(monkeypatch, tmp_path):
+    """The tasks' class names, where FusionBench looks for them."""
+    entry = {"classnames": NAMES, "templates": [lambda name: f"a photo of a {name} ."]}
+    table = CLIPTemplateFactory._dataset_mapping | dict.fromkeys(TASKS, entry)
+    monkeypatch.setattr(CLIPTemplateFactory, "_dataset_mapping", table)
+
+
+@METHODS
+def test_both_task_pools_evaluate_by_task_name(models, settings, class_names):
+    model = merge(models, settings)
+    test_sets: Any = {task: pictures(task, "test", 10) for task in TASKS}
+    options = {"processor": tiny_processor(models), "dataloader_kwargs": {"batch_size": 4}}
+    clip_model = CLIPModel.from_pretrained(models["_pretrained_"])
+    theirs = CLIPVisionModelTaskPool(test_sets, clip_model=clip_model, **options)
+    ours = ClipTaskPool(test_sets, base_model=models["_pretrained_"], **options)
+    pools: list[Any] = [theirs, ours]
+    reports = []
+    for pool in pools:
+        pool._fabric_instance = cpu_fabric()
+        reports.append(pool.evaluate(model))
+    for task in TASKS:
+        accuracy = reports[1][task]["accuracy"]
+        assert reports[0][task]["accuracy"] == pytest.approx(accuracy)
+        features = features_of(models, model, task, test_sets[task])
+        assert accuracy == pytest.approx(zero_shot(models, features, test_sets[task]))
+
+
+def pixels_of(models, items):
+    processor: Any = tiny_processor(models)
+    return processor(images=[i["image"] for i in items], return_tensors="pt")["pixel_values"]
+
+
+def features_of(models, model, task, items):
+    pixels = pixels_of(models, items)
+    with torch.no_grad():
+        return model.correct(model.projection(model.model(pixels).pooler_output), task)
+
+
+def zero_shot(models, features, items):
+    clip_model = CLIPModel.from_pretrained(models["_pretrained_"])
+    prompts = [f"a photo of a {name} ." for name in NAMES]
+    processor: Any = tiny_processor(models)
+    words = processor(text=prompts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        text = clip_model.text_projection(clip_model.text_model(**words).pooler_output)
+    found = (features @ torch.nn.functional.normalize(text, dim=-1).T).argmax(dim=1)
+    return (found == torch.tensor([item["label"] for item in items])).double().mean().item()
+
+
+@METHODS
+def test_corrections_bring_features_nearer_to_the_expert_s(models, settings):
+    model = merge(models, settings)
+    items = pictures(TASKS[0], "test" if settings.stream == "test_tta" else "train", 10)
+    pixels = pixels_of(models, items)
+    expert = CLIPVisionModel.from_pretrained(models[TASKS[0]])
+    with torch.no_grad():
+        features, target = (model.projection(m(pixels).pooler_output) for m in (model, expert))
+    before = (features - target).abs().mean()
+    assert (model.correct(features, TASKS[0]) - target).abs().mean() < before
+
+
+@METHODS
+def test_merged_model_stays_and_a_repeated_run_is_equal(models, settings):
+    first, again = merge(models, settings), merge(models, settings)
+    known = CLIPVisionModel.from_pretrained(models["_merged_"]).state_dict()
+    assert all(torch.equal(first.model.state_dict()[name], known[name]) for name in known)
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+
+
+def test_streams_use_their_split_and_featcals_draw(models):
+    drawn = []
+    for stream, split, number in (("calibration", "train", 12), ("test_tta", "test", 10)):
+        settings = RidgeSurgerySettings(samples_per_task=8, stream=stream)
+        model = merge(models, settings)
+        assert model.samples == {task: {"samples": 8, "split": split} for task in TASKS}
+        indices = draw_samples(number, TASKS[0], FeatCalSettings(samples_per_task=8))
+        items = pictures(TASKS[0], split, number)
+        pool = tiny_pool(models)
+        setattr(pool, f"load_{split}_dataset", lambda _: [items[i] for i in indices])  # noqa: B023
+        merged = CLIPVisionModel.from_pretrained(models["_merged_"])
+        known = post_merge(merged, pool, settings, tiny_processor(models))
+        drawn.append((model.corrections["task_one"], known.corrections["task_one"]))
+    for value, known in drawn:
+        torch.testing.assert_close(value.matrix, known.matrix, rtol=1e-3, atol=1e-4)
+
+
+def test_short_test_stream_is_taken_whole_and_short_calibration_data_refused(models):
+    model = merge(models, SurgerySettings(steps=2, samples_per_task=99))
+    assert model.samples[TASKS[0]] == {"samples": 10, "split": "test"}
+    with pytest.raises(CalibrationError, match=r"task 'one' has 12 samples.*samples_per_task"):
+        merge(models, SurgerySettings(steps=2, samples_per_task=99, stream="calibration"))
+
+
+def test_losses_of_every_step_are_kept(models):
+    losses = {}
+    merge(models, SETTINGS["surgery"], losses=losses)
+    assert {task: len(values) for task, values in losses.items()} == dict.fromkeys(TASKS, 5)
+    merge(models, SETTINGS["ridge_surgery"], losses=(none := {}))
+    assert none == {}
+
+
+def test_projection_comes_from_the_model_that_is_named(models):
+    clip_model = CLIPModel.from_pretrained(models["one"])
+    for named in (clip_model, models["one"]):
+        model = merge(models, SETTINGS["ridge_surgery"], clip_model=named)
+        assert torch.equal(model.projection.weight, clip_model.visual_projection.weight)
+
+
+def refusing(models, **options):
+    pool = tiny_pool(models, **options)
+    pool.load_model = lambda *_, **__: pytest.fail("a model was loaded")
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        ({"test": 0}, SETTINGS["surgery"], r"method\.stream=test_tta.*test_datasets\.one.*none"),
+        ({"train": 0}, SETTINGS["ridge_surgery"], r"method\.stream=calibration.*=train.*\.one"),
+        (
+            {},
+            SurgerySettings(stream="calibration", calibration_split="val"),
+            r"method\.calibration_split=val.*modelpool\.val_datasets\.one",
+        ),
+    ],
+)
+def test_stream_that_the_pool_lacks_is_refused_before_merging(models, options, settings, message):
+    algorithm = {SurgerySettings: SurgeryAlgorithm, RidgeSurgerySettings: RidgeSurgeryAlgorithm}[
+        type(settings)
+    ]
+    keys = {"stream": settings.stream, "calibration_split": settings.calibration_split}
+    with pytest.raises(CalibrationError, match=message):
+        algorithm(**keys).run(refusing(models, **options))
+
+
+def test_model_without_projected_features_is_refused_before_merging(models, tmp_path):
+    CLIPVisionModel.from_pretrained(models["_pretrained_"]).save_pretrained(tmp_path / "tower")
+    pool = refusing(models | {"_pretrained_": str(tmp_path / "tower")})
+    pool._processor = models["_pretrained_"]
+    with pytest.raises(CalibrationError, match=r"tower has no visual_projection\.weight.*clip_mod"):
+        SurgeryAlgorithm().run(pool)
+
+
+def test_pool_of_models_in_memory_must_name_the_projection(models):
+    loaded = {name: CLIPVisionModel.from_pretrained(path) for name, path in models.items()}
+    pool = tiny_pool(models)
+    pool._models = loaded
+    with pytest.raises(CalibrationError, match=r"is no checkpoint.*method\.clip_model"):
+        RidgeSurgeryAlgorithm(samples_per_task=8).run(pool)
+    named = RidgeSurgeryAlgorithm(samples_per_task=8, clip_model=models["_pretrained_"])
+    known = merge(models, RidgeSurgerySettings(samples_per_task=8))
+    for name, value in named.run(pool).state_dict().items():
+        assert torch.equal(value, known.state_dict()[name])
+
+
+def test_clip_model_of_another_kind_is_refused(models):
+    without = SimpleNamespace()
+    with pytest.raises(CalibrationError, match="Identity has no visual_projection"):
+        check_post_merging(
+            tiny_pool(models), SETTINGS["surgery"], tiny_processor(models), torch.nn.Identity()
+        )
+    with pytest.raises(ValueError, match=r"method\.clip_model must be a folder"):
+        SurgeryAlgorithm(clip_model=without)
+
+
+def test_output_without_pooled_features_is_refused(models):
+    text: Any = CLIPModel.from_pretrained(models["_pretrained_"])
+    text.forward = lambda pixels: SimpleNamespace(last_hidden_state=pixels)
+    with pytest.raises(CalibrationError, match="CLIPModel has no pooled output"):
+        post_merge(text, tiny_pool(models), SETTINGS["surgery"], tiny_processor(models))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [SurgeryAlgorithm, ProbSurgeryAlgorithm, RidgeSurgeryAlgorithm]
+)
+def test_algorithms_refuse_unknown_keys_bad_values_and_missing_mergers(models, algorithm):
+    with pytest.raises(ValueError, match=r"method\.sed .* 'seed'"):
+        algorithm(sed=1)
+    with pytest.raises(ValueError, match=r"method\.seed must be an integer >= 0, got -1"):
+        algorithm(seed=-1)
+    with pytest.raises(ValueError, match=r"method@method\.base_method=task_arithmetic"):
+        algorithm(base_method="task_arithmetic")
+    pool = refusing({name: path for name, path in models.items() if name != "_merged_"})
+    with pytest.raises(CalibrationError, match=r"modelpool\.models\._merged_"):
+        algorithm().run(pool)
+
+
+def test_nan_expert_is_named(models, tmp_path):
+    broken = tmp_path / "broken"
+    CLIPVisionModel.from_pretrained(models["one"]).save_pretrained(broken)
+    weights = load_file(broken / "model.safetensors")
+    name = next(name for name in weights if name.endswith("post_layernorm.weight"))
+    save_file({**weights, name: weights[name] * torch.nan}, broken / "model.safetensors")
+    with pytest.raises(CalibrationError, match=r"task 'one': the expert's features are not finite"):
+        merge(models | {"one": str(broken)}, SETTINGS["surgery"])
+
+
+def test_command_merges_corrects_evaluates_and_saves(tmp_path: Path):
+    fusion_bench(
+        [
+            "method=surgery",
+            "method@method.base_method=simple_average",
+            "modelpool=clip-vit-mini_alphabets2",
+            "method.steps=3",
+            "method.samples_per_task=8",
+            "merged_model_save_path=saved",
+            "report_save_path=runs/report.json",
+        ],
+        cwd=tmp_path,
+    )
+    report = json.loads((tmp_path / "runs" / "report.json").read_text())
+    assert {"mini_balinese", "mini_korean", "average"} <= report.keys()
+    loaded = CorrectedModel.from_pretrained(tmp_path / "saved")
+    assert loaded.tasks == ("mini_balinese", "mini_korean")
+    assert loaded.samples["mini_korean"] == {"samples": 8, "split": "test"}
+    assert (tmp_path / "saved" / "preprocessor_config.json").is_file()
