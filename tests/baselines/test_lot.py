@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from calibrations import assert_same, distance, replay, samples_in
+from chain_models import chain_suite
 from fusion_bench_mergers import SAMPLES, FewSamplesPool
-from test_regmean_plusplus import chain_suite
 from tiny_models import Suite, clip_suite, residual_suite
 from torch import Tensor, nn
 

@@ -1,37 +1,16 @@
 """RegMean++: FusionBench's repaired class, and FeatCal's loop where both compute the same."""
 
 import pytest
-import torch
 from calibrations import assert_same, distance, replay, samples_in
+from chain_models import chain_suite
 from fusion_bench_mergers import SAMPLES, FewSamplesPool, their_regmean_plusplus
-from tiny_models import Suite, batched, clip_suite, gpt2_suite, normal, residual_suite, suite_of
-from torch import Tensor, nn
+from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite
+from torch import nn
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
 from fusion_bench_featcal.baselines.peer_algorithms import RegMeanPlusPlusAlgorithm
 from fusion_bench_featcal.baselines.regmean import regmean
 from fusion_bench_featcal.baselines.regmean_plusplus import regmean_plusplus
-
-
-class Chain(nn.Module):
-    """Blocks of one linear module each: its input is the block's input, in every model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def chain_suite() -> Suite:
-    torch.manual_seed(0)
-    inputs: dict[str, list] = {
-        f"task_{i}": batched((1 + i) * normal(i, 40, 5), (25, 15)) for i in range(3)
-    }
-    return suite_of(Chain(), inputs, ["layers.0", "layers.1", "layers.2"], 0)
 
 
 def run(merge, suite: Suite, family=None, **options) -> nn.Module:

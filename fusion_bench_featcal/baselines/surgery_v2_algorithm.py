@@ -1,0 +1,161 @@
+"""SurgeryV2 over any merged model of a pool, and as a FusionBench method."""
+
+import logging
+from typing import Any
+
+import torch
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+from fusion_bench import BaseAlgorithm, BaseModelPool
+from fusion_bench.mixins import LightningFabricMixin
+from torch import Tensor, nn
+
+from fusion_bench_featcal.baselines.features import (
+    load_projection,
+    open_stream,
+    pooled_output,
+    project,
+    stream_split,
+)
+from fusion_bench_featcal.baselines.layer_corrected import LayerCorrectedModel, clip_blocks
+from fusion_bench_featcal.baselines.pool_merging import FUSION_BENCH_KEYS
+from fusion_bench_featcal.baselines.post_merging import check_post_merging
+from fusion_bench_featcal.baselines.settings import SurgerySettings, setting_names, settings_from
+from fusion_bench_featcal.baselines.surgery_v2 import LayerSurgery, train_surgery_v2
+from fusion_bench_featcal.boundary.options import check_merger, plain
+from fusion_bench_featcal.boundary.pool_models import (
+    MERGED_MODEL,
+    check_pool_models,
+    load_pool_model,
+    load_processor,
+)
+from fusion_bench_featcal.boundary.program import run_merger, take_default_taskpool
+from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
+
+SURGERY_V2_SETTINGS = tuple(n for n in setting_names(SurgerySettings) if n != "normalize")
+"""Fields of `SurgerySettings` that SurgeryV2 has too; it always corrects features as they are."""
+
+
+def surgery_v2_post_merge(
+    merged: nn.Module,
+    modelpool: BaseModelPool,
+    settings: SurgerySettings,
+    processor: Any,
+    clip_model: nn.Module | str | None = None,
+    *,
+    device: torch.device | None = None,
+) -> LayerCorrectedModel:
+    """Correct a merged model's features behind every block, task by task.
+
+    Args:
+        merged: A merged CLIP vision model, which the result holds (not a copy); it is frozen.
+        modelpool: Experts and images, by task.
+        settings: `SURGERY_V2_SETTINGS` are used.
+        processor: Turns an image into a tensor.
+        clip_model: CLIP model, or its checkpoint, whose visual projection is used; None: the
+            checkpoint of the pool's base model.
+        device: Where to compute; None: where the merged model is.
+
+    Returns:
+        The merged model with its corrections.
+
+    Raises:
+        CalibrationError: If there are no projected features, a task lacks images, or a training
+            diverges.
+    """
+    device = device or next(merged.parameters()).device
+    batches = open_stream(modelpool, settings, processor)
+    projection = load_projection(modelpool, clip_model).to(device)
+    merged = merged.to(device)
+
+    def final_features(output: Any) -> Tensor:
+        return project(pooled_output(output, merged), projection)
+
+    corrections: dict[str, LayerSurgery] = {}
+    for task in modelpool.model_names:
+        pixels = [batch["pixel_values"] for batch in batches[task]]
+        expert = load_pool_model(modelpool, task).to(device)
+        log.info("training the modules of %s", task)
+        corrections[task] = train_surgery_v2(
+            merged, expert, clip_blocks(merged), final_features, pixels, settings, task=task
+        )
+    split = stream_split(settings)
+    drawn = {t: {"samples": len(part.indices), "split": split} for t, part in batches.items()}
+    return LayerCorrectedModel(merged, projection, corrections, samples=drawn)
+
+
+class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):
+    """SurgeryV2 (arXiv 2410.14389) over any merged CLIP vision model.
+
+    Keys: `base_method` (config of the upstream merger; None takes the pool's `_merged_`),
+    `clip_model` (checkpoint with the visual projection; None: the pool's base model) and
+    `SURGERY_V2_SETTINGS`.
+    """
+
+    settings: SurgerySettings
+    _config_mapping = BaseAlgorithm._config_mapping | {
+        name: name for name in (*SURGERY_V2_SETTINGS, "base_method", "clip_model")
+    }
+
+    def __init__(self, *, base_method: Any = None, clip_model: Any = None, **keys: Any) -> None:
+        """Check everything that can be checked before a model is loaded.
+
+        Raises:
+            ValueError: If a key is unknown or a value out of range.
+        """
+        meta = {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
+        if "normalize" in keys:
+            raise ValueError("method.normalize is no setting of SurgeryV2; leave it out")
+        self.settings = settings_from(SurgerySettings, {k: plain(v) for k, v in keys.items()})
+        check_merger(base_method)
+        self.base_method, self.clip_model = base_method, clip_model
+        for name in SURGERY_V2_SETTINGS:
+            setattr(self, name, getattr(self.settings, name))
+        super().__init__(**meta)
+
+    def on_run_start(self) -> None:
+        """Take the suite's own task pool where none was named."""
+        if self._program is not None:
+            take_default_taskpool(self._program)
+
+    def run(self, modelpool: BaseModelPool) -> LayerCorrectedModel:  # type: ignore[override]
+        """Merge with the upstream merger, then correct task by task.
+
+        Args:
+            modelpool: Base, experts and images.
+
+        Returns:
+            The corrected model; FusionBench's CLIP task pools evaluate it by task name.
+
+        Raises:
+            CalibrationError: If the run cannot go on; most reasons are found before anything is
+                merged.
+        """
+        if self.fabric.world_size > 1:
+            raise CalibrationError("surgery methods run on one device: set fabric.devices=1")
+        if self.base_method is None and not modelpool.has_merged:
+            raise CalibrationError(
+                "method.base_method is null, but the pool has no merged model: name one as "
+                f"modelpool.models.{MERGED_MODEL}, or choose a merger "
+                "(method@method.base_method=task_arithmetic)"
+            )
+        processor = load_processor(modelpool)
+        check_pool_models(modelpool)
+        check_post_merging(modelpool, self.settings, processor, self.clip_model)
+        if self.base_method is None:
+            merged = load_pool_model(modelpool, MERGED_MODEL)
+        else:
+            merged = run_merger(self._program, self.base_method, modelpool, "method.base_method")
+        model = surgery_v2_post_merge(
+            merged, modelpool, self.settings, processor, self.clip_model,
+            device=self.fabric.device,
+        )  # fmt: skip
+        if self.settings.stream == "test_tta":
+            log.warning("corrections were fitted on images of the test split (test_tta)")
+        modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]
+        return model
