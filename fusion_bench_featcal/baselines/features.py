@@ -107,6 +107,38 @@ def all_features(
     return to_unit_norm(features) if normalize == "pre" else features
 
 
+def task_features(
+    merged: nn.Module,
+    expert: nn.Module,
+    projection: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    normalize: str,
+    device: torch.device,
+) -> TaskFeatures:
+    """Features of a task's images on both sides; a batch is read once and not kept.
+
+    Args:
+        merged: The merged CLIP vision tower.
+        expert: The task's expert.
+        projection: As for `all_features`, like the rest.
+        batches: Mappings with `pixel_values`.
+        normalize: `pre` or `none`.
+        device: Where to compute.
+
+    Returns:
+        Both sides' features.
+    """
+    parts = [
+        [
+            all_features(model, projection, [batch], normalize=normalize, device=device)
+            for model in (merged, expert)
+        ]
+        for batch in batches
+    ]
+    return TaskFeatures(*(torch.cat(side) for side in zip(*parts, strict=True)))
+
+
 def open_stream(
     modelpool: BaseModelPool, settings: CorrectionSettings, processor: Any
 ) -> dict[str, TaskBatches]:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.baselines.features import (
     TaskFeatures,
-    all_features,
     check_projection,
     load_projection,
     open_stream,
     stream_split,
+    task_features,
 )
 from fusion_bench_featcal.baselines.prob_surgery import train_prob_surgery
 from fusion_bench_featcal.baselines.ridge_surgery import fit_ridge_surgery
@@ -89,13 +89,17 @@ def post_merge(
     projection = load_projection(modelpool, clip_model).to(device)
     corrections: dict[str, Correction] = {}
     for task in modelpool.model_names:
-        pixels = list(batches[task])
-        sides = [
-            all_features(model, projection, pixels, normalize=settings.normalize, device=device)
-            for model in (merged, load_pool_model(modelpool, task))
-        ]
+        expert = load_pool_model(modelpool, task)
+        features = task_features(
+            merged,
+            expert,
+            projection,
+            batches[task],
+            normalize=settings.normalize,
+            device=device,
+        )
+        del expert
         values: list[Tensor] = []
-        features = TaskFeatures(*sides)
         corrections[task] = fit_correction(features, settings, task, _keep_in(values))
         if losses is not None and values:
             losses[task] = torch.stack(values).tolist()
