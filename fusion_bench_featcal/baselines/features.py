@@ -67,8 +67,18 @@ def pooled_output(output: Any, model: nn.Module) -> Tensor:
 
 
 def project(pooled: Tensor, projection: nn.Module) -> Tensor:
-    """Pooled outputs `[batch, width]` as features `[batch, d]`, in the projection's dtype."""
-    return projection(pooled.to(next(projection.parameters()).dtype))
+    """Pooled outputs `[batch, width]` as features `[batch, d]`, in the projection's dtype.
+
+    Raises:
+        CalibrationError: If the projection takes another width.
+    """
+    weight = next(projection.parameters())
+    if pooled.shape[-1] != weight.shape[-1]:
+        raise CalibrationError(
+            f"a model's pooled output is {pooled.shape[-1]} wide, the visual projection takes "
+            f"{weight.shape[-1]}: check modelpool.models and method.clip_model"
+        )
+    return projection(pooled.to(weight.dtype))
 
 
 def to_unit_norm(features: Tensor) -> Tensor:

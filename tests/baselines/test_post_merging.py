@@ -224,6 +224,14 @@ def test_output_without_pooled_features_is_refused(models):
         post_merge(text, tiny_pool(models), SETTINGS["surgery"], tiny_processor(models))
 
 
+def test_tower_of_another_width_than_the_projection_is_refused(models, tmp_path):
+    config = CLIPVisionModel.from_pretrained(models["one"]).config
+    config.hidden_size, config.num_attention_heads = 8, 2
+    CLIPVisionModel(config).save_pretrained(tmp_path / "narrow")
+    with pytest.raises(CalibrationError, match=r"is 8 wide, .* takes 16: check modelpool\.models"):
+        merge(models | {"one": str(tmp_path / "narrow")}, SETTINGS["surgery"])
+
+
 @pytest.mark.parametrize(
     "algorithm", [SurgeryAlgorithm, ProbSurgeryAlgorithm, RidgeSurgeryAlgorithm]
 )
