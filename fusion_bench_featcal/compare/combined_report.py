@@ -136,15 +136,15 @@ def explanations(combined: Combined) -> list[str]:
 
 def summary_grid(combined: Combined, suite: str) -> Grid:
     """Average, gain over the upstream merger and recovered gap, with their intervals."""
-    rows = _displayed(combined, suite)
+    rows = displayed_rows(combined, suite)
     lines = [
         (
-            _head(row),
+            row_head(row),
             [
                 str(len(row.seeds)),
-                _average(row),
-                _gain(row),
-                _recovered(row),
+                average_text(row),
+                gain_text(row),
+                recovered_text(row),
                 f"{row.cost['seconds']:.1f}" if "seconds" in row.cost else _ABSENT,
             ],
         )
@@ -156,24 +156,24 @@ def summary_grid(combined: Combined, suite: str) -> Grid:
 
 def task_grid(combined: Combined, suite: str) -> Grid:
     """Mean accuracy per task; the best merged model of each column stands out."""
-    rows = _displayed(combined, suite)
+    rows = displayed_rows(combined, suite)
     tasks = rows[0].tasks
     names = short_names(tasks)
     values = [[row.accuracy[task] for task in [*tasks, AVERAGE]] for row in rows]
     best = best_cells(values, [row.name not in (BASE, EXPERTS) for row in rows])
     lines = [
-        (_head(row), [percent(value) for value in cells])
+        (row_head(row), [percent(value) for value in cells])
         for row, cells in zip(rows, values, strict=True)
     ]
     return Grid("accuracy, %", [*names.values(), AVERAGE], lines, best, _rules(rows))
 
 
-def _head(row: CombinedRow) -> str:
+def row_head(row: CombinedRow) -> str:
     """A repaired model stands under its upstream merger, as `+ name`."""
     return f"+ {row.name}" if row.upstream and _is_repair(row) else row.name
 
 
-def _displayed(combined: Combined, suite: str) -> list[CombinedRow]:
+def displayed_rows(combined: Combined, suite: str) -> list[CombinedRow]:
     """References first and once, if all upstream mergers agree on them; then merger by merger."""
     rows = [row for row in combined.rows if row.suite == suite]
     references: dict[tuple[Any, ...], CombinedRow] = {}
@@ -198,12 +198,14 @@ def _is_repair(row: CombinedRow) -> bool:
     return row.name not in (BASE, EXPERTS, row.upstream)
 
 
-def _average(row: CombinedRow) -> str:
+def average_text(row: CombinedRow) -> str:
+    """Average in per cent, with its deviation over runs."""
     spread = f" ± {percent(row.deviation[AVERAGE])}" if row.deviation else ""
     return percent(row.accuracy[AVERAGE]) + spread
 
 
-def _gain(row: CombinedRow) -> str:
+def gain_text(row: CombinedRow) -> str:
+    """Gain over the upstream merger in points, with its interval; a dash for the merger itself."""
     if row.gain is None or not _is_repair(row):
         return _ABSENT
     text = f"{100 * row.gain:+.1f}"
@@ -211,7 +213,8 @@ def _gain(row: CombinedRow) -> str:
     return text + (f" [{100 * limits.low:+.1f}, {100 * limits.high:+.1f}]" if limits else "")
 
 
-def _recovered(row: CombinedRow) -> str:
+def recovered_text(row: CombinedRow) -> str:
+    """Recovered gap in per cent, with its interval; a dash where it says nothing."""
     if row.recovered_gap is None or row.name == BASE:
         return _ABSENT
     text = f"{100 * row.recovered_gap:.0f} %"

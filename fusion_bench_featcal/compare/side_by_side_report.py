@@ -1,0 +1,237 @@
+"""How a comparison looks: in the terminal, and as `report.{json,csv,md}`."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .combined_report import (
+    average_text,
+    explanations,
+    gain_text,
+    recovered_text,
+    row_head,
+    task_grid,
+)
+from .files import LOG_DIR_SETTING, plain, prepare_directory, write_atomic
+from .names import AVERAGE, BASE, EXPERTS, UNAVAILABLE
+from .report import REPORT_FILE
+from .side_by_side import (
+    MODULES_ADDED,
+    PARAMETERS_ADDED,
+    TASK_ID,
+    FailedCell,
+    SideBySide,
+    SideBySideRow,
+)
+from .tables import Grid, console, fitting, markdown_grid, percent, print_lines, rich_grid
+from .validate import SCHEMA
+
+SIDE_BY_SIDE_KIND = "comparison"
+_ABSENT = "-"
+_FAILED = "failed"
+
+
+def show_side_by_side(comparison: SideBySide) -> None:
+    """Print accuracy, what each row takes, and what the columns mean to stdout."""
+    from rich.text import Text
+
+    terminal = console()
+    for title, grid in _grids(comparison):
+        # Tables keep their columns on narrow terminals, where the lines then break.
+        table = rich_grid(fitting(grid, max(terminal.width, grid.width()), summary_columns=1))
+        table.title = Text(f"{comparison.suite}: {title}")
+        terminal.print(table)
+    print_lines(terminal, _sentences(comparison))
+
+
+def write_side_by_side(
+    comparison: SideBySide, directory: str | Path, setting: str = LOG_DIR_SETTING
+) -> Path:
+    """Write `report.csv`, `report.md` and, last, `report.json`; returns the last one's path.
+
+    Raises:
+        ReportError: The folder cannot be written.
+    """
+    text = json.dumps(side_by_side_dict(comparison), indent=2, allow_nan=False) + "\n"
+    directory = prepare_directory(directory, setting)
+    write_atomic(directory / "report.csv", side_by_side_csv(comparison), setting)
+    write_atomic(directory / "report.md", side_by_side_markdown(comparison), setting)
+    return write_atomic(directory / REPORT_FILE, text, setting)
+
+
+def side_by_side_dict(comparison: SideBySide) -> dict[str, Any]:
+    """Return what the comparison's `report.json` holds."""
+    rows = [{**asdict(entry.row), **_without_row(entry)} for entry in comparison.rows]
+    return {
+        "kind": SIDE_BY_SIDE_KIND,
+        "schema": SCHEMA,
+        "suite": comparison.suite,
+        "rows": plain(rows, "comparison"),
+        "failed": [asdict(cell) for cell in comparison.failed],
+        "notes": comparison.combined.notes,
+    }
+
+
+def side_by_side_csv(comparison: SideBySide) -> str:
+    """One line per row, and one per failed cell with its reason."""
+    text = io.StringIO()
+    heads = ["suite", "upstream", "name", "status", *_CSV_COLUMNS]
+    writer = csv.DictWriter(text, heads, restval="", lineterminator="\n")
+    writer.writeheader()
+    for entry in comparison.rows:
+        row = entry.row
+        line = {"suite": row.suite, "upstream": row.upstream or "", "name": row.name}
+        values = {name: value(entry) for name, value in _CSV_COLUMNS.items()}
+        writer.writerow({**line, "status": "finished", **values})
+    for cell in comparison.failed:
+        line = {"suite": comparison.suite, "upstream": cell.upstream or "", "name": cell.name}
+        writer.writerow({**line, "status": f"{_FAILED}: {cell.reason}"})
+    return text.getvalue()
+
+
+def side_by_side_markdown(comparison: SideBySide) -> str:
+    """Return the text of the comparison's `report.md`."""
+    parts = [f"# {comparison.suite}: mergers and post-merging methods side by side"]
+    for title, grid in _grids(comparison):
+        parts += [f"## {title.capitalize()}", markdown_grid(grid)]
+    tasks = task_grid(comparison.combined, comparison.suite)
+    parts += [
+        "## Accuracy per task",
+        markdown_grid(tasks if len(tasks.columns) <= 12 else tasks.transposed()),
+        "## What the columns mean",
+        "\n".join(f"- {line}" for line in _sentences(comparison)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _grids(comparison: SideBySide) -> list[tuple[str, Grid]]:
+    accuracy = ["average", "normalised", "gain over merger", "recovered gap", "paper"]
+    takes = [
+        "task id at inference",
+        "modules added",
+        "parameters added",
+        "seconds",
+        "host memory",
+        "GPU memory",
+        "samples per task",
+        "seeds",
+    ]
+    return [
+        ("accuracy", _grid(comparison, "accuracy, %", accuracy, _accuracy_cells)),
+        ("what it takes", _grid(comparison, "", takes, _cost_cells)),
+    ]
+
+
+def _grid(
+    comparison: SideBySide,
+    corner: str,
+    columns: Sequence[str],
+    cells: Callable[[SideBySideRow], list[str]],
+) -> Grid:
+    """Rows and failed cells, each under its upstream merger."""
+    lines = [(_section(e), row_head(e.row), cells(e)) for e in comparison.rows]
+    blank = [_FAILED, *[_ABSENT] * (len(columns) - 1)]
+    for cell in comparison.failed:
+        lines.append((cell.upstream or "", _failed_head(cell), blank))
+    sections = list(dict.fromkeys(section for section, _, _ in lines))
+    lines.sort(key=lambda line: sections.index(line[0]))
+    rules = {n for n in range(len(lines) - 1) if lines[n][0] != lines[n + 1][0]}
+    return Grid(
+        corner, columns, [(head, texts) for _, head, texts in lines], rules=frozenset(rules)
+    )
+
+
+def _section(entry: SideBySideRow) -> str:
+    return "" if entry.row.name in (BASE, EXPERTS) else entry.row.upstream or ""
+
+
+def _failed_head(cell: FailedCell) -> str:
+    return cell.name if cell.upstream in (None, cell.name) else f"+ {cell.name}"
+
+
+def _accuracy_cells(entry: SideBySideRow) -> list[str]:
+    published = _ABSENT
+    if entry.published is not None:
+        published = percent(entry.published.value) + ("*" if entry.published.note else "")
+    row = entry.row
+    share = recovered_text(row)
+    return [average_text(row), percent(entry.normalised), gain_text(row), share, published]
+
+
+def _cost_cells(entry: SideBySideRow) -> list[str]:
+    def cost(key: str, form: Callable[[float], str]) -> str:
+        value = entry.cost.get(key, _ABSENT)
+        return form(value) if isinstance(value, int | float) else str(value)
+
+    return [
+        cost(TASK_ID, str),
+        cost(MODULES_ADDED, lambda value: f"{value:.0f}"),
+        cost(PARAMETERS_ADDED, lambda value: f"{value:.0f}"),
+        cost("seconds", lambda value: f"{value:.2f}"),
+        cost("peak_rss_bytes", _mebibytes),
+        cost("peak_accelerator_bytes", _mebibytes),
+        entry.samples or _ABSENT,
+        ", ".join(map(str, entry.seeds)) or _ABSENT,
+    ]
+
+
+def _mebibytes(value: float) -> str:
+    return f"{value / 2**20:.0f} MiB"
+
+
+def _sentences(comparison: SideBySide) -> list[str]:
+    lines = [
+        f"{cell.upstream or 'reference'}, {cell.name} failed: {cell.reason}"
+        for cell in comparison.failed
+    ]
+    lines += explanations(comparison.combined)
+    lines += [
+        "normalised: mean over tasks of accuracy / the task's expert's accuracy, in per cent",
+        "seconds: merging for a merger, the method alone for a post-merging method; reading its "
+        "images is part of it, evaluation is not",
+        "host memory: largest resident set of the process meanwhile, the framework included; "
+        f"{UNAVAILABLE}: could not be measured",
+    ]
+    published = [entry for entry in comparison.rows if entry.published]
+    if published:
+        lines.append("paper: average printed in arXiv 2605.13030; * marks doubtful entries")
+    for entry in published:
+        if entry.published and entry.published.note:
+            place = f"{entry.row.upstream}, {entry.row.name}"
+            lines.append(f"paper, {place} ({entry.published.source}): {entry.published.note}")
+    return lines
+
+
+def _without_row(entry: SideBySideRow) -> dict[str, Any]:
+    values = asdict(entry)
+    del values["row"]
+    return values
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6f}"
+
+
+_CSV_COLUMNS: dict[str, Callable[[SideBySideRow], Any]] = {
+    "runs": lambda entry: len(entry.row.seeds),
+    AVERAGE: lambda entry: _number(entry.row.accuracy[AVERAGE]),
+    "deviation": lambda entry: _number((entry.row.deviation or {}).get(AVERAGE)),
+    "normalised": lambda entry: _number(entry.normalised),
+    "gain": lambda entry: _number(entry.row.gain),
+    "gain_low": lambda entry: _number(entry.row.gain_interval and entry.row.gain_interval.low),
+    "gain_high": lambda entry: _number(entry.row.gain_interval and entry.row.gain_interval.high),
+    TASK_ID: lambda entry: entry.cost.get(TASK_ID, ""),
+    MODULES_ADDED: lambda entry: entry.cost.get(MODULES_ADDED, ""),
+    PARAMETERS_ADDED: lambda entry: entry.cost.get(PARAMETERS_ADDED, ""),
+    "seconds": lambda entry: entry.cost.get("seconds", ""),
+    "peak_rss_bytes": lambda entry: entry.cost.get("peak_rss_bytes", ""),
+    "peak_accelerator_bytes": lambda entry: entry.cost.get("peak_accelerator_bytes", ""),
+    "samples": lambda entry: entry.samples,
+    "seeds": lambda entry: " ".join(map(str, entry.seeds)),
+    "published": lambda entry: _number(entry.published and entry.published.value),
+    "published_note": lambda entry: entry.published.note if entry.published else "",
+}

@@ -1,0 +1,206 @@
+"""`method=compare`: upstream mergers and post-merging methods side by side on one model pool."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+from fusion_bench import BaseAlgorithm, BaseModelPool
+from fusion_bench.mixins import LightningFabricMixin
+from omegaconf import OmegaConf
+
+from fusion_bench_featcal.boundary.options import plain
+from fusion_bench_featcal.boundary.pool_models import (
+    BASE_MODEL,
+    check_pool_experts,
+    check_pool_models,
+    load_pool_model,
+)
+from fusion_bench_featcal.boundary.program import take_default_taskpool
+from fusion_bench_featcal.boundary.results import suite_name
+from fusion_bench_featcal.compare import prepare_directory
+from fusion_bench_featcal.compare.side_by_side_report import show_side_by_side
+from fusion_bench_featcal.comparison.cells import GridRun
+from fusion_bench_featcal.comparison.fingerprint import (
+    describe,
+    describe_pool,
+    describe_software,
+)
+from fusion_bench_featcal.comparison.grid import Grid, GridChoices, make_grid
+from fusion_bench_featcal.comparison.methods import CellInputs
+from fusion_bench_featcal.comparison.reports import write_reports
+from fusion_bench_featcal.comparison.store import ResultStore
+from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
+
+
+class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
+    """Runs a grid of upstream mergers and post-merging methods, and compares what they give.
+
+    Run by `fusion_bench method=compare modelpool=...`. Every cell that is finished is kept in
+    `results_dir`, under a fingerprint of all that it depends on; when the command is repeated, only
+    what is missing is run.
+    """
+
+    _KEYS = (*GridChoices.__dataclass_fields__, "seed", "results_dir", "notes")
+    _config_mapping = BaseAlgorithm._config_mapping | {name: name for name in _KEYS}
+
+    def __init__(
+        self,
+        *,
+        upstreams: Any = None,
+        alone: Any = None,
+        cells: Any = None,
+        references: Any = None,
+        upstream_mergers: Any = None,
+        mergers_alone: Any = None,
+        post_merging_methods: Any = None,
+        seed: int = 42,
+        samples_per_task: int = 256,
+        calibration_split: str = "train",
+        results_dir: str | None = None,
+        notes: Mapping[str, str] | None = None,
+        **meta: Any,
+    ) -> None:
+        """Keep the choices; they are checked together with the model pool's in `run`.
+
+        Args:
+            upstreams: Names out of `upstream_mergers`; None: all.
+            alone: Names out of `mergers_alone`; None: all.
+            cells: Names out of `post_merging_methods`, and `none`; None: all.
+            references: Of `base` and `experts`; None: both.
+            upstream_mergers: Name -> config of a FusionBench method.
+            mergers_alone: Name -> config of a FusionBench method without post-merging.
+            post_merging_methods: Name -> config of a method, or a list of names applied in order.
+            seed: Seeds every merger and every method.
+            samples_per_task: Not used here: YAML hands it to the methods.
+            calibration_split: Likewise.
+            results_dir: Where finished cells are kept; None: `outputs/comparison/<model pool>`.
+            notes: Name of a merger or method -> what a reader must know about it.
+            **meta: FusionBench's own keys.
+
+        Raises:
+            ValueError: If the seed is no integer >= 0 or a key is unknown.
+        """
+        unknown = sorted(set(meta) - {"_usage_", "_version_", "_recursive_"})
+        if unknown:
+            known = (*self._KEYS, "samples_per_task", "calibration_split")
+            raise ValueError(f"method.{unknown[0]} is unknown; compare takes {', '.join(known)}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"method.seed must be an integer >= 0, got {seed!r}")
+        self.choices = GridChoices(
+            upstreams=upstreams,
+            alone=alone,
+            cells=cells,
+            references=references,
+            upstream_mergers=upstream_mergers,
+            mergers_alone=mergers_alone,
+            post_merging_methods=post_merging_methods,
+        )
+        self.seed = seed
+        self.results_dir = results_dir
+        self.notes = dict(plain(notes) or {})
+        super().__init__(**meta)
+
+    def on_run_start(self) -> None:
+        """Take the suite's own task pool where none was named; check the log directory."""
+        program = self._program
+        if program is None:
+            return
+        take_default_taskpool(program)
+        if self.log_dir is not None:
+            folder = prepare_directory(self.log_dir)
+            OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
+
+    def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
+        """Run the grid, report it, and return no model.
+
+        Args:
+            modelpool: The pool with base, experts and data.
+
+        Raises:
+            ValueError: If the grid is empty or names something unknown; before anything is loaded.
+            CalibrationError: If the pools do not fit; or, when all is reported, if cells failed.
+        """
+        suite_keys = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
+        grid = make_grid(self.choices, suite_keys.get("presets") or {})
+        inputs = self._inputs(modelpool)
+        self._check(grid, inputs)
+        suite = suite_name(modelpool)
+        store = ResultStore(self.results_dir or Path("outputs") / "comparison" / suite)
+        run = GridRun(
+            grid=grid,
+            inputs=inputs,
+            store=store,
+            conditions=self._conditions(inputs),
+            seed=self.seed,
+            program=self._program,
+            log_dir=None if self.log_dir is None else Path(self.log_dir),
+        )
+        run.run()
+        self._report(suite, run)
+
+    def _inputs(self, modelpool: BaseModelPool) -> CellInputs:
+        taskpool = getattr(self._program, "taskpool", None)
+        if taskpool is None:
+            raise CalibrationError(
+                "compare needs a task pool to evaluate on: the model pool brings none "
+                "(default_taskpool), so name one, for example "
+                "taskpool=CLIPVisionModelTaskPool/clip-vit-classification_TA8"
+            )
+        if getattr(self._program, "merged_model_save_path", None) is not None:
+            raise CalibrationError(
+                "compare returns no model to save: leave merged_model_save_path out, and run "
+                "the method that you choose by itself"
+            )
+        if self.fabric.world_size > 1:
+            raise CalibrationError("compare runs on one device: set fabric.devices=1")
+        return CellInputs(modelpool=modelpool, taskpool=taskpool, fabric=self.fabric)
+
+    def _check(self, grid: Grid, inputs: CellInputs) -> None:
+        """Refuse what cannot work before a model is loaded; experts against the base at once."""
+        check_pool_models(inputs.modelpool)
+        for name, method in grid.cells.items():
+            try:
+                method.check(inputs)
+            except CalibrationError as error:
+                raise CalibrationError(f"method.post_merging_methods.{name}: {error}") from error
+        if inputs.modelpool.has_pretrained:
+            check_pool_experts(inputs.modelpool, load_pool_model(inputs.modelpool, BASE_MODEL))
+
+    def _conditions(self, inputs: CellInputs) -> dict[str, Any]:
+        return {
+            "modelpool": describe_pool(inputs.modelpool),
+            "taskpool": describe(inputs.taskpool.config),
+            "software": describe_software(),
+            "device": self.fabric.device.type,
+            "precision": str(self.fabric.strategy.precision.precision),
+        }
+
+    def _report(self, suite: str, run: GridRun) -> None:
+        """Write and print the reports; then fail if cells failed."""
+        folder = run.log_dir or run.store.folder
+        comparison = write_reports(
+            folder,
+            suite,
+            run.grid,
+            run.results,
+            run.failed,
+            notes=self.notes,
+            device=self.fabric.device,
+        )
+        if comparison is not None:
+            show_side_by_side(comparison)
+            print(f"report.md, report.csv and report.json: {folder}")
+        if run.failed:
+            cells = "; ".join(
+                f"{cell.upstream or 'reference'}, {cell.name}: {cell.reason}" for cell in run.failed
+            )
+            raise CalibrationError(
+                f"{len(run.failed)} of {len(run.grid)} cells failed; the others are finished and "
+                f"stay so when the command is repeated. {cells}"
+            )

@@ -1,0 +1,165 @@
+"""The baselines as cells: FeatCal's anchor alone, and the corrections of final features."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+
+from fusion_bench_featcal.baselines.anchor_only import anchor_only
+from fusion_bench_featcal.baselines.layer_corrected import LayerCorrectedModel
+from fusion_bench_featcal.baselines.post_merging import check_post_merging, post_merge
+from fusion_bench_featcal.baselines.settings import (
+    CorrectionSettings,
+    ProbSurgerySettings,
+    RidgeSurgerySettings,
+    SurgerySettings,
+    setting_names,
+    settings_from,
+)
+from fusion_bench_featcal.baselines.surgery_v2_algorithm import (
+    SURGERY_V2_SETTINGS,
+    surgery_v2_post_merge,
+)
+from fusion_bench_featcal.baselines.wrapper import CorrectedModel
+from fusion_bench_featcal.boundary.options import checked_settings
+from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, pool_source
+from fusion_bench_featcal.comparison.methods import CellInputs
+from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.settings import CalibrationError
+
+_ANCHOR_SETTINGS = ("anchor_rho", "calibrate_bias", "calibrate_norm", "modules", "family")
+
+
+class AnchorOnly:
+    """FeatCal's anchor as a cell: `base + rho (merged - base)` on the modules it calibrates."""
+
+    _config_mapping: ClassVar = {name: name for name in _ANCHOR_SETTINGS}
+
+    def __init__(self, **settings: Any) -> None:
+        """Check the settings.
+
+        Args:
+            **settings: `anchor_rho`, `calibrate_bias`, `calibrate_norm`, `modules`, `family`.
+
+        Raises:
+            ValueError: If one is unknown or out of range.
+        """
+        unknown = sorted(set(settings) - set(_ANCHOR_SETTINGS))
+        if unknown:
+            raise ValueError(
+                f"method.{unknown[0]} is no setting of the anchor, which takes "
+                f"{', '.join(_ANCHOR_SETTINGS)}"
+            )
+        self._settings = checked_settings(settings)
+        check_family(self._settings.family)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, defaults included."""
+        values = self._settings.as_dict()
+        return {name: values[name] for name in _ANCHOR_SETTINGS}
+
+    def check(self, inputs: CellInputs) -> None:
+        """See that there is a base.
+
+        Raises:
+            CalibrationError: If there is none.
+        """
+        if not inputs.modelpool.has_pretrained:
+            raise CalibrationError(
+                f"the pool has no base model (modelpool.models.{BASE_MODEL}), which the anchor "
+                "needs"
+            )
+
+    def post_merge(self, merged: nn.Module, inputs: CellInputs) -> nn.Module:
+        """Put the anchor in place of the merged weights."""
+        base = pool_source(inputs.modelpool, BASE_MODEL, stream_experts="auto")
+        return anchor_only(merged, base, self._settings)
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """None: the anchor needs no data."""
+        return {}
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Nothing: the anchor takes the merged weights' place."""
+        return {}
+
+
+class FeatureCorrection:
+    """Surgery, ProbSurgery, ridge surgery or SurgeryV2 as a cell."""
+
+    _KINDS: ClassVar[dict[str, Any]] = {
+        "surgery": SurgerySettings,
+        "prob_surgery": ProbSurgerySettings,
+        "ridge_surgery": RidgeSurgerySettings,
+        "surgery_v2": SurgerySettings,
+    }
+    _config_mapping: ClassVar = {
+        name: name for kind in _KINDS.values() for name in setting_names(kind)
+    }
+
+    def __init__(self, *, method: str, clip_model: str | None = None, **settings: Any) -> None:
+        """Check the settings.
+
+        Args:
+            method: `surgery`, `prob_surgery`, `ridge_surgery` or `surgery_v2`.
+            clip_model: Checkpoint with the visual projection; None: the pool's base model.
+            **settings: Of that method.
+
+        Raises:
+            ValueError: If the method is unknown, or a setting is unknown or out of range.
+        """
+        if method not in self._KINDS:
+            known = ", ".join(self._KINDS)
+            raise ValueError(f"method.method must be one of {known}, got {method!r}")
+        if method == "surgery_v2" and "normalize" in settings:
+            raise ValueError("method.normalize is no setting of surgery_v2; leave it out")
+        self._method = method
+        self._clip_model = clip_model
+        self._settings: CorrectionSettings = settings_from(self._KINDS[method], settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, defaults included."""
+        names = setting_names(type(self._settings))
+        if self._method == "surgery_v2":
+            names = SURGERY_V2_SETTINGS
+        values = {name: getattr(self._settings, name) for name in names}
+        return {"method": self._method, "clip_model": self._clip_model, **values}
+
+    def check(self, inputs: CellInputs) -> None:
+        """Find the visual projection and open the images.
+
+        Raises:
+            CalibrationError: If the models have no projected features, or a task lacks images.
+        """
+        check_post_merging(inputs.modelpool, self._settings, inputs.processor, self._clip_model)
+
+    def post_merge(self, merged: nn.Module, inputs: CellInputs) -> nn.Module:
+        """Fit the corrections, one expert in memory at a time."""
+        pool, device = inputs.modelpool, inputs.fabric.device
+        clip, processor = self._clip_model, inputs.processor
+        settings = self._settings
+        if self._method == "surgery_v2" and isinstance(settings, SurgerySettings):
+            return surgery_v2_post_merge(merged, pool, settings, processor, clip, device=device)
+        return post_merge(merged, pool, settings, processor, clip, device=device)
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """What the corrections were fitted on: a test stream may have fewer than asked for."""
+        corrected = self._corrected(model)
+        return {task: dict(corrected.samples[task]) for task in tasks if task in corrected.samples}
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """The corrections of all tasks; the visual projection is CLIP's own."""
+        counts = {
+            name: sum(parameter.numel() for parameter in part.parameters(recurse=False))
+            for name, part in self._corrected(model).corrections.named_modules()
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    def _corrected(self, model: nn.Module) -> CorrectedModel | LayerCorrectedModel:
+        if not isinstance(model, CorrectedModel | LayerCorrectedModel):
+            raise CalibrationError(
+                f"{self._method} must be the last of the methods that are applied in order"
+            )
+        return model

@@ -1,0 +1,222 @@
+"""Running the cells of a grid, one model in memory at a time; what is finished stays finished."""
+
+import copy
+import gc
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning
+from omegaconf import OmegaConf
+from torch import nn
+
+from fusion_bench_featcal.boundary.evaluation import Evaluation, evaluate, join, task_names
+from fusion_bench_featcal.boundary.options import plain
+from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.boundary.program import run_merger
+from fusion_bench_featcal.compare import BASE, measure
+from fusion_bench_featcal.compare.side_by_side import (
+    MODULES_ADDED,
+    PARAMETERS_ADDED,
+    TASK_ID,
+    FailedCell,
+)
+from fusion_bench_featcal.comparison.fingerprint import fingerprint
+from fusion_bench_featcal.comparison.grid import NONE, Grid, Merger
+from fusion_bench_featcal.comparison.methods import CellInputs, seed_of
+from fusion_bench_featcal.comparison.store import CellResult, ResultStore
+from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class GridRun:
+    """One pass over a grid.
+
+    Attributes:
+        grid: What to run.
+        inputs: What the cells share.
+        store: Where results are kept.
+        conditions: What every result depends on: pools, versions, device.
+        seed: Seeds each merger and each cell, so that a resumed run equals an uninterrupted one.
+        program: The FusionBench program, or None.
+        log_dir: Where FusionBench's task pools leave their own reports; None: nowhere.
+        results: (merger, cell) -> result; references have the merger None.
+        failed: Cells that gave none.
+    """
+
+    grid: Grid
+    inputs: CellInputs
+    store: ResultStore
+    conditions: Mapping[str, Any]
+    seed: int
+    program: Any = None
+    log_dir: Path | None = None
+    results: dict[tuple[str | None, str], CellResult] = field(default_factory=dict)
+    failed: list[FailedCell] = field(default_factory=list)
+    _unmerged: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Run what is not finished; a failing cell is noted and does not stop the others."""
+        works: dict[str, Callable[[], CellResult]] = {
+            name: (self._base if name == BASE else self._experts) for name in self.grid.references
+        }
+        for name, work in works.items():
+            self._cell(None, name, {"reference": name}, work)
+        for merger in self.grid.mergers:
+            for cell in self.grid.cells_of(merger):
+                self._merger_cell(merger, cell)
+
+    def _merger_cell(self, merger: Merger, cell: str) -> None:
+        # The settings come from the method, so that defaults count too.
+        settings = None if cell == NONE else self.grid.cells[cell].settings
+        depends = {"merger": plain(merger.config), "method": self._method_name(cell), **(
+            {"settings": settings} if settings is not None else {}
+        )}  # fmt: skip
+        self._cell(merger.name, cell, depends, lambda: self._post_merged(merger, cell))
+
+    def _method_name(self, cell: str) -> str:
+        if cell == NONE:
+            return NONE
+        method = type(self.grid.cells[cell])
+        return f"{method.__module__}.{method.__qualname__}"
+
+    def _cell(
+        self, merger: str | None, cell: str, depends: Any, work: Callable[[], CellResult]
+    ) -> None:
+        """Take a finished result, or make it and keep it."""
+        name = cell if merger is None else f"{merger}--{cell}"
+        # References draw nothing.
+        seed = None if merger is None else self.seed
+        key = fingerprint(self.conditions, seed, depends)
+        position = f"{len(self.results) + len(self.failed) + 1} of {len(self.grid)}: {name}"
+        result = self.store.result(name, key)
+        if result is not None:
+            log.info("cell %s is finished", position)
+        else:
+            log.info("cell %s", position)
+            lightning.seed_everything(self.seed, verbose=False)
+            try:
+                result = work()
+            # Whatever a method or merger raises, the other cells are worth having.
+            except Exception as error:
+                # A CalibrationError says all there is to say; where others came from must be seen.
+                log.error(
+                    "cell %s failed: %s",
+                    name,
+                    error,
+                    exc_info=not isinstance(error, CalibrationError),
+                )
+                reason = str(error).strip() or type(error).__name__
+                self.failed.append(FailedCell(upstream=merger, name=cell, reason=reason))
+                return
+            finally:
+                gc.collect()  # lets go of models in reference cycles before the next is loaded
+            self.store.keep_result(name, key, result)
+        self.results[merger, cell] = result
+
+    def _base(self) -> CellResult:
+        model = load_pool_model(self.inputs.modelpool, BASE_MODEL)
+        return _result(self._evaluate(BASE, model))
+
+    def _experts(self) -> CellResult:
+        """Each expert on its own task."""
+        pool = self.inputs.modelpool
+        tasks = task_names(self.inputs.taskpool) or pool.model_names
+        without = [task for task in tasks if task not in pool.model_names]
+        if without:
+            raise CalibrationError(
+                f"the model pool has no expert for the tasks {without}: set "
+                f"modelpool.models.{without[0]}, or leave experts out of method.references"
+            )
+        return _result(
+            join(self._evaluate(task, load_pool_model(pool, task), [task]) for task in tasks)
+        )
+
+    def _post_merged(self, merger: Merger, cell: str) -> CellResult:
+        merged, merging = self._merged(merger)
+        if cell == NONE:
+            evaluation = self._evaluate(merger.name, merged)
+            settings = plain(merger.config)
+            result = _result(evaluation, settings=settings, cost={**merging, **_added(merged, {})})
+            result.samples = _samples_in(settings, list(evaluation.accuracy))
+            return result
+        method = self.grid.cells[cell]
+        with measure() as cost:
+            model = method.post_merge(merged, self.inputs)
+        del merged
+        evaluation = self._evaluate(f"{merger.name}+{cell}", model)
+        result = _result(evaluation, settings=method.settings)
+        result.cost = {**cost.as_dict(), **_added(model, method.added(model))}
+        result.samples = method.samples(model, list(evaluation.accuracy))
+        result.seed = seed_of(method.settings)
+        return result
+
+    def _merged(self, merger: Merger) -> tuple[nn.Module, dict[str, Any]]:
+        """The merged model and what merging cost; merged once, then from disk."""
+        if merger.name in self._unmerged:
+            raise CalibrationError(f"not merged: {self._unmerged[merger.name]}")
+        key = fingerprint(self.conditions, self.seed, plain(merger.config))
+        if not self.store.has_model(merger.name, key):
+            place = "mergers_alone" if merger.alone else "upstream_mergers"
+            try:
+                with measure() as cost:
+                    model = run_merger(
+                        self.program,
+                        OmegaConf.create(merger.config),
+                        self.inputs.modelpool,
+                        f"method.{place}.{merger.name}",
+                    )
+            except Exception as error:
+                self._unmerged[merger.name] = str(error).strip() or type(error).__name__
+                raise
+            self.store.keep_model(merger.name, key, model, cost.as_dict())
+            del model
+        return self.store.model(merger.name, key, self._load_like)
+
+    def _load_like(self) -> nn.Module:
+        """A model of the class that mergers make, whose weights may be replaced."""
+        pool = self.inputs.modelpool
+        model = load_pool_model(pool, BASE_MODEL if pool.has_pretrained else pool.model_names[0])
+        # What a pool holds in memory is needed again.
+        return copy.deepcopy(model) if pool.has_instance_models else model
+
+    def _evaluate(self, name: str, model: nn.Module, tasks: list[str] | None = None) -> Evaluation:
+        taskpool = self.inputs.taskpool
+        return evaluate(taskpool, model, name=name, tasks=tasks, log_dir=self.log_dir)
+
+
+def _result(
+    evaluation: Evaluation,
+    *,
+    settings: dict[str, Any] | None = None,
+    cost: dict[str, Any] | None = None,
+) -> CellResult:
+    return CellResult(
+        accuracy=evaluation.accuracy,
+        correct=evaluation.correct,
+        settings=settings or {},
+        cost=cost or {},
+    )
+
+
+def _added(model: nn.Module, added: Mapping[str, int]) -> dict[str, Any]:
+    """What a model needs at inference that the merged model did not."""
+    return {
+        # FusionBench's protocol: a surgery model is told the task with every batch.
+        TASK_ID: "yes" if getattr(model, "is_surgery_model", False) else "no",
+        MODULES_ADDED: len(added),
+        PARAMETERS_ADDED: sum(added.values()),
+    }
+
+
+def _samples_in(config: Any, tasks: list[str]) -> dict[str, dict[str, Any]]:
+    """Samples that a merger's config names in FeatCal's words."""
+    config = config if isinstance(config, Mapping) else {}
+    if "samples_per_task" not in config:
+        return {}
+    split = str(config.get("calibration_split", "train"))
+    return {task: {"samples": config["samples_per_task"], "split": split} for task in tasks}

@@ -1,0 +1,199 @@
+"""The grid of a comparison: which upstream mergers with which post-merging methods, checked."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.utils import instantiate
+
+from fusion_bench_featcal.boundary.options import check_merger, plain
+from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL
+from fusion_bench_featcal.comparison.methods import Chain, PostMerging
+
+NONE = "none"
+REFERENCES = (BASE, EXPERTS)
+_PARTS = ("settings", "check", "post_merge", "samples", "added")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merger:
+    """An upstream merger.
+
+    Attributes:
+        name: Its row.
+        config: Its FusionBench config.
+        alone: Whether no post-merging method is run on it.
+    """
+
+    name: str
+    config: Any
+    alone: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What is run.
+
+    Attributes:
+        mergers: In order.
+        cells: Name -> post-merging method, run on every merger that is not alone.
+        references: Of `base` and `experts`.
+    """
+
+    mergers: list[Merger]
+    cells: dict[str, PostMerging]
+    references: list[str]
+
+    def cells_of(self, merger: Merger) -> list[str]:
+        """Cells of one merger; the merger without post-merging comes first."""
+        return [NONE] if merger.alone else [NONE, *self.cells]
+
+    def __len__(self) -> int:
+        cells = sum(len(self.cells_of(merger)) for merger in self.mergers)
+        return cells + len(self.references)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridChoices:
+    """The keys of `method=compare` that make the grid; None chooses everything there is.
+
+    Attributes:
+        upstreams: Names out of `upstream_mergers`.
+        alone: Names out of `mergers_alone`.
+        cells: Names out of `post_merging_methods`; `none`, which is always run, may be among them.
+        references: Of `base` and `experts`.
+        upstream_mergers: Name -> config of a FusionBench method.
+        mergers_alone: Name -> config of a FusionBench method that is not post-processed.
+        post_merging_methods: Name -> config with `_target_`, or a list of names applied in order.
+    """
+
+    upstreams: Any = None
+    alone: Any = None
+    cells: Any = None
+    references: Any = None
+    upstream_mergers: Any = None
+    mergers_alone: Any = None
+    post_merging_methods: Any = None
+
+
+def make_grid(choices: GridChoices, presets: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """Check all names and settings, and make the methods.
+
+    Args:
+        choices: The keys.
+        presets: FeatCal presets of the suite, by name; each is a cell `featcal:<name>` where there
+            is a cell `featcal`.
+
+    Returns:
+        The grid.
+
+    Raises:
+        ValueError: If a name is unknown or taken twice, a method's settings do not fit, or there
+            is nothing to run.
+    """
+    methods = _with_presets(_mapping(choices.post_merging_methods, "post_merging_methods"), presets)
+    upstreams = _mapping(choices.upstream_mergers, "upstream_mergers")
+    alone = _mapping(choices.mergers_alone, "mergers_alone")
+    chosen = _chosen(choices.upstreams, upstreams, "upstreams")
+    chosen_alone = _chosen(choices.alone, alone, "alone")
+    cells = _chosen(choices.cells, {NONE: None, **methods}, "cells")
+    references = _chosen(choices.references, dict.fromkeys(REFERENCES), "references")
+    if not (chosen and cells) and not chosen_alone:
+        raise ValueError(
+            f"the grid is empty: method.upstreams is {chosen}, method.cells {cells}, method.alone "
+            f"{chosen_alone}; name at least one upstream merger and one cell, or a merger alone"
+        )
+    mergers = [
+        _merger(name, every, place, is_alone)
+        for names, every, place, is_alone in (
+            (chosen if cells else [], upstreams, "upstream_mergers", False),
+            (chosen_alone, alone, "mergers_alone", True),
+        )
+        for name in names
+    ]
+    made = {name: _method(name, methods) for name in cells if name != NONE}
+    _refuse_taken([*(merger.name for merger in mergers), *made])
+    return Grid(mergers=mergers, cells=made, references=references)
+
+
+def _mapping(value: Any, key: str) -> dict[str, Any]:
+    value = plain(value) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"method.{key} must map names to configs, got {value!r}")
+    # An entry set to null is taken out of the grid.
+    return {str(name): entry for name, entry in value.items() if entry is not None}
+
+
+def _with_presets(
+    methods: dict[str, Any], presets: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The methods, with the suite's presets after the cell `featcal`."""
+    every = {}
+    for name, config in methods.items():
+        every[name] = config
+        if name == FEATCAL and isinstance(config, Mapping):
+            every |= {f"{FEATCAL}:{p}": {**config, **changes} for p, changes in presets.items()}
+    return every
+
+
+def _chosen(names: Any, available: Mapping[str, Any], key: str) -> list[str]:
+    names = plain(names)
+    if names is None:
+        return list(available)
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ValueError(f"method.{key} must be a list of names, got {names!r}")
+    for name in names:
+        if name not in available:
+            near = difflib.get_close_matches(str(name), available, n=1, cutoff=0.0)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise ValueError(
+                f"method.{key}: {name!r} is unknown{hint}. There are: "
+                f"{', '.join(available) or 'none'}"
+            )
+    return list(dict.fromkeys(names))
+
+
+def _merger(name: str, every: Mapping[str, Any], place: str, alone: bool) -> Merger:
+    config = every[name]
+    try:
+        check_merger(config)
+    except ValueError:
+        raise ValueError(
+            f"method.{place}.{name} must be a method's config (with _target_ or name), got "
+            f"{config!r}; add one by +method@method.{place}.{name}=task_arithmetic (with the @)"
+        ) from None
+    return Merger(name=name, config=config, alone=alone)
+
+
+def _method(name: str, methods: Mapping[str, Any], within: Sequence[str] = ()) -> PostMerging:
+    """Make one method, or the chain of those that a list names."""
+    place = f"method.post_merging_methods.{name}"
+    config = methods[name]
+    if isinstance(config, list):
+        unknown = [step for step in config if step not in methods or step in (name, *within)]
+        if unknown or not config:
+            raise ValueError(f"{place}: a list names other methods, got {config!r}")
+        return Chain({step: _method(step, methods, (*within, name)) for step in config})
+    if not isinstance(config, Mapping) or "_target_" not in config:
+        raise ValueError(f"{place} must have a _target_ or be a list of names, got {config!r}")
+    try:
+        method = instantiate(config, _recursive_=False)
+    # Hydra wraps what a constructor raises; whichever it is, a setting does not fit.
+    except Exception as error:
+        reason = error.__cause__ or error
+        raise ValueError(f"{place}: {str(reason).replace('method.', f'{place}.')}") from error
+    missing = [part for part in _PARTS if not hasattr(method, part)]
+    if missing:
+        raise ValueError(
+            f"{place}: {config['_target_']} is no post-merging method: it lacks {missing}"
+        )
+    return method
+
+
+def _refuse_taken(names: Sequence[str]) -> None:
+    taken = {*REFERENCES, NONE}
+    for name in names:
+        if name in taken:
+            raise ValueError(f"{name!r} names two rows of the comparison; rename one in YAML")
+        taken.add(name)

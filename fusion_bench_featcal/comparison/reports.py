@@ -1,0 +1,93 @@
+"""Finished cells as reports: one per upstream merger, and all side by side."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.compare import BASE, EXPERTS, Report, describe_device, versions
+from fusion_bench_featcal.compare.side_by_side import FailedCell, SideBySide, side_by_side
+from fusion_bench_featcal.compare.side_by_side_report import write_side_by_side
+from fusion_bench_featcal.comparison.grid import NONE, Grid
+from fusion_bench_featcal.comparison.store import CellResult
+
+Results = Mapping[tuple[str | None, str], CellResult]
+
+
+def write_reports(
+    folder: Path,
+    suite: str,
+    grid: Grid,
+    results: Results,
+    failed: Sequence[FailedCell],
+    *,
+    notes: Mapping[str, str],
+    device: Any,
+) -> SideBySide | None:
+    """Write each upstream merger's report to a folder of its name, and the comparison.
+
+    Args:
+        folder: Where to.
+        suite: Name of the model pool.
+        grid: What was run.
+        results: (merger, cell) -> result; references have the merger None.
+        failed: Cells that gave none.
+        notes: Name of a merger or cell -> what a reader must know about it.
+        device: What the run computed on.
+
+    Returns:
+        The comparison; None if no merger gave any result.
+
+    Raises:
+        ReportError: If something cannot be written.
+    """
+    written = []
+    for merger in grid.mergers:
+        report = upstream_report(suite, merger.name, results, failed, notes, device)
+        place = folder / merger.name
+        if set(report.rows) <= {BASE, EXPERTS}:
+            # One of an earlier run would be taken for this one's.
+            shutil.rmtree(place, ignore_errors=True)
+            continue
+        report.write(place)
+        written.append(place)
+    if not written:
+        return None
+    comparison = side_by_side(written, failed)
+    write_side_by_side(comparison, folder)
+    return comparison
+
+
+def upstream_report(
+    suite: str,
+    merger: str,
+    results: Results,
+    failed: Sequence[FailedCell],
+    notes: Mapping[str, str],
+    device: Any,
+) -> Report:
+    """The report of one upstream merger: references, the merger, and what was run on it."""
+    report = Report(
+        suite=suite, upstream=merger, versions=versions(), device=describe_device(device)
+    )
+    for (owner, cell), result in results.items():
+        if owner not in (None, merger):
+            continue
+        name = merger if cell == NONE else cell
+        report.add_row(
+            name,
+            result.accuracy,
+            settings=result.settings or None,
+            cost=result.cost or None,
+            samples=result.samples or None,
+            correct=result.correct,
+        )
+        if result.seed is not None:
+            report.seeds[name] = result.seed
+        if name in notes:
+            report.notes.append(f"{name}: {notes[name]}")
+        report.notes += [f"{name}: {note}" for note in result.notes]
+    report.notes += [
+        f"{merger}, {cell.name} failed: {cell.reason}" for cell in failed if cell.upstream == merger
+    ]
+    return report

@@ -1,0 +1,134 @@
+"""The comparison's table: what stands in it, what it leaves out, and how it is written."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusion_bench_featcal.compare import Report
+from fusion_bench_featcal.compare.combine import find_runs
+from fusion_bench_featcal.compare.side_by_side import FailedCell, SideBySide, side_by_side
+from fusion_bench_featcal.compare.side_by_side_report import (
+    show_side_by_side,
+    side_by_side_csv,
+    side_by_side_markdown,
+    write_side_by_side,
+)
+
+SUITE = "clip-vit-large-patch14_TALL20"
+COST = {
+    "seconds": 2.0,
+    "peak_rss_bytes": 2**30,
+    "peak_accelerator_bytes": "unavailable",
+    "task_id_at_inference": "yes",
+    "modules_added": 6,
+    "parameters_added": 1536,
+}
+
+
+def report(upstream: str, merged: float, *, seed: int = 42, **changes: Any) -> Report:
+    """One upstream merger with one method, on two tasks with experts 0.8 and 0.5."""
+    made = Report(suite=SUITE, upstream=upstream, seeds={"prob_surgery": seed})
+    made.add_row("base", {"a": 0.2, "b": 0.2})
+    made.add_row("experts", {"a": 0.8, "b": 0.5})
+    made.add_row(upstream, {"a": merged, "b": merged})
+    made.add_row(
+        "prob_surgery",
+        {"a": 0.6, "b": 0.5},
+        cost=COST | changes,
+        samples={"a": {"samples": 8, "split": "test"}, "b": {"samples": 8, "split": "test"}},
+    )
+    return made
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> SideBySide:
+    report("task_arithmetic", 0.4).write(tmp_path / "one")
+    report("ties_merging", 0.3).write(tmp_path / "two")
+    failed = [
+        FailedCell(
+            upstream="task_arithmetic", name="surgery", reason="the features are not finite"
+        ),
+        FailedCell(upstream="wudi", name="none", reason="out of memory"),
+    ]
+    return side_by_side([tmp_path / "one", tmp_path / "two"], failed)
+
+
+def row_of(comparison: SideBySide, upstream: str, name: str) -> Any:
+    (row,) = (r for r in comparison.rows if (r.row.upstream, r.row.name) == (upstream, name))
+    return row
+
+
+def test_rows_stand_under_their_merger_and_references_once(comparison: SideBySide) -> None:
+    assert [entry.row.name for entry in comparison.rows] == [
+        "base",
+        "experts",
+        "task_arithmetic",
+        "prob_surgery",
+        "ties_merging",
+        "prob_surgery",
+    ]
+
+
+def test_normalised_average_divides_task_by_task(comparison: SideBySide) -> None:
+    row = row_of(comparison, "task_arithmetic", "prob_surgery")
+    assert row.normalised == pytest.approx((0.6 / 0.8 + 0.5 / 0.5) / 2)
+    assert row.row.gain == pytest.approx(0.55 - 0.4)
+
+
+def test_without_experts_there_is_no_normalised_average(tmp_path: Path) -> None:
+    made = Report(suite=SUITE, upstream="wudi")
+    made.add_row("wudi", {"a": 0.5})
+    made.write(tmp_path)
+    assert side_by_side([tmp_path]).rows[0].normalised is None
+
+
+def test_published_average_comes_with_its_doubt(comparison: SideBySide) -> None:
+    published = row_of(comparison, "task_arithmetic", "prob_surgery").published
+    assert published.value == pytest.approx(0.833)
+    assert "FeatCal variant" in published.note
+    assert "83.3*" in side_by_side_markdown(comparison)
+    assert row_of(comparison, "ties_merging", "prob_surgery").published is None
+
+
+def test_what_is_not_measured_is_called_unavailable(tmp_path: Path) -> None:
+    report("wudi", 0.4).write(tmp_path / "one")
+    report("wudi", 0.4, seed=43, seconds=4.0, peak_rss_bytes="unavailable").write(tmp_path / "two")
+    row = row_of(side_by_side([tmp_path / "one", tmp_path / "two"]), "wudi", "prob_surgery")
+    assert row.cost["seconds"] == 3.0
+    assert row.cost["peak_rss_bytes"] == "unavailable"
+    assert row.cost["peak_accelerator_bytes"] == "unavailable"
+    assert row.cost["task_id_at_inference"] == "yes"
+    assert row.seeds == [42, 43]
+    assert row.samples == "8 test"
+
+
+def test_failed_cells_stand_in_every_table(comparison: SideBySide, capsys) -> None:
+    show_side_by_side(comparison)
+    for text in (capsys.readouterr().out, side_by_side_markdown(comparison)):
+        assert "+ surgery" in text
+        assert "the features are not finite" in text
+        assert "out of memory" in text
+    lines = list(csv.DictReader(io.StringIO(side_by_side_csv(comparison))))
+    assert len(lines) == 6 + 2
+    assert lines[-1]["status"] == "failed: out of memory"
+    assert lines[3]["parameters_added"] == "1536.0"
+    assert lines[3]["published"] == "0.833000"
+
+
+def test_written_comparison_is_no_run(comparison: SideBySide, tmp_path: Path) -> None:
+    path = write_side_by_side(comparison, tmp_path)
+    content = json.loads(path.read_text())
+    assert content["kind"] == "comparison"
+    assert content["rows"][3]["normalised"] == pytest.approx(0.875)
+    assert find_runs([tmp_path]) == [tmp_path / "one", tmp_path / "two"]
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "one",
+        "two",
+        "report.json",
+        "report.csv",
+        "report.md",
+    }

@@ -1,0 +1,135 @@
+"""The baselines as cells on two tasks of the bundled suite: what they make, use and add."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fusion_bench.modelpool import CLIPVisionModelPool
+from transformers import CLIPVisionModel
+
+from fusion_bench_featcal.comparison import (
+    AnchorOnly,
+    CellInputs,
+    Chain,
+    FeatCal,
+    FeatureCorrection,
+)
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.suites import image
+
+TASKS = ["mini_greek", "mini_latin"]
+SAMPLES = 8
+
+
+def inputs(**changes: Any) -> CellInputs:
+    data = {
+        task: {split: image.load_split(task, split) for split in ("train", "test")}
+        for task in TASKS
+    }
+    options = {
+        "models": {"_pretrained_": image.path(), **{task: image.path(task) for task in TASKS}},
+        "train_datasets": {task: data[task]["train"] for task in TASKS},
+        "test_datasets": {task: data[task]["test"] for task in TASKS},
+        "processor": {"_target_": "fusion_bench_featcal.suites.image.load_processor"},
+    }
+    pool: Any = CLIPVisionModelPool(**(options | changes))
+    pool.load_train_dataset = lambda task: data[task]["train"]
+    pool.load_test_dataset = lambda task: data[task]["test"]
+    fabric = SimpleNamespace(device=torch.device("cpu"), autocast=torch.inference_mode)
+    taskpool: Any = None
+    return CellInputs(modelpool=pool, taskpool=taskpool, fabric=fabric)
+
+
+def merged() -> CLIPVisionModel:
+    model = CLIPVisionModel.from_pretrained(image.path())
+    expert = dict(CLIPVisionModel.from_pretrained(image.path("mini_greek")).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter += 0.5 * (expert[name] - parameter)
+    return model
+
+
+def correction(method: str, **settings: Any) -> FeatureCorrection:
+    return FeatureCorrection(method=method, samples_per_task=SAMPLES, **settings)
+
+
+WIDTH = CLIPVisionModel.from_pretrained(image.path()).config.projection_dim
+
+
+@pytest.mark.parametrize(
+    ("cell", "split", "modules", "parameters"),
+    [
+        (correction("surgery", steps=2), "test", 2, 2 * 2 * 16 * WIDTH),
+        (correction("ridge_surgery"), "train", 2, 2 * (WIDTH + 1) * WIDTH),
+        (correction("surgery_v2", steps=1, stream="calibration"), "train", 2 * 5, None),
+    ],
+)
+def test_corrections_say_what_they_use_and_add(
+    cell: FeatureCorrection, split: str, modules: int, parameters: int | None
+) -> None:
+    given = inputs()
+    cell.check(given)
+    model = cell.post_merge(merged(), given)
+    assert model.is_surgery_model
+    assert cell.samples(model, TASKS) == {t: {"samples": SAMPLES, "split": split} for t in TASKS}
+    added = cell.added(model)
+    assert len(added) == modules
+    assert parameters in (None, sum(added.values()))
+
+
+def test_anchor_moves_calibrated_modules_beyond_the_merged_model() -> None:
+    cell, given = AnchorOnly(anchor_rho=2.0), inputs()
+    cell.check(given)
+    model = dict(cell.post_merge(merged(), given).named_parameters())
+    expert = dict(CLIPVisionModel.from_pretrained(image.path("mini_greek")).named_parameters())
+    name = next(name for name in expert if name.endswith("layers.0.mlp.fc1.weight"))
+    torch.testing.assert_close(model[name], expert[name], atol=1e-6, rtol=1e-5)
+    assert cell.samples(torch.nn.Identity(), TASKS) == {}
+    assert cell.added(torch.nn.Identity()) == {}
+
+
+def test_correction_after_featcal_is_one_cell() -> None:
+    featcal = FeatCal(samples_per_task=SAMPLES)
+    ridge = correction("ridge_surgery")
+    chain, given = Chain({"featcal": featcal, "ridge_surgery": ridge}), inputs()
+    chain.check(given)
+    model = chain.post_merge(merged(), given)
+    assert chain.samples(model, TASKS)["mini_greek"] == {"samples": SAMPLES, "split": "train"}
+    assert len(chain.added(model)) == 2
+
+
+def test_correction_before_featcal_is_named() -> None:
+    with pytest.raises(CalibrationError, match=r"ridge_surgery must be the last"):
+        correction("ridge_surgery").added(torch.nn.Identity())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FeatureCorrection(method="sugery"), r"method\.method must be one of surgery"),
+        (lambda: correction("surgery", hidden=3), r"method\.hidden is no setting"),
+        (lambda: correction("surgery", steps=0), r"method\.steps must be"),
+        (lambda: correction("surgery_v2", normalize="pre"), r"method\.normalize is no setting"),
+        (lambda: AnchorOnly(mix_alpha=0.1), r"method\.mix_alpha is no setting of the anchor"),
+        (lambda: AnchorOnly(anchor_rho="two"), r"method\.anchor_rho must be"),
+    ],
+)
+def test_bad_setting_is_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_pool_without_the_stream_is_named() -> None:
+    given = inputs(test_datasets=None)
+    with pytest.raises(CalibrationError, match=r"test_datasets"):
+        correction("surgery").check(given)
+
+
+def test_models_without_projected_features_are_named(tmp_path: Path) -> None:
+    model = CLIPVisionModel.from_pretrained(image.path())
+    model.save_pretrained(tmp_path / "vision_only")
+    given = inputs(models={"_pretrained_": str(tmp_path / "vision_only")})
+    with pytest.raises(CalibrationError, match="projection"):
+        correction("surgery").check(given)

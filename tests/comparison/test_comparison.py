@@ -1,0 +1,206 @@
+"""A comparison from end to end: reports, failures, and what is not run again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparison_parts import (
+    MERGERS,
+    BrokenMerger,
+    Failing,
+    Scale,
+    Waiting,
+    WithHead,
+    comparison,
+    method,
+    model_pool,
+)
+
+from fusion_bench_featcal.compare import Report
+from fusion_bench_featcal.compare.combine import find_runs
+from fusion_bench_featcal.settings import CalibrationError
+
+DOUBLE = {"double": method(Scale)}
+ONE: dict[str, Any] = {"upstreams": ["task_arithmetic"]}
+
+
+def results_of(folder: Path) -> dict[str, int]:
+    """Finished cells, with the time of their last change."""
+    files = sorted((folder / "results" / "cells").glob("*/result.json"))
+    return {file.parent.name: file.stat().st_mtime_ns for file in files}
+
+
+def evaluations(algorithm: Any) -> int:
+    return algorithm._program.taskpool.evaluated
+
+
+def test_every_merger_has_a_report_and_all_are_side_by_side(tmp_path: Path, capsys) -> None:
+    methods = {**DOUBLE, "head": method(WithHead)}
+    assert comparison(tmp_path, post_merging_methods=methods).run(model_pool()) is None
+    folder = tmp_path / "results"
+    report = Report.load(folder / "task_arithmetic")
+    assert list(report.rows) == ["base", "experts", "task_arithmetic", "double", "head"]
+    assert report.upstream == "task_arithmetic"
+    assert report.rows["experts"]["average"] == 1
+    assert report.seeds == {"double": 42, "head": 42}
+    assert report.samples["double"]["left"] == {"samples": 5, "split": "train"}
+    assert set(report.items) == set(report.rows)
+    assert find_runs([folder]) == [folder / "simple_average", folder / "task_arithmetic"]
+    content = json.loads((folder / "report.json").read_text())
+    rows = {(row["upstream"], row["name"]): row for row in content["rows"]}
+    head = rows["simple_average", "head"]
+    assert head["cost"]["parameters_added"] == 6
+    assert head["cost"]["modules_added"] == 1
+    assert head["cost"]["task_id_at_inference"] == "yes"
+    assert rows["simple_average", "double"]["cost"]["task_id_at_inference"] == "no"
+    printed = capsys.readouterr().out
+    assert "+ double" in printed and "unavailable" in printed
+
+
+def test_models_are_what_the_method_made(tmp_path: Path) -> None:
+    """Doubling both layers' weights and shifts of a model without shifts changes no answer."""
+    pool: Any = model_pool()
+    for model in pool._models.values():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.zeros_(parameter)
+    comparison(tmp_path, **ONE, post_merging_methods=DOUBLE).run(pool)
+    rows = Report.load(tmp_path / "results" / "task_arithmetic").rows
+    assert rows["double"] == rows["task_arithmetic"]
+
+
+def test_repeated_comparison_runs_nothing_again(tmp_path: Path) -> None:
+    comparison(tmp_path, **ONE, post_merging_methods=DOUBLE).run(model_pool())
+    before = results_of(tmp_path)
+    again = comparison(tmp_path, **ONE, post_merging_methods=DOUBLE)
+    again.run(model_pool())
+    assert evaluations(again) == 0
+    assert results_of(tmp_path) == before
+
+
+def test_changed_setting_runs_its_cells_only(tmp_path: Path) -> None:
+    methods = {**DOUBLE, "other": method(Scale, factor=3)}
+    comparison(tmp_path, **ONE, post_merging_methods=methods).run(model_pool())
+    methods["other"] = method(Scale, factor=4)
+    again = comparison(tmp_path, **ONE, post_merging_methods=methods)
+    again.run(model_pool())
+    assert evaluations(again) == 1
+
+
+def test_another_seed_runs_everything_but_the_references(tmp_path: Path) -> None:
+    comparison(tmp_path, **ONE, post_merging_methods=DOUBLE).run(model_pool())
+    again = comparison(tmp_path, **ONE, post_merging_methods=DOUBLE, seed=7)
+    again.run(model_pool())
+    assert evaluations(again) == 2
+
+
+def test_changed_weights_run_everything(tmp_path: Path) -> None:
+    comparison(tmp_path, **ONE, post_merging_methods=DOUBLE).run(model_pool())
+    pool: Any = model_pool()
+    torch.nn.init.zeros_(pool._models["left"][0].bias)
+    again = comparison(tmp_path, **ONE, post_merging_methods=DOUBLE)
+    again.run(pool)
+    assert evaluations(again) == 1 + 2 + 2  # base, experts, merger and cell
+
+
+def test_failed_cell_is_reported_and_the_rest_goes_on(tmp_path: Path, capsys) -> None:
+    methods = {"failing": method(Failing, until=str(tmp_path / "fixed")), **DOUBLE}
+    choices = {"post_merging_methods": methods, **ONE}
+    with pytest.raises(CalibrationError, match=r"1 of 5 cells failed.*failing: the flux ran dry"):
+        comparison(tmp_path, **choices).run(model_pool())
+    folder = tmp_path / "results"
+    report = Report.load(folder / "task_arithmetic")
+    assert list(report.rows) == ["base", "experts", "task_arithmetic", "double"]
+    assert any("the flux ran dry" in note for note in report.notes)
+    content = json.loads((folder / "report.json").read_text())
+    assert content["failed"] == [
+        {"upstream": "task_arithmetic", "name": "failing", "reason": "the flux ran dry"}
+    ]
+    assert "failed: the flux ran dry" in (folder / "report.csv").read_text()
+    assert "the flux ran dry" in (folder / "report.md").read_text()
+    assert "+ failing" in capsys.readouterr().out
+    (tmp_path / "fixed").touch()
+    again = comparison(tmp_path, **choices)
+    again.run(model_pool())
+    assert evaluations(again) == 1
+    assert "failing" in Report.load(folder / "task_arithmetic").rows
+
+
+def test_merger_that_fails_takes_only_its_own_cells_with_it(tmp_path: Path) -> None:
+    mergers = {"broken": {"_target_": "comparison_parts.BrokenMerger"}, **MERGERS}
+    assert BrokenMerger.__name__ in mergers["broken"]["_target_"]
+    algorithm = comparison(tmp_path, upstream_mergers=mergers, post_merging_methods=DOUBLE)
+    with pytest.raises(CalibrationError, match=r"2 of 8 .*broken, none: experts do not agree"):
+        algorithm.run(model_pool())
+    assert (tmp_path / "results" / "simple_average" / "report.json").is_file()
+    assert not (tmp_path / "results" / "broken").exists()
+
+
+def test_merger_alone_gets_no_post_merging(tmp_path: Path) -> None:
+    algorithm = comparison(
+        tmp_path,
+        upstream_mergers={},
+        mergers_alone=MERGERS,
+        alone=["simple_average"],
+        post_merging_methods=DOUBLE,
+    )
+    algorithm.run(model_pool())
+    assert list(Report.load(tmp_path / "results" / "simple_average").rows) == [
+        "base",
+        "experts",
+        "simple_average",
+    ]
+
+
+_KILLED = """
+import sys
+from pathlib import Path
+from comparison_parts import Scale, Waiting, comparison, method, model_pool
+folder = Path(sys.argv[1])
+methods = {"double": method(Scale), "waiting": method(Waiting, folder=str(folder))}
+comparison(folder, post_merging_methods=methods).run(model_pool())
+"""
+
+
+def test_killed_comparison_resumes(tmp_path: Path) -> None:
+    """Killed without warning in a cell; what was finished is not touched, the rest is made."""
+    tests = Path(__file__).resolve().parents[1]
+    paths = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KILLED, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+    )
+    try:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None, "the comparison ended before it could be killed"
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finished = results_of(tmp_path)
+    assert [name.rsplit("-", 1)[0] for name in finished] == [
+        "base",
+        "experts",
+        "simple_average--double",
+        "simple_average--none",
+    ]
+    assert not (tmp_path / "results" / "report.json").exists()
+    (tmp_path / "go_on").touch()
+    methods = {**DOUBLE, "waiting": method(Waiting, folder=str(tmp_path))}
+    again = comparison(tmp_path, post_merging_methods=methods)
+    again.run(model_pool())
+    assert evaluations(again) == 4
+    assert finished.items() <= results_of(tmp_path).items()
+    comparison(tmp_path / "fresh", post_merging_methods=methods, **ONE).run(model_pool())
+    resumed = Report.load(tmp_path / "results" / "task_arithmetic")
+    assert resumed.rows == Report.load(tmp_path / "fresh" / "results" / "task_arithmetic").rows

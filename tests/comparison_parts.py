@@ -1,0 +1,161 @@
+"""A comparison small enough to run in milliseconds: one-layer models, a task pool, methods."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fusion_bench import BaseAlgorithm, BaseModelPool, BaseTaskPool
+from hydra.utils import instantiate
+from torch import nn
+
+from fusion_bench_featcal.comparison import ComparisonAlgorithm
+from fusion_bench_featcal.settings import CalibrationError
+
+TASKS = ("left", "right")
+ITEMS = 20
+MERGERS = {
+    "simple_average": {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"},
+    "task_arithmetic": {
+        "_target_": "fusion_bench.method.TaskArithmeticAlgorithm",
+        "scaling_factor": 0.3,
+    },
+}
+
+
+def linear(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def model_pool() -> BaseModelPool:
+    models: Any = {"_pretrained_": linear(0), "left": linear(1), "right": linear(2)}
+    return BaseModelPool(models)
+
+
+class SignTaskPool(BaseTaskPool):
+    """An item of a task is right if the model agrees with that task's expert on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluated = 0
+        self.item_correct: dict[str, torch.Tensor] = {}
+        generator = torch.Generator().manual_seed(7)
+        self._inputs = torch.randn(ITEMS, 3, generator=generator)
+        self.test_dataloaders = dict.fromkeys(TASKS)
+
+    @torch.no_grad()
+    def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.evaluated += 1
+        right = {}
+        for seed, task in enumerate(TASKS, start=1):
+            if task in self.test_dataloaders:
+                same = linear(seed)(self._inputs).argmax(-1) == model(self._inputs).argmax(-1)
+                right[task] = same
+        self.item_correct = right
+        return {task: {"accuracy": flags.double().mean().item()} for task, flags in right.items()}
+
+
+class FakeProgram:
+    """What a method asks FusionBench's program for."""
+
+    merged_model_save_path = None
+
+    def __init__(self, taskpool: Any, presets: Any = None) -> None:
+        self.taskpool = taskpool
+        self._modelpool = {"featcal": {"presets": presets or {}}}
+
+    def _instantiate_and_setup(self, config: Any, compat_load_fn: str | None = None) -> Any:
+        return instantiate(config, _recursive_=False)
+
+
+class Scale:
+    """Multiplies every weight."""
+
+    def __init__(self, factor: float = 2.0, seed: int = 42) -> None:
+        self.settings = {"factor": factor, "seed": seed}
+
+    def check(self, inputs: Any) -> None:
+        pass
+
+    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
+        with torch.no_grad():
+            for parameter in merged.parameters():
+                parameter.mul_(self.settings["factor"])
+        return merged
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        return {task: {"samples": 5, "split": "train"} for task in tasks}
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        return {}
+
+
+class Failing(Scale):
+    """Fails as programs do, until there is a file."""
+
+    def __init__(self, until: str) -> None:
+        super().__init__()
+        self._until = Path(until)
+
+    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
+        if not self._until.exists():
+            raise RuntimeError("the flux ran dry")
+        return merged
+
+
+class Refusing(Scale):
+    """Finds in time that it cannot work."""
+
+    def check(self, inputs: Any) -> None:
+        raise CalibrationError("the pool has no such stream")
+
+
+class Waiting(Scale):
+    """Says that it has begun, then waits to be killed, unless it is told to go on."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
+        (self._folder / "begun").touch()
+        while not (self._folder / "go_on").exists():
+            time.sleep(0.05)
+        return merged
+
+
+class WithHead(Scale):
+    """Adds a module with six parameters, and needs to know the task."""
+
+    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
+        head = nn.Linear(2, 2)
+        nn.init.eye_(head.weight)
+        nn.init.zeros_(head.bias)
+        model = nn.Sequential(merged, head)
+        model.is_surgery_model = True  # type: ignore[assignment]
+        return model
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        return {"head": 6}
+
+
+class BrokenMerger(BaseAlgorithm):
+    """Merges nothing."""
+
+    def run(self, modelpool: Any) -> None:
+        raise ValueError("experts do not agree")
+
+
+def method(kind: type, **settings: Any) -> dict[str, Any]:
+    return {"_target_": f"comparison_parts.{kind.__name__}", **settings}
+
+
+def comparison(folder: Path, **choices: Any) -> ComparisonAlgorithm:
+    """The algorithm with its program, as FusionBench would set it up."""
+    choices = {"upstream_mergers": MERGERS, "results_dir": str(folder / "results")} | choices
+    algorithm = ComparisonAlgorithm(**choices)
+    program: Any = FakeProgram(SignTaskPool())
+    algorithm._program = program
+    return algorithm
