@@ -181,7 +181,10 @@ def _merge_block(run: _Merging, block: str, streams: Mapping[str, list[Batch]]) 
     """Sum over every expert's block, solve, load, and feed what the next block receives."""
     sites = {site.name: site for site in run.modules[block].sites}
     anchors = {s.name: s.oriented(_anchor(run, s)) for s in sites.values()}
-    linear = {n: LinearMean(anchors[n]) for n, s in sites.items() if s.kind == "linear"}
+    floor = 1 - run.rule.off_diagonal
+    linear = {
+        n: LinearMean(anchors[n], floor=floor) for n, s in sites.items() if s.kind == "linear"
+    }
     gains = {n: GainMean(anchors[n]) for n, s in sites.items() if s.kind == "norm"}
     for task, batches in streams.items():
         with _candidate(run, task, block) as candidate:

@@ -8,7 +8,7 @@ input directions which no row has.
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.cholesky import factorise, solve_dtype
 
 
 def shrink_off_diagonal(gram: Tensor, kept: float) -> Tensor:
@@ -26,7 +26,9 @@ def shrink_off_diagonal(gram: Tensor, kept: float) -> Tensor:
     return shrunk
 
 
-def solve_seen(gram: Tensor, right: Tensor, *, precision: torch.dtype) -> tuple[Tensor, int]:
+def solve_seen(
+    gram: Tensor, right: Tensor, *, precision: torch.dtype, floor: float = 0.0
+) -> tuple[Tensor, int]:
     """Minimum-norm solution of `S A = R`: exact where `A` has energy, zero where it has none.
 
     Channels may differ in size by orders of magnitude, and each is known to its own precision. So
@@ -37,6 +39,8 @@ def solve_seen(gram: Tensor, right: Tensor, *, precision: torch.dtype) -> tuple[
         right: `R`, `[m, d]`, whose rows lie in the range of `A`.
         precision: Dtype in which `A` was summed; energies of the size of its rounding count as
             none.
+        floor: Known lower bound of the energies where all channels have size 1. Above 0 nothing but
+            channels without any input is unseen, and the solve needs no eigenvectors.
 
     Returns:
         `R A^+`, `[m, d]`, and the number of directions with energy.
@@ -44,6 +48,9 @@ def solve_seen(gram: Tensor, right: Tensor, *, precision: torch.dtype) -> tuple[
     sizes = gram.diagonal().clamp_min(0).sqrt()
     scales = sizes.where(sizes > 0, torch.ones_like(sizes))
     correlations = (gram + gram.T) / 2 / (scales[:, None] * scales)
+    if floor > 0 and bool((sizes > 0).all()):
+        factor, _ = factorise(correlations, floor=floor, precision=precision)
+        return torch.cholesky_solve((right / scales).T, factor).T / scales, len(gram)
     energies, directions = torch.linalg.eigh(correlations)
     seen = energies > len(gram) * torch.finfo(precision).eps * energies.max()
     basis = directions[:, seen]
@@ -56,17 +63,19 @@ def solve_seen(gram: Tensor, right: Tensor, *, precision: torch.dtype) -> tuple[
 class LinearMean:
     """Running sums of one linear module; one expert is added at a time."""
 
-    def __init__(self, anchor: Tensor) -> None:
+    def __init__(self, anchor: Tensor, *, floor: float = 0.0) -> None:
         """Start with no expert.
 
         Args:
             anchor: The weight that unseen input directions keep, `[m, d]`.
+            floor: As for `solve_seen`: what shrinking by a factor `a` leaves is `1 - a`.
         """
         wide = solve_dtype(anchor.device)
         self._anchor = anchor.to(wide, copy=True)
         self._gram = self._anchor.new_zeros(anchor.shape[1], anchor.shape[1])
         self._right = torch.zeros_like(self._anchor)
         self._precision = wide
+        self._floor = floor
 
     def add(self, gram: Tensor, weight: Tensor) -> None:
         """Add one expert.
@@ -82,7 +91,9 @@ class LinearMean:
 
     def solve(self) -> tuple[Tensor, int]:
         """The merged weight `[m, d]` in the solve's dtype, and how many directions were seen."""
-        step, seen = solve_seen(self._gram, self._right, precision=self._precision)
+        step, seen = solve_seen(
+            self._gram, self._right, precision=self._precision, floor=self._floor
+        )
         return self._anchor + step, seen
 
 

@@ -96,6 +96,18 @@ def test_is_the_moore_penrose_solution_whatever_the_sizes_of_the_channels() -> N
     torch.testing.assert_close(solution, wanted, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_known_floor_changes_the_way_but_not_the_result(dead: bool) -> None:
+    x = normal(0, 3, 6)
+    x[:, 2] *= 0.0 if dead else 1e-3
+    gram = shrink_off_diagonal(x.T @ x, 0.9)
+    right = normal(1, 4, 6) @ gram
+    quick, seen = solve_seen(gram, right, precision=torch.float64, floor=0.1)
+    slow, seen_too = solve_seen(gram, right, precision=torch.float64)
+    assert seen == seen_too == (5 if dead else 6)
+    torch.testing.assert_close(quick, slow, rtol=1e-9, atol=1e-11)
+
+
 def test_is_featcals_solve_with_its_task_weights_and_no_anchor() -> None:
     """RegMean's choices: features of one side only (alpha 0), no pull, grams not shrunk."""
     inputs, weights, anchor = problem()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_same, distance, replay, samples_in
+from calibrations import assert_same, replay, samples_in
 from chain_models import chain_suite
 from fusion_bench_mergers import SAMPLES, FewSamplesPool
 from tiny_models import Suite, clip_suite, residual_suite
@@ -89,8 +89,6 @@ def test_experts_equal_to_the_base_change_nothing() -> None:
 def test_runs_on_a_pool() -> None:
     found = LotAlgorithm(samples_per_task=SAMPLES).run(FewSamplesPool())
     assert all(bool(torch.isfinite(parameter).all()) for parameter in found.parameters())
-    again = LotAlgorithm(samples_per_task=SAMPLES, batch_size=7).run(FewSamplesPool())
-    assert distance(found, again) < 0.05  # float32 sums; what is barely seen is sensitive
 
 
 def test_options_of_regmean_are_unknown() -> None:

@@ -25,7 +25,7 @@ from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorit
 from fusion_bench_featcal.families import CLIP
 
 BLOCKS = [f"layers.{i}" for i in range(3)]
-QUICK = SurgerySettings(rank=6, steps=150, batch_size=20, learning_rate=1e-2)
+QUICK = SurgerySettings(rank=6, steps=20, batch_size=20, learning_rate=1e-2)
 
 
 def same(output: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def test_planted_drift_of_low_rank_is_removed() -> None:
     planted = torch.linspace(-1, 1, 6)
     drifting: Any = merged.get_submodule("layers.1")
     drifting.register_forward_hook(lambda _, __, output: output + planted)
-    settings = SurgerySettings(rank=6, steps=400, batch_size=20, learning_rate=2e-2)
+    settings = SurgerySettings(rank=6, steps=200, batch_size=30, learning_rate=2e-2)
     surgery = train_surgery_v2(merged, expert, BLOCKS, same, inputs, settings)
     before = total_drift(merged, expert, inputs)
     assert total_drift(merged, expert, inputs, surgery) < 0.15 * before
@@ -207,7 +207,7 @@ def test_added_parameters_are_two_matrices_for_each_site_and_task(models) -> Non
     assert model.added_parameters() == len(TASKS) * 2 * 3 * (blocks * width + final)
 
 
-def test_algorithm_corrects_the_pools_merged_model(models) -> None:
+def test_algorithm_corrects_the_pools_merged_model_and_the_pool_saves_it(models, tmp_path) -> None:
     algorithm = SurgeryV2Algorithm(steps=3, samples_per_task=8, rank=2, stream="calibration")
     pool = tiny_pool(models)
     found = algorithm.run(pool)
@@ -216,6 +216,10 @@ def test_algorithm_corrects_the_pools_merged_model(models) -> None:
     embeds, _ = classify(models, found, "one")
     uncorrected, _ = classify(models, found.model, "one")
     assert embeds.shape == uncorrected.shape and not torch.equal(embeds, uncorrected)
+    pool.save_model(found, str(tmp_path / "saved"))
+    loaded = LayerCorrectedModel.from_pretrained(tmp_path / "saved")
+    assert torch.equal(loaded.features("one", PIXELS), found.features("one", PIXELS))
+    assert (tmp_path / "saved" / "tokenizer_config.json").is_file()
 
 
 @pytest.mark.parametrize(
