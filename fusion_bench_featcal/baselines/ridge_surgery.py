@@ -113,18 +113,38 @@ def _spectrum(features: Tensor, drift: Tensor, task: str) -> _Spectrum:
     return _Spectrum(left, values, right.T, left.T @ centred_drift, centred_drift, scale)
 
 
+def left_out_errors(
+    merged_features: Tensor, expert_features: Tensor, task: str = ""
+) -> dict[float, float]:
+    """Squared error on samples left out one at a time, summed, for every value of the grid.
+
+    Args:
+        merged_features: Of the merged model, `[n, d]`, n >= 2.
+        expert_features: Of the task's expert on the same samples, `[n, d]`.
+        task: The task's name, for messages.
+
+    Returns:
+        `ridge_lambda` -> error. The ridge's absolute strength is the full fit's throughout.
+    """
+    features = merged_features.detach().double()
+    spectrum = _spectrum(features, features - expert_features.detach().double(), task)
+    return {value: _left_out_error(spectrum, value) for value in GRID}
+
+
+def _left_out_error(spectrum: _Spectrum, ridge_lambda: float) -> float:
+    """Without refitting: left out, a sample has 1 / (1 - its leverage) times its residual."""
+    share = torch.nan_to_num(spectrum.shrinkage(ridge_lambda))
+    residual = spectrum.drift - spectrum.left * share @ spectrum.target
+    leverage = 1 / len(spectrum.left) + (spectrum.left.square() * share).sum(dim=1)
+    return float((residual / (1 - leverage)[:, None]).square().sum())
+
+
 def _least_left_out(spectrum: _Spectrum, task: str) -> float:
-    """The grid's value with the least squared error on samples left out one at a time."""
+    """The grid's value with the least error on samples left out."""
     samples = len(spectrum.left)
     if samples < 2:
         raise CalibrationError(
             f"task {task!r} has {samples} sample, and method.ridge_lambda=auto leaves one out: "
             "raise method.samples_per_task or set method.ridge_lambda to a number"
         )
-    errors = []
-    for value in GRID:
-        share = torch.nan_to_num(spectrum.shrinkage(value))
-        residual = spectrum.drift - spectrum.left * share @ spectrum.target
-        leverage = 1 / samples + (spectrum.left.square() * share).sum(dim=1)
-        errors.append((residual / (1 - leverage)[:, None]).square().sum())
-    return GRID[int(torch.stack(errors).argmin())]
+    return min(GRID, key=lambda value: _left_out_error(spectrum, value))

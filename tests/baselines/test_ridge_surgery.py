@@ -3,7 +3,7 @@ import torch
 from feature_problems import normal
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.baselines.ridge_surgery import GRID, fit_ridge_surgery
+from fusion_bench_featcal.baselines.ridge_surgery import GRID, fit_ridge_surgery, left_out_errors
 from fusion_bench_featcal.baselines.settings import RidgeSurgerySettings
 
 
@@ -69,6 +69,8 @@ def test_auto_takes_the_least_error_of_refits_without_each_sample():
             module = fit(part, expert[kept], relative)
             error += (module(merged[left_out]) - expert[left_out]).square().sum().item()
         errors.append(error)
+    known = dict(zip(GRID, errors, strict=True))
+    assert left_out_errors(merged, expert) == pytest.approx(known)
     best = GRID[errors.index(min(errors))]
     assert 0 < GRID.index(best) < len(GRID) - 1
     assert torch.equal(fit(merged, expert, "auto").matrix, fit(merged, expert, best).matrix)
