@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full test test-newest lint types check build tables nightly clean
+.PHONY: help venv demo demo-full compare compare-quick test test-newest lint types check build tables nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,12 @@ demo: $(VENV)/.installed ## merge the bundled six-task CLIP, calibrate it, print
 
 demo-full: $(VENV)/.installed ## two upstream mergers, three seeds, the unseen alphabets, intervals
 	PATH="$(abspath $(BIN)):$$PATH" examples/demo_full.sh $(RUNS)
+
+compare: $(VENV)/.installed ## every merger with every post-merging method; finished cells stay
+	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6
+
+compare-quick: $(VENV)/.installed ## one merger, fewer samples and training steps: minutes
+	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.upstreams='[task_arithmetic]' method.alone='[regmean]' method.samples_per_task=64 method.training_steps=100
 
 tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's runs if there are any
 	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS))

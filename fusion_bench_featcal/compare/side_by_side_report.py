@@ -27,7 +27,7 @@ from .side_by_side import (
     SideBySide,
     SideBySideRow,
 )
-from .tables import Grid, console, fitting, markdown_grid, percent, print_lines, rich_grid
+from .tables import Grid, console, markdown_grid, percent, print_lines, rich_grid
 from .validate import SCHEMA
 
 SIDE_BY_SIDE_KIND = "comparison"
@@ -41,10 +41,10 @@ def show_side_by_side(comparison: SideBySide) -> None:
 
     terminal = console()
     for title, grid in _grids(comparison):
-        # Tables keep their columns on narrow terminals, where the lines then break.
-        table = rich_grid(fitting(grid, max(terminal.width, grid.width()), summary_columns=1))
+        table = rich_grid(grid)
         table.title = Text(f"{comparison.suite}: {title}")
-        terminal.print(table)
+        # No column is left out on a narrow terminal; there the lines break.
+        terminal.print(table, width=max(terminal.width, grid.width()), crop=False)
     print_lines(terminal, _sentences(comparison))
 
 
@@ -111,13 +111,12 @@ def side_by_side_markdown(comparison: SideBySide) -> str:
 def _grids(comparison: SideBySide) -> list[tuple[str, Grid]]:
     accuracy = ["average", "normalised", "gain over merger", "recovered gap", "paper"]
     takes = [
-        "task id at inference",
-        "modules added",
-        "parameters added",
+        "task id",
+        "modules / parameters",
         "seconds",
-        "host memory",
-        "GPU memory",
-        "samples per task",
+        "memory, MiB",
+        "GPU memory, MiB",
+        "samples",
         "seeds",
     ]
     return [
@@ -158,7 +157,7 @@ def _accuracy_cells(entry: SideBySideRow) -> list[str]:
     if entry.published is not None:
         published = percent(entry.published.value) + ("*" if entry.published.note else "")
     row = entry.row
-    share = recovered_text(row)
+    share = recovered_text(row) if row.name != row.upstream else _ABSENT
     return [average_text(row), percent(entry.normalised), gain_text(row), share, published]
 
 
@@ -167,10 +166,10 @@ def _cost_cells(entry: SideBySideRow) -> list[str]:
         value = entry.cost.get(key, _ABSENT)
         return form(value) if isinstance(value, int | float) else str(value)
 
+    modules, parameters = (cost(k, "{:.0f}".format) for k in (MODULES_ADDED, PARAMETERS_ADDED))
     return [
         cost(TASK_ID, str),
-        cost(MODULES_ADDED, lambda value: f"{value:.0f}"),
-        cost(PARAMETERS_ADDED, lambda value: f"{value:.0f}"),
+        f"{modules} / {parameters}" if modules != _ABSENT else _ABSENT,
         cost("seconds", lambda value: f"{value:.2f}"),
         cost("peak_rss_bytes", _mebibytes),
         cost("peak_accelerator_bytes", _mebibytes),
@@ -180,7 +179,7 @@ def _cost_cells(entry: SideBySideRow) -> list[str]:
 
 
 def _mebibytes(value: float) -> str:
-    return f"{value / 2**20:.0f} MiB"
+    return f"{value / 2**20:.0f}"
 
 
 def _sentences(comparison: SideBySide) -> list[str]:
@@ -191,10 +190,12 @@ def _sentences(comparison: SideBySide) -> list[str]:
     lines += explanations(comparison.combined)
     lines += [
         "normalised: mean over tasks of accuracy / the task's expert's accuracy, in per cent",
+        "task id: whether the model must be told which task an input belongs to; modules / "
+        "parameters: what it carries besides the merged model's, over all tasks",
         "seconds: merging for a merger, the method alone for a post-merging method; reading its "
         "images is part of it, evaluation is not",
-        "host memory: largest resident set of the process meanwhile, the framework included; "
-        f"{UNAVAILABLE}: could not be measured",
+        "memory: largest resident set of the process meanwhile, the framework included; "
+        f"{UNAVAILABLE}: could not be measured; samples: per task, with their split",
     ]
     published = [entry for entry in comparison.rows if entry.published]
     if published:

@@ -62,6 +62,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         seed: int = 42,
         samples_per_task: int = 256,
         calibration_split: str = "train",
+        training_steps: int = 1000,
         results_dir: str | None = None,
         notes: Mapping[str, str] | None = None,
         **meta: Any,
@@ -79,6 +80,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             seed: Seeds every merger and every method.
             samples_per_task: Not used here: YAML hands it to the methods.
             calibration_split: Likewise.
+            training_steps: Likewise.
             results_dir: Where finished cells are kept; None: `outputs/comparison/<model pool>`.
             notes: Name of a merger or method -> what a reader must know about it.
             **meta: FusionBench's own keys.
@@ -88,7 +90,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         unknown = sorted(set(meta) - {"_usage_", "_version_", "_recursive_"})
         if unknown:
-            known = (*self._KEYS, "samples_per_task", "calibration_split")
+            known = (*self._KEYS, "samples_per_task", "calibration_split", "training_steps")
             raise ValueError(f"method.{unknown[0]} is unknown; compare takes {', '.join(known)}")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"method.seed must be an integer >= 0, got {seed!r}")

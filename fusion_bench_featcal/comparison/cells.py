@@ -143,6 +143,7 @@ class GridRun:
             settings = plain(merger.config)
             result = _result(evaluation, settings=settings, cost={**merging, **_added(merged, {})})
             result.samples = _samples_in(settings, list(evaluation.accuracy))
+            result.seed = seed_of(settings)
             return result
         method = self.grid.cells[cell]
         with measure() as cost:

@@ -1,0 +1,42 @@
+"""The literal command on the bundled suite."""
+
+import json
+from pathlib import Path
+
+from cli_runs import fusion_bench
+
+from fusion_bench_featcal.compare import Report
+
+
+def test_command_compares_and_leaves_reports(tmp_path: Path) -> None:
+    result = fusion_bench(
+        [
+            "method=compare",
+            "modelpool=clip-vit-mini_alphabets2",
+            "method.upstreams=[simple_average]",
+            "method.alone=[lot]",
+            "method.cells=[anchor_only,ridge_surgery]",
+            "method.samples_per_task=8",
+            f"path.log_dir={tmp_path}/log",
+        ],
+        tmp_path,
+    )
+    assert "+ ridge_surgery" in result.stdout
+    assert "8 train" in result.stdout
+    content = json.loads((tmp_path / "log" / "report.json").read_text())
+    assert content["failed"] == []
+    assert content["suite"] == "clip-vit-mini_alphabets2"
+    report = Report.load(tmp_path / "log" / "simple_average")
+    assert list(report.rows) == [
+        "base",
+        "experts",
+        "simple_average",
+        "anchor_only",
+        "ridge_surgery",
+    ]
+    assert report.cost["ridge_surgery"]["modules_added"] == 2
+    assert list(Report.load(tmp_path / "log" / "lot").rows) == ["base", "experts", "lot"]
+    assert (tmp_path / "log" / "config_resolved.yaml").is_file()
+    kept = tmp_path / "outputs" / "comparison" / "clip-vit-mini_alphabets2"
+    assert len(list(kept.glob("cells/*/result.json"))) == 6
+    assert len(list(kept.glob("upstreams/*/model.safetensors"))) == 2
