@@ -1,6 +1,5 @@
 """`method=compare`: upstream mergers and post-merging methods side by side on one model pool."""
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from fusion_bench_featcal.comparison.reports import write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.settings import CalibrationError
 
-log = logging.getLogger(__name__)
+_FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 
 
 class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -52,57 +51,36 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     def __init__(
         self,
         *,
-        upstreams: Any = None,
-        alone: Any = None,
-        cells: Any = None,
-        references: Any = None,
-        upstream_mergers: Any = None,
-        mergers_alone: Any = None,
-        post_merging_methods: Any = None,
         seed: int = 42,
         samples_per_task: int = 256,
         calibration_split: str = "train",
         training_steps: int = 1000,
         results_dir: str | None = None,
         notes: Mapping[str, str] | None = None,
-        **meta: Any,
+        **choices: Any,
     ) -> None:
         """Keep the choices; they are checked together with the model pool's in `run`.
 
         Args:
-            upstreams: Names out of `upstream_mergers`; None: all.
-            alone: Names out of `mergers_alone`; None: all.
-            cells: Names out of `post_merging_methods`, and `none`; None: all.
-            references: Of `base` and `experts`; None: both.
-            upstream_mergers: Name -> config of a FusionBench method.
-            mergers_alone: Name -> config of a FusionBench method without post-merging.
-            post_merging_methods: Name -> config of a method, or a list of names applied in order.
             seed: Seeds every merger and every method.
             samples_per_task: Not used here: YAML hands it to the methods.
             calibration_split: Likewise.
             training_steps: Likewise.
             results_dir: Where finished cells are kept; None: `outputs/comparison/<model pool>`.
             notes: Name of a merger or method -> what a reader must know about it.
-            **meta: FusionBench's own keys.
+            **choices: Fields of `GridChoices`.
 
         Raises:
             ValueError: If the seed is no integer >= 0 or a key is unknown.
         """
-        unknown = sorted(set(meta) - {"_usage_", "_version_", "_recursive_"})
+        meta = {key: choices.pop(key) for key in _FUSION_BENCH_KEYS if key in choices}
+        unknown = sorted(set(choices) - set(GridChoices.__dataclass_fields__))
         if unknown:
             known = (*self._KEYS, "samples_per_task", "calibration_split", "training_steps")
             raise ValueError(f"method.{unknown[0]} is unknown; compare takes {', '.join(known)}")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"method.seed must be an integer >= 0, got {seed!r}")
-        self.choices = GridChoices(
-            upstreams=upstreams,
-            alone=alone,
-            cells=cells,
-            references=references,
-            upstream_mergers=upstream_mergers,
-            mergers_alone=mergers_alone,
-            post_merging_methods=post_merging_methods,
-        )
+        self.choices = GridChoices(**choices)
         self.seed = seed
         self.results_dir = results_dir
         self.notes = dict(plain(notes) or {})
