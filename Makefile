@@ -47,10 +47,10 @@ tables: $(VENV)/.installed ## write the tables of README and docs, from demo-ful
 	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS))
 
 test: $(VENV)/.installed ## run the tests: offline, on the CPU, in minutes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-newest: $(NEWEST)/.installed ## the same tests under the newest transformers 5.x
-	$(NEWEST)/bin/python -m pytest --numprocesses 2
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format
 	$(BIN)/ruff check .
