@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
@@ -21,4 +22,7 @@ class LogDirectoryCheck(Callback):
         Raises:
             ReportError: If a file is in its place or it cannot be written.
         """
+        # The folder's default name holds the time, which needs Hydra's own config; Hydra sets it
+        # itself a moment later.
+        HydraConfig.instance().set_config(config)
         prepare_directory(config.hydra.run.dir)

@@ -67,3 +67,4 @@ def test_command_line_composes_in_an_empty_folder(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert "fusion_bench_featcal.algorithm.FeatCalAlgorithm" in done.stdout
+    assert "UserWarning" not in done.stderr, done.stderr
