@@ -10,7 +10,6 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
-from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.boundary.evaluation import Evaluation
@@ -23,14 +22,13 @@ from fusion_bench_featcal.boundary.options import (
 )
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
-    MERGED_MODEL,
     check_pool_experts,
     check_pool_models,
     load_pool_model,
     load_processor,
     pool_source,
 )
-from fusion_bench_featcal.boundary.program import run_merger, take_default_taskpool
+from fusion_bench_featcal.boundary.program import check_upstream, prepare_run, upstream_model
 from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
 from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
@@ -93,10 +91,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         program = self._program
         if program is None:
             return
-        take_default_taskpool(program)
-        if self.log_dir is not None:
-            folder = prepare_directory(self.log_dir)
-            OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
+        prepare_run(program, self.log_dir)
         if program.merged_model_save_path is not None:
             path = Path(program.merged_model_save_path.replace("{log_dir}", str(self.log_dir)))
             prepare_directory(path.parent, "merged_model_save_path")
@@ -128,7 +123,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         }
         results = self._start_results(modelpool)
         self._add_base_and_experts(results, modelpool, choices.compare_with)
-        merged = self._merge(modelpool)
+        merged = upstream_model(self._program, self.base_method, modelpool)
         if MERGED in choices.compare_with:
             results.add_reference(results.upstream, merged, plain(self.base_method))
         model, evaluation = self._add_calibrated(
@@ -142,12 +137,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def _check_pool(self, modelpool: BaseModelPool, runs: Sequence[FeatCalSettings]) -> None:
         """Refuse what cannot work before anything is loaded or merged."""
-        if self.base_method is None and not modelpool.has_merged:
-            raise CalibrationError(
-                "method.base_method is null, but the pool has no merged model: name one as "
-                f"modelpool.models.{MERGED_MODEL}, or choose a merger "
-                "(method@method.base_method=task_arithmetic)"
-            )
+        check_upstream(self.base_method, modelpool)
         if not modelpool.has_pretrained and any(settings.anchor_rho != 1 for settings in runs):
             raise CalibrationError(
                 f"the pool has no base model (modelpool.models.{BASE_MODEL}), which anchors need: "
@@ -163,12 +153,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             upstream=MERGED if self.base_method is None else method_name(self.base_method),
             device=self.fabric.device,
         )
-
-    def _merge(self, modelpool: BaseModelPool) -> nn.Module:
-        """The merged model: from the upstream merger, or the pool's own."""
-        if self.base_method is None:
-            return load_pool_model(modelpool, MERGED_MODEL)
-        return run_merger(self._program, self.base_method, modelpool, "method.base_method")
 
     def _add_base_and_experts(
         self, results: RunResults, modelpool: BaseModelPool, references: Sequence[str]

@@ -20,12 +20,14 @@ from fusion_bench_featcal.baselines.settings import (
 from fusion_bench_featcal.baselines.wrapper import CorrectedModel
 from fusion_bench_featcal.boundary.options import check_merger, plain
 from fusion_bench_featcal.boundary.pool_models import (
-    MERGED_MODEL,
     check_pool_models,
-    load_pool_model,
     load_processor,
 )
-from fusion_bench_featcal.boundary.program import run_merger, take_default_taskpool
+from fusion_bench_featcal.boundary.program import (
+    check_upstream,
+    take_default_taskpool,
+    upstream_model,
+)
 from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -145,20 +147,11 @@ def run_correction(algorithm: CorrectionAlgorithm, modelpool: BaseModelPool) -> 
     """
     if algorithm.fabric.world_size > 1:
         raise CalibrationError("surgery methods run on one device: set fabric.devices=1")
-    if algorithm.base_method is None and not modelpool.has_merged:
-        raise CalibrationError(
-            "method.base_method is null, but the pool has no merged model: name one as "
-            f"modelpool.models.{MERGED_MODEL}, or choose a merger "
-            "(method@method.base_method=task_arithmetic)"
-        )
+    check_upstream(algorithm.base_method, modelpool)
     processor = load_processor(modelpool)
     check_pool_models(modelpool)
     check_post_merging(modelpool, algorithm.settings, processor, algorithm.clip_model)
-    if algorithm.base_method is None:
-        merged = load_pool_model(modelpool, MERGED_MODEL)
-    else:
-        config, setting = algorithm.base_method, "method.base_method"
-        merged = run_merger(algorithm._program, config, modelpool, setting)
+    merged = upstream_model(algorithm._program, algorithm.base_method, modelpool)
     model = post_merge(
         merged,
         modelpool,

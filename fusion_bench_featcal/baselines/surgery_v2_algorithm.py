@@ -26,12 +26,15 @@ from fusion_bench_featcal.baselines.settings import SurgerySettings, setting_nam
 from fusion_bench_featcal.baselines.surgery_v2 import LayerSurgery, train_surgery_v2
 from fusion_bench_featcal.boundary.options import check_merger, plain
 from fusion_bench_featcal.boundary.pool_models import (
-    MERGED_MODEL,
     check_pool_models,
     load_pool_model,
     load_processor,
 )
-from fusion_bench_featcal.boundary.program import run_merger, take_default_taskpool
+from fusion_bench_featcal.boundary.program import (
+    check_upstream,
+    take_default_taskpool,
+    upstream_model,
+)
 from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -138,19 +141,11 @@ class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):
         """
         if self.fabric.world_size > 1:
             raise CalibrationError("surgery methods run on one device: set fabric.devices=1")
-        if self.base_method is None and not modelpool.has_merged:
-            raise CalibrationError(
-                "method.base_method is null, but the pool has no merged model: name one as "
-                f"modelpool.models.{MERGED_MODEL}, or choose a merger "
-                "(method@method.base_method=task_arithmetic)"
-            )
+        check_upstream(self.base_method, modelpool)
         processor = load_processor(modelpool)
         check_pool_models(modelpool)
         check_post_merging(modelpool, self.settings, processor, self.clip_model)
-        if self.base_method is None:
-            merged = load_pool_model(modelpool, MERGED_MODEL)
-        else:
-            merged = run_merger(self._program, self.base_method, modelpool, "method.base_method")
+        merged = upstream_model(self._program, self.base_method, modelpool)
         model = surgery_v2_post_merge(
             merged, modelpool, self.settings, processor, self.clip_model,
             device=self.fabric.device,

@@ -5,9 +5,15 @@ from typing import Any
 
 from fusion_bench import BaseModelPool, instantiate
 from fusion_bench.taskpool.dummy import DummyTaskPool
+from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal.boundary.pool_models import pool_for_merging
+from fusion_bench_featcal.boundary.pool_models import (
+    MERGED_MODEL,
+    load_pool_model,
+    pool_for_merging,
+)
+from fusion_bench_featcal.compare import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -28,6 +34,59 @@ def take_default_taskpool(program: Any) -> None:
     if default is not None:
         log.info("no task pool was named: evaluating on the model pool's default_taskpool")
         program.taskpool = program._instantiate_and_setup(default)
+
+
+def prepare_run(program: Any, log_dir: str | None) -> None:
+    """What every method of ours does first: choose the task pool, check and fill the log directory.
+
+    Args:
+        program: The running program.
+        log_dir: Its log directory, where the resolved config is left; None: nothing is written.
+
+    Raises:
+        ReportError: If the directory cannot be written.
+    """
+    take_default_taskpool(program)
+    if log_dir is not None:
+        folder = prepare_directory(log_dir)
+        OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
+
+
+def check_upstream(base_method: Any, modelpool: BaseModelPool) -> None:
+    """Refuse a run without an upstream merger on a pool without a merged model.
+
+    Args:
+        base_method: `method.base_method`.
+        modelpool: The pool.
+
+    Raises:
+        CalibrationError: If there is neither.
+    """
+    if base_method is None and not modelpool.has_merged:
+        raise CalibrationError(
+            "method.base_method is null, but the pool has no merged model: name one as "
+            f"modelpool.models.{MERGED_MODEL}, or choose a merger "
+            "(method@method.base_method=task_arithmetic)"
+        )
+
+
+def upstream_model(program: Any, base_method: Any, modelpool: BaseModelPool) -> nn.Module:
+    """The merged model: from the upstream merger, or the pool's own where there is no merger.
+
+    Args:
+        program: The running program, or None.
+        base_method: `method.base_method`.
+        modelpool: The pool.
+
+    Returns:
+        The merged model.
+
+    Raises:
+        CalibrationError: If it cannot be loaded, or the merger returns anything but one model.
+    """
+    if base_method is None:
+        return load_pool_model(modelpool, MERGED_MODEL)
+    return run_merger(program, base_method, modelpool, "method.base_method")
 
 
 def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str) -> nn.Module:

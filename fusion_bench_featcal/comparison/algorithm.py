@@ -9,7 +9,6 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
-from omegaconf import OmegaConf
 
 from fusion_bench_featcal.boundary.options import plain
 from fusion_bench_featcal.boundary.pool_models import (
@@ -18,9 +17,8 @@ from fusion_bench_featcal.boundary.pool_models import (
     check_pool_models,
     load_pool_model,
 )
-from fusion_bench_featcal.boundary.program import take_default_taskpool
+from fusion_bench_featcal.boundary.program import prepare_run
 from fusion_bench_featcal.boundary.results import suite_name
-from fusion_bench_featcal.compare import prepare_directory
 from fusion_bench_featcal.compare.side_by_side_report import show_side_by_side
 from fusion_bench_featcal.comparison.cells import GridRun
 from fusion_bench_featcal.comparison.fingerprint import (
@@ -91,10 +89,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         program = self._program
         if program is None:
             return
-        take_default_taskpool(program)
-        if self.log_dir is not None:
-            folder = prepare_directory(self.log_dir)
-            OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
+        prepare_run(program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
         """Run the grid, report it, and return no model.
