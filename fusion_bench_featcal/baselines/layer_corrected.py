@@ -12,6 +12,7 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal.baselines.features import pooled_output, project, to_unit_norm
 from fusion_bench_featcal.baselines.surgery import SurgeryModule
 from fusion_bench_featcal.baselines.surgery_v2 import LayerSurgery, corrected_blocks
+from fusion_bench_featcal.baselines.training import Curve
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -33,6 +34,7 @@ class LayerCorrectedModel(nn.Module):
         corrections: Each task's modules.
         tasks: The tasks' names.
         samples: Task -> `{"samples": number, "split": name}` that they were trained on.
+        curves: Task -> its training's curve.
     """
 
     is_surgery_model = True
@@ -44,6 +46,7 @@ class LayerCorrectedModel(nn.Module):
         corrections: Mapping[str, LayerSurgery],
         *,
         samples: Mapping[str, Mapping[str, Any]] | None = None,
+        curves: Mapping[str, Curve] | None = None,
     ) -> None:
         """Put the parts together and freeze them; the merged model is not copied.
 
@@ -55,6 +58,7 @@ class LayerCorrectedModel(nn.Module):
         self.projection = projection
         self.tasks = tuple(corrections)
         self.samples = {task: dict(used) for task, used in (samples or {}).items()}
+        self.curves = dict(curves or {})
         self.corrections = nn.ModuleDict({_key(task): part for task, part in corrections.items()})
         if len(self.corrections) < len(self.tasks):
             raise ValueError(f"tasks must differ in more than '-', '.' and '_': {self.tasks}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from fusion_bench import BaseModelPool
-from torch import Tensor, nn
+from torch import nn
 
 from fusion_bench_featcal.baselines.features import (
     TaskFeatures,
@@ -23,7 +23,7 @@ from fusion_bench_featcal.baselines.settings import (
     SurgerySettings,
 )
 from fusion_bench_featcal.baselines.surgery import train_surgery
-from fusion_bench_featcal.baselines.training import OnStep
+from fusion_bench_featcal.baselines.training import Curve, Losses, OnStep
 from fusion_bench_featcal.baselines.wrapper import CorrectedModel, Correction
 from fusion_bench_featcal.boundary.pool_models import load_pool_model
 
@@ -75,7 +75,7 @@ def post_merge(
         clip_model: CLIP model, or its checkpoint, whose visual projection is used; None: the
             checkpoint of the pool's base model.
         device: Where to compute; None: where the merged model is.
-        losses: Filled with task -> loss of every update, for convergence plots.
+        losses: Filled with task -> loss of every update; the result's `curves` are thinned.
 
     Returns:
         The merged model with its corrections.
@@ -88,6 +88,7 @@ def post_merge(
     batches = open_stream(modelpool, settings, processor)
     projection = load_projection(modelpool, clip_model).to(device)
     corrections: dict[str, Correction] = {}
+    curves: dict[str, Curve] = {}
     for task in modelpool.model_names:
         expert = load_pool_model(modelpool, task)
         features = task_features(
@@ -99,15 +100,22 @@ def post_merge(
             device=device,
         )
         del expert
-        values: list[Tensor] = []
-        corrections[task] = fit_correction(features, settings, task, _keep_in(values))
-        if losses is not None and values:
-            losses[task] = torch.stack(values).tolist()
+        kept = Losses()
+        corrections[task] = fit_correction(features, settings, task, kept)
+        if every := kept.every():
+            curves[task] = kept.curve()
+            if losses is not None:
+                losses[task] = every
         log.info("%s: %s", task, _gain(features, corrections[task]))
     split = stream_split(settings)
     drawn = {t: {"samples": len(part.indices), "split": split} for t, part in batches.items()}
     return CorrectedModel(
-        merged, projection, corrections, normalize=settings.normalize, samples=drawn
+        merged,
+        projection,
+        corrections,
+        normalize=settings.normalize,
+        samples=drawn,
+        curves=curves,
     )
 
 
@@ -135,11 +143,6 @@ def fit_correction(
         trained = train_prob_surgery(merged, expert, settings, task=task, on_step=on_step)
         return trained.deployed()
     return fit_ridge_surgery(merged, expert, settings, task=task)
-
-
-def _keep_in(values: list[Tensor]) -> OnStep:
-    """Keep every loss where it is computed: reading each would wait for the device."""
-    return lambda _, loss: values.append(loss)
 
 
 def _gain(features: TaskFeatures, correction: Correction) -> str:

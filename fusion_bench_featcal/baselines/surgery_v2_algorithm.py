@@ -24,6 +24,7 @@ from fusion_bench_featcal.baselines.pool_merging import FUSION_BENCH_KEYS
 from fusion_bench_featcal.baselines.post_merging import check_post_merging
 from fusion_bench_featcal.baselines.settings import SurgerySettings, setting_names, settings_from
 from fusion_bench_featcal.baselines.surgery_v2 import LayerSurgery, train_surgery_v2
+from fusion_bench_featcal.baselines.training import Curve, Losses
 from fusion_bench_featcal.boundary.options import check_merger, plain
 from fusion_bench_featcal.boundary.pool_models import (
     check_pool_models,
@@ -80,16 +81,26 @@ def surgery_v2_post_merge(
         return project(pooled_output(output, merged), projection)
 
     corrections: dict[str, LayerSurgery] = {}
+    curves: dict[str, Curve] = {}
     for task in modelpool.model_names:
         pixels = [batch["pixel_values"] for batch in batches[task]]
         expert = load_pool_model(modelpool, task).to(device)
         log.info("training the modules of %s", task)
+        losses = Losses()
         corrections[task] = train_surgery_v2(
-            merged, expert, clip_blocks(merged), final_features, pixels, settings, task=task
+            merged,
+            expert,
+            clip_blocks(merged),
+            final_features,
+            pixels,
+            settings,
+            task=task,
+            on_step=losses,
         )
+        curves[task] = losses.curve()
     split = stream_split(settings)
     drawn = {t: {"samples": len(part.indices), "split": split} for t, part in batches.items()}
-    return LayerCorrectedModel(merged, projection, corrections, samples=drawn)
+    return LayerCorrectedModel(merged, projection, corrections, samples=drawn, curves=curves)
 
 
 class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):

@@ -1,6 +1,7 @@
 """Training a correction module on features that were computed once."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -11,6 +12,46 @@ from fusion_bench_featcal.settings import CalibrationError
 # Called after every update with its number, from 1, and its loss (0-dim, detached).
 OnStep = Callable[[int, Tensor], None]
 Loss = Callable[[Tensor, Tensor], Tensor]
+Curve = list[tuple[int, float]]
+"""Steps done and loss, in order; the first pair, of step 0, is from before training."""
+
+CURVE_WINDOW = 20
+"""Updates whose mean loss is one point of a curve."""
+
+
+class Losses:
+    """The losses of one training, an `OnStep`.
+
+    They stay where they are computed until training is over: reading each would wait for the
+    device.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._values: list[Tensor] = []
+
+    def __call__(self, step: int, loss: Tensor) -> None:
+        """Keep the loss of an update."""
+        self._values.append(loss)
+
+    def every(self) -> list[float]:
+        """The loss of every update; empty for what has no updates."""
+        return torch.stack(self._values).tolist() if self._values else []
+
+    def curve(self) -> Curve:
+        """The losses, thinned; empty for what has no updates.
+
+        The point of step 0 is the loss of the first update's batch, which is computed before any
+        weight changes. Every further point is the mean over `CURVE_WINDOW` updates (the last may
+        have fewer), at the number of the last of them.
+        """
+        values = self.every()
+        points = [(0, value) for value in values[:1]]
+        for start in range(0, len(values), CURVE_WINDOW):
+            window = values[start : start + CURVE_WINDOW]
+            points.append((start + len(window), math.fsum(window) / len(window)))
+        # Six digits show everything, and keep the files small.
+        return [(step, float(f"{value:.6g}")) for step, value in points]
 
 
 def task_generator(seed: int, task: str, purpose: str) -> torch.Generator:

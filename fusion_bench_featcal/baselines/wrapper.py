@@ -13,6 +13,7 @@ from fusion_bench_featcal.baselines.features import pooled_output, project, to_u
 from fusion_bench_featcal.baselines.ridge_surgery import AffineModule
 from fusion_bench_featcal.baselines.settings import NORMALIZE
 from fusion_bench_featcal.baselines.surgery import SurgeryModule
+from fusion_bench_featcal.baselines.training import Curve
 from fusion_bench_featcal.settings import CalibrationError
 
 Correction = SurgeryModule | AffineModule
@@ -38,6 +39,7 @@ class CorrectedModel(nn.Module):
         tasks: The tasks' names.
         normalize: `none` or `pre`.
         samples: Task -> `{"samples": number, "split": name}` that its correction was fitted on.
+        curves: Task -> its training's curve; empty where nothing was trained.
     """
 
     is_surgery_model = True
@@ -50,6 +52,7 @@ class CorrectedModel(nn.Module):
         *,
         normalize: str = "none",
         samples: Mapping[str, Mapping[str, Any]] | None = None,
+        curves: Mapping[str, Curve] | None = None,
     ) -> None:
         """Put the parts together and freeze them; the merged model is not copied.
 
@@ -64,6 +67,7 @@ class CorrectedModel(nn.Module):
         self.tasks = tuple(corrections)
         self.normalize = normalize
         self.samples = {task: dict(used) for task, used in (samples or {}).items()}
+        self.curves = dict(curves or {})
         keys = {task: _key(task) for task in corrections}
         if len(set(keys.values())) < len(keys):
             raise ValueError(f"tasks that differ in more than '-', '.' and '_' are needed: {keys}")

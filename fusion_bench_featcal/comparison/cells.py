@@ -17,6 +17,7 @@ from fusion_bench_featcal.boundary.options import plain
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.boundary.program import run_merger
 from fusion_bench_featcal.compare import BASE, measure
+from fusion_bench_featcal.compare.curves import as_curves
 from fusion_bench_featcal.compare.side_by_side import (
     MODULES_ADDED,
     PARAMETERS_ADDED,
@@ -154,6 +155,7 @@ class GridRun:
         result.cost = {**cost.as_dict(), **_added(model, method.added(model))}
         result.samples = method.samples(model, list(evaluation.accuracy))
         result.seed = seed_of(method.settings)
+        result.curves = as_curves(getattr(model, "curves", {}), "the model's curves")
         return result
 
     def _merged(self, merger: Merger) -> tuple[nn.Module, dict[str, Any]]:

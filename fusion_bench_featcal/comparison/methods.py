@@ -53,7 +53,10 @@ class PostMerging(Protocol):
         ...
 
     def post_merge(self, merged: nn.Module, inputs: CellInputs) -> nn.Module:
-        """Return the improved model; `merged` is this call's own."""
+        """Return the improved model; `merged` is this call's own.
+
+        A model that was trained may carry `curves`, task -> list of (step, loss): they are kept.
+        """
         ...
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:

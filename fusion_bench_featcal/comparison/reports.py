@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.compare import BASE, EXPERTS, Report, describe_device, versions
+from fusion_bench_featcal.compare.curves import write_curves
 from fusion_bench_featcal.compare.side_by_side import FailedCell, SideBySide, side_by_side
 from fusion_bench_featcal.compare.side_by_side_report import write_side_by_side
 from fusion_bench_featcal.comparison.grid import NONE, Grid
@@ -50,6 +51,8 @@ def write_reports(
             shutil.rmtree(place, ignore_errors=True)
             continue
         report.write(place)
+        mine = {cell: result for (owner, cell), result in results.items() if owner == merger.name}
+        write_curves(place, {cell: result.curves for cell, result in mine.items()})
         written.append(place)
     if not written:
         return None

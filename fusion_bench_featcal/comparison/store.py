@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fusion_bench_featcal.compare import ReportError, load_items, prepare_directory, save_items
+from fusion_bench_featcal.compare.curves import Curves, as_curves
 from fusion_bench_featcal.compare.files import plain, read_json, write_atomic
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -37,6 +38,7 @@ class CellResult:
         samples: Task -> {"samples", "split"} really used; empty for what uses no data.
         seed: The seed of its samples and training; None for what has none.
         notes: Sentences that a reader must know.
+        curves: Task -> (step, loss) of its training, in order; empty where nothing was trained.
         correct: Task -> bool `[items]`; None where the task pool does not tell.
     """
 
@@ -46,6 +48,7 @@ class CellResult:
     samples: dict[str, dict[str, Any]] = field(default_factory=dict)
     seed: int | None = None
     notes: list[str] = field(default_factory=list)
+    curves: Curves = field(default_factory=dict)
     correct: Mapping[str, Any] | None = None
 
 
@@ -77,6 +80,7 @@ class ResultStore:
             content = read_json(folder / _RESULT)
             has_items = content.pop("has_items")
             result = CellResult(**content)
+            result.curves = as_curves(result.curves, str(folder))
             result.correct = (load_items(folder) or {})[_ROW] if has_items else None
         except (ReportError, KeyError, TypeError, AttributeError) as error:
             log.warning("the result in %s is damaged and made again: %s", folder, error)

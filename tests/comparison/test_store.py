@@ -25,6 +25,7 @@ def test_result_comes_back(store: ResultStore) -> None:
         samples={"left": {"samples": 8, "split": "train"}},
         seed=3,
         notes=["a note"],
+        curves={"left": [(0, 1.5), (20, 0.25)]},
         correct={"left": torch.tensor([True, False])},
     )
     store.keep_result("wudi--featcal:mini", "abc", result)
@@ -40,7 +41,15 @@ def test_other_fingerprint_is_another_result(store: ResultStore) -> None:
     assert store.result("cell", "abd") is None
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"accuracy": {}, "has_items": false, "more": 1}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        "[]",
+        '{"accuracy": {}, "has_items": false, "more": 1}',
+        '{"accuracy": {}, "has_items": false, "curves": {"left": [1]}}',
+    ],
+)
 def test_damaged_result_is_made_again(store: ResultStore, damage: str) -> None:
     store.keep_result("cell", "abc", CellResult(accuracy={"left": 0.5}))
     (file,) = store.folder.rglob("result.json")
