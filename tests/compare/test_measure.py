@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from fusion_bench_featcal.compare import UNAVAILABLE, measure
-from fusion_bench_featcal.compare.measure import _host_peak
 
 MEBIBYTE = 2**20
 
@@ -38,24 +37,10 @@ def test_entries_of_the_caller_stand_beside_the_measured_ones():
         "peak_rss_bytes",
         "peak_rss_method",
         "peak_accelerator_bytes",
+        "gpu_energy_wh",
+        "gpu_energy_method",
         "expert_bytes",
     }
-
-
-@pytest.mark.parametrize(
-    ("readings", "expected"),
-    [
-        # The process's record was broken inside the block: exact.
-        ((100, 150, 140), (150, "kernel")),
-        # It was not: only samples speak about the block.
-        ((100, 100, 80), (80, "sampled")),
-        ((100, 100, None), (100, "process lifetime")),
-        ((None, None, 80), (80, "sampled")),
-        ((None, None, None), (UNAVAILABLE, UNAVAILABLE)),
-    ],
-)
-def test_the_best_reading_is_chosen_and_named(readings: tuple, expected: tuple):
-    assert _host_peak(*readings) == expected
 
 
 def test_without_psutil_and_resource_memory_is_unavailable(monkeypatch: pytest.MonkeyPatch):
