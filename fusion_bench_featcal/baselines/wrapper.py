@@ -97,6 +97,24 @@ class CorrectedModel(nn.Module):
         """
         return self._correction(task)(features)
 
+    def features(self, task: str, *args: Any, **kwargs: Any) -> Tensor:
+        """Corrected projected features of a task's images.
+
+        Args:
+            task: The task's name.
+            *args: The model's inputs.
+            **kwargs: The model's inputs.
+
+        Returns:
+            `[batch, d]`, not normalised.
+
+        Raises:
+            CalibrationError: If there is no correction for the task.
+        """
+        output = self.model(*args, **kwargs)
+        features = project(pooled_output(output, self.model), self.projection)
+        return self.correct(to_unit_norm(features) if self.normalize == "pre" else features, task)
+
     def compute_surgery_features(
         self, compute_features_fn: Tensor | Callable[[nn.Module], Tensor], dataset_name: str
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from .report import Report
 TASK_ID = "task_id_at_inference"
 MODULES_ADDED = "modules_added"
 PARAMETERS_ADDED = "parameters_added"
+SECONDS_PER_SAMPLE = "inference_seconds_per_sample"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 import copy
 import gc
 import logging
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from fusion_bench_featcal.boundary.evaluation import Evaluation, evaluate, join,
 from fusion_bench_featcal.boundary.options import plain
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.boundary.program import run_merger
-from fusion_bench_featcal.compare import BASE, measure
+from fusion_bench_featcal.compare import BASE, UNAVAILABLE, measure
 from fusion_bench_featcal.compare.curves import as_curves
 from fusion_bench_featcal.compare.side_by_side import (
     MODULES_ADDED,
     PARAMETERS_ADDED,
+    SECONDS_PER_SAMPLE,
     TASK_ID,
     FailedCell,
 )
 from fusion_bench_featcal.comparison.fingerprint import fingerprint
 from fusion_bench_featcal.comparison.grid import NONE, Grid, Merger
+from fusion_bench_featcal.comparison.inference import InferenceTimer
 from fusion_bench_featcal.comparison.methods import CellInputs, seed_of
 from fusion_bench_featcal.comparison.store import CellResult, ResultStore
 from fusion_bench_featcal.settings import CalibrationError
@@ -59,6 +62,10 @@ class GridRun:
     results: dict[tuple[str | None, str], CellResult] = field(default_factory=dict)
     failed: list[FailedCell] = field(default_factory=list)
     _unmerged: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Prepare what times the models of all cells."""
+        self._timer = InferenceTimer(self.inputs.taskpool, self.inputs.fabric)
 
     def run(self) -> None:
         """Run what is not finished; a failing cell is noted and does not stop the others."""
@@ -121,7 +128,8 @@ class GridRun:
 
     def _base(self) -> CellResult:
         model = load_pool_model(self.inputs.modelpool, BASE_MODEL)
-        return _result(self._evaluate(BASE, model))
+        evaluation = self._evaluate(BASE, model)
+        return _result(evaluation, cost=_inference([self._timer.seconds_per_sample(model)]))
 
     def _experts(self) -> CellResult:
         """Each expert on its own task."""
@@ -133,16 +141,21 @@ class GridRun:
                 f"the model pool has no expert for the tasks {without}: set "
                 f"modelpool.models.{without[0]}, or leave experts out of method.references"
             )
-        return _result(
-            join(self._evaluate(task, load_pool_model(pool, task), [task]) for task in tasks)
-        )
+        evaluations, times = [], []
+        for task in tasks:
+            model = load_pool_model(pool, task)
+            evaluations.append(self._evaluate(task, model, [task]))
+            times.append(self._timer.seconds_per_sample(model))
+            del model
+        return _result(join(evaluations), cost=_inference(times))
 
     def _post_merged(self, merger: Merger, cell: str) -> CellResult:
         merged, merging = self._merged(merger)
         if cell == NONE:
             evaluation = self._evaluate(merger.name, merged)
             settings = plain(merger.config)
-            result = _result(evaluation, settings=settings, cost={**merging, **_added(merged, {})})
+            result = _result(evaluation, settings=settings)
+            result.cost = {**merging, **self._deployed(merged, {})}
             result.samples = _samples_in(settings, list(evaluation.accuracy))
             result.seed = seed_of(settings)
             return result
@@ -152,7 +165,7 @@ class GridRun:
         del merged
         evaluation = self._evaluate(f"{merger.name}+{cell}", model)
         result = _result(evaluation, settings=method.settings)
-        result.cost = {**cost.as_dict(), **_added(model, method.added(model))}
+        result.cost = {**cost.as_dict(), **self._deployed(model, method.added(model))}
         result.samples = method.samples(model, list(evaluation.accuracy))
         result.seed = seed_of(method.settings)
         result.curves = as_curves(getattr(model, "curves", {}), "the model's curves")
@@ -187,6 +200,16 @@ class GridRun:
         # What a pool holds in memory is needed again.
         return copy.deepcopy(model) if pool.has_instance_models else model
 
+    def _deployed(self, model: nn.Module, added: Mapping[str, int]) -> dict[str, Any]:
+        """What an evaluated model needs at inference."""
+        return {
+            # FusionBench's protocol: a surgery model is told the task with every batch.
+            TASK_ID: "yes" if getattr(model, "is_surgery_model", False) else "no",
+            MODULES_ADDED: len(added),
+            PARAMETERS_ADDED: sum(added.values()),
+            **_inference([self._timer.seconds_per_sample(model)]),
+        }
+
     def _evaluate(self, name: str, model: nn.Module, tasks: list[str] | None = None) -> Evaluation:
         taskpool = self.inputs.taskpool
         return evaluate(taskpool, model, name=name, tasks=tasks, log_dir=self.log_dir)
@@ -206,14 +229,11 @@ def _result(
     )
 
 
-def _added(model: nn.Module, added: Mapping[str, int]) -> dict[str, Any]:
-    """What a model needs at inference that the merged model did not."""
-    return {
-        # FusionBench's protocol: a surgery model is told the task with every batch.
-        TASK_ID: "yes" if getattr(model, "is_surgery_model", False) else "no",
-        MODULES_ADDED: len(added),
-        PARAMETERS_ADDED: sum(added.values()),
-    }
+def _inference(seconds_per_sample: Sequence[float | str]) -> dict[str, Any]:
+    """Mean over models; a model that could not be timed leaves it open for all."""
+    known = [value for value in seconds_per_sample if isinstance(value, float)]
+    whole = bool(known) and len(known) == len(seconds_per_sample)
+    return {SECONDS_PER_SAMPLE: statistics.fmean(known) if whole else UNAVAILABLE}
 
 
 def _samples_in(config: Any, tasks: list[str]) -> dict[str, dict[str, Any]]:

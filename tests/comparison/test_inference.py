@@ -1,0 +1,126 @@
+"""Time per sample, with a clock that models move."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.baselines.surgery import SurgeryModule
+from fusion_bench_featcal.baselines.wrapper import CorrectedModel
+from fusion_bench_featcal.compare import UNAVAILABLE
+from fusion_bench_featcal.comparison import inference
+from fusion_bench_featcal.comparison.inference import BATCH, REPEATS, InferenceTimer
+
+FABRIC = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    made = SimpleNamespace(perf_counter=lambda: made.now, now=0.0)
+    monkeypatch.setattr(inference, "time", made)
+    return made
+
+
+class Tower(nn.Module):
+    """Gives its input as pooled output and takes the given times, the last one again and again."""
+
+    def __init__(self, clock: Any, *seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.calls, self.seen = clock, seconds, 0, 0
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        self.clock.now += self.seconds[min(self.calls, len(self.seconds) - 1)]
+        self.calls += 1
+        self.seen = len(pixels)
+        return pixels
+
+
+def images(number: int, *sizes: int) -> Any:
+    return [(torch.ones(sizes[i % len(sizes)]), 0) for i in range(number)]
+
+
+def pool(items: Any, **changes: Any) -> Any:
+    loaders = {"first": SimpleNamespace(dataset=items), "second": None}
+    clip = SimpleNamespace(visual_projection=nn.Linear(4, 4))
+    return SimpleNamespace(**{"test_dataloaders": loaders, "clip_model": clip} | changes)
+
+
+def test_median_without_the_first_call_divided_by_the_batch(clock: SimpleNamespace) -> None:
+    model = Tower(clock, 0.2, 0.016, 0.004, 0.008)
+    timed = InferenceTimer(pool(images(100, 4)), FABRIC).seconds_per_sample(model)
+    assert timed == pytest.approx(0.008 / BATCH)
+    assert (model.calls, model.seen) == (1 + REPEATS, BATCH)
+
+
+def test_a_slow_model_runs_twice(clock: SimpleNamespace) -> None:
+    model = Tower(clock, 9.0, 7.0)
+    timed = InferenceTimer(pool(images(2, 4)), FABRIC).seconds_per_sample(model)
+    assert timed == pytest.approx(7.0 / 2)
+    assert model.calls == 2
+
+
+@pytest.mark.parametrize("normalize", ["none", "pre"])
+def test_a_correction_is_part_of_it(clock: SimpleNamespace, normalize: str) -> None:
+    class Slow(SurgeryModule):
+        def forward(self, features: Tensor) -> Tensor:
+            clock.now += 0.016
+            return super().forward(features)
+
+    projection = nn.Linear(4, 4, bias=False)
+    correction = Slow(torch.zeros(2, 4), torch.zeros(4, 2))
+    model = CorrectedModel(
+        Tower(clock, 0.032), projection, {"first": correction}, normalize=normalize
+    )
+    timer = InferenceTimer(pool(images(100, 4)), FABRIC)
+    assert timer.seconds_per_sample(model.model) == pytest.approx(0.032 / BATCH)
+    assert timer.seconds_per_sample(model) == pytest.approx(0.048 / BATCH)
+
+
+@pytest.mark.parametrize("normalize", ["none", "pre"])
+def test_features_are_those_that_fusion_bench_is_given(normalize: str) -> None:
+    torch.manual_seed(0)
+    correction = SurgeryModule(torch.randn(2, 4), torch.randn(4, 2))
+    model = CorrectedModel(
+        nn.Flatten(), nn.Linear(4, 4), {"first": correction}, normalize=normalize
+    )
+    pixels = torch.randn(3, 4)
+    given = nn.functional.normalize(model.projection(model(pixels)), dim=-1)
+    expected, _, _ = model.compute_surgery_features(given, "first")
+    features = model.features("first", pixels)
+    if normalize == "none":
+        features = nn.functional.normalize(features, dim=-1)
+    torch.testing.assert_close(features, expected)
+
+
+def test_surgery_models_of_others_are_asked_as_fusion_bench_does(clock: SimpleNamespace) -> None:
+    class Other(Tower):
+        is_surgery_model = True
+
+        def compute_surgery_features(self, compute: Any, dataset_name: str) -> tuple[Tensor, ...]:
+            assert dataset_name == "first"
+            clock.now += 0.016
+            return (compute(self),)
+
+    timer = InferenceTimer(pool(images(100, 4)), FABRIC)
+    assert timer.seconds_per_sample(Other(clock, 0.016)) == pytest.approx(0.032 / BATCH)
+
+
+@pytest.mark.parametrize(
+    "taskpool",
+    [
+        SimpleNamespace(),
+        pool(images(20, 4), clip_model=None),
+        pool([]),
+        pool([{"text": "no image"}]),
+        pool([("text", 0)]),
+        pool(images(20, 4, 5)),
+        pool(None),
+    ],
+)
+def test_what_cannot_be_timed_is_unavailable(clock: SimpleNamespace, taskpool: Any) -> None:
+    model = Tower(clock, 1.0)
+    assert InferenceTimer(taskpool, FABRIC).seconds_per_sample(model) == UNAVAILABLE
+    assert model.calls == 0
