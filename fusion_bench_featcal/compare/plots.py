@@ -3,13 +3,23 @@
 matplotlib comes with the extra `plots` and is imported only when a figure is drawn.
 """
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
+from .curves import convergence_figure, load_curves
+from .drawing import (
+    CALIBRATED,
+    MERGED,
+    RULE,
+    legend_below,
+    marks,
+    new_figure,
+    save_figure,
+    style,
+)
+from .files import LOG_DIR_SETTING, ReportError, prepare_directory
 from .names import AVERAGE, BASE, EXPERTS, FEATCAL
 from .report import Report
 from .tables import short_names
@@ -20,29 +30,6 @@ if TYPE_CHECKING:
 
 # The log of `featcal` has this stem; that of `featcal:<preset>` adds `.<preset>`.
 CALIBRATION_LOG = "calibration_log"
-FORMATS = ("png", "svg")
-
-# Okabe and Ito's colours, told apart with every common colour blindness; markers differ as well.
-_GREY, _INK, _RULE = "#8c8c8c", "#222222", "#d9d9d9"
-_MERGED, _CALIBRATED = "#d55e00", "#0072b2"
-_FURTHER = (
-    ("#009e73", "D"),
-    ("#cc79a7", "^"),
-    ("#e69f00", "v"),
-    ("#56b4e9", "P"),
-    ("#7a5195", "X"),
-)
-_STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": _GREY,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    # With a fixed salt the same run gives the same SVG.
-    "svg.hashsalt": "featcal",
-}
 
 
 def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--out") -> list[Path]:
@@ -54,8 +41,8 @@ def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--o
         setting: The setting that chose `out`, named in error messages.
 
     Returns:
-        The files written: `accuracy.{png,svg}`, and where drift was logged `drift.{png,svg}` and
-        `drift.<preset>.{png,svg}`.
+        The files written: `accuracy.{png,svg}`; where drift was logged `drift.{png,svg}` and
+        `drift.<preset>.{png,svg}`; where methods were trained `convergence.{png,svg}`.
 
     Raises:
         ReportError: matplotlib is missing, the run's files are damaged, or a figure cannot be
@@ -71,9 +58,12 @@ def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--o
         if records:
             row = FEATCAL + preset.replace(".", ":", 1)
             figures[f"drift{preset}"] = drift_figure(records, f"{title}: {row}")
+    curves = load_curves(run)
+    if curves:
+        figures["convergence"] = convergence_figure(curves, title)
     setting = setting if out else LOG_DIR_SETTING
     directory = prepare_directory(out or run, setting)
-    written = [_save(figure, directory / name, setting) for name, figure in figures.items()]
+    written = [save_figure(figure, directory / name, setting) for name, figure in figures.items()]
     return [path for paths in written for path in paths]
 
 
@@ -90,27 +80,27 @@ def accuracy_figure(report: Report, title: str = "") -> "Figure":
     # The average stands apart, below the tasks.
     heights = {key: float(-line) for line, key in enumerate(keys)}
     heights[AVERAGE] -= 0.4
-    with _style():
-        figure = _figure(7.2, 1.5 + 0.34 * len(keys))
+    with style():
+        shifts, spacing = _shifts(report)
+        figure = new_figure(7.2, 1.5 + spacing * len(keys))
         axes = figure.subplots()
         _draw_gaps(axes, report, heights)
-        shifts = _shifts(report)
-        for name, marks in _row_marks(report).items():
+        for name, look in marks(list(report.rows), report.upstream).items():
             values = [100 * report.rows[name][key] for key in keys]
             lines = [height + shifts[name] for height in heights.values()]
             label = f"{name} ({values[-1]:.1f})"
-            axes.plot(values, lines, linestyle="none", label=label, **marks)
-        axes.axhline(heights[AVERAGE] + 0.7, color=_RULE, linewidth=0.8)
+            axes.plot(values, lines, linestyle="none", label=label, **look)
+        axes.axhline(heights[AVERAGE] + 0.7, color=RULE, linewidth=0.8)
         axes.set_yticks(list(heights.values()), [names[key] for key in keys])
         axes.get_yticklabels()[-1].set_fontweight("bold")
         axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color=_RULE, linewidth=0.6)
+        axes.grid(axis="x", color=RULE, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("accuracy, %")
         axes.set_ylim(heights[AVERAGE] - 0.6, 0.6)
         axes.set_title(title)
-        _legend_below(figure, axes, "row (average)")
+        legend_below(figure, *axes.get_legend_handles_labels(), "row (average)")
     return figure
 
 
@@ -131,21 +121,25 @@ def drift_figure(records: Sequence[Mapping[str, Any]], title: str = "") -> "Figu
     relative = all(record.get("relative_drift_before") is not None for record in records)
     prefix = "relative_drift" if relative else "drift"
     blocks = list(dict.fromkeys(record["block"] for record in records))
-    with _style():
-        figure = _figure(max(4.8, min(12.0, 2.4 + 0.36 * len(blocks))), 3.8)
+    with style():
+        figure = new_figure(max(4.8, min(12.0, 2.4 + 0.36 * len(blocks))), 3.8)
         axes = figure.subplots()
-        for moment, colour, marker in (("before", _MERGED, "s"), ("after", _CALIBRATED, "o")):
+        for moment, colour, marker in (("before", MERGED, "s"), ("after", CALIBRATED, "o")):
             _draw_drift(axes, records, blocks, f"{prefix}_{moment}", (moment, colour, marker))
         axes.set_xticks(range(len(blocks)), _short_blocks(blocks))
         if max(map(len, _short_blocks(blocks))) > 3:
             axes.tick_params(axis="x", labelrotation=60)
         axes.set_ylim(bottom=0)
-        axes.grid(axis="y", color=_RULE, linewidth=0.6)
+        axes.grid(axis="y", color=RULE, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.set_xlabel("block")
         axes.set_ylabel("drift / expert's norm" if relative else "drift, L2")
         axes.set_title(title)
-        _legend_below(figure, axes, "each block's own calibration (bold: mean over tasks)")
+        legend_below(
+            figure,
+            *axes.get_legend_handles_labels(),
+            "each block's own calibration (bold: mean over tasks)",
+        )
     return figure
 
 
@@ -174,39 +168,22 @@ def _draw_gaps(axes: "Axes", report: Report, heights: Mapping[str, float]) -> No
         return
     for key, height in heights.items():
         ends = [100 * merged[key], 100 * experts[key]]
-        axes.plot(ends, [height, height], color=_RULE, linewidth=5, solid_capstyle="butt")
+        axes.plot(ends, [height, height], color=RULE, linewidth=5, solid_capstyle="butt")
 
 
-def _shifts(report: Report) -> dict[str, float]:
-    """How far each row's marks leave the line of their task, so that equal values stay visible."""
+def _shifts(report: Report) -> tuple[dict[str, float], float]:
+    """How far each row's marks leave the line of their task, so that equal values stay visible.
+
+    Returns:
+        The shifts, in distances of two tasks' lines, and that distance in inches.
+    """
     references = (BASE, EXPERTS, report.upstream)
     shifted = [name for name in report.rows if name not in references]
-    step = 0.24 / max(len(shifted) - 1, 1)
-    shifts = {name: 0.12 - step * place for place, name in enumerate(shifted)}
-    return {name: shifts.get(name, 0.0) if len(shifted) > 1 else 0.0 for name in report.rows}
-
-
-def _row_marks(report: Report) -> dict[str, dict[str, Any]]:
-    """Row -> colour and shape: references sober, merged and calibrated in fixed colours."""
-    common = {"markersize": 8, "markeredgecolor": "white", "markeredgewidth": 0.8}
-    fixed = {
-        BASE: {"color": _GREY, "marker": "x", "markeredgecolor": _GREY, "markeredgewidth": 1.6},
-        EXPERTS: {"color": _INK, "marker": "|", "markersize": 14, "markeredgecolor": _INK,
-                  "markeredgewidth": 2.2},
-    }  # fmt: skip
-    if report.upstream:
-        fixed[report.upstream] = {"color": _MERGED, "marker": "s"}
-    marks, further = {}, 0
-    for name in report.rows:
-        if name in fixed:
-            own = fixed[name]
-        elif name == FEATCAL:
-            own = {"color": _CALIBRATED, "marker": "o", "markersize": 9}
-        else:
-            colour, marker = _FURTHER[further % len(_FURTHER)]
-            own, further = {"color": colour, "marker": marker}, further + 1
-        marks[name] = {**common, **own}
-    return marks
+    crowd = max(len(shifted) - 3, 0)
+    reach = min(0.12 + 0.05 * crowd, 0.38) if len(shifted) > 1 else 0.0
+    step = 2 * reach / max(len(shifted) - 1, 1)
+    shifts = {name: reach - step * place for place, name in enumerate(shifted)}
+    return {name: shifts.get(name, 0.0) for name in report.rows}, 0.34 + 0.06 * crowd
 
 
 def _draw_drift(
@@ -238,46 +215,3 @@ def _short_blocks(blocks: Sequence[str]) -> list[str]:
         return list(blocks)
     kept = [place for place, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
     return [".".join(words[place] for place in kept) for words in parts]
-
-
-def _legend_below(figure: "Figure", axes: "Axes", title: str) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    columns = min(3, len(labels))
-    legend = figure.legend(
-        handles, labels, loc="outside lower left", ncols=columns, title=title, fontsize=9
-    )
-    legend.set_alignment("left")
-
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ReportError(
-            "figures need matplotlib: pip install 'fusion-bench-featcal[plots]'"
-        ) from error
-    return matplotlib
-
-
-def _style() -> Any:
-    return _matplotlib().rc_context(_STYLE)
-
-
-def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: "Figure", stem: Path, setting: str) -> list[Path]:
-    paths = []
-    for kind in FORMATS:
-        buffer = io.BytesIO()
-        # A date would make every SVG differ.
-        metadata = {"Date": None} if kind == "svg" else {}
-        with _style():
-            figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
-        paths.append(
-            write_atomic(stem.with_name(f"{stem.name}.{kind}"), buffer.getvalue(), setting)
-        )
-    return paths
