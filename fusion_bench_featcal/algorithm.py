@@ -13,7 +13,9 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.boundary.evaluation import Evaluation
+from fusion_bench_featcal.boundary.loggers import log_reports
 from fusion_bench_featcal.boundary.options import (
+    FUSION_BENCH_KEYS,
     MERGED,
     check_merger,
     checked_choices,
@@ -38,8 +40,6 @@ from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
-
-_FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 
 
 class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -74,7 +74,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             ValueError: If a key is unknown or a value out of range.
         """
-        meta = {key: settings.pop(key) for key in _FUSION_BENCH_KEYS if key in settings}
+        meta = {key: settings.pop(key) for key in FUSION_BENCH_KEYS if key in settings}
         self.settings = checked_settings(settings)
         check_family(self.settings.family)
         check_merger(base_method)
@@ -132,6 +132,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         for name, settings in presets.items():
             self._add_calibrated(name, settings, modelpool, merged, batches[name], results)
         results.finish(self._program, model, evaluation)
+        log_reports(self.fabric, [results.report])
         modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]
         return model
 

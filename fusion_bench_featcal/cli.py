@@ -8,8 +8,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fusion_bench_featcal import __version__
+
+if TYPE_CHECKING:
+    from fusion_bench_featcal.compare.find import Found
 
 _RUN_HELP = "log directory of a run, or a folder with several below it"
 
@@ -38,12 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report_command(options: argparse.Namespace) -> int:
-    """Print (and with --out write) the tables of runs from the results they left."""
+    """Print (and with --out write) the tables of runs and comparisons from what they left."""
     from fusion_bench_featcal.compare import Report
-    from fusion_bench_featcal.compare.combine import combine, find_runs
+    from fusion_bench_featcal.compare.combine import combine
     from fusion_bench_featcal.compare.combined_report import show_combined, write_combined
+    from fusion_bench_featcal.compare.find import find
 
-    runs = find_runs(options.runs)
+    found = find(options.runs)
+    if not found.runs:
+        raise UsageError(f"no run in or below {', '.join(options.runs)}")
+    if found.comparisons:
+        return _report_comparisons(found, options.out)
+    runs = found.runs
     combined = combine(runs)
     # Write first: a reader who sees the table can rely on the files.
     written = write_combined(combined, options.out) if options.out else None
@@ -56,14 +66,33 @@ def report_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def _report_comparisons(found: "Found", out: str | None) -> int:
+    """All runs in the tables of `method=compare`, with what failed there."""
+    from fusion_bench_featcal.compare.side_by_side import side_by_side
+    from fusion_bench_featcal.compare.side_by_side_report import (
+        show_side_by_side,
+        write_side_by_side,
+    )
+
+    comparison = side_by_side(found.runs, found.failed)
+    written = write_side_by_side(comparison, out, "--out") if out else None
+    show_side_by_side(comparison)
+    if written:
+        print(f"written: {written.parent}")
+    return 0
+
+
 def plot_command(options: argparse.Namespace) -> int:
-    """Draw the figures of runs: into each run's folder, or below --out."""
-    from fusion_bench_featcal.compare.combine import find_runs
+    """Draw the figures of runs and comparisons: into each one's folder, or below --out."""
+    from fusion_bench_featcal.compare.comparison_plots import plot_comparison
+    from fusion_bench_featcal.compare.find import find
     from fusion_bench_featcal.compare.plots import plot_run
 
-    runs = find_runs(options.runs)
-    for run, folder in zip(runs, _figure_folders(runs, options.out), strict=True):
-        for path in plot_run(run, folder):
+    found = find(options.runs)
+    places = [*found.runs, *found.comparisons]
+    for place, folder in zip(places, _figure_folders(places, options.out), strict=True):
+        draw = plot_comparison if place in found.comparisons else plot_run
+        for path in draw(place, folder):
             print(path)
     return 0
 

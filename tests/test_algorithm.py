@@ -1,5 +1,7 @@
 """The literal command on the bundled suite, and what it leaves behind."""
 
+import csv
+import io
 import json
 import re
 import subprocess
@@ -29,6 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Comp
             "modelpool=clip-vit-mini_TA6",
             f"method.samples_per_task={SAMPLES}",
             "method.presets={anchor: {ridge_lambda: 1.0e6}}",
+            "fabric/loggers=csv_logger",
             f"path.log_dir={folder}/log",
             'merged_model_save_path="{log_dir}/calibrated"',
         ],
@@ -69,6 +72,16 @@ def test_fusion_bench_gets_the_same_accuracies(run) -> None:
     theirs = json.loads((log_dir / "program_report.json").read_text())
     ours = Report.load(log_dir).rows["featcal"]
     assert {t: theirs[t]["accuracy"] for t in image.TA6} == {t: ours[t] for t in image.TA6}
+
+
+def test_logger_has_the_reports_numbers(run) -> None:
+    report = Report.load(run[0])
+    (line,) = csv.DictReader(io.StringIO((run[0] / "metrics.csv").read_text()))
+    assert float(line["experts/average"]) == pytest.approx(report.rows["experts"]["average"])
+    gain = report.rows["featcal"]["average"] - report.rows["task_arithmetic"]["average"]
+    assert float(line["task_arithmetic/featcal/gain"]) == pytest.approx(gain)
+    seconds = report.cost["featcal:anchor"]["seconds"]
+    assert float(line["task_arithmetic/featcal_anchor/seconds"]) == pytest.approx(seconds)
 
 
 def test_table_comes_last(run) -> None:

@@ -11,6 +11,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from fusion_bench_featcal.compare import BASE, EXPERTS
 from fusion_bench_featcal.settings import FeatCalSettings
 
+FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
+"""Keys that FusionBench's configs carry beside a method's own."""
+
 MERGED = "merged"
 REFERENCES = (BASE, EXPERTS, MERGED)
 

@@ -1,7 +1,7 @@
 """Several runs (calibration seeds, upstream mergers, pools) as one result."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from .bootstrap import Interval, paired_difference, recovered_gap_interval
-from .files import ReportError, read_json
+from .files import ReportError
 from .items import ITEMS_FILE
 from .names import AVERAGE, EXPERTS, recovered_share
-from .report import REPORT_FILE, Report
-from .validate import KIND
+from .report import Report
 
 _SEED_SETTING = "seed"
 
@@ -74,46 +73,11 @@ class _Run:
     report: Report
 
 
-def find_runs(paths: Iterable[str | Path]) -> list[Path]:
-    """Find the folders of runs: each path itself, or everything below it with a run's report.
-
-    Raises:
-        ReportError: A path does not exist, there is no run at it, or a report is not valid JSON.
-    """
-    found: list[Path] = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise ReportError(f"no such run: {path}")
-        if path.name == REPORT_FILE and path.is_file():
-            path = path.parent
-        if is_run(path):
-            found.append(path)
-            continue
-        below = [file.parent for file in sorted(path.rglob(REPORT_FILE)) if is_run(file.parent)]
-        if not below:
-            raise ReportError(f"no run in or below {path}: a run's log directory has {REPORT_FILE}")
-        found += below
-    return list({folder.resolve(): folder for folder in found}.values())
-
-
-def is_run(directory: Path) -> bool:
-    """Whether `directory` holds the report of a run (a combined report is not one).
-
-    Raises:
-        ReportError: It holds a `report.json` that is not valid JSON: whose it was cannot be told.
-    """
-    path = directory / REPORT_FILE
-    if not path.is_file():
-        return False
-    content = read_json(path)
-    return isinstance(content, dict) and content.get("kind") == KIND
-
-
 def combine(directories: Sequence[str | Path]) -> Combined:
     """Load runs and average what belongs together.
 
     Args:
-        directories: Folders of runs, as `find_runs` returns them.
+        directories: Folders of runs, as `compare.find.find_runs` returns them.
 
     Raises:
         ReportError: A report is damaged or of another schema; runs of one suite have other tasks

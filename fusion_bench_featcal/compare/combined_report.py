@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .bootstrap import BOOTSTRAP_SEED, LEVEL, RESAMPLES, Interval
-from .combine import Combined, CombinedRow, is_run
-from .files import ReportError, plain, prepare_directory, write_atomic
+from .combine import Combined, CombinedRow
+from .files import plain, prepare_directory, write_atomic
+from .find import refuse_run
 from .names import AVERAGE, BASE, EXPERTS
 from .report import REPORT_FILE
 from .tables import (
@@ -65,12 +66,7 @@ def write_combined(combined: Combined, directory: str | Path, setting: str = "--
     Raises:
         ReportError: The folder cannot be written, or is itself a run whose report would be lost.
     """
-    directory = Path(directory)
-    if is_run(directory):
-        raise ReportError(
-            f"{directory} holds the report of a run, which would be overwritten. "
-            f"Change {setting} to another directory."
-        )
+    refuse_run(directory, setting)
     text = json.dumps(combined_dict(combined), indent=2, allow_nan=False) + "\n"
     directory = prepare_directory(directory, setting)
     write_atomic(directory / "report.csv", combined_csv(combined), setting)

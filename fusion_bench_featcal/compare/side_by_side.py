@@ -1,14 +1,17 @@
 """Every merger and every post-merging method in one table: what it gives, and what it takes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from .combine import Combined, CombinedRow, combine
 from .combined_report import displayed_rows
-from .names import EXPERTS, UNAVAILABLE
+from .files import ReportError
+from .find import FailedCell
+from .names import AVERAGE, EXPERTS, UNAVAILABLE
 from .published import Published, published_average
 from .report import Report
 
@@ -17,21 +20,9 @@ TASK_ID = "task_id_at_inference"
 MODULES_ADDED = "modules_added"
 PARAMETERS_ADDED = "parameters_added"
 SECONDS_PER_SAMPLE = "inference_seconds_per_sample"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailedCell:
-    """A cell that gave no result.
-
-    Attributes:
-        upstream: The upstream merger; None for a reference.
-        name: The cell, or the merger's own name if it failed itself.
-        reason: What went wrong.
-    """
-
-    upstream: str | None
-    name: str
-    reason: str
+# The seed of all mergers and cells of a comparison, among the seeds of its reports.
+COMPARISON_SEED = "comparison"
+NORMALISED = "normalised"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +33,9 @@ class SideBySideRow:
         row: Accuracies, gain and intervals over the runs.
         normalised: Mean over tasks of accuracy / the task's expert's accuracy; None without them.
         cost: Costs and additions: a mean over runs, "unavailable" where a run could not measure
-            it, or text; empty for the references.
+            it, or text.
+        spread: Standard deviation over runs (n - 1) of `normalised` and of each cost that is a
+            number; empty for one run.
         samples: Calibration samples per task with their split, such as `256 train`; "" for none.
         seeds: The seeds of the row itself, one a run; empty where it has none.
         published: The paper's average; None where it has none.
@@ -51,6 +44,7 @@ class SideBySideRow:
     row: CombinedRow
     normalised: float | None
     cost: dict[str, Any]
+    spread: dict[str, float]
     samples: str
     seeds: list[int]
     published: Published | None
@@ -58,9 +52,18 @@ class SideBySideRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """A comparison: its rows in the order of display, and the cells that failed."""
+    """A comparison: its rows in the order of display, and the cells that failed.
+
+    Attributes:
+        suite: Name of the model pool.
+        seeds: Seeds of the comparisons that were combined, where they are known.
+        combined: The runs' results.
+        rows: References first, then merger by merger.
+        failed: Cells that gave no result, one a seed.
+    """
 
     suite: str
+    seeds: list[int]
     combined: Combined
     rows: list[SideBySideRow]
     failed: list[FailedCell]
@@ -79,17 +82,29 @@ def side_by_side(
         The comparison.
 
     Raises:
-        ReportError: A report is damaged, or the runs do not belong together.
+        ReportError: A report is damaged, the runs do not belong together, or they are of several
+            suites.
     """
     combined = combine(directories)
     reports = [Report.load(directory) for directory in directories]
+    if len(combined.suites) > 1:
+        raise ReportError(
+            f"a comparison is of one suite, these runs are of {', '.join(combined.suites)}: "
+            "name those of one suite at a time"
+        )
     suite = combined.suites[0]
     experts = next((row for row in combined.rows if row.name == EXPERTS), None)
     rows = [
         _side_by_side_row(row, experts, [r for r in reports if _holds(r, row)])
         for row in displayed_rows(combined, suite)
     ]
-    return SideBySide(suite=suite, combined=combined, rows=rows, failed=list(failed))
+    seeds = _known(report.seeds.get(COMPARISON_SEED) for report in reports)
+    return SideBySide(suite=suite, seeds=seeds, combined=combined, rows=rows, failed=list(failed))
+
+
+def _known(seeds: Iterable[int | None]) -> list[int]:
+    """Each seed once."""
+    return [seed for seed in dict.fromkeys(seeds) if seed is not None]
 
 
 def _holds(report: Report, row: CombinedRow) -> bool:
@@ -99,23 +114,49 @@ def _holds(report: Report, row: CombinedRow) -> bool:
 def _side_by_side_row(
     row: CombinedRow, experts: CombinedRow | None, reports: Sequence[Report]
 ) -> SideBySideRow:
-    seeds = dict.fromkeys(report.seeds.get(row.name) for report in reports)
+    shares = [
+        normalised_average(report.rows[row.name], report.rows.get(EXPERTS) or _accuracy(experts))
+        for report in reports
+    ]
+    known = [share for share in shares if share is not None]
+    whole = bool(known) and len(known) == len(shares)
+    costs = [report.cost.get(row.name, {}) for report in reports]
     return SideBySideRow(
         row=row,
-        normalised=normalised_average(row, experts),
-        cost=_cost(row, [report.cost.get(row.name, {}) for report in reports]),
+        normalised=fmean(known) if whole else None,
+        cost=_cost(row, costs),
+        spread=_spread({NORMALISED: known} | {k: _numbers(costs, k) for k in row.cost}),
         samples=_samples([report.samples.get(row.name, {}) for report in reports]),
-        seeds=[seed for seed in seeds if seed is not None],
+        seeds=_known(report.seeds.get(row.name) for report in reports),
         published=published_average(row.suite, row.upstream, row.name),
     )
 
 
-def normalised_average(row: CombinedRow, experts: CombinedRow | None) -> float | None:
-    """Mean over tasks of accuracy divided by the task's expert's; None without experts."""
-    if experts is None or any(experts.accuracy[task] <= 0 for task in row.tasks):
+def _spread(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {key: stdev(numbers) for key, numbers in values.items() if len(numbers) > 1}
+
+
+def _numbers(costs: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [cost[key] for cost in costs if isinstance(cost.get(key), int | float)]
+
+
+def _accuracy(row: CombinedRow | None) -> dict[str, float] | None:
+    return None if row is None else row.accuracy
+
+
+def normalised_average(
+    row: Mapping[str, float], experts: Mapping[str, float] | None
+) -> float | None:
+    """Mean over tasks of accuracy divided by the task's expert's; None without experts.
+
+    Args:
+        row: Task (and `average`, which is left out) -> accuracy.
+        experts: The same of the experts.
+    """
+    tasks = [task for task in row if task != AVERAGE]
+    if experts is None or any(experts[task] <= 0 for task in tasks):
         return None
-    shares = [row.accuracy[task] / experts.accuracy[task] for task in row.tasks]
-    return math.fsum(shares) / len(shares)
+    return math.fsum(row[task] / experts[task] for task in tasks) / len(tasks)
 
 
 def _cost(row: CombinedRow, costs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -17,20 +17,21 @@ from .combined_report import (
     task_grid,
 )
 from .files import LOG_DIR_SETTING, plain, prepare_directory, write_atomic
+from .find import SIDE_BY_SIDE_KIND, FailedCell, refuse_run
 from .names import AVERAGE, BASE, EXPERTS, UNAVAILABLE
 from .report import REPORT_FILE
 from .side_by_side import (
     MODULES_ADDED,
+    NORMALISED,
     PARAMETERS_ADDED,
+    SECONDS_PER_SAMPLE,
     TASK_ID,
-    FailedCell,
     SideBySide,
     SideBySideRow,
 )
 from .tables import Grid, console, markdown_grid, percent, print_lines, rich_grid
 from .validate import SCHEMA
 
-SIDE_BY_SIDE_KIND = "comparison"
 _ABSENT = "-"
 _FAILED = "failed"
 
@@ -54,22 +55,37 @@ def write_side_by_side(
     """Write `report.csv`, `report.md` and, last, `report.json`; returns the last one's path.
 
     Raises:
-        ReportError: The folder cannot be written.
+        ReportError: The folder cannot be written, or is itself a run whose report would be lost.
     """
-    text = json.dumps(side_by_side_dict(comparison), indent=2, allow_nan=False) + "\n"
+    refuse_run(directory, setting)
     directory = prepare_directory(directory, setting)
+    content = side_by_side_dict(comparison) | {"runs": _runs_inside(comparison, directory)}
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     write_atomic(directory / "report.csv", side_by_side_csv(comparison), setting)
     write_atomic(directory / "report.md", side_by_side_markdown(comparison), setting)
     return write_atomic(directory / REPORT_FILE, text, setting)
 
 
+def _runs_inside(comparison: SideBySide, directory: Path) -> list[str]:
+    """Names of the runs' folders, if they are this folder's own: then it stands for them.
+
+    What else a folder holds, such as an earlier comparison's runs, is not read again with it.
+    """
+    runs = [Path(run).absolute() for run in comparison.combined.runs]
+    return [run.name for run in runs] if all(run.parent == directory for run in runs) else []
+
+
 def side_by_side_dict(comparison: SideBySide) -> dict[str, Any]:
     """Return what the comparison's `report.json` holds."""
-    rows = [{**asdict(entry.row), **_without_row(entry)} for entry in comparison.rows]
+    rows = [
+        {**asdict(entry.row), **_without_row(entry), "runs": len(entry.row.seeds)}
+        for entry in comparison.rows
+    ]
     return {
         "kind": SIDE_BY_SIDE_KIND,
         "schema": SCHEMA,
         "suite": comparison.suite,
+        "seeds": comparison.seeds,
         "rows": plain(rows, "comparison"),
         "failed": [asdict(cell) for cell in comparison.failed],
         "notes": comparison.combined.notes,
@@ -77,7 +93,7 @@ def side_by_side_dict(comparison: SideBySide) -> dict[str, Any]:
 
 
 def side_by_side_csv(comparison: SideBySide) -> str:
-    """One line per row, and one per failed cell with its reason."""
+    """One line per row, and one per failed cell and seed with its reason."""
     text = io.StringIO()
     heads = ["suite", "upstream", "name", "status", *_CSV_COLUMNS]
     writer = csv.DictWriter(text, heads, restval="", lineterminator="\n")
@@ -89,7 +105,8 @@ def side_by_side_csv(comparison: SideBySide) -> str:
         writer.writerow({**line, "status": "finished", **values})
     for cell in comparison.failed:
         line = {"suite": comparison.suite, "upstream": cell.upstream or "", "name": cell.name}
-        writer.writerow({**line, "status": f"{_FAILED}: {cell.reason}"})
+        seed = "" if cell.seed is None else cell.seed
+        writer.writerow({**line, "status": f"{_FAILED}: {cell.reason}", "seeds": seed})
     return text.getvalue()
 
 
@@ -116,6 +133,8 @@ def _grids(comparison: SideBySide) -> list[tuple[str, Grid]]:
         "seconds",
         "memory, MiB",
         "GPU memory, MiB",
+        "GPU energy, Wh",
+        "ms / sample",
         "samples",
         "seeds",
     ]
@@ -134,8 +153,8 @@ def _grid(
     """Rows and failed cells, each under its upstream merger."""
     lines = [(_section(e), row_head(e.row), cells(e)) for e in comparison.rows]
     blank = [_FAILED, *[_ABSENT] * (len(columns) - 1)]
-    for cell in comparison.failed:
-        lines.append((cell.upstream or "", _failed_head(cell), blank))
+    for upstream, name in dict.fromkeys((cell.upstream, cell.name) for cell in comparison.failed):
+        lines.append((upstream or "", _failed_head(upstream, name), blank))
     sections = list(dict.fromkeys(section for section, _, _ in lines))
     lines.sort(key=lambda line: sections.index(line[0]))
     rules = {n for n in range(len(lines) - 1) if lines[n][0] != lines[n + 1][0]}
@@ -148,8 +167,8 @@ def _section(entry: SideBySideRow) -> str:
     return "" if entry.row.name in (BASE, EXPERTS) else entry.row.upstream or ""
 
 
-def _failed_head(cell: FailedCell) -> str:
-    return cell.name if cell.upstream in (None, cell.name) else f"+ {cell.name}"
+def _failed_head(upstream: str | None, name: str) -> str:
+    return name if upstream in (None, name) else f"+ {name}"
 
 
 def _accuracy_cells(entry: SideBySideRow) -> list[str]:
@@ -158,7 +177,10 @@ def _accuracy_cells(entry: SideBySideRow) -> list[str]:
         published = percent(entry.published.value) + ("*" if entry.published.note else "")
     row = entry.row
     share = recovered_text(row) if row.name != row.upstream else _ABSENT
-    return [average_text(row), percent(entry.normalised), gain_text(row), share, published]
+    normalised = percent(entry.normalised)
+    if NORMALISED in entry.spread:
+        normalised += f" ± {percent(entry.spread[NORMALISED])}"
+    return [average_text(row), normalised, gain_text(row), share, published]
 
 
 def _cost_cells(entry: SideBySideRow) -> list[str]:
@@ -166,13 +188,20 @@ def _cost_cells(entry: SideBySideRow) -> list[str]:
         value = entry.cost.get(key, _ABSENT)
         return form(value) if isinstance(value, int | float) else str(value)
 
+    def time(key: str, unit: float) -> str:
+        spread = entry.spread.get(key)
+        text = cost(key, lambda value: f"{value / unit:.2f}")
+        return text if spread is None else f"{text} ± {spread / unit:.2f}"
+
     modules, parameters = (cost(k, "{:.0f}".format) for k in (MODULES_ADDED, PARAMETERS_ADDED))
     return [
         cost(TASK_ID, str),
         f"{modules} / {parameters}" if modules != _ABSENT else _ABSENT,
-        cost("seconds", lambda value: f"{value:.2f}"),
+        time("seconds", 1),
         cost("peak_rss_bytes", _mebibytes),
         cost("peak_accelerator_bytes", _mebibytes),
+        cost("gpu_energy_wh", lambda value: f"{value:.3g}"),
+        time(SECONDS_PER_SAMPLE, 1e-3),
         entry.samples or _ABSENT,
         ", ".join(map(str, entry.seeds)) or _ABSENT,
     ]
@@ -183,10 +212,10 @@ def _mebibytes(value: float) -> str:
 
 
 def _sentences(comparison: SideBySide) -> list[str]:
-    lines = [
-        f"{cell.upstream or 'reference'}, {cell.name} failed: {cell.reason}"
-        for cell in comparison.failed
-    ]
+    lines = [_failure(cell) for cell in comparison.failed]
+    if len(comparison.seeds) > 1:
+        seeds = ", ".join(map(str, comparison.seeds))
+        lines.append(f"comparisons with the seeds {seeds}: means ± standard deviation over them")
     lines += explanations(comparison.combined)
     lines += [
         "normalised: mean over tasks of accuracy / the task's expert's accuracy, in per cent",
@@ -194,8 +223,11 @@ def _sentences(comparison: SideBySide) -> list[str]:
         "parameters: what it carries besides the merged model's, over all tasks",
         "seconds: merging for a merger, the method alone for a post-merging method; reading its "
         "images is part of it, evaluation is not",
-        "memory: largest resident set of the process meanwhile, the framework included; "
-        f"{UNAVAILABLE}: could not be measured; samples: per task, with their split",
+        "memory: largest resident set of the process meanwhile, the framework included, with what "
+        "its children hold besides; GPU energy: all that the GPUs in use drew meanwhile",
+        "ms / sample: inference, from pixels to final image features with their correction, for "
+        f"one test image of a batch; {UNAVAILABLE}: could not be measured",
+        "samples: per task, with their split",
     ]
     published = [entry for entry in comparison.rows if entry.published]
     if published:
@@ -205,6 +237,11 @@ def _sentences(comparison: SideBySide) -> list[str]:
             place = f"{entry.row.upstream}, {entry.row.name}"
             lines.append(f"paper, {place} ({entry.published.source}): {entry.published.note}")
     return lines
+
+
+def _failure(cell: FailedCell) -> str:
+    seed = "" if cell.seed is None else f" (seed {cell.seed})"
+    return f"{cell.upstream or 'reference'}, {cell.name} failed{seed}: {cell.reason}"
 
 
 def _without_row(entry: SideBySideRow) -> dict[str, Any]:
@@ -221,7 +258,8 @@ _CSV_COLUMNS: dict[str, Callable[[SideBySideRow], Any]] = {
     "runs": lambda entry: len(entry.row.seeds),
     AVERAGE: lambda entry: _number(entry.row.accuracy[AVERAGE]),
     "deviation": lambda entry: _number((entry.row.deviation or {}).get(AVERAGE)),
-    "normalised": lambda entry: _number(entry.normalised),
+    NORMALISED: lambda entry: _number(entry.normalised),
+    "normalised_deviation": lambda entry: _number(entry.spread.get(NORMALISED)),
     "gain": lambda entry: _number(entry.row.gain),
     "gain_low": lambda entry: _number(entry.row.gain_interval and entry.row.gain_interval.low),
     "gain_high": lambda entry: _number(entry.row.gain_interval and entry.row.gain_interval.high),
@@ -229,8 +267,11 @@ _CSV_COLUMNS: dict[str, Callable[[SideBySideRow], Any]] = {
     MODULES_ADDED: lambda entry: entry.cost.get(MODULES_ADDED, ""),
     PARAMETERS_ADDED: lambda entry: entry.cost.get(PARAMETERS_ADDED, ""),
     "seconds": lambda entry: entry.cost.get("seconds", ""),
+    "seconds_deviation": lambda entry: _number(entry.spread.get("seconds")),
     "peak_rss_bytes": lambda entry: entry.cost.get("peak_rss_bytes", ""),
     "peak_accelerator_bytes": lambda entry: entry.cost.get("peak_accelerator_bytes", ""),
+    "gpu_energy_wh": lambda entry: entry.cost.get("gpu_energy_wh", ""),
+    SECONDS_PER_SAMPLE: lambda entry: entry.cost.get(SECONDS_PER_SAMPLE, ""),
     "samples": lambda entry: entry.samples,
     "seeds": lambda entry: " ".join(map(str, entry.seeds)),
     "published": lambda entry: _number(entry.published and entry.published.value),

@@ -10,7 +10,8 @@ import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
-from fusion_bench_featcal.boundary.options import plain
+from fusion_bench_featcal.boundary.loggers import log_reports
+from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, plain
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
     check_pool_experts,
@@ -19,6 +20,7 @@ from fusion_bench_featcal.boundary.pool_models import (
 )
 from fusion_bench_featcal.boundary.program import prepare_run
 from fusion_bench_featcal.boundary.results import suite_name
+from fusion_bench_featcal.compare import Report
 from fusion_bench_featcal.compare.side_by_side_report import show_side_by_side
 from fusion_bench_featcal.comparison.cells import GridRun
 from fusion_bench_featcal.comparison.fingerprint import (
@@ -31,8 +33,6 @@ from fusion_bench_featcal.comparison.methods import CellInputs
 from fusion_bench_featcal.comparison.reports import write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.settings import CalibrationError
-
-_FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 
 
 class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -71,7 +71,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             ValueError: If the seed is no integer >= 0 or a key is unknown.
         """
-        meta = {key: choices.pop(key) for key in _FUSION_BENCH_KEYS if key in choices}
+        meta = {key: choices.pop(key) for key in FUSION_BENCH_KEYS if key in choices}
         unknown = sorted(set(choices) - set(GridChoices.__dataclass_fields__))
         if unknown:
             known = (*self._KEYS, "samples_per_task", "calibration_split", "training_steps")
@@ -157,7 +157,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         }
 
     def _report(self, suite: str, run: GridRun) -> None:
-        """Write and print the reports; then fail if cells failed."""
+        """Write, log and print the reports; then fail if cells failed."""
         folder = run.log_dir or run.store.folder
         comparison = write_reports(
             folder,
@@ -165,10 +165,12 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             run.grid,
             run.results,
             run.failed,
+            seed=self.seed,
             notes=self.notes,
             device=self.fabric.device,
         )
         if comparison is not None:
+            log_reports(self.fabric, map(Report.load, comparison.combined.runs))
             show_side_by_side(comparison)
             print(f"report.md, report.csv and report.json: {folder}")
         if run.failed:

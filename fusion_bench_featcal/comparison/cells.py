@@ -19,12 +19,12 @@ from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_mode
 from fusion_bench_featcal.boundary.program import run_merger
 from fusion_bench_featcal.compare import BASE, UNAVAILABLE, measure
 from fusion_bench_featcal.compare.curves import as_curves
+from fusion_bench_featcal.compare.find import FailedCell
 from fusion_bench_featcal.compare.side_by_side import (
     MODULES_ADDED,
     PARAMETERS_ADDED,
     SECONDS_PER_SAMPLE,
     TASK_ID,
-    FailedCell,
 )
 from fusion_bench_featcal.comparison.fingerprint import fingerprint
 from fusion_bench_featcal.comparison.grid import NONE, Grid, Merger
@@ -119,7 +119,9 @@ class GridRun:
                     exc_info=not isinstance(error, CalibrationError),
                 )
                 reason = str(error).strip() or type(error).__name__
-                self.failed.append(FailedCell(upstream=merger, name=cell, reason=reason))
+                self.failed.append(
+                    FailedCell(upstream=merger, name=cell, reason=reason, seed=self.seed)
+                )
                 return
             finally:
                 gc.collect()  # lets go of models in reference cycles before the next is loaded

@@ -1,16 +1,29 @@
 """Finished cells as reports: one per upstream merger, and all side by side."""
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.compare import BASE, EXPERTS, Report, describe_device, versions
+from fusion_bench_featcal.compare import (
+    BASE,
+    EXPERTS,
+    Report,
+    ReportError,
+    describe_device,
+    versions,
+)
+from fusion_bench_featcal.compare.comparison_plots import plot_comparison
 from fusion_bench_featcal.compare.curves import write_curves
-from fusion_bench_featcal.compare.side_by_side import FailedCell, SideBySide, side_by_side
+from fusion_bench_featcal.compare.find import FailedCell
+from fusion_bench_featcal.compare.plots import plot_run
+from fusion_bench_featcal.compare.side_by_side import COMPARISON_SEED, SideBySide, side_by_side
 from fusion_bench_featcal.compare.side_by_side_report import write_side_by_side
 from fusion_bench_featcal.comparison.grid import NONE, Grid
 from fusion_bench_featcal.comparison.store import CellResult
+
+log = logging.getLogger(__name__)
 
 Results = Mapping[tuple[str | None, str], CellResult]
 
@@ -22,10 +35,11 @@ def write_reports(
     results: Results,
     failed: Sequence[FailedCell],
     *,
+    seed: int,
     notes: Mapping[str, str],
     device: Any,
 ) -> SideBySide | None:
-    """Write each upstream merger's report to a folder of its name, and the comparison.
+    """Write each upstream merger's report to a folder of its name, and the comparison; draw both.
 
     Args:
         folder: Where to.
@@ -33,6 +47,7 @@ def write_reports(
         grid: What was run.
         results: (merger, cell) -> result; references have the merger None.
         failed: Cells that gave none.
+        seed: The comparison's seed.
         notes: Name of a merger or cell -> what a reader must know about it.
         device: What the run computed on.
 
@@ -45,6 +60,7 @@ def write_reports(
     written = []
     for merger in grid.mergers:
         report = upstream_report(suite, merger.name, results, failed, notes, device)
+        report.seeds[COMPARISON_SEED] = seed
         place = folder / merger.name
         if set(report.rows) <= {BASE, EXPERTS}:
             # One of an earlier run would be taken for this one's.
@@ -58,7 +74,18 @@ def write_reports(
         return None
     comparison = side_by_side(written, failed)
     write_side_by_side(comparison, folder)
+    draw_figures(folder, written)
     return comparison
+
+
+def draw_figures(folder: Path, runs: Sequence[Path]) -> None:
+    """Draw what `featcal plot` draws; where that cannot be, the reports stand without."""
+    try:
+        for run in runs:
+            plot_run(run)
+        plot_comparison(folder)
+    except ReportError as error:
+        log.warning("not all figures were drawn: %s", error)
 
 
 def upstream_report(

@@ -9,13 +9,14 @@ import pytest
 from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.compare import AVERAGE, ReportError
-from fusion_bench_featcal.compare.combine import Combined, CombinedRow, combine, find_runs
+from fusion_bench_featcal.compare.combine import Combined, CombinedRow, combine
 from fusion_bench_featcal.compare.combined_report import (
     combined_csv,
     combined_markdown,
     combined_tables,
     write_combined,
 )
+from fusion_bench_featcal.compare.find import find_runs
 from fusion_bench_featcal.compare.tables import TEXT_WIDTH, console
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fusion_bench_featcal.compare import Report
-from fusion_bench_featcal.compare.combine import find_runs
-from fusion_bench_featcal.compare.side_by_side import FailedCell, SideBySide, side_by_side
+from fusion_bench_featcal.compare.find import FailedCell, find_runs
+from fusion_bench_featcal.compare.side_by_side import SideBySide, side_by_side
 from fusion_bench_featcal.compare.side_by_side_report import (
     show_side_by_side,
     side_by_side_csv,

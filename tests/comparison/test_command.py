@@ -37,6 +37,13 @@ def test_command_compares_and_leaves_reports(tmp_path: Path) -> None:
     assert report.cost["ridge_surgery"]["modules_added"] == 2
     assert list(Report.load(tmp_path / "log" / "lot").rows) == ["base", "experts", "lot"]
     assert (tmp_path / "log" / "config_resolved.yaml").is_file()
+    figures = {path.name for path in (tmp_path / "log").glob("*.png")}
+    assert figures == {"comparison.png", "cost.png"}
+    assert (tmp_path / "log" / "simple_average" / "accuracy.svg").is_file()
+    # FusionBench's default logger is TensorBoard's.
+    assert list((tmp_path / "log").glob("events.out.tfevents.*"))
+    assert isinstance(report.cost["ridge_surgery"]["inference_seconds_per_sample"], float)
+    assert isinstance(report.cost["experts"]["inference_seconds_per_sample"], float)
     kept = tmp_path / "outputs" / "comparison" / "clip-vit-mini_alphabets2"
     assert len(list(kept.glob("cells/*/result.json"))) == 6
     assert len(list(kept.glob("upstreams/*/model.safetensors"))) == 2

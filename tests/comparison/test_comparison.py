@@ -1,14 +1,18 @@
 """A comparison from end to end: reports, failures, and what is not run again."""
 
+import csv
+import io
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from comparison_parts import (
@@ -22,9 +26,11 @@ from comparison_parts import (
     method,
     model_pool,
 )
+from lightning.fabric.loggers import CSVLogger
 
+from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.compare import Report
-from fusion_bench_featcal.compare.combine import find_runs
+from fusion_bench_featcal.compare.find import find_runs
 from fusion_bench_featcal.settings import CalibrationError
 
 DOUBLE = {"double": method(Scale)}
@@ -49,7 +55,7 @@ def test_every_merger_has_a_report_and_all_are_side_by_side(tmp_path: Path, caps
     assert list(report.rows) == ["base", "experts", "task_arithmetic", "double", "head"]
     assert report.upstream == "task_arithmetic"
     assert report.rows["experts"]["average"] == 1
-    assert report.seeds == {"double": 42, "head": 42}
+    assert report.seeds == {"comparison": 42, "double": 42, "head": 42}
     assert report.samples["double"]["left"] == {"samples": 5, "split": "train"}
     assert set(report.items) == set(report.rows)
     assert find_runs([folder]) == [folder / "simple_average", folder / "task_arithmetic"]
@@ -121,7 +127,7 @@ def test_failed_cell_is_reported_and_the_rest_goes_on(tmp_path: Path, capsys) ->
     assert any("the flux ran dry" in note for note in report.notes)
     content = json.loads((folder / "report.json").read_text())
     assert content["failed"] == [
-        {"upstream": "task_arithmetic", "name": "failing", "reason": "the flux ran dry"}
+        {"upstream": "task_arithmetic", "name": "failing", "reason": "the flux ran dry", "seed": 42}
     ]
     assert "failed: the flux ran dry" in (folder / "report.csv").read_text()
     assert "the flux ran dry" in (folder / "report.md").read_text()
@@ -204,3 +210,87 @@ def test_killed_comparison_resumes(tmp_path: Path) -> None:
     comparison(tmp_path / "fresh", post_merging_methods=methods, **ONE).run(model_pool())
     resumed = Report.load(tmp_path / "results" / "task_arithmetic")
     assert resumed.rows == Report.load(tmp_path / "fresh" / "results" / "task_arithmetic").rows
+
+
+def test_report_is_rebuilt_from_what_the_comparison_left(tmp_path: Path, capsys) -> None:
+    """Published numbers, costs and failed cells too; a folder left from before has no part."""
+    methods = {**DOUBLE, "failing": method(Failing, until=str(tmp_path / "never"))}
+    with pytest.raises(CalibrationError, match="2 of 8 cells failed"):
+        comparison(tmp_path, post_merging_methods=methods).run(model_pool())
+    folder = tmp_path / "results"
+    printed = capsys.readouterr().out
+    Report.load(folder / "task_arithmetic").write(folder / "from_before")
+    assert main(["report", str(folder), "--out", str(tmp_path / "again")]) == 0
+    rebuilt = capsys.readouterr().out
+    tables = rebuilt.removesuffix(f"written: {tmp_path / 'again'}\n")
+    assert "failing" in tables and tables in printed
+    for name in ("report.md", "report.csv"):
+        assert (tmp_path / "again" / name).read_text() == (folder / name).read_text()
+    own, again = (
+        json.loads((place / "report.json").read_text()) for place in (folder, tmp_path / "again")
+    )
+    assert own.pop("runs") == ["simple_average", "task_arithmetic"]
+    assert again.pop("runs") == []
+    assert again == own
+
+
+def test_several_seeds_are_one_table(tmp_path: Path, capsys) -> None:
+    """The cell that failed with one seed stands beside its mean over the others."""
+    for seed in (1, 2, 3):
+        folder = tmp_path / f"seed{seed}"
+        folder.mkdir()
+        fixed = folder / "fixed"
+        if seed != 2:
+            fixed.touch()
+        methods = {**DOUBLE, "failing": method(Failing, until=str(fixed))}
+        algorithm = comparison(folder, **ONE, post_merging_methods=methods, seed=seed)
+        if seed == 2:
+            with pytest.raises(CalibrationError):
+                algorithm.run(model_pool())
+        else:
+            algorithm.run(model_pool())
+    capsys.readouterr()
+    assert main(["report", str(tmp_path), "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "comparisons with the seeds 1, 2, 3: means ± standard deviation" in printed
+    assert "task_arithmetic, failing failed (seed 2): the flux ran dry" in printed
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["seeds"] == [1, 2, 3]
+    runs = {row["name"]: row["runs"] for row in content["rows"]}
+    assert runs == {"base": 3, "experts": 3, "task_arithmetic": 3, "double": 3, "failing": 2}
+    (double,) = (row for row in content["rows"] if row["name"] == "double")
+    costs = [
+        Report.load(tmp_path / f"seed{seed}" / "results" / "task_arithmetic").cost["double"]
+        for seed in (1, 2, 3)
+    ]
+    seconds = [cost["seconds"] for cost in costs]
+    assert double["cost"]["seconds"] == pytest.approx(statistics.fmean(seconds))
+    assert double["spread"]["seconds"] == pytest.approx(statistics.stdev(seconds))
+    # The report that now stands above the comparisons is not read as one of them.
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == printed.replace(f"written: {tmp_path}\n", "")
+
+
+def test_loggers_get_the_same_numbers(tmp_path: Path) -> None:
+    algorithm = comparison(tmp_path, **ONE, post_merging_methods={**DOUBLE, "a+b": method(Scale)})
+    logger = CSVLogger(root_dir=tmp_path, name="logs", version="")
+    algorithm.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
+    algorithm.run(model_pool())
+    report = Report.load(tmp_path / "logs" / "task_arithmetic")
+    text = (tmp_path / "logs" / "metrics.csv").read_text()
+    (line,) = csv.DictReader(io.StringIO(text))
+    logged = {name: float(value) for name, value in line.items()}
+    double = report.rows["double"]
+    for name, expected in {
+        "base/accuracy/left": report.rows["base"]["left"],
+        "experts/normalised": 1.0,
+        "task_arithmetic/average": report.rows["task_arithmetic"]["average"],
+        "task_arithmetic/double/accuracy/right": double["right"],
+        "task_arithmetic/double/gain": double["average"]
+        - report.rows["task_arithmetic"]["average"],
+        "task_arithmetic/double/seconds": report.cost["double"]["seconds"],
+        "task_arithmetic/a_b/parameters_added": 0,
+    }.items():
+        assert logged[name] == pytest.approx(expected), name
+    assert "task_arithmetic/double/peak_accelerator_bytes" not in logged
+    assert "task_arithmetic/gain" not in logged
