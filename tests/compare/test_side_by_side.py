@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fusion_bench_featcal.compare import Report
-from fusion_bench_featcal.compare.find import FailedCell, find_runs
+from fusion_bench_featcal.compare import Report, ReportError
+from fusion_bench_featcal.compare.find import FailedCell, find, find_runs
 from fusion_bench_featcal.compare.side_by_side import SideBySide, side_by_side
 from fusion_bench_featcal.compare.side_by_side_report import (
     show_side_by_side,
@@ -132,3 +132,70 @@ def test_written_comparison_is_no_run(comparison: SideBySide, tmp_path: Path) ->
         "report.csv",
         "report.md",
     }
+
+
+def test_means_over_seeds_come_with_their_deviation(tmp_path: Path) -> None:
+    """Averages 0.4 and 0.5; shares of the experts' 0.8 and 0.5 follow; 2 and 4 seconds."""
+    for number, (merged, seconds) in enumerate([(0.4, 2.0), (0.5, 4.0)]):
+        made = report("wudi", merged, seed=number, seconds=seconds)
+        made.seeds["comparison"] = number
+        made.write(tmp_path / str(number))
+    comparison = side_by_side([tmp_path / "0", tmp_path / "1"])
+    assert comparison.seeds == [0, 1]
+    merger = row_of(comparison, "wudi", "wudi")
+    shares = [(0.4 / 0.8 + 0.4 / 0.5) / 2, (0.5 / 0.8 + 0.5 / 0.5) / 2]
+    assert merger.normalised == pytest.approx(sum(shares) / 2)
+    assert merger.spread["normalised"] == pytest.approx(abs(shares[0] - shares[1]) / 2**0.5)
+    assert row_of(comparison, "wudi", "prob_surgery").spread["seconds"] == pytest.approx(2**0.5)
+    text = side_by_side_markdown(comparison)
+    assert "45.0 ± 7.1" in text and "73.1 ± 11.5" in text and "3.00 ± 1.41" in text
+    (line, *_) = (
+        line
+        for line in csv.DictReader(io.StringIO(side_by_side_csv(comparison)))
+        if line["name"] == "wudi"
+    )
+    assert (line["runs"], line["normalised_deviation"]) == ("2", "0.114905")
+
+
+def test_energy_and_inference_stand_in_the_table_of_costs(tmp_path: Path) -> None:
+    measured = {"gpu_energy_wh": 0.01234, "inference_seconds_per_sample": 0.0015}
+    report("wudi", 0.4, **measured).write(tmp_path)
+    comparison = side_by_side([tmp_path])
+    (line,) = (
+        line for line in side_by_side_markdown(comparison).splitlines() if "6 / 1536" in line
+    )
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[4:9] == ["2.00", "1024", "unavailable", "0.0123", "1.50"]
+    assert ",0.01234,0.0015," in side_by_side_csv(comparison)
+
+
+def test_runs_of_two_suites_are_no_comparison(tmp_path: Path) -> None:
+    report("wudi", 0.4).write(tmp_path / "one")
+    other = report("wudi", 0.4)
+    other.suite = "another"
+    other.write(tmp_path / "two")
+    with pytest.raises(ReportError, match=rf"these runs are of {SUITE}, another: name those of"):
+        side_by_side([tmp_path / "one", tmp_path / "two"])
+
+
+def test_a_comparison_stands_for_its_own_runs_and_failures(
+    comparison: SideBySide, tmp_path: Path
+) -> None:
+    write_side_by_side(comparison, tmp_path)
+    report("from_before", 0.1).write(tmp_path / "from_before")
+    found = find([tmp_path, tmp_path / "one"])
+    assert found.runs == [tmp_path / "one", tmp_path / "two"]
+    assert found.comparisons == [tmp_path]
+    assert found.failed == comparison.failed
+
+
+def test_damaged_failures_are_named(comparison: SideBySide, tmp_path: Path) -> None:
+    path = write_side_by_side(comparison, tmp_path)
+    path.write_text(path.read_text().replace('"reason"', '"raisin"'))
+    with pytest.raises(ReportError, match=r"report\.json: damaged list of failed cells"):
+        find([tmp_path])
+
+
+def test_a_comparison_never_replaces_a_runs_report(comparison: SideBySide, tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"holds the report of a run.*--out"):
+        write_side_by_side(comparison, tmp_path / "one", "--out")
