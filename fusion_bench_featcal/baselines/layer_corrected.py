@@ -1,14 +1,17 @@
 """A merged model with its tasks' corrections behind every block, as FusionBench evaluates it."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import CLIPVisionModel
 
+from fusion_bench_featcal.baselines.checkpoint import (
+    load_checkpoint,
+    save_checkpoint,
+    task_key,
+    task_modules,
+)
 from fusion_bench_featcal.baselines.features import pooled_output, project, to_unit_norm
 from fusion_bench_featcal.baselines.surgery import SurgeryModule
 from fusion_bench_featcal.baselines.surgery_v2 import LayerSurgery, corrected_blocks
@@ -16,10 +19,7 @@ from fusion_bench_featcal.baselines.training import Curve
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.settings import CalibrationError
 
-# As for corrections of final features: the folder must not load as a plain CLIP vision model.
-_VARIANT = "uncorrected"
-_TENSORS = "layer_corrections.safetensors"
-_DESCRIPTION = "layer_corrections.json"
+_STEM = "layer_corrections"
 
 
 class LayerCorrectedModel(nn.Module):
@@ -59,9 +59,7 @@ class LayerCorrectedModel(nn.Module):
         self.tasks = tuple(corrections)
         self.samples = {task: dict(used) for task, used in (samples or {}).items()}
         self.curves = dict(curves or {})
-        self.corrections = nn.ModuleDict({_key(task): part for task, part in corrections.items()})
-        if len(self.corrections) < len(self.tasks):
-            raise ValueError(f"tasks must differ in more than '-', '.' and '_': {self.tasks}")
+        self.corrections = task_modules(corrections)
         self._blocks = clip_blocks(model)
         self._last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.requires_grad_(False).eval()
@@ -134,16 +132,7 @@ class LayerCorrectedModel(nn.Module):
             folder: Where to; `from_pretrained` reads it.
             **kwargs: For the merged model's own `save_pretrained`.
         """
-        target, model = Path(folder), self.model
-        model.save_pretrained(target, variant=_VARIANT, **kwargs)  # type: ignore[operator]
-        tensors = {
-            f"{name}.{key}": tensor.contiguous()
-            for name, part in (("projection", self.projection), ("corrections", self.corrections))
-            for key, tensor in part.state_dict().items()
-        }
-        save_file(tensors, target / _TENSORS)
-        description = {"tasks": list(self.tasks), "samples": self.samples}
-        (target / _DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", "utf-8")
+        save_checkpoint(self, folder, _STEM, {}, **kwargs)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> "LayerCorrectedModel":
@@ -159,21 +148,11 @@ class LayerCorrectedModel(nn.Module):
         Raises:
             CalibrationError: If the folder holds no such model.
         """
-        source = Path(folder)
-        if not ((source / _TENSORS).is_file() and (source / _DESCRIPTION).is_file()):
-            raise CalibrationError(
-                f"{source} holds no model with corrections behind blocks: {_TENSORS} or "
-                f"{_DESCRIPTION} is missing"
-            )
-        description = json.loads((source / _DESCRIPTION).read_text("utf-8"))
-        tensors = load_file(source / _TENSORS)
-        weight = tensors["projection.weight"]
-        projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-        projection.weight = nn.Parameter(weight)
-        model = CLIPVisionModel.from_pretrained(source, variant=_VARIANT, **kwargs)
+        model, projection, parts, told = load_checkpoint(folder, _STEM, **kwargs)
         count = len(clip_blocks(model))
-        corrections = {task: _surgery_from(tensors, task, count) for task in description["tasks"]}
-        return cls(model, projection, corrections, samples=description["samples"])
+        corrections = {task: _surgery_from(part, task, count) for task, part in parts.items()}
+        kept = {key: told[key] for key in ("samples", "curves")}
+        return cls(model, projection, corrections, **kept)
 
     def _surgery(self, task: str | None) -> LayerSurgery:
         if task not in self.tasks:
@@ -181,7 +160,7 @@ class LayerCorrectedModel(nn.Module):
                 f"there are no corrections for task {task!r}: surgery methods must be told the "
                 f"task, and correct those they were fitted on: {', '.join(self.tasks)}"
             )
-        return self.corrections[_key(task)]  # type: ignore[return-value]
+        return self.corrections[task_key(task)]  # type: ignore[return-value]
 
 
 def clip_blocks(model: nn.Module) -> Sequence[str]:
@@ -193,17 +172,11 @@ def clip_blocks(model: nn.Module) -> Sequence[str]:
     return resolve_family("clip", model).stages(model)[0]
 
 
-def _key(task: str) -> str:
-    """A task's name as a module's: FusionBench replaces the same two characters."""
-    return "task_" + task.replace("-", "_").replace(".", "_")
-
-
-def _surgery_from(tensors: Mapping[str, Tensor], task: str, count: int) -> LayerSurgery:
-    def part(name: str) -> SurgeryModule:
-        prefix = f"corrections.{_key(task)}.{name}"
-        return SurgeryModule(tensors[f"{prefix}.down"], tensors[f"{prefix}.up"])
+def _surgery_from(part: Mapping[str, Tensor], task: str, count: int) -> LayerSurgery:
+    def module(name: str) -> SurgeryModule:
+        return SurgeryModule(part[f"{name}.down"], part[f"{name}.up"])
 
     try:
-        return LayerSurgery([part(f"blocks.{index}") for index in range(count)], part("final"))
+        return LayerSurgery([module(f"blocks.{index}") for index in range(count)], module("final"))
     except KeyError as error:
-        raise CalibrationError(f"{_TENSORS} lacks {error} for task {task!r}") from error
+        raise CalibrationError(f"{_STEM}.safetensors lacks {error} for task {task!r}") from error

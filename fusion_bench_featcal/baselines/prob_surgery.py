@@ -18,7 +18,6 @@ from fusion_bench_featcal.baselines.surgery import SurgeryModule, initial_weight
 from fusion_bench_featcal.baselines.training import (
     OnStep,
     check_features,
-    shuffled_batches,
     task_generator,
     train,
 )
@@ -152,13 +151,10 @@ def train_prob_surgery(
         CalibrationError: If the features do not fit each other, or the training diverges.
     """
     check_features(merged_features, expert_features, task)
-    samples, width = merged_features.shape
     term = kl_term(expert_features, settings.kl_weight)
+    width = merged_features.shape[1]
     module = initial_prob_surgery(width, settings, task, term.log_variance)
     module = module.to(merged_features.device)
-    if batches is None:
-        generator = task_generator(settings.seed, task, "batches")
-        batches = shuffled_batches(samples, settings.batch_size, settings.steps, generator)
     noise = task_generator(settings.seed, task, "noise")
 
     def loss(merged: Tensor, expert: Tensor) -> Tensor:
@@ -173,9 +169,9 @@ def train_prob_surgery(
         loss,
         merged_features,
         expert_features,
-        batches,
-        learning_rate=settings.learning_rate,
+        settings,
         task=task,
+        batches=batches,
         on_step=on_step,
     )
     return module

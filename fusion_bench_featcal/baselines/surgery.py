@@ -11,7 +11,6 @@ from fusion_bench_featcal.baselines.settings import SurgerySettings
 from fusion_bench_featcal.baselines.training import (
     OnStep,
     check_features,
-    shuffled_batches,
     task_generator,
     train,
 )
@@ -94,12 +93,9 @@ def train_surgery(
         CalibrationError: If the features do not fit each other, or the training diverges.
     """
     check_features(merged_features, expert_features, task)
-    samples, width = merged_features.shape
+    width = merged_features.shape[1]
     module = initial_surgery(width, settings, task) if initial is None else initial
     module = module.to(merged_features.device)
-    if batches is None:
-        generator = task_generator(settings.seed, task, "batches")
-        batches = shuffled_batches(samples, settings.batch_size, settings.steps, generator)
 
     def loss(merged: Tensor, expert: Tensor) -> Tensor:
         return functional.l1_loss(module(merged), expert)
@@ -109,9 +105,9 @@ def train_surgery(
         loss,
         merged_features,
         expert_features,
-        batches,
-        learning_rate=settings.learning_rate,
+        settings,
         task=task,
+        batches=batches,
         on_step=on_step,
     )
     return module

@@ -12,7 +12,6 @@ from fusion_bench_featcal.baselines.settings import SurgerySettings
 from fusion_bench_featcal.baselines.surgery import SurgeryModule, initial_weight
 from fusion_bench_featcal.baselines.training import (
     OnStep,
-    shuffled_batches,
     task_generator,
     train,
 )
@@ -169,15 +168,12 @@ def train_surgery_v2(
         found = zip((*means, final), expert_features.split(widths, dim=1), strict=True)
         return torch.stack([functional.l1_loss(ours, theirs) for ours, theirs in found]).sum()
 
-    inputs = torch.cat(kept)
-    generator = task_generator(settings.seed, task, "batches")
     train(
         surgery,
         loss,
-        inputs,
+        torch.cat(kept),
         torch.cat(wanted, dim=1),
-        shuffled_batches(len(inputs), settings.batch_size, settings.steps, generator),
-        learning_rate=settings.learning_rate,
+        settings,
         task=task,
         on_step=on_step,
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.baselines.settings import ProbSurgerySettings, SurgerySettings
 from fusion_bench_featcal.settings import CalibrationError
 
 # Called after every update with its number, from 1, and its loss (0-dim, detached).
@@ -99,10 +100,10 @@ def train(
     loss: Loss,
     merged_features: Tensor,
     expert_features: Tensor,
-    batches: Iterable[Tensor],
+    settings: SurgerySettings | ProbSurgerySettings,
     *,
-    learning_rate: float,
     task: str,
+    batches: Iterable[Tensor] | None = None,
     on_step: OnStep | None = None,
 ) -> None:
     """Train a module in place by Adam (no weight decay, no schedule), then freeze it.
@@ -112,19 +113,24 @@ def train(
         loss: Takes a batch of merged and of expert features `[batch, d]`; gives a 0-dim tensor.
         merged_features: `[n, d]`, floating point.
         expert_features: `[n, d]`, of the same samples.
-        batches: Positions of the samples of each update.
-        learning_rate: Adam's step size.
-        task: The task's name, for messages.
+        settings: Learning rate, steps, batch size and seed are used.
+        task: The task's name, for seeds and messages.
+        batches: Positions of the samples of each update; None: shuffled, `settings.steps` of them.
         on_step: Called after every update.
 
     Raises:
         CalibrationError: If the training diverges.
     """
+    if batches is None:
+        generator = task_generator(settings.seed, task, "batches")
+        batches = shuffled_batches(
+            len(merged_features), settings.batch_size, settings.steps, generator
+        )
     # A caller may have switched gradients off, or hand over features made in inference mode.
     with torch.inference_mode(False), torch.enable_grad():
         merged, expert = merged_features.detach().clone(), expert_features.detach().clone()
         module.train().requires_grad_(True)
-        optimizer = torch.optim.Adam(module.parameters(), lr=learning_rate)
+        optimizer = torch.optim.Adam(module.parameters(), lr=settings.learning_rate)
         for step, positions in enumerate(batches, start=1):
             rows = positions.to(merged.device)
             value = loss(merged[rows], expert[rows])
@@ -137,7 +143,7 @@ def train(
     if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
         raise CalibrationError(
             f"task {task!r}: training diverged, its weights are not finite. Lower "
-            f"method.learning_rate (now {learning_rate})"
+            f"method.learning_rate (now {settings.learning_rate})"
         )
 
 

@@ -1,14 +1,17 @@
 """A merged model together with its tasks' feature corrections, as FusionBench evaluates it."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import CLIPVisionModel
 
+from fusion_bench_featcal.baselines.checkpoint import (
+    load_checkpoint,
+    save_checkpoint,
+    task_key,
+    task_modules,
+)
 from fusion_bench_featcal.baselines.features import pooled_output, project, to_unit_norm
 from fusion_bench_featcal.baselines.ridge_surgery import AffineModule
 from fusion_bench_featcal.baselines.settings import NORMALIZE
@@ -17,11 +20,7 @@ from fusion_bench_featcal.baselines.training import Curve
 from fusion_bench_featcal.settings import CalibrationError
 
 Correction = SurgeryModule | AffineModule
-# Weights of the merged model carry this in their file's name, so that the folder does not load as
-# a plain CLIP vision model: that would silently leave the corrections out.
-_VARIANT = "uncorrected"
-_TENSORS = "feature_corrections.safetensors"
-_DESCRIPTION = "feature_corrections.json"
+_STEM = "feature_corrections"
 
 
 class CorrectedModel(nn.Module):
@@ -68,10 +67,7 @@ class CorrectedModel(nn.Module):
         self.normalize = normalize
         self.samples = {task: dict(used) for task, used in (samples or {}).items()}
         self.curves = dict(curves or {})
-        keys = {task: _key(task) for task in corrections}
-        if len(set(keys.values())) < len(keys):
-            raise ValueError(f"tasks that differ in more than '-', '.' and '_' are needed: {keys}")
-        self.corrections = nn.ModuleDict({keys[task]: part for task, part in corrections.items()})
+        self.corrections = task_modules(corrections)
         self.requires_grad_(False).eval()
         self._projected: Tensor | None = None
 
@@ -154,23 +150,7 @@ class CorrectedModel(nn.Module):
             folder: Where to; `from_pretrained` reads it.
             **kwargs: For the merged model's own `save_pretrained`.
         """
-        target = Path(folder)
-        model: Any = self.model
-        model.save_pretrained(target, variant=_VARIANT, **kwargs)
-        parts = {"projection": self.projection, "corrections": self.corrections}
-        tensors = {
-            f"{name}.{key}": tensor.contiguous()
-            for name, part in parts.items()
-            for key, tensor in part.state_dict().items()
-        }
-        save_file(tensors, target / _TENSORS)
-        description = {
-            "tasks": list(self.tasks),
-            "normalize": self.normalize,
-            "samples": self.samples,
-        }
-        text = json.dumps(description, indent=2) + "\n"
-        (target / _DESCRIPTION).write_text(text, encoding="utf-8")
+        save_checkpoint(self, folder, _STEM, {"normalize": self.normalize}, **kwargs)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> "CorrectedModel":
@@ -186,19 +166,9 @@ class CorrectedModel(nn.Module):
         Raises:
             CalibrationError: If the folder holds no corrected model.
         """
-        source = Path(folder)
-        if not ((source / _TENSORS).is_file() and (source / _DESCRIPTION).is_file()):
-            raise CalibrationError(
-                f"{source} holds no corrected model: {_TENSORS} or {_DESCRIPTION} is missing"
-            )
-        description = json.loads((source / _DESCRIPTION).read_text(encoding="utf-8"))
-        tensors = load_file(source / _TENSORS)
-        weight = tensors["projection.weight"]
-        projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-        projection.weight = nn.Parameter(weight)
-        corrections = {task: _correction_from(tensors, task) for task in description["tasks"]}
-        model = CLIPVisionModel.from_pretrained(source, variant=_VARIANT, **kwargs)
-        kept = {key: description[key] for key in ("normalize", "samples")}
+        model, projection, parts, told = load_checkpoint(folder, _STEM, **kwargs)
+        corrections = {task: _correction_from(part, task) for task, part in parts.items()}
+        kept = {key: told[key] for key in ("normalize", "samples", "curves")}
         return cls(model, projection, corrections, **kept)
 
     def _correction(self, task: str | None) -> Correction:
@@ -207,7 +177,7 @@ class CorrectedModel(nn.Module):
                 f"there is no feature correction for task {task!r}: surgery methods must be told "
                 f"the task, and correct those they were fitted on: {', '.join(self.tasks)}"
             )
-        return self.corrections[_key(task)]  # type: ignore[return-value]
+        return self.corrections[task_key(task)]  # type: ignore[return-value]
 
     def _remembered(self, features: Tensor) -> Tensor:
         """The features of the last forward pass, of which the given ones are the directions."""
@@ -223,16 +193,9 @@ class CorrectedModel(nn.Module):
         )
 
 
-def _key(task: str) -> str:
-    """A task's name as a module's: FusionBench replaces the same two characters."""
-    return "task_" + task.replace("-", "_").replace(".", "_")
-
-
-def _correction_from(tensors: Mapping[str, Tensor], task: str) -> Correction:
-    prefix = f"corrections.{_key(task)}."
-    part = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+def _correction_from(part: Mapping[str, Tensor], task: str) -> Correction:
     if set(part) == {"down", "up"}:
         return SurgeryModule(part["down"], part["up"])
     if set(part) == {"matrix", "shift"}:
         return AffineModule(part["matrix"], part["shift"])
-    raise CalibrationError(f"{_TENSORS} has no correction for task {task!r}: {sorted(tensors)}")
+    raise CalibrationError(f"{_STEM}.safetensors has no correction for task {task!r}")

@@ -34,7 +34,10 @@ def make(models, kind, normalize):
     merged = CLIPVisionModel.from_pretrained(models["_merged_"])
     projection = load_projection(tiny_pool(models), None)
     samples = {task: {"samples": 8, "split": "train"} for task in TASKS}
-    return CorrectedModel(merged, projection, corrections, normalize=normalize, samples=samples)
+    curves = {task: [(0, 2.5), (20, 1.25)] for task in TASKS}
+    return CorrectedModel(
+        merged, projection, corrections, normalize=normalize, samples=samples, curves=curves
+    )
 
 
 def classify(models, model, task):
@@ -73,12 +76,22 @@ def test_saved_and_loaded_model_is_the_same(models, kind, normalize, tmp_path):
     loaded = CorrectedModel.from_pretrained(tmp_path / "saved")
     assert (loaded.tasks, loaded.normalize) == (model.tasks, model.normalize)
     assert loaded.samples == model.samples
+    assert loaded.curves == model.curves
     assert loaded.samples[TASKS[1]] == {"samples": 8, "split": "train"}
     for task in TASKS:
         for value, known in zip(
             classify(models, loaded, task), classify(models, model, task), strict=True
         ):
             assert torch.equal(value, known)
+
+
+def test_folder_from_before_curves_were_kept_loads(models, tmp_path):
+    make(models, "surgery", "none").save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / "feature_corrections.json"
+    told = json.loads(path.read_text())
+    del told["curves"]
+    path.write_text(json.dumps(told))
+    assert CorrectedModel.from_pretrained(tmp_path / "saved").curves == {}
 
 
 def test_saved_folder_does_not_load_as_an_uncorrected_model(models, tmp_path):

@@ -148,9 +148,13 @@ def test_short_test_stream_is_taken_whole_and_short_calibration_data_refused(mod
 
 def test_losses_of_every_step_are_kept(models):
     losses = {}
-    merge(models, SETTINGS["surgery"], losses=losses)
+    model = merge(models, SETTINGS["surgery"], losses=losses)
     assert {task: len(values) for task, values in losses.items()} == dict.fromkeys(TASKS, 5)
-    merge(models, SETTINGS["ridge_surgery"], losses=(none := {}))
+    for task, curve in model.curves.items():
+        wanted = [(0, losses[task][0]), (5, sum(losses[task]) / 5)]
+        assert curve == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in wanted]
+    assert list(model.curves) == list(losses)
+    assert not merge(models, SETTINGS["ridge_surgery"], losses=(none := {})).curves
     assert none == {}
 
 

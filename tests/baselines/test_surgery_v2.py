@@ -152,7 +152,8 @@ def corrected_model(folders) -> LayerCorrectedModel:
             if parameter.shape[1] == 3:  # U
                 parameter.data.copy_(0.3 * normal(10 * seed + index, *parameter.shape))
     samples = {task: {"samples": 8, "split": "train"} for task in TASKS}
-    return LayerCorrectedModel(merged, projection, corrections, samples=samples)
+    curves = {task: [(0, 2.5), (20, 1.25)] for task in TASKS}
+    return LayerCorrectedModel(merged, projection, corrections, samples=samples, curves=curves)
 
 
 def features_by_hand(model: LayerCorrectedModel, task: str) -> Tensor:
@@ -185,6 +186,7 @@ def test_saved_model_gives_the_same_features(models, tmp_path) -> None:
     for task in TASKS:
         assert torch.equal(loaded.features(task, PIXELS), model.features(task, PIXELS))
     assert loaded.samples == model.samples
+    assert loaded.curves == model.curves
     with pytest.raises(OSError):  # it does not load without its corrections, unnoticed
         CLIPVisionModel.from_pretrained(tmp_path)
 

@@ -1,0 +1,101 @@
+"""Folders of merged models with corrections: written and read in one way."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import CLIPVisionModel
+
+from fusion_bench_featcal.settings import CalibrationError
+
+# Weights of the merged model carry this in their file's name, so that the folder does not load as
+# a plain CLIP vision model: that would silently leave the corrections out.
+_VARIANT = "uncorrected"
+
+
+def task_key(task: str) -> str:
+    """A task's name as a module's: FusionBench replaces the same two characters."""
+    return "task_" + task.replace("-", "_").replace(".", "_")
+
+
+def task_modules(corrections: Mapping[str, nn.Module]) -> nn.ModuleDict:
+    """Each task's correction under its key.
+
+    Raises:
+        ValueError: If two tasks differ only in dots and dashes.
+    """
+    modules = nn.ModuleDict({task_key(task): part for task, part in corrections.items()})
+    if len(modules) < len(corrections):
+        raise ValueError(f"tasks must differ in more than '-', '.' and '_': {list(corrections)}")
+    return modules
+
+
+def save_checkpoint(
+    corrected: Any, folder: str | Path, stem: str, description: Mapping[str, Any], **kwargs: Any
+) -> None:
+    """Save a merged model, its projection and its corrections.
+
+    Args:
+        corrected: Has `model`, `projection` and `corrections`, and `tasks`, `samples`, `curves`.
+        folder: Where to.
+        stem: Name of the files beside the merged model's.
+        description: What else is needed to put the parts together.
+        **kwargs: For the merged model's own `save_pretrained`.
+    """
+    target = Path(folder)
+    corrected.model.save_pretrained(target, variant=_VARIANT, **kwargs)
+    tensors = {
+        f"{name}.{key}": tensor.contiguous()
+        for name in ("projection", "corrections")
+        for key, tensor in getattr(corrected, name).state_dict().items()
+    }
+    save_file(tensors, target / f"{stem}.safetensors")
+    told = {name: getattr(corrected, name) for name in ("tasks", "samples", "curves")}
+    text = json.dumps(told | dict(description), indent=2) + "\n"
+    (target / f"{stem}.json").write_text(text, encoding="utf-8")
+
+
+def load_checkpoint(
+    folder: str | Path, stem: str, **kwargs: Any
+) -> tuple[nn.Module, nn.Linear, dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Load what `save_checkpoint` saved.
+
+    Args:
+        folder: The folder.
+        stem: Name of the files beside the merged model's.
+        **kwargs: For `CLIPVisionModel.from_pretrained`.
+
+    Returns:
+        The merged model; the projection; task -> name -> tensor of its correction; the
+        description.
+
+    Raises:
+        CalibrationError: If the folder holds no such model.
+    """
+    weights, text = (Path(folder) / f"{stem}.{kind}" for kind in ("safetensors", "json"))
+    if not (weights.is_file() and text.is_file()):
+        raise CalibrationError(
+            f"{folder} holds no corrected model: {weights.name} or {text.name} is missing"
+        )
+    description = json.loads(text.read_text(encoding="utf-8"))
+    tensors = load_file(weights)
+    weight = tensors["projection.weight"]
+    projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    projection.weight = nn.Parameter(weight)
+    parts = {
+        task: {
+            name.removeprefix(prefix): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
+        for task in description["tasks"]
+        for prefix in [f"corrections.{task_key(task)}."]
+    }
+    model = CLIPVisionModel.from_pretrained(folder, variant=_VARIANT, **kwargs)
+    # Folders of earlier versions do not tell how the training went.
+    curves = description.get("curves", {})
+    description["curves"] = {t: [tuple(point) for point in c] for t, c in curves.items()}
+    return model, projection, parts, description
