@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _NONE = "none"
 _ACROSS = 6
+_BARS = "bars: 95 % interval of the difference to the merger, over test items"
 _ALONE = "by themselves"
 _MERGER: dict[str, Any] = {"color": MERGED, "linewidth": 0.9, "alpha": 0.7, "zorder": 1}
 _REFERENCES: dict[str, dict[str, Any]] = {
@@ -133,7 +134,7 @@ def cost_figure(rows: Sequence[Row], title: str = "") -> "Figure":
         _label_bottom(grid, "seconds, without evaluation")
         figure.supylabel("gain over the merger, points", fontsize=10)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        legend_below(figure, list(seen.values()), list(seen), "", min(3, len(panels)) + 2)
+        legend_below(figure, list(seen.values()), list(seen), _BARS, min(3, len(panels)) + 2)
     return figure
 
 
@@ -211,8 +212,8 @@ def _draw_cost(axes: "Axes", row: Row, look: Mapping[str, Any]) -> Any:
 
 def _draw_mark(axes: "Axes", x: float, y: float, look: Mapping[str, Any]) -> Any:
     """Smaller than elsewhere: a mark must not cover its bar."""
-    size = 0.8 * look["markersize"]
-    return axes.plot([x], [y], linestyle="none", **{**look, "markersize": size})[0]
+    smaller = {key: 0.8 * look[key] for key in ("markersize", "markeredgewidth")}
+    return axes.plot([x], [y], linestyle="none", **{**look, **smaller})[0]
 
 
 def _draw_lines(
@@ -239,7 +240,7 @@ def _draw_lines(
             (empty,) = grid[0].plot([], [], **_REFERENCES[name])
             shown[f"{name} ({value:.1f}, outside)"] = empty
     if shown:
-        legend_below(figure, list(shown.values()), list(shown), "", 4)
+        legend_below(figure, list(shown.values()), list(shown), _BARS, 4)
 
 
 def _percent(row: Row) -> float:

@@ -80,8 +80,8 @@ def marks(names: Sequence[str], upstream: str | None) -> dict[str, dict[str, Any
             if name != method:
                 own |= {"markerfacecolor": "white", "markeredgecolor": colour,
                         "markeredgewidth": 1.5, "markersize": 6.5}  # fmt: skip
-        # A star looks smaller than it is.
-        size = 12 if own["marker"] == "*" else 8
+        # These shapes look smaller than they are.
+        size = {"*": 12, "P": 9.5, "X": 9}.get(str(own["marker"]), 8)
         common = {"markersize": size, "markeredgecolor": "white", "markeredgewidth": 0.8}
         found[name] = {**common, **own}
     return found
