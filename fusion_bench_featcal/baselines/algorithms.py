@@ -18,22 +18,19 @@ from fusion_bench_featcal.baselines.settings import (
     settings_from,
 )
 from fusion_bench_featcal.baselines.wrapper import CorrectedModel
-from fusion_bench_featcal.boundary.options import check_merger, plain
+from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, check_merger, plain
 from fusion_bench_featcal.boundary.pool_models import (
     check_pool_models,
     load_processor,
 )
-from fusion_bench_featcal.boundary.program import (
-    check_upstream,
-    take_default_taskpool,
-    upstream_model,
-)
+from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
+from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.boundary.standalone import Row, run_post_merging
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 
-_FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 _OWN_KEYS = ("base_method", "clip_model")
 
 
@@ -61,7 +58,7 @@ class SurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
         super().__init__(**_take_keys(self, SurgerySettings, base_method, clip_model, keys))
 
     def on_run_start(self) -> None:
-        """Take the suite's own task pool where none was named."""
+        """Take the suite's own task pool where none was named; check the log directory."""
         _start(self)
 
     def run(self, modelpool: BaseModelPool) -> CorrectedModel:  # type: ignore[override]
@@ -91,7 +88,7 @@ class ProbSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
         super().__init__(**_take_keys(self, ProbSurgerySettings, base_method, clip_model, keys))
 
     def on_run_start(self) -> None:
-        """Take the suite's own task pool where none was named."""
+        """Take the suite's own task pool where none was named; check the log directory."""
         _start(self)
 
     def run(self, modelpool: BaseModelPool) -> CorrectedModel:  # type: ignore[override]
@@ -121,7 +118,7 @@ class RidgeSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
         super().__init__(**_take_keys(self, RidgeSurgerySettings, base_method, clip_model, keys))
 
     def on_run_start(self) -> None:
-        """Take the suite's own task pool where none was named."""
+        """Take the suite's own task pool where none was named; check the log directory."""
         _start(self)
 
     def run(self, modelpool: BaseModelPool) -> CorrectedModel:  # type: ignore[override]
@@ -151,19 +148,34 @@ def run_correction(algorithm: CorrectionAlgorithm, modelpool: BaseModelPool) -> 
     processor = load_processor(modelpool)
     check_pool_models(modelpool)
     check_post_merging(modelpool, algorithm.settings, processor, algorithm.clip_model)
-    merged = upstream_model(algorithm._program, algorithm.base_method, modelpool)
-    model = post_merge(
-        merged,
+    model = run_post_merging(
+        algorithm,
         modelpool,
-        algorithm.settings,
-        processor,
-        algorithm.clip_model,
-        device=algorithm.fabric.device,
+        _row(algorithm),
+        lambda merged: post_merge(
+            merged,
+            modelpool,
+            algorithm.settings,
+            processor,
+            algorithm.clip_model,
+            device=algorithm.fabric.device,
+        ),
     )
     if algorithm.settings.stream == "test_tta":
         log.warning("corrections were fitted on images of the test split (method.stream=test_tta)")
     modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]
     return model
+
+
+def _row(algorithm: CorrectionAlgorithm) -> Row:
+    name, settings = method_name({"_target_": type(algorithm).__name__}), algorithm.settings
+    values = {key: getattr(settings, key) for key in setting_names(type(settings))}
+    return Row(
+        name=name,
+        settings={"method": name, "clip_model": algorithm.clip_model, **values},
+        seed=settings.seed,
+        samples=lambda model: model.samples,
+    )
 
 
 def _take_keys(
@@ -174,7 +186,7 @@ def _take_keys(
     keys: dict[str, Any],
 ) -> dict[str, Any]:
     """Check an algorithm's keys and set them as its attributes; return FusionBench's own keys."""
-    meta = {key: keys.pop(key) for key in _FUSION_BENCH_KEYS if key in keys}
+    meta = {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
     settings = settings_from(kind, {key: plain(value) for key, value in keys.items()})
     check_merger(base_method)
     if clip_model is not None and not isinstance(clip_model, str):
@@ -191,4 +203,4 @@ def _take_keys(
 
 def _start(algorithm: CorrectionAlgorithm) -> None:
     if algorithm._program is not None:
-        take_default_taskpool(algorithm._program)
+        prepare_run(algorithm._program, algorithm.log_dir)

@@ -1,5 +1,6 @@
 """RegMean, RegMean++, LOT Merging and FeatCal's anchor alone, as FusionBench methods."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import fusion_bench_featcal.compat  # noqa: F401
@@ -21,16 +22,11 @@ from fusion_bench_featcal.baselines.pool_merging import (
 )
 from fusion_bench_featcal.baselines.regmean import regmean
 from fusion_bench_featcal.baselines.regmean_plusplus import regmean_plusplus
-from fusion_bench_featcal.boundary.options import check_merger
-from fusion_bench_featcal.boundary.pool_models import (
-    BASE_MODEL,
-    MERGED_MODEL,
-    check_pool_models,
-    load_pool_model,
-    pool_source,
-)
-from fusion_bench_featcal.boundary.program import run_merger, take_default_taskpool
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.boundary.options import check_merger, plain
+from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, check_pool_models, pool_source
+from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
+from fusion_bench_featcal.boundary.standalone import Row, run_merging, run_post_merging
+from fusion_bench_featcal.settings import FeatCalSettings
 
 _REGMEAN_KEYS = {name: name for name in (*MERGER_SETTINGS, "off_diagonal", "task_weights")}
 
@@ -57,14 +53,14 @@ class RegMeanAlgorithm(LightningFabricMixin, BaseAlgorithm):
         super().__init__(**take_settings(self, keys, MERGER_SETTINGS))
 
     def on_run_start(self) -> None:
-        """Take the suite's own task pool where none was named."""
+        """Take the suite's own task pool where none was named; check the log directory."""
         if self._program is not None:
-            take_default_taskpool(self._program)
+            prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge the pool's experts; see `merge_pool`."""
         options = {"off_diagonal": self.off_diagonal, "task_weights": self.task_weights}
-        return merge_pool(regmean, modelpool, self.settings, self.fabric, **options)
+        return _merge(self, "regmean", regmean, modelpool, options)
 
 
 class RegMeanPlusPlusAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -90,14 +86,14 @@ class RegMeanPlusPlusAlgorithm(LightningFabricMixin, BaseAlgorithm):
         super().__init__(**take_settings(self, keys, MERGER_SETTINGS))
 
     def on_run_start(self) -> None:
-        """Take the suite's own task pool where none was named."""
+        """Take the suite's own task pool where none was named; check the log directory."""
         if self._program is not None:
-            take_default_taskpool(self._program)
+            prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge the pool's experts; see `merge_pool`."""
         options = {"off_diagonal": self.off_diagonal, "task_weights": self.task_weights}
-        return merge_pool(regmean_plusplus, modelpool, self.settings, self.fabric, **options)
+        return _merge(self, "regmean_plusplus", regmean_plusplus, modelpool, options)
 
 
 class LotAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -115,13 +111,13 @@ class LotAlgorithm(LightningFabricMixin, BaseAlgorithm):
         super().__init__(**take_settings(self, keys, MERGER_SETTINGS))
 
     def on_run_start(self) -> None:
-        """Take the suite's own task pool where none was named."""
+        """Take the suite's own task pool where none was named; check the log directory."""
         if self._program is not None:
-            take_default_taskpool(self._program)
+            prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge the pool's experts; see `merge_pool`."""
-        return merge_pool(lot, modelpool, self.settings, self.fabric)
+        return _merge(self, "lot", lot, modelpool, {})
 
 
 class AnchorOnlyAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -148,9 +144,9 @@ class AnchorOnlyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         super().__init__(**take_settings(self, keys, ANCHOR_SETTINGS))
 
     def on_run_start(self) -> None:
-        """Take the suite's own task pool where none was named."""
+        """Take the suite's own task pool where none was named; check the log directory."""
         if self._program is not None:
-            take_default_taskpool(self._program)
+            prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, then move to the anchor.
@@ -164,17 +160,37 @@ class AnchorOnlyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             CalibrationError: If base or merged model are missing or do not fit.
         """
-        if self.base_method is None and not modelpool.has_merged:
-            raise CalibrationError(
-                "method.base_method is null, but the pool has no merged model: name one as "
-                f"modelpool.models.{MERGED_MODEL}, or choose a merger "
-                "(method@method.base_method=task_arithmetic)"
-            )
+        check_upstream(self.base_method, modelpool)
         check_base(modelpool)
         check_pool_models(modelpool)
-        if self.base_method is None:
-            merged = load_pool_model(modelpool, MERGED_MODEL)
-        else:
-            merged = run_merger(self._program, self.base_method, modelpool, "method.base_method")
         base = pool_source(modelpool, BASE_MODEL, stream_experts="auto")
-        return anchor_only(merged, base, self.settings)
+        settings = {name: getattr(self.settings, name) for name in ANCHOR_SETTINGS}
+        row = Row(name="anchor_only", settings=settings, seed=None, samples=lambda model: {})
+        return run_post_merging(
+            self, modelpool, row, lambda merged: anchor_only(merged, base, self.settings)
+        )
+
+
+def _merge(
+    algorithm: Any,
+    name: str,
+    merge: Callable[..., nn.Module],
+    modelpool: BaseModelPool,
+    options: Mapping[str, Any],
+) -> nn.Module:
+    """Merge the pool's experts, and report where the program runs this method itself."""
+    settings: FeatCalSettings = algorithm.settings
+    drawn = {"samples": settings.samples_per_task, "split": settings.calibration_split}
+    row = Row(
+        name=name,
+        # As `method=compare` notes them for a merger.
+        settings=plain(getattr(algorithm._program, "_method", None)) or {},
+        seed=settings.seed,
+        samples=lambda model: dict.fromkeys(modelpool.model_names, drawn),
+    )
+    return run_merging(
+        algorithm,
+        modelpool,
+        row,
+        lambda: merge_pool(merge, modelpool, settings, algorithm.fabric, **options),
+    )

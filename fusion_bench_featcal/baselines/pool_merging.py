@@ -7,7 +7,7 @@ from typing import Any
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.boundary.options import plain
+from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, plain
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
     check_pool_models,
@@ -32,8 +32,6 @@ MERGER_SETTINGS = (
 
 ANCHOR_SETTINGS = ("anchor_rho", "calibrate_bias", "calibrate_norm", "modules", "family")
 """Fields of `FeatCalSettings` that its anchor alone depends on."""
-
-FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 
 
 def take_settings(algorithm: Any, values: Mapping[str, Any], known: Sequence[str]) -> Any:

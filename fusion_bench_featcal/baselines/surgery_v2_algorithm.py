@@ -20,23 +20,19 @@ from fusion_bench_featcal.baselines.features import (
     stream_split,
 )
 from fusion_bench_featcal.baselines.layer_corrected import LayerCorrectedModel, clip_blocks
-from fusion_bench_featcal.baselines.pool_merging import FUSION_BENCH_KEYS
 from fusion_bench_featcal.baselines.post_merging import check_post_merging
 from fusion_bench_featcal.baselines.settings import SurgerySettings, setting_names, settings_from
 from fusion_bench_featcal.baselines.surgery_v2 import LayerSurgery, train_surgery_v2
 from fusion_bench_featcal.baselines.training import Curve, Losses
-from fusion_bench_featcal.boundary.options import check_merger, plain
+from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, check_merger, plain
 from fusion_bench_featcal.boundary.pool_models import (
     check_pool_models,
     load_pool_model,
     load_processor,
 )
-from fusion_bench_featcal.boundary.program import (
-    check_upstream,
-    take_default_taskpool,
-    upstream_model,
-)
+from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
 from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.boundary.standalone import Row, run_post_merging
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -133,9 +129,9 @@ class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):
         super().__init__(**meta)
 
     def on_run_start(self) -> None:
-        """Take the suite's own task pool where none was named."""
+        """Take the suite's own task pool where none was named; check the log directory."""
         if self._program is not None:
-            take_default_taskpool(self._program)
+            prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> LayerCorrectedModel:  # type: ignore[override]
         """Merge with the upstream merger, then correct task by task.
@@ -156,11 +152,26 @@ class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):
         processor = load_processor(modelpool)
         check_pool_models(modelpool)
         check_post_merging(modelpool, self.settings, processor, self.clip_model)
-        merged = upstream_model(self._program, self.base_method, modelpool)
-        model = surgery_v2_post_merge(
-            merged, modelpool, self.settings, processor, self.clip_model,
-            device=self.fabric.device,
-        )  # fmt: skip
+        values = {name: getattr(self.settings, name) for name in SURGERY_V2_SETTINGS}
+        row = Row(
+            name="surgery_v2",
+            settings={"method": "surgery_v2", "clip_model": self.clip_model, **values},
+            seed=self.settings.seed,
+            samples=lambda model: model.samples,
+        )
+        model = run_post_merging(
+            self,
+            modelpool,
+            row,
+            lambda merged: surgery_v2_post_merge(
+                merged,
+                modelpool,
+                self.settings,
+                processor,
+                self.clip_model,
+                device=self.fabric.device,
+            ),
+        )
         if self.settings.stream == "test_tta":
             log.warning("corrections were fitted on images of the test split (test_tta)")
         modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]

@@ -3,7 +3,7 @@
 import atexit
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,19 +121,48 @@ class RunResults:
         if self._log_dir is not None:
             preset = name.removeprefix(FEATCAL).replace(":", ".")
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
-        if settings.calibration_split == "test":
-            self.report.notes.append(f"{name} was calibrated on samples of the test split")
         drawn = {"samples": settings.samples_per_task, "split": settings.calibration_split}
-        made = {
-            "settings": settings.as_dict(),
-            "cost": cost.as_dict(),
-            "samples": dict.fromkeys(tasks, drawn),
-        }
-        self.report.seeds[name] = settings.seed
-        evaluation = self._evaluate(name, result.model)
+        return self.add_made(
+            name,
+            result.model,
+            settings=settings.as_dict(),
+            cost=cost,
+            samples=dict.fromkeys(tasks, drawn),
+            seed=settings.seed,
+        )
+
+    def add_made(
+        self,
+        name: str,
+        model: nn.Module,
+        *,
+        settings: Mapping[str, Any],
+        cost: Cost,
+        samples: Mapping[str, Mapping[str, Any]],
+        seed: int | None,
+    ) -> Evaluation | None:
+        """Evaluate the model that a method made.
+
+        Args:
+            name: Its row.
+            model: The model.
+            settings: What it was made with.
+            cost: What it cost.
+            samples: Task -> {"samples", "split"} really used; empty for what uses no data.
+            seed: Of samples and training; None for what draws nothing.
+
+        Returns:
+            Its evaluation; None without a task pool.
+        """
+        if any(drawn["split"] == "test" for drawn in samples.values()):
+            self.report.notes.append(f"{name} was made with samples of the test split")
+        made = {"settings": settings, "cost": cost.as_dict(), "samples": samples}
+        if seed is not None:
+            self.report.seeds[name] = seed
+        evaluation = self._evaluate(name, model)
         if evaluation is None:
             for kept, value in made.items():
-                getattr(self.report, kept)[name] = value
+                getattr(self.report, kept)[name] = dict(value)
         else:
             self.report.add_row(name, evaluation.accuracy, correct=evaluation.correct, **made)
         return evaluation
@@ -149,7 +178,7 @@ class RunResults:
         if self._log_dir is not None:
             self.report.write(self._log_dir)
         if self.taskpool is None or evaluation is None:
-            log.info("no task pool: the calibrated model is not evaluated")
+            log.info("no task pool: the model is not evaluated")
         elif program is not None:
             # FusionBench prints its own report at the very end; the table that people read comes
             # after it, and only if the model could be saved.
