@@ -38,14 +38,15 @@ _FAILED = "failed"
 
 def show_side_by_side(comparison: SideBySide) -> None:
     """Print accuracy, what each row takes, and what the columns mean to stdout."""
+    from rich.console import Console
     from rich.text import Text
 
     terminal = console()
     for title, grid in _grids(comparison):
         table = rich_grid(grid)
         table.title = Text(f"{comparison.suite}: {title}")
-        # No column is left out on a narrow terminal; there the lines break.
-        terminal.print(table, width=max(terminal.width, grid.width()), crop=False)
+        # Nothing is left out or cut on a narrow terminal; there the lines break.
+        Console(width=max(terminal.width, grid.width())).print(table)
     print_lines(terminal, _sentences(comparison))
 
 

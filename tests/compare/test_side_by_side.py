@@ -199,3 +199,10 @@ def test_damaged_failures_are_named(comparison: SideBySide, tmp_path: Path) -> N
 def test_a_comparison_never_replaces_a_runs_report(comparison: SideBySide, tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"holds the report of a run.*--out"):
         write_side_by_side(comparison, tmp_path / "one", "--out")
+
+
+def test_nothing_is_cut_in_a_narrow_terminal(comparison: SideBySide, capsys) -> None:
+    show_side_by_side(comparison)
+    costs = capsys.readouterr().out.partition("what it takes")[2]
+    assert "unavailable" in costs and "6 / 1536" in costs
+    assert "…" not in costs
