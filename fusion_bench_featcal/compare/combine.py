@@ -1,7 +1,7 @@
 """Several runs (calibration seeds, upstream mergers, pools) as one result."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,14 +133,25 @@ def _distinct(name: str, runs: Sequence[_Run]) -> list[_Run]:
 
 
 def _check_settings(name: str, first: _Run, run: _Run) -> None:
-    one, two = (dict(each.report.settings.get(name, {})) for each in (first, run))
-    for key in sorted((set(one) | set(two)) - {_SEED_SETTING}):
+    one, two = (_without_seeds(each.report.settings.get(name, {})) for each in (first, run))
+    for key in sorted(set(one) | set(two)):
         if one.get(key) != two.get(key):
             raise ReportError(
                 f"row '{name}' was made with different {key}: "
                 f"{_difference(first, one.get(key), run, two.get(key))}. "
                 "Only the seed may differ between runs that are averaged."
             )
+
+
+def _without_seeds(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name, without seeds: methods that are applied in order nest theirs."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _without_seeds(value, f"{prefix}{key}.")
+        elif key != _SEED_SETTING:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _difference(first: _Run, one: Any, second: _Run, two: Any) -> str:

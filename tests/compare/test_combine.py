@@ -117,6 +117,18 @@ def test_other_settings_are_refused_with_both_values(seeds: list[Path], tmp_path
         combine([*seeds, tmp_path / "odd"])
 
 
+def test_methods_in_order_differ_by_their_settings_and_not_by_their_seeds(tmp_path: Path):
+    def chain(seed: int, ridge_lambda: float) -> dict[str, dict[str, float]]:
+        return {"featcal": {"ridge_lambda": ridge_lambda, "seed": seed}, "ridge": {"seed": seed}}
+
+    one = leave_run(tmp_path / "one", 0.7, seed=1, settings=chain(1, 0.05))
+    two = leave_run(tmp_path / "two", 0.8, seed=2, settings=chain(2, 0.05))
+    assert len(find_row(combine([one, two]), "featcal").seeds) == 2
+    odd = leave_run(tmp_path / "odd", 0.8, seed=3, settings=chain(3, 0.5))
+    with pytest.raises(ReportError, match=r"different featcal\.ridge_lambda: 0\.05 in .*0\.5 in"):
+        combine([one, two, odd])
+
+
 def test_other_test_sets_are_refused_with_both_sizes(seeds: list[Path], tmp_path: Path):
     report = make_report(seed=4, items=False)
     report.test_sets = {"cars": {"items": 100}}
