@@ -5,13 +5,14 @@ VENV ?= .venv
 NEWEST ?= .venv-newest
 PIP_ARGS ?=
 RUNS ?= outputs/demo-full
+COMPARISONS ?= outputs/compare-full
 
 BIN := $(VENV)/bin
 # $(1): environment, $(2): constraints, $(3): extras
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick test test-newest lint types check build tables nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full test test-newest lint types check build tables nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,8 +44,11 @@ compare: $(VENV)/.installed ## every merger with every post-merging method; fini
 compare-quick: $(VENV)/.installed ## one merger, fewer samples and training steps: minutes
 	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.upstreams='[task_arithmetic]' method.alone='[regmean]' method.samples_per_task=64 method.training_steps=100
 
-tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's runs if there are any
-	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS))
+compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 8 samples per task
+	PATH="$(abspath $(BIN)):$$PATH" examples/compare_full.sh $(COMPARISONS)
+
+tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's and compare-full's runs if there are any
+	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS)) $(if $(wildcard $(COMPARISONS)/tables),--comparisons $(COMPARISONS))
 
 test: $(VENV)/.installed ## run the tests: offline, on the CPU, in minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile

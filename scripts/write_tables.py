@@ -4,6 +4,7 @@ A generated part stands between `<!-- generated: NAME -->` and `<!-- end of NAME
 named in PARTS. `--check` changes nothing and fails where a part is stale.
 
     python scripts/write_tables.py [--check] [--runs outputs/demo-full]
+        [--comparisons outputs/compare-full]
 """
 
 import argparse
@@ -15,8 +16,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from comparison_tables import grid_table, seeds_table, tasks_table
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
+COMPARISON = RESULTS / "comparison"
 FIGURES = ROOT / "docs" / "figures"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PART = re.compile(
@@ -29,7 +33,7 @@ def combined_table(pool: str) -> str:
     """The tables of `featcal report` over demo-full's runs on one pool."""
     text = (RESULTS / pool / "report.md").read_text(encoding="utf-8")
     tables = text.partition("## ")[2].partition("\n")[2].partition("## Runs")[0].strip()
-    return f"{tables}\n- {provenance(pool)}"
+    return f"{tables}\n- {provenance(RESULTS / pool)}"
 
 
 def summary_table(pool: str) -> str:
@@ -38,14 +42,15 @@ def summary_table(pool: str) -> str:
     return f"{parts[0]}\n\n{parts[-1]}"
 
 
-def provenance(pool: str) -> str:
+def provenance(folder: Path) -> str:
     """Machine, versions and data of the runs."""
-    run = json.loads((RESULTS / pool / "run.json").read_text(encoding="utf-8"))
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     device, versions = run["device"], run["versions"]
+    threads = device["torch_threads"]
     images = sum(task["items"] for task in run["test_sets"].values())
     return (
         f"measured on {device['cpu']} ({device['platform']}, {device['cpu_cores']} cores, "
-        f"{device['torch_threads']} thread) with torch {versions['torch']} and transformers "
+        f"{threads} thread{'s' if threads > 1 else ''}) with torch {versions['torch']} and transformers "
         f"{versions['transformers']}; data: {run['suite']}, {images} test images"
     )
 
@@ -101,6 +106,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "summary-alphabets2": lambda: summary_table("alphabets2").partition("\n\n")[0],
     "results-TA6": lambda: combined_table("TA6"),
     "results-alphabets2": lambda: combined_table("alphabets2"),
+    "comparison-grid": lambda: "\n".join(
+        [grid_table(COMPARISON / "grid"), f"- {provenance(COMPARISON / 'grid')}"]
+    ),
+    "comparison-seeds": lambda: seeds_table([COMPARISON / "n8", COMPARISON / "n256"]),
+    "comparison-tasks": lambda: tasks_table(COMPARISON / "grid", "task_arithmetic"),
+    "comparison-kl": lambda: grid_table(COMPARISON / "kl"),
     "paper-clip": paper_clip,
     "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
@@ -123,6 +134,20 @@ def keep_results(runs: Path) -> None:
         print(f"drawn: {figure}")
 
 
+def keep_comparisons(folder: Path) -> None:
+    """Copy compare-full's tables and figures into the repository."""
+    for source in sorted((folder / "tables").iterdir()):
+        target = COMPARISON / source.name
+        target.mkdir(parents=True, exist_ok=True)
+        for name in ("report.md", "report.csv", "report.json"):
+            shutil.copyfile(source / name, target / name)
+    one_run = folder / "grid" / "task_arithmetic" / "report.json"
+    shutil.copyfile(one_run, COMPARISON / "grid" / "run.json")
+    for figure in ("comparison", "cost", "task_arithmetic/convergence"):
+        source = folder / "grid" / f"{figure}.png"
+        shutil.copyfile(source, FIGURES / source.name)
+
+
 def rewritten(page: Path) -> str:
     """A page's text with every generated part made anew."""
 
@@ -137,9 +162,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--runs", type=Path, help="take new tables from this demo-full folder")
+    parser.add_argument("--comparisons", type=Path, help="and these from a compare-full folder")
     options = parser.parse_args()
     if options.runs:
         keep_results(options.runs)
+    if options.comparisons:
+        keep_comparisons(options.comparisons)
     stale = [page for page in PAGES if rewritten(page) != page.read_text(encoding="utf-8")]
     for page in stale:
         print(f"{'stale' if options.check else 'written'}: {page.relative_to(ROOT)}")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .drawing import GREY, INK, MERGED, RULE, legend_below, marks, new_figure, save_figure, style
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 _NONE = "none"
 _ACROSS = 6
-_BARS = "bars: 95 % interval of the difference to the merger, over test items"
+_BARS = "bars: 95 % interval of the difference to the merger, over test items; arrows: far outside"
 _ALONE = "by themselves"
 _MERGER: dict[str, Any] = {"color": MERGED, "linewidth": 0.9, "alpha": 0.7, "zorder": 1}
 _REFERENCES: dict[str, dict[str, Any]] = {
@@ -90,13 +91,14 @@ def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":
     panels = _panels(rows)
     methods = list(dict.fromkeys(line for p in panels if p.upstream for line in p.rows))
     most = max(len(methods), *(len(panel.rows) for panel in panels))
+    floor = _floor([_percent(row) for panel in panels for row in panel.rows.values()])
     with style():
         figure, grid = _grid(panels, (1.55, 0.8 + 0.23 * most), across=_ACROSS, sharey=False)
         for place, (axes, panel) in enumerate(zip(grid, panels, strict=True)):
             lines = methods if panel.upstream else list(panel.rows)
             heights = {line: -number for number, line in enumerate(lines)}
             for line, look in panel.looks().items():
-                _draw_accuracy(axes, panel.rows[line], heights[line], look)
+                _draw_accuracy(axes, panel.rows[line], heights[line], look, floor)
             first = place % _ACROSS == 0
             axes.set_yticks(list(heights.values()))
             axes.set_yticklabels(lines if first or not panel.upstream else [""] * len(lines))
@@ -122,13 +124,14 @@ def cost_figure(rows: Sequence[Row], title: str = "") -> "Figure":
         ReportError: matplotlib is missing or no row has a gain and seconds.
     """
     panels = [panel for panel in _panels([row for row in rows if _timed(row)]) if panel.upstream]
+    floor = _floor([100 * row["gain"] for panel in panels for row in panel.rows.values()])
     with style():
         figure, grid = _grid(panels, (3.0, 2.8), across=3, sharey=True)
         seen: dict[str, Any] = {}
         for axes, panel in zip(grid, panels, strict=True):
             axes.axhline(0, **_MERGER)
             for line, look in panel.looks().items():
-                seen[line] = _draw_cost(axes, panel.rows[line], look)
+                seen[line] = _draw_cost(axes, panel.rows[line], look, floor)
             axes.set_xscale("log")
             axes.margins(x=0.08)
         _label_bottom(grid, "seconds, without evaluation")
@@ -196,15 +199,34 @@ def _label_bottom(grid: "Sequence[Axes]", label: str) -> None:
             axes.set_xlabel(label, fontsize=9)
 
 
-def _draw_accuracy(axes: "Axes", row: Row, height: float, look: Mapping[str, Any]) -> None:
+def _floor(values: Sequence[float]) -> float:
+    """Below it a value is far from all others, and an axis that reached it would squeeze them."""
+    middle = median(values)
+    return middle - 5 * (max(values) - middle) - 1
+
+
+def _draw_accuracy(
+    axes: "Axes", row: Row, height: float, look: Mapping[str, Any], floor: float
+) -> None:
     value, bar = _percent(row), _bar(row)
+    if value < floor:
+        place = (0.02, height)
+        text = f"\N{LEFTWARDS ARROW} {value:.1f}"
+        axes.text(*place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8,
+                  color=look["color"])  # fmt: skip
+        return
     if bar is not None:
         axes.plot([value + end for end in bar], [height] * 2, color=look["color"], linewidth=1.4)
     _draw_mark(axes, value, height, look)
 
 
-def _draw_cost(axes: "Axes", row: Row, look: Mapping[str, Any]) -> Any:
+def _draw_cost(axes: "Axes", row: Row, look: Mapping[str, Any], floor: float) -> Any:
     seconds, gain, bar = row["cost"]["seconds"], 100 * row["gain"], _bar(row)
+    if gain < floor:
+        text = f"\N{DOWNWARDS ARROW} {gain:.0f}"
+        axes.text(seconds, 0.02, text, transform=axes.get_xaxis_transform(), ha="center",
+                  fontsize=8, color=look["color"])  # fmt: skip
+        return axes.plot([], [], linestyle="none", **look)[0]
     if bar is not None:
         axes.plot([seconds] * 2, [gain + end for end in bar], color=look["color"], linewidth=1.4)
     return _draw_mark(axes, seconds, gain, look)
@@ -228,6 +250,7 @@ def _draw_lines(
         if panel.upstream and _NONE in panel.rows:
             shown["the merger"] = axes.axvline(_percent(panel.rows[_NONE]), **_MERGER)
     values = [_percent(row) for panel in panels for row in panel.rows.values()]
+    values = [value for value in values if value >= _floor(values)]
     reach = 0.25 * (max(values) - min(values)) + 1
     for row in rows:
         name, value = row["name"], _percent(row)
