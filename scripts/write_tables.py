@@ -50,8 +50,8 @@ def provenance(folder: Path) -> str:
     images = sum(task["items"] for task in run["test_sets"].values())
     return (
         f"measured on {device['cpu']} ({device['platform']}, {device['cpu_cores']} cores, "
-        f"{threads} thread{'s' if threads > 1 else ''}) with torch {versions['torch']} and transformers "
-        f"{versions['transformers']}; data: {run['suite']}, {images} test images"
+        f"{threads} thread{'s' if threads > 1 else ''}) with torch {versions['torch']} and "
+        f"transformers {versions['transformers']}; data: {run['suite']}, {images} test images"
     )
 
 
