@@ -9,6 +9,7 @@ from typing import Any
 TOKEN_WEIGHTS = ("uniform", "demo_last_block")
 CALIBRATION_SPLITS = ("train", "val", "test")
 STREAM_EXPERTS = ("auto", True, False)
+CALIBRATION_TARGETS = ("labels", "generated")
 
 
 class CalibrationError(RuntimeError):
@@ -41,6 +42,11 @@ class FeatCalSettings:
             weighs 0.01, except for modules named k_proj and v_proj (the authors' demo, not the
             paper).
         calibration_split: The data split samples are drawn from: `train`, `val` or `test`.
+        calibration_targets: Text models only: what follows the prompt: the data's `labels`, or what
+            the task's expert itself writes by greedy search (`generated`): then no label is used.
+        generated_tokens: Longest target that an expert may generate, >= 1.
+        max_length: Longest text in tokens, >= 2: longer ones are cut. None: the tokenizer's own
+            limit, beyond which a text is an error.
         family: How the model is cut into blocks: `auto`, a family's name, a mapping with `name` and
             that family's options (`{name: replay, blocks: [encoder.*]}`), or a Family object.
         stream_experts: `auto` reads experts block by block where they are safetensors files and
@@ -61,6 +67,9 @@ class FeatCalSettings:
     modules: Sequence[str] | None = None
     token_weights: str = "uniform"
     calibration_split: str = "train"
+    calibration_targets: str = "labels"
+    generated_tokens: int = 64
+    max_length: int | None = None
     family: Any = "auto"
     stream_experts: bool | str = "auto"
     log_drift: bool = True
@@ -155,6 +164,9 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("modules", "null or a non-empty list of patterns", _is_pattern_list),
     ("token_weights", *_one_of(TOKEN_WEIGHTS)),
     ("calibration_split", *_one_of(CALIBRATION_SPLITS)),
+    ("calibration_targets", *_one_of(CALIBRATION_TARGETS)),
+    ("generated_tokens", *_POSITIVE_INTEGER),
+    ("max_length", "null or an integer >= 2", lambda value: value is None or _is_integer(value, 2)),
     (
         "family",
         "a family's name, a mapping with its `name`, or a Family",
