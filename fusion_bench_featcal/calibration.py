@@ -17,7 +17,13 @@ from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.recording import record_inputs
-from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples, to_device
+from fusion_bench_featcal.engine.samples import (
+    Batch,
+    check_inputs,
+    naming_task,
+    take_samples,
+    to_device,
+)
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert, names_under
 from fusion_bench_featcal.families import Family, resolve_family
@@ -129,9 +135,8 @@ def calibrate(
 
 def _run_blocks(run: Run, tasks: Mapping[str, Iterable[Batch]]) -> None:
     """Algorithm 1's loop: stage by stage, block by block, in forward order."""
-    many_stages = len(run.stages) > 1
     for index, stage in enumerate(run.stages):
-        tasks = streams = _begin_stage(run, index, tasks, keep_inputs=many_stages)
+        tasks = streams = _begin_stage(run, index, tasks)
         for block in stage:
             _calibrate_block(run, block, streams)
 
@@ -178,7 +183,7 @@ def _collect(
                 drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
             rows += _rows(hidden, batch.valid)
             with exact_products():
-                sums.add(run.model, cal, exp, batch.valid)
+                sums.add(run.model, cal, exp, batch.valid, batch.other)
         with exact_products():
             into.add(sums, expert_model)
     run.progress.update()
@@ -222,9 +227,12 @@ def _rows(hidden: Tensor, valid: Tensor | None) -> int:
 
 
 def _begin_stage(
-    run: Run, index: int, tasks: Mapping[str, Iterable[Batch]], *, keep_inputs: bool
+    run: Run, index: int, tasks: Mapping[str, Iterable[Batch]]
 ) -> dict[str, list[Batch]]:
-    """Run every task's samples, on both sides, up to the first block of a stage."""
+    """Run every task's samples, on both sides, up to the first block of a stage.
+
+    Earlier stages are calibrated by then, and run whole on both sides.
+    """
     first = run.stages[index][0]
     later = [block for stage in run.stages[index:] for block in stage]
     names = list(run.model.state_dict())
@@ -238,15 +246,16 @@ def _begin_stage(
         read_before = run.experts[task].bytes_read
         with run.experts[task].loaded(stem if run.uses_expert_features else ()) as expert_model:
             for batch in batches:
+                batch.cal = batch.exp = None  # what an earlier stage ended with is no longer needed
                 inputs = to_device(batch.inputs, device)
-                valid = run.family.row_weights(inputs)
-                with run.autocast():
-                    cal = run.family.begin(run.model, inputs, first)
-                    exp = None
-                    if run.uses_expert_features:
-                        exp = run.family.begin(expert_model, inputs, first)
-                kept = batch.inputs if keep_inputs else None
-                streams[task].append(Batch(kept, batch.samples, valid, cal, exp))
+                begun = Batch(batch.inputs if len(run.stages) > 1 else None, batch.samples)
+                with naming_task(task):
+                    begun.find_rows(run.family, inputs, index, run.settings.decoder_rows)
+                    with run.autocast():
+                        begun.cal = run.family.begin(run.model, inputs, first)
+                        if run.uses_expert_features:
+                            begun.exp = run.family.begin(expert_model, inputs, first)
+                streams[task].append(begun)
         read = run.experts[task].bytes_read - read_before
         run.log.add("inputs", {"task": task, "stage": index, "expert_bytes": read})
     return streams

@@ -8,6 +8,7 @@ from typing import Any
 
 TOKEN_WEIGHTS = ("uniform", "demo_last_block")
 CALIBRATION_SPLITS = ("train", "val", "test")
+DECODER_ROWS = ("all", "targets")
 STREAM_EXPERTS = ("auto", True, False)
 CALIBRATION_TARGETS = ("labels", "generated")
 
@@ -41,6 +42,9 @@ class FeatCalSettings:
         token_weights: `uniform`, or `demo_last_block`: in the last block every token but the first
             weighs 0.01, except for modules named k_proj and v_proj (the authors' demo, not the
             paper).
+        decoder_rows: Which positions of a decoder count: `all` that are no padding, or only the
+            `targets`, whose output predicts a target token. Only models with a decoder heed it. The
+            decoder of an encoder-decoder model fed by `labels` has no others.
         calibration_split: The data split samples are drawn from: `train`, `val` or `test`.
         calibration_targets: Text models only: what follows the prompt: the data's `labels`, or what
             the task's expert itself writes by greedy search (`generated`): then no label is used.
@@ -66,6 +70,7 @@ class FeatCalSettings:
     calibrate_norm: bool = True
     modules: Sequence[str] | None = None
     token_weights: str = "uniform"
+    decoder_rows: str = "all"
     calibration_split: str = "train"
     calibration_targets: str = "labels"
     generated_tokens: int = 64
@@ -163,6 +168,7 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("calibrate_norm", *_BOOLEAN),
     ("modules", "null or a non-empty list of patterns", _is_pattern_list),
     ("token_weights", *_one_of(TOKEN_WEIGHTS)),
+    ("decoder_rows", *_one_of(DECODER_ROWS)),
     ("calibration_split", *_one_of(CALIBRATION_SPLITS)),
     ("calibration_targets", *_one_of(CALIBRATION_TARGETS)),
     ("generated_tokens", *_POSITIVE_INTEGER),

@@ -22,7 +22,13 @@ from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import BlockModules, Site, find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.recording import record_inputs
-from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples, to_device
+from fusion_bench_featcal.engine.samples import (
+    Batch,
+    check_inputs,
+    naming_task,
+    take_samples,
+    to_device,
+)
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert, names_under
 from fusion_bench_featcal.families import Family, resolve_family
@@ -133,8 +139,7 @@ def merge_blockwise(
     bar = tqdm(total=len(run.modules), disable=not progress, leave=False, unit="block")
     with torch.autocast(next(model.parameters()).device.type, enabled=False), bar:
         for index, stage in enumerate(stages):
-            later = [block for following in stages[index:] for block in following]
-            tasks = streams = _begin_stage(run, later, tasks, keep_inputs=len(stages) > 1)
+            tasks = streams = _begin_stage(run, stages, index, tasks)
             for block in stage:
                 bar.set_description(f"merging {block}")
                 _merge_block(run, block, streams)
@@ -156,9 +161,10 @@ def _load_means(model: nn.Module, experts: Sequence[ExpertModel]) -> None:
 
 
 def _begin_stage(
-    run: _Merging, later: list[str], tasks: Mapping[str, Iterable[Batch]], *, keep_inputs: bool
+    run: _Merging, stages: list[list[str]], index: int, tasks: Mapping[str, Iterable[Batch]]
 ) -> dict[str, list[Batch]]:
     """Run every task's samples up to a stage's first block, in the model that feeds it."""
+    later = [block for following in stages[index:] for block in following]
     names = list(run.model.state_dict())
     stem = [] if run.family.whole_model else sorted(set(names) - set(names_under(names, later)))
     device = next(run.model.parameters()).device
@@ -169,11 +175,12 @@ def _begin_stage(
         with run.experts[task].loaded(stem) if own else nullcontext(run.model) as feeder:
             for batch in batches:
                 inputs = to_device(batch.inputs, device)
-                with run.autocast():
-                    call = run.family.begin(feeder, inputs, later[0])
-                valid = run.family.row_weights(inputs)
-                kept = batch.inputs if keep_inputs else None
-                streams[task].append(Batch(kept, batch.samples, valid, call))
+                begun = Batch(batch.inputs if len(stages) > 1 else None, batch.samples)
+                with naming_task(task):
+                    begun.find_rows(run.family, inputs, index, run.settings.decoder_rows)
+                    with run.autocast():
+                        begun.cal = run.family.begin(feeder, inputs, later[0])
+                streams[task].append(begun)
     return streams
 
 
@@ -219,7 +226,7 @@ def _collect(
         with record_inputs(candidate, [s.name for s in sums.sites]) as inputs, run.autocast():
             _, following = run.family.step(candidate, block, batch.cal)
         with exact_products():
-            sums.add(candidate, inputs, None, batch.valid)
+            sums.add(candidate, inputs, None, batch.valid, batch.other)
         if run.rule.stream == "expert":
             batch.cal = following
     sums.check()

@@ -118,7 +118,7 @@ def find_all_modules(
     names = [s.name for b in blocks.values() for s in b.sites]
     names += [name for b in blocks.values() for name in b.left]
     for pattern in settings.modules or ():
-        if not any(_matches(name, pattern.removeprefix("!")) for name in names):
+        if not any(matches(name, pattern.removeprefix("!")) for name in names):
             raise CalibrationError(
                 f"method.modules: {pattern!r} matches no module of the blocks; there are "
                 f"{names[:6]} and {max(len(names) - 6, 0)} more"
@@ -157,12 +157,12 @@ def _selected(name: str, patterns: Sequence[str] | None) -> bool:
     unwanted = [p[1:] for p in patterns if p.startswith("!")]
 
     def hit(pattern: str) -> bool:
-        return _matches(name, pattern)
+        return matches(name, pattern)
 
     return (not wanted or any(map(hit, wanted))) and not any(map(hit, unwanted))
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """Whether a pattern matches a full name or any end of it: `fc1`, `mlp.fc1`, `*.mlp.fc1`."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))

@@ -1,7 +1,8 @@
 """Calibration samples on their way through the blocks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ class Batch:
         inputs: The model's inputs, kept only where a later stage begins from them.
         samples: Number of samples.
         valid: 1 for positions that count, 0 for padding; None: all count.
+        other: The same for modules that receive other rows, by the end of their names.
         cal: What the next block of the calibrated model receives.
         exp: What the next block of the expert receives; None where expert features are not used.
         exp_hidden: The expert's output of the block in hand.
@@ -26,9 +28,39 @@ class Batch:
     inputs: Any
     samples: int
     valid: Tensor | None = None
+    other: Mapping[str, Tensor | None] = field(default_factory=dict)
     cal: Any = None
     exp: Any = None
     exp_hidden: Tensor | None = None
+
+    def find_rows(self, family: Any, inputs: Any, stage_index: int, decoder_rows: str) -> None:
+        """Ask a family which rows of a stage count.
+
+        Raises:
+            CalibrationError: If a sample has none: what it would feed to other rows is noise.
+        """
+        self.valid = family.row_weights(inputs, stage_index, decoder_rows)
+        self.other = family.other_rows(inputs, stage_index)
+        for mask in (self.valid, *self.other.values()):
+            if mask is None:
+                continue
+            empty = (~(mask > 0).flatten(1).any(dim=1)).nonzero().flatten().tolist()
+            if empty:
+                raise CalibrationError(
+                    f"no position of {len(empty)} of {self.samples} samples of a batch counts "
+                    f"(rows {empty[:5]}): they are all padding, or have no target (labels all "
+                    "-100). Check the data (modelpool.train_datasets, method.max_length), or set "
+                    "method.decoder_rows=all where targets are missing"
+                )
+
+
+@contextmanager
+def naming_task(task: str) -> Iterator[None]:
+    """Context whose calibration errors say which task they are about."""
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(f"task {task}: {error}") from error
 
 
 def check_inputs(

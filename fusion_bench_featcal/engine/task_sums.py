@@ -1,6 +1,6 @@
 """One task's statistics over one block, summed batch by batch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -17,10 +17,11 @@ from fusion_bench_featcal.core import (
     normalised_input,
 )
 from fusion_bench_featcal.core.moments import moment_dtype
-from fusion_bench_featcal.engine.modules import Site
+from fusion_bench_featcal.engine.modules import Site, matches
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.settings import CalibrationError
 
+NO_OTHER_ROWS: Mapping[str, Tensor | None] = {}
 DEMO_TOKEN_WEIGHT = 0.01
 """Weight of all tokens but the first under `token_weights: demo_last_block`."""
 
@@ -49,7 +50,12 @@ class TaskSums:
     norm: dict[str, NormMoments] = field(default_factory=dict)
 
     def add(
-        self, model: nn.Module, cal: Recording, exp: Recording | None, valid: Tensor | None
+        self,
+        model: nn.Module,
+        cal: Recording,
+        exp: Recording | None,
+        valid: Tensor | None,
+        other: Mapping[str, Tensor | None] = NO_OTHER_ROWS,
     ) -> None:
         """Add one batch.
 
@@ -58,6 +64,8 @@ class TaskSums:
             cal: Inputs of the calibrated block's modules.
             exp: Inputs of the expert block's; None where expert features are not used.
             valid: 1 for positions that count, 0 for padding, `[batch, positions]`; None: all.
+            other: The same for modules that receive other rows than the block's hidden features,
+                by the end of their names.
 
         Raises:
             CalibrationError: If a module did not run, or padding cannot be told in its input.
@@ -73,25 +81,26 @@ class TaskSums:
                     f"Exclude it: method.modules=['!{site.name}']"
                 )
             if site.kind == "norm":
-                self._add_norm(model, site, cal, valid)
+                self._add_norm(model, site, cal, _rows_of(site, valid, other))
             else:
-                key = (inputs, expert_inputs, self._weighs_tokens(site))
+                mask = _rows_of(site, valid, other)
+                key = (inputs, expert_inputs, self._weighs_tokens(site), id(mask))
                 groups.setdefault(key, []).append(site)
         sharing = [tuple(site.name for site in members) for members in groups.values()]
         # Modules share a statistic only while every batch of the task lets them.
         linear = {}
         for names, known, _ in common_parts(self.linear or sharing, sharing):
-            moments = self._linear_moments(names[0], cal, exp, valid)
+            site = next(site for site in self.sites if site.name == names[0])
+            moments = self._linear_moments(site, cal, exp, _rows_of(site, valid, other))
             linear[names] = self.linear[known] + moments if self.linear else moments
         self.linear = linear
 
     def _linear_moments(
-        self, module: str, cal: Recording, exp: Recording | None, valid: Tensor | None
+        self, site: Site, cal: Recording, exp: Recording | None, valid: Tensor | None
     ) -> LinearMoments:
         """Sums over all calls of a module in one batch."""
-        site = next(site for site in self.sites if site.name == module)
-        inputs = cal.of(module)
-        expert_inputs = inputs if exp is None else exp.of(module)
+        inputs = cal.of(site.name)
+        expert_inputs = inputs if exp is None else exp.of(site.name)
         parts = [
             linear_moments(_rows(x_cal), _rows(x_exp), self._row_weights(site, x_cal, valid))
             for x_cal, x_exp in zip(inputs, expert_inputs, strict=True)
@@ -155,6 +164,11 @@ class TaskSums:
             f"Check the calibration data (modelpool.train_datasets.{self.task}) and the expert "
             f"(modelpool.models.{self.task})"
         )
+
+
+def _rows_of(site: Site, valid: Tensor | None, other: Mapping[str, Tensor | None]) -> Tensor | None:
+    """Which of a module's rows count."""
+    return next((mask for end, mask in other.items() if matches(site.name, end)), valid)
 
 
 def _rows(x: Tensor) -> Tensor:

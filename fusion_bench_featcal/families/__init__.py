@@ -23,6 +23,7 @@ _BY_MODEL_TYPE: Mapping[str, Family] = {"clip_vision_model": CLIP}
 _BY_NAME: Mapping[str, Family] = {"clip": CLIP}
 
 
+_PARTS = ("stages", "begin", "step", "row_weights", "other_rows")
 _KNOWN = f"auto, {', '.join(_BY_NAME)}, or {{name: replay, blocks: [pattern, ...]}}"
 
 
@@ -76,7 +77,9 @@ def _family(family: Any) -> Family:
         try:
             return ReplayFamily(**options)
         except TypeError as error:
-            raise ValueError(f"method.family: {error}; replay takes blocks and mask") from None
-    if all(hasattr(family, part) for part in ("stages", "begin", "step", "row_weights")):
+            raise ValueError(
+                f"method.family: {error}; replay takes blocks, mask and other_masks"
+            ) from None
+    if all(hasattr(family, part) for part in _PARTS):
         return family
     raise ValueError(f"method.family must be {_KNOWN}, or a Family object, got {family!r}")

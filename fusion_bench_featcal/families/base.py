@@ -42,8 +42,26 @@ class Family(Protocol):
         """Run one block; its hidden output and what the next block receives."""
         ...
 
-    def row_weights(self, inputs: Any) -> Tensor | None:
-        """1 for positions that count, 0 for padding, `[batch, positions]`; None: all count."""
+    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
+        """Which positions of a stage's hidden features count.
+
+        Args:
+            inputs: The model's inputs.
+            stage_index: The stage, as an index into `stages`.
+            decoder_rows: The setting: `all` or `targets`. Only decoders make a difference.
+
+        Returns:
+            1 for positions that count, 0 for others, `[batch, positions]`; None: all count.
+        """
+        ...
+
+    def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
+        """Which rows count in modules of a stage that are fed by other features.
+
+        Returns:
+            By the end of a module's name (`EncDecAttention.k`): as `row_weights`. Empty where
+            every module is fed by the stage's own hidden features.
+        """
         ...
 
 
@@ -107,15 +125,15 @@ class BlockCall:
 class ChainFamily:
     """Blocks of which each takes the last one's hidden output and otherwise the same arguments.
 
+    Every position counts, in every module.
+
     Attributes:
         name: The family's name.
         find_stages: Finds the block names in a model.
-        find_row_weights: Finds the mask of counting positions in a model's inputs.
     """
 
     name: str
     find_stages: Callable[[nn.Module], list[list[str]]]
-    find_row_weights: Callable[[Any], Tensor | None] = lambda inputs: None
     whole_model: bool = False
 
     def stages(self, model: nn.Module) -> list[list[str]]:
@@ -124,32 +142,56 @@ class ChainFamily:
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str) -> BlockCall:
         """Capture the first block's arguments from the model's own forward pass."""
-        captured: list[BlockCall] = []
-
-        def capture(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if args:
-                captured.append(BlockCall(args[0], args[1:], kwargs))
-            else:
-                rest = dict(kwargs)
-                captured.append(BlockCall(rest.pop("hidden_states"), (), rest))
-            raise stop_forward()
-
-        handle = model.get_submodule(first_block).register_forward_pre_hook(
-            capture, with_kwargs=True
-        )
-        try:
-            with stoppable():
-                call_model(model, inputs)
-        finally:
-            handle.remove()
-        return captured[0]
+        return capture_call(model, inputs, first_block)
 
     def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
         """Call the block on its stored arguments, which it may not change: they are used again."""
-        output = model.get_submodule(block)(call.hidden.clone(), *call.args, **call.kwargs)
-        hidden = hidden_output(output)
+        hidden = hidden_output(call_block(model, block, call))
         return hidden, replace(call, hidden=hidden)
 
-    def row_weights(self, inputs: Any) -> Tensor | None:
-        """1 for positions that count, 0 for padding; None: all count."""
-        return self.find_row_weights(inputs)
+    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
+        """All positions count."""
+        return None
+
+    def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
+        """Every module is fed by the hidden features."""
+        return {}
+
+
+def capture_call(model: nn.Module, inputs: Any, block: str) -> BlockCall:
+    """Run a model's own forward pass up to a block, and stop it there.
+
+    A cache of keys and values, which would remember each of the many times that a block runs, is
+    taken out of the arguments.
+
+    Args:
+        model: The model.
+        inputs: Its inputs.
+        block: The block's name.
+
+    Returns:
+        What the block would have received.
+    """
+    captured: list[BlockCall] = []
+
+    def capture(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rest = {key: _NO_CACHE.get(key, value) for key, value in kwargs.items()}
+        hidden = args[0] if args else rest.pop("hidden_states")
+        captured.append(BlockCall(hidden, args[1:], rest))
+        raise stop_forward()
+
+    handle = model.get_submodule(block).register_forward_pre_hook(capture, with_kwargs=True)
+    try:
+        with stoppable():
+            call_model(model, inputs)
+    finally:
+        handle.remove()
+    return captured[0]
+
+
+_NO_CACHE: Mapping[str, Any] = {"past_key_values": None, "use_cache": False}
+
+
+def call_block(model: nn.Module, block: str, call: BlockCall) -> Any:
+    """Run one block on its stored arguments; what it returns."""
+    return model.get_submodule(block)(call.hidden.clone(), *call.args, **call.kwargs)

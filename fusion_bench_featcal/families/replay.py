@@ -1,13 +1,14 @@
 """The family for any model: blocks named by patterns, run by replaying the model's own forward."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
 from fusion_bench_featcal.families.base import call_model, hidden_output, stop_forward, stoppable
+from fusion_bench_featcal.families.rows import causal_rows, labelled_rows, mask_named, names_of
 from fusion_bench_featcal.settings import CalibrationError
 
 
@@ -21,38 +22,67 @@ class ReplayFamily:
 
     Attributes:
         blocks: Patterns of block names, matched part by part: `transformer.h.*` names
-            `transformer.h.0` but not what is inside it.
+            `transformer.h.0` but not what is inside it. Or a list of such lists, one a stage:
+            `[[encoder.block.*], [decoder.block.*]]`.
         mask: Name of the input that is 1 where a position counts and 0 for padding,
-            `[batch, positions]`. None: `attention_mask` where the inputs have it, else all count.
+            `[batch, positions]`; `labels` stands for the positions that have a label. None:
+            `attention_mask` where the inputs have it, else all count. With several stages, a list
+            with each stage's name, or null where all positions of a stage count.
+        other_masks: For modules that receive other features than their stage's hidden ones (a
+            decoder's cross-attention): end of the module's name -> name of the input that is their
+            rows' mask, or null where all count.
     """
 
-    blocks: Sequence[str]
-    mask: str | None = None
+    blocks: Sequence[str] | Sequence[Sequence[str]]
+    mask: str | Sequence[str | None] | None = None
+    other_masks: Mapping[str, str | None] = field(default_factory=dict)
     name: str = "replay"
     whole_model: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.blocks, str) or not self.blocks:
+        stages = [] if isinstance(self.blocks, str) else self._patterns()
+        flat = [pattern for stage in stages for pattern in stage]
+        if not all(stages) or not flat or not all(isinstance(p, str) for p in flat):
             raise ValueError(
                 "method.family.blocks must be a list of block name patterns, such as "
-                f"[transformer.h.*], got {self.blocks!r}"
+                f"[transformer.h.*], or a list of such lists, one a stage, got {self.blocks!r}"
+            )
+        many = self.mask is not None and not isinstance(self.mask, str)
+        if (len(stages) > 1 or many) and (not many or len(self.mask or ()) != len(stages)):
+            raise ValueError(
+                f"method.family.mask must name one input (or null) for each of the {len(stages)} "
+                f"stages of method.family.blocks, got {self.mask!r}"
+            )
+        if not isinstance(self.other_masks, Mapping):
+            raise ValueError(
+                "method.family.other_masks must map ends of module names to names of inputs, got "
+                f"{self.other_masks!r}"
             )
 
+    def _patterns(self) -> list[list[str]]:
+        """Patterns by stage."""
+        if all(isinstance(pattern, str) for pattern in self.blocks):
+            return [[str(pattern) for pattern in self.blocks]]
+        return [[stage] if isinstance(stage, str) else list(stage) for stage in self.blocks]
+
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """The matching modules in order of registration, as one stage.
+        """The matching modules in order of registration, by stage.
 
         Raises:
             CalibrationError: If a pattern matches nothing.
         """
         names = [name for name, _ in model.named_modules() if name]
-        for pattern in self.blocks:
+        for pattern in (pattern for stage in self._patterns() for pattern in stage):
             if not any(_matches(name, pattern) for name in names):
                 raise CalibrationError(
                     f"method.family.blocks: {pattern!r} matches no module of "
                     f"{type(model).__name__}; its top modules are "
                     f"{[name for name, _ in model.named_children()]}"
                 )
-        return [[name for name in names if any(_matches(name, p) for p in self.blocks)]]
+        return [
+            [name for name in names if any(_matches(name, pattern) for pattern in stage)]
+            for stage in self._patterns()
+        ]
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str) -> Any:
         """Nothing runs yet: the model's inputs are what every replay starts from."""
@@ -64,8 +94,8 @@ class ReplayFamily:
         Raises:
             CalibrationError: If blocks run in another order than listed, or not once each.
         """
-        expected = self.stages(model)[0]
-        expected = expected[: expected.index(block) + 1]
+        blocks = [name for stage in self.stages(model) for name in stage]
+        expected = blocks[: blocks.index(block) + 1]
         called: list[str] = []
         output: list[Any] = []
 
@@ -77,7 +107,7 @@ class ReplayFamily:
             model.get_submodule(name).register_forward_pre_hook(
                 lambda *_, name=name: called.append(name)
             )
-            for name in self.stages(model)[0]
+            for name in blocks
         ]
         handles.append(model.get_submodule(block).register_forward_hook(finish))
         try:
@@ -93,29 +123,40 @@ class ReplayFamily:
             )
         return hidden_output(output[0]), call
 
-    def row_weights(self, inputs: Any) -> Tensor | None:
-        """The inputs' mask, where they have one.
+    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
+        """The stage's mask.
+
+        With one stage, `decoder_rows=targets` takes the positions before a label, as in a
+        decoder-only model. With several, each stage's mask says all.
 
         Raises:
             CalibrationError: If the named mask is missing, or a mask cannot tell padding: padding
                 would count.
         """
-        named = inputs if isinstance(inputs, Mapping) else {}
-        mask = named.get(self.mask or "attention_mask")
-        if mask is None:
-            if self.mask is None:
-                return None
-            raise CalibrationError(
-                f"method.family.mask: the model's inputs have no {self.mask!r}; they are "
-                f"{sorted(named) or type(inputs).__name__}"
-            )
-        if not isinstance(mask, Tensor) or mask.ndim != 2:
-            shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise CalibrationError(
-                f"method.family.mask: {self.mask or 'attention_mask'!r} is {shape}, but padding is "
-                "told by a mask [batch, positions]; give one, or rename this input"
-            )
-        return mask
+        if self.mask is not None and not isinstance(self.mask, str):
+            return _named_rows(inputs, self.mask[stage_index], "mask")
+        if self.mask is not None:
+            _named_rows(inputs, self.mask, "mask")
+        return causal_rows(inputs, decoder_rows, self.mask or "attention_mask")
+
+    def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
+        """The masks of modules that receive other features, as `other_masks` names them."""
+        return {
+            end: _named_rows(inputs, name, "other_masks") for end, name in self.other_masks.items()
+        }
+
+
+def _named_rows(inputs: Any, name: str | None, option: str) -> Tensor | None:
+    """The mask of a name that an option gives; `labels` count where there is one."""
+    if name is None:
+        return None
+    rows = labelled_rows(inputs) if name == "labels" else mask_named(inputs, name)
+    if rows is None:
+        raise CalibrationError(
+            f"method.family.{option}: the model's inputs have no {name!r}; they are "
+            f"{names_of(inputs)}"
+        )
+    return rows
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -121,7 +121,8 @@ def test_failing_forward_pass_is_not_swallowed():
 
 
 def test_every_position_of_an_image_counts():
-    assert CLIP.row_weights(images(0)) is None
+    assert CLIP.row_weights(images(0), 0, "targets") is None
+    assert CLIP.other_rows(images(0), 0) == {}
 
 
 def test_auto_finds_clip_by_its_model_type():

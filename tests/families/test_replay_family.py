@@ -62,18 +62,18 @@ def test_tuple_of_arguments_is_passed_on_in_order():
 
 def test_mask_counts_positions_and_can_have_another_name():
     inputs = text_inputs([2, 4], 5, seed=0)
-    assert ReplayFamily(blocks=["h.*"]).row_weights(inputs) is inputs["attention_mask"]
+    assert ReplayFamily(blocks=["h.*"]).row_weights(inputs, 0, "all") is inputs["attention_mask"]
     with pytest.raises(CalibrationError, match=r"method\.family\.mask.*'other'.*attention_mask"):
-        ReplayFamily(blocks=["h.*"], mask="other").row_weights(inputs)
+        ReplayFamily(blocks=["h.*"], mask="other").row_weights(inputs, 0, "all")
     renamed = {"other": inputs["attention_mask"]}
-    assert ReplayFamily(blocks=["h.*"], mask="other").row_weights(renamed) is not None
-    assert ReplayFamily(blocks=["h.*"]).row_weights(torch.ones(2, 3)) is None
+    assert ReplayFamily(blocks=["h.*"], mask="other").row_weights(renamed, 0, "all") is not None
+    assert ReplayFamily(blocks=["h.*"]).row_weights(torch.ones(2, 3), 0, "all") is None
 
 
 def test_mask_that_cannot_tell_padding_is_refused():
     inputs = {"attention_mask": torch.ones(2, 1, 5, 5)}
     with pytest.raises(CalibrationError, match=r"attention_mask.*\(2, 1, 5, 5\)"):
-        ReplayFamily(blocks=["h.*"]).row_weights(inputs)
+        ReplayFamily(blocks=["h.*"]).row_weights(inputs, 0, "all")
 
 
 def test_pattern_names_whole_parts_only():

@@ -1,0 +1,80 @@
+"""Which rows of a text model count: padding never does, and a setting may ask for targets only."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.settings import CalibrationError
+
+NO_TARGET = -100
+"""The label of a position that is not predicted (what transformers' losses ignore)."""
+
+
+def mask_named(inputs: Any, name: str) -> Tensor | None:
+    """The mask of that name in a model's inputs, `[batch, positions]`; None where there is none.
+
+    Raises:
+        CalibrationError: If it is there but cannot tell padding position by position.
+    """
+    mask = inputs.get(name) if isinstance(inputs, Mapping) else None
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise CalibrationError(
+            f"the input {name!r} is {shape}, but which positions count is told by a mask "
+            "[batch, positions]; give one, or rename this input (method.family.mask for replay)"
+        )
+    return mask
+
+
+def labelled_rows(inputs: Any) -> Tensor | None:
+    """1 where there is a label, `[batch, positions]`; None without labels.
+
+    In an encoder-decoder model, whose labels are shifted into the decoder's inputs, these are the
+    decoder's positions, each of which predicts a target.
+    """
+    labels = mask_named(inputs, "labels")
+    return None if labels is None else (labels != NO_TARGET).long()
+
+
+def causal_rows(inputs: Any, decoder_rows: str, mask_name: str = "attention_mask") -> Tensor | None:
+    """Rows of a decoder-only model, whose labels are aligned with its inputs.
+
+    Args:
+        inputs: The model's inputs.
+        decoder_rows: `all`: every position that is no padding. `targets`: those whose output
+            predicts a label, that is, the ones before a label.
+        mask_name: The input that tells padding.
+
+    Returns:
+        1 for positions that count, `[batch, positions]`; None: all count.
+
+    Raises:
+        CalibrationError: If targets are asked for without labels.
+    """
+    mask = mask_named(inputs, mask_name)
+    if decoder_rows != "targets":
+        return mask
+    labelled = labelled_rows(inputs)
+    if labelled is None:
+        raise missing_labels(inputs)
+    predicts = torch.zeros_like(labelled)
+    predicts[:, :-1] = labelled[:, 1:]
+    return predicts if mask is None else predicts * (mask > 0)
+
+
+def missing_labels(inputs: Any) -> CalibrationError:
+    """The error for targets that nothing tells."""
+    return CalibrationError(
+        "method.decoder_rows=targets needs the inputs' labels, which tell the positions that "
+        f"predict a target; the inputs are {names_of(inputs)}. Give labels, or set "
+        "method.decoder_rows=all"
+    )
+
+
+def names_of(inputs: Any) -> Any:
+    """What there is in a model's inputs, for messages."""
+    return sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
