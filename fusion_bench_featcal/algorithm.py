@@ -26,8 +26,8 @@ from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
     check_pool_experts,
     check_pool_models,
+    load_input_processor,
     load_pool_model,
-    load_processor,
     pool_source,
 )
 from fusion_bench_featcal.boundary.program import check_upstream, prepare_run, upstream_model
@@ -115,10 +115,12 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         choices = checked_choices(self.settings, self.presets, self.compare_with, suite)
         presets = {f"{FEATCAL}:{name}": value for name, value in choices.presets.items()}
         self._check_pool(modelpool, [self.settings, *presets.values()])
-        processor = load_processor(modelpool)
+        processor = load_input_processor(modelpool)
         # Data sets are opened before a merger that may take hours.
         batches = {
-            name: calibration_batches(modelpool, modelpool.model_names, settings, processor)
+            name: calibration_batches(
+                modelpool, modelpool.model_names, settings, processor, device=self.fabric.device
+            )
             for name, settings in {FEATCAL: self.settings, **presets}.items()
         }
         results = self._start_results(modelpool)

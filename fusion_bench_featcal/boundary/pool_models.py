@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fusion_bench import instantiate
 from fusion_bench.modelpool import BaseModelPool
 from fusion_bench.utils.modelscope import resolve_repo_path
 from omegaconf import DictConfig
 from torch import nn
+from transformers import AutoTokenizer
 
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, SafetensorsExpert
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.text_samples import TextKind
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +24,9 @@ _EXPECTED = (
 )
 BASE_MODEL = "_pretrained_"
 MERGED_MODEL = "_merged_"
+# By name and not by class: importing FusionBench's language model pools takes seconds.
+_KINDS: Mapping[str, TextKind] = {"Seq2SeqLMPool": "seq2seq", "CausalLMPool": "causal"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
 def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
@@ -144,6 +150,90 @@ def load_processor(modelpool: BaseModelPool) -> Any:
             f"the processor ({entry}) cannot be loaded: {_reason(error)}. Check "
             f"modelpool.processor: {_EXPECTED}"
         ) from error
+
+
+def text_kind(modelpool: Any) -> TextKind | None:
+    """What kind of language models a pool holds; None: it holds none.
+
+    Args:
+        modelpool: A FusionBench pool.
+
+    Returns:
+        `seq2seq` for a `Seq2SeqLMPool`, `causal` for a `CausalLMPool` (or what derives from them).
+    """
+    names = [parent.__name__ for parent in type(modelpool).__mro__]
+    return next((_KINDS[name] for name in names if name in _KINDS), None)
+
+
+def load_input_processor(modelpool: BaseModelPool) -> Any:
+    """What turns the pool's data into model inputs: a tokenizer or a processor.
+
+    Args:
+        modelpool: The pool.
+
+    Returns:
+        For FusionBench's pools of language models the tokenizer, checked against the experts' own;
+        else the processor.
+
+    Raises:
+        CalibrationError: If there is none, it cannot be found, or an expert has another tokenizer.
+    """
+    if text_kind(modelpool) is not None:
+        tokenizer = load_tokenizer(modelpool)
+        check_expert_tokenizers(modelpool, tokenizer)
+        return tokenizer
+    return load_processor(modelpool)
+
+
+def load_tokenizer(modelpool: BaseModelPool) -> Any:
+    """The pool's tokenizer. FusionBench's `Seq2SeqLMPool` cannot load its own.
+
+    Raises:
+        CalibrationError: If there is none or it cannot be found, naming the setting.
+    """
+    entry = getattr(modelpool, "_tokenizer", None) or getattr(modelpool, "tokenizer", None)
+    if entry is None:
+        raise CalibrationError(
+            "the model pool names no tokenizer, which turns calibration texts into model inputs; "
+            "set modelpool.tokenizer"
+        )
+    try:
+        if isinstance(entry, str):
+            return AutoTokenizer.from_pretrained(entry)
+        return instantiate(entry) if isinstance(entry, Mapping | DictConfig) else entry
+    except (OSError, ValueError, ImportError) as error:
+        raise CalibrationError(
+            f"the tokenizer ({entry}) cannot be loaded: {_reason(error)}. Check "
+            f"modelpool.tokenizer: {_EXPECTED}"
+        ) from error
+
+
+def check_expert_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
+    """Compare the pool's tokenizer with those that experts bring, token by token.
+
+    An expert may know further tokens: they never reach it.
+
+    Args:
+        modelpool: The pool.
+        tokenizer: The tokenizer that the inputs of all models are made with.
+
+    Raises:
+        CalibrationError: If an expert's own tokenizer gives a token another id, or lacks it.
+    """
+    ours = tokenizer.get_vocab()
+    for name in modelpool.model_names:
+        path = _checkpoint_path(modelpool, name)
+        if path is None or not any((path / file).is_file() for file in _TOKENIZER_FILES):
+            continue
+        theirs = AutoTokenizer.from_pretrained(str(path)).get_vocab()
+        other = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+        if other:
+            raise CalibrationError(
+                f"expert {name!r} has another tokenizer than the pool: {len(other)} of "
+                f"{len(ours)} tokens differ, such as {other[0]!r} ({ours[other[0]]} here, "
+                f"{theirs.get(other[0])} there). Check modelpool.tokenizer and "
+                f"modelpool.models.{name}"
+            )
 
 
 def _checkpoint_path(modelpool: BaseModelPool, name: str) -> Path | None:

@@ -9,7 +9,7 @@ from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
 from fusion_bench_featcal.boundary.options import checked_settings
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_processor, pool_source
+from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_input_processor, pool_source
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.families import check_family
@@ -32,12 +32,12 @@ class CellInputs:
 
     @cached_property
     def processor(self) -> Any:
-        """The pool's processor, loaded when first asked for.
+        """The pool's processor or tokenizer, loaded when first asked for.
 
         Raises:
             CalibrationError: If there is none or it cannot be loaded.
         """
-        return load_processor(self.modelpool)
+        return load_input_processor(self.modelpool)
 
 
 class PostMerging(Protocol):

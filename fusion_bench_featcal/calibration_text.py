@@ -1,0 +1,203 @@
+"""Calibration samples for language models: texts, with the data's targets or the expert's own."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.boundary.pool_models import load_pool_model, text_kind
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.text_samples import Sample, TextEncoder, pad_samples
+
+
+@dataclass(eq=False)
+class TextBatches:
+    """One task's calibration samples; texts are read and tokenised anew in each iteration.
+
+    Attributes:
+        task: The task's name.
+        rows: The data set they are drawn from.
+        indices: The samples' positions in it.
+        batch_size: Samples per batch; the last batch may have fewer.
+        encoder: Turns a row into token ids.
+        place: What the data set is called in messages.
+        load_expert: Loads the task's expert, which then writes the targets; None: the data's
+            targets are used.
+        generated_tokens: Longest target the expert may write.
+    """
+
+    task: str
+    rows: Any
+    indices: list[int]
+    batch_size: int
+    encoder: TextEncoder
+    place: str
+    load_expert: Callable[[], nn.Module] | None = None
+    generated_tokens: int = 64
+    _answers: list[list[int]] = field(default_factory=list, init=False)
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield `input_ids`, `attention_mask`, `labels`: `[batch, length]`, padded."""
+        if self.load_expert is not None and not self._answers:
+            self._answers = self._generate(self.load_expert())
+        for start in range(0, len(self.indices), self.batch_size):
+            end = start + self.batch_size
+            samples = [self._sample(n) for n in range(len(self.indices))[start:end]]
+            yield pad_samples(samples, self.encoder)
+
+    def _sample(self, number: int) -> Sample:
+        row, place = self._row(number)
+        if self.load_expert is None:
+            return self.encoder.sample(row, place)
+        prompt = self.encoder.prompt(row, place, self.generated_tokens)
+        return self.encoder.answered(prompt, self._answers[number], place)
+
+    def _row(self, number: int) -> tuple[Mapping[str, Any], str]:
+        index = self.indices[number]
+        place = f"{self.place}, item {index}"
+        try:
+            row = self.rows[index]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CalibrationError(f"{place} cannot be read ({error})") from error
+        if not isinstance(row, Mapping):
+            raise CalibrationError(f"{place}: a text is a mapping, got {type(row).__name__}")
+        return row, place
+
+    def _generate(self, expert: nn.Module) -> list[list[int]]:
+        """The expert's greedy answers to all prompts, in order."""
+        rows = [self._row(number) for number in range(len(self.indices))]
+        prompts = [self.encoder.prompt(*row, self.generated_tokens) for row in rows]
+        answers: list[list[int]] = []
+        for start in range(0, len(prompts), self.batch_size):
+            chosen = prompts[start : start + self.batch_size]
+            answers += greedy_answers(expert, chosen, self.encoder, self.generated_tokens)
+        return answers
+
+
+def greedy_answers(
+    model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
+) -> list[list[int]]:
+    """What a model writes after prompts, by greedy search.
+
+    Args:
+        model: A transformers model with `generate`.
+        prompts: Token ids of each prompt.
+        encoder: Says the kind of model and what pads.
+        most: Longest answer in tokens.
+
+    Returns:
+        Token ids of each answer, up to and with the end token where one was written.
+    """
+    device = next(model.parameters()).device
+    ids, mask = _padded_left(prompts, encoder.pad_id)
+    settings = model.generation_config
+    with torch.no_grad():
+        written = model.eval().generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=most,
+            do_sample=False,
+            num_beams=1,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=encoder.pad_id,
+        )
+    first = 1 if encoder.kind == "seq2seq" else ids.shape[1]
+    ends = settings.eos_token_id if settings.eos_token_id is not None else []
+    ends = {ends} if isinstance(ends, int) else set(ends)
+    return [_until(row[first:].tolist(), ends) for row in written]
+
+
+def _padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Prompts padded on the left, so that a decoder's answer follows each at once; their mask."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask
+
+
+def _until(tokens: list[int], ends: set[int]) -> list[int]:
+    """Tokens up to and with the first end token."""
+    last = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:last]
+
+
+def text_batches(
+    modelpool: Any,
+    task: str,
+    rows: Any,
+    indices: list[int],
+    settings: FeatCalSettings,
+    tokenizer: Any,
+    device: Any = None,
+) -> TextBatches:
+    """One task's samples as batches.
+
+    Args:
+        modelpool: A pool of language models.
+        task: The task's name, which is also its expert's.
+        rows: The task's data set.
+        indices: The samples' positions in it.
+        settings: `batch_size`, `calibration_targets`, `generated_tokens` and `max_length` are used.
+        tokenizer: The pool's tokenizer.
+        device: Where experts generate; None: where they are loaded.
+
+    Returns:
+        The batches.
+
+    Raises:
+        CalibrationError: If `max_length` is more than the tokenizer's limit.
+    """
+    kind = text_kind(modelpool)
+    if kind is None:
+        raise CalibrationError(
+            f"task {task!r}: a tokenizer was given, but {type(modelpool).__name__} is no pool of "
+            "language models. Use a Seq2SeqLMPool or a CausalLMPool as modelpool"
+        )
+    load = partial(_loaded, modelpool, task, device)
+    return TextBatches(
+        task=task,
+        rows=rows,
+        indices=indices,
+        batch_size=settings.batch_size,
+        encoder=TextEncoder(tokenizer, kind, settings.max_length),
+        place=f"task {task!r}, modelpool.{settings.calibration_split}_datasets.{task}",
+        load_expert=load if settings.calibration_targets == "generated" else None,
+        generated_tokens=settings.generated_tokens,
+    )
+
+
+def text_rows(rows: Any, place: str) -> Any:
+    """A data set of texts, checked: it has a length and numbered items.
+
+    Args:
+        rows: The data set.
+        place: What messages call it.
+
+    Returns:
+        The same rows, as plain values where it is a `datasets` table.
+
+    Raises:
+        CalibrationError: If it is streamed, or has its splits still together.
+    """
+    if isinstance(rows, Mapping):
+        raise CalibrationError(f"{place}: choose one of its splits {sorted(rows)} (split: ...)")
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise CalibrationError(
+            f"{place}: a data set with a length and numbered items is needed, got "
+            f"{type(rows).__name__}. Load it without streaming"
+        )
+    plain = getattr(rows, "with_format", None)
+    return rows if plain is None else plain(None)
+
+
+def _loaded(modelpool: Any, task: str, device: Any) -> nn.Module:
+    expert = load_pool_model(modelpool, task)
+    return expert if device is None else expert.to(device)
