@@ -1,0 +1,100 @@
+"""T5's encoder-decoder models as transformers builds them (FLAN-T5, mT5, UMT5)."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.families.base import BlockCall, call_block, capture_call, hidden_output
+from fusion_bench_featcal.families.rows import (
+    labelled_rows,
+    mask_named,
+    missing_labels,
+    names_of,
+)
+from fusion_bench_featcal.settings import CalibrationError
+
+MODEL_TYPES = ("t5", "mt5", "umt5")
+"""Model types of this shape; tests run each of them."""
+
+_BLOCK = re.compile(r"(encoder|decoder)\.block\.\d+")
+_DECODER_INPUTS = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
+_FED_BY_THE_ENCODER = ("EncDecAttention.k", "EncDecAttention.v")
+
+
+@dataclass(frozen=True)
+class T5Family:
+    """The encoder's blocks, then the decoder's, which begin when the encoder is calibrated.
+
+    The first block of T5 and mT5 computes the relative position bias of its stage; the family
+    hands it on to the later ones. UMT5's blocks have one each.
+    """
+
+    name: str = "t5"
+    whole_model: bool = False
+
+    def stages(self, model: nn.Module) -> list[list[str]]:
+        """The encoder's blocks, then the decoder's.
+
+        Raises:
+            CalibrationError: If the model lacks one of the two.
+        """
+        names = [name for name, _ in model.named_modules() if _BLOCK.fullmatch(name)]
+        stages = [[n for n in names if n.startswith(half)] for half in ("encoder.", "decoder.")]
+        if not all(stages):
+            raise CalibrationError(
+                f"{type(model).__name__} has no encoder.block.* and decoder.block.* both, as "
+                "T5ForConditionalGeneration has: name the blocks with method.family={name: "
+                "replay, blocks: ...}"
+            )
+        return stages
+
+    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> BlockCall:
+        """Run the model's own forward up to a stage's first block.
+
+        Raises:
+            CalibrationError: If the inputs say nothing about the decoder's.
+        """
+        if not isinstance(inputs, Mapping) or all(inputs.get(n) is None for n in _DECODER_INPUTS):
+            raise CalibrationError(
+                "an encoder-decoder model needs labels, or decoder_input_ids with their "
+                f"decoder_attention_mask, in its calibration inputs; they are {names_of(inputs)}"
+            )
+        return capture_call(model, inputs, first_block)
+
+    def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
+        """Run one block and hand on the position bias that it used, where blocks share one."""
+        output = call_block(model, block, call)
+        names = list(inspect.signature(model.get_submodule(block).forward).parameters)
+        kwargs = dict(zip(names[1:], call.args, strict=False)) | dict(call.kwargs)
+        if "position_bias" in names:
+            kwargs["position_bias"] = output[1]
+        hidden = hidden_output(output)
+        return hidden, BlockCall(hidden, (), kwargs)
+
+    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
+        """The encoder's positions without padding; the decoder's likewise, or its targets.
+
+        Raises:
+            CalibrationError: If targets are asked for without labels.
+        """
+        if stage_index == 0:
+            return mask_named(inputs, "attention_mask")
+        mask, targets = mask_named(inputs, "decoder_attention_mask"), labelled_rows(inputs)
+        if decoder_rows == "targets" and targets is None:
+            raise missing_labels(inputs)
+        return targets if mask is None or decoder_rows == "targets" else mask
+
+    def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
+        """Keys and values of the decoder's cross-attention receive the encoder's rows."""
+        if stage_index == 0:
+            return {}
+        return dict.fromkeys(_FED_BY_THE_ENCODER, mask_named(inputs, "attention_mask"))
+
+
+T5 = T5Family()
+"""RMS norms have no update of FeatCal's; embeddings, position biases and the head are no block's
+calibrated modules: all stay as merged."""
