@@ -27,6 +27,7 @@ from fusion_bench_featcal.engine.samples import (
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert, names_under
 from fusion_bench_featcal.families import Family, resolve_family
+from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -108,15 +109,17 @@ def calibrate(
     """
     check_inputs(base, experts, batches, settings)
     resolved = resolve_family(settings.family if family is None else family, merged)
-    modules = find_all_modules(merged, resolved.stages(merged), settings)
+    view = view_of(resolved)
+    shown = view.shown(merged)
+    modules = find_all_modules(shown, resolved.stages(shown), settings)
     # Without gradients autocast keeps no copies of weights, which would be stale after an update.
-    model = copy.deepcopy(merged).to(device or _device_of(merged)).eval().requires_grad_(False)
+    model = copy.deepcopy(shown).to(device or _device_of(merged)).eval().requires_grad_(False)
     run = Run(
         model=model,
         base=None
         if base is None
-        else ExpertModel("_pretrained_", _source(base), model, role="base model"),
-        experts={task: ExpertModel(task, _source(e), model) for task, e in experts.items()},
+        else ExpertModel("_pretrained_", view.source(_source(base)), model, role="base model"),
+        experts={t: ExpertModel(t, view.source(_source(e)), model) for t, e in experts.items()},
         family=resolved,
         settings=settings,
         autocast=autocast or nullcontext,
@@ -124,13 +127,13 @@ def calibrate(
             total=len(modules) * len(experts), disable=not progress, leave=False, unit="visit"
         ),
         log=CalibrationLog(family=resolved.name),
-        stages=resolved.stages(merged),
+        stages=resolved.stages(shown),
         modules=modules,
     )
     with torch.autocast(_device_of(model).type, enabled=False), run.progress:
         _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in experts})
-    _restore_modes(run.model, merged)
-    return CalibrationResult(run.model.to(_device_of(merged)), run.log)
+    _restore_modes(run.model, shown)
+    return CalibrationResult(view.restored(run.model).to(_device_of(merged)), run.log)
 
 
 def _run_blocks(run: Run, tasks: Mapping[str, Iterable[Batch]]) -> None:

@@ -1,0 +1,89 @@
+"""open_clip's vision transformer, alone or inside a CLIP model or FusionBench's wrappers."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.families.base import BlockCall, ChainFamily
+from fusion_bench_featcal.families.unfused import UnfusedView
+from fusion_bench_featcal.settings import CalibrationError
+
+_IN_CLIP = re.compile(r"(.+\.)?visual\.transformer\.resblocks\.\d+")
+_IN_TOWER = re.compile(r"transformer\.resblocks\.\d+")  # in a CLIP model this is the text tower
+
+
+def find_open_clip_blocks(model: nn.Module) -> list[str]:
+    """The vision transformer's blocks, first to last; none if it is no open_clip model."""
+    names = [name for name, _ in model.named_modules()]
+    blocks = [name for name in names if _IN_CLIP.fullmatch(name)]
+    if not blocks and isinstance(getattr(model, "conv1", None), nn.Conv2d):
+        blocks = [name for name in names if _IN_TOWER.fullmatch(name)]
+    return blocks
+
+
+def open_clip_stages(model: nn.Module) -> list[list[str]]:
+    """The vision transformer's blocks as one stage.
+
+    Raises:
+        CalibrationError: If there are none.
+    """
+    blocks = find_open_clip_blocks(model)
+    if not blocks:
+        raise CalibrationError(
+            f"{type(model).__name__} has no open_clip vision transformer "
+            "(visual.transformer.resblocks.*); choose another method.family than open_clip"
+        )
+    return [blocks]
+
+
+_CHAIN = ChainFamily(name="open_clip", find_stages=open_clip_stages)
+_VIEW = UnfusedView(find_open_clip_blocks, attention="attn")
+
+
+@dataclass(frozen=True)
+class OpenClipFamily:
+    """A chain of blocks whose attention is calibrated as q, k, v and output projections.
+
+    Every position of every image counts: there is no padding.
+
+    Attributes:
+        chain: Runs the blocks.
+        view: Takes the fused attention apart; text towers, which have it too, stay as they are.
+    """
+
+    name: str = "open_clip"
+    whole_model: bool = False
+    chain: ChainFamily = _CHAIN
+    view: UnfusedView = _VIEW
+
+    def stages(self, model: nn.Module) -> list[list[str]]:
+        """The blocks, first to last, as one stage."""
+        return self.chain.stages(model)
+
+    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> BlockCall:
+        """What the first block receives.
+
+        The images may come under the name that transformers gives them, `pixel_values`: what
+        open_clip's models and their wrappers call their first argument differs.
+        """
+        if isinstance(inputs, Mapping) and "pixel_values" in inputs:
+            inputs = inputs["pixel_values"]
+        return self.chain.begin(model, inputs, first_block)
+
+    def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
+        """Run one block."""
+        return self.chain.step(model, block, call)
+
+    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
+        """All positions count."""
+        return None
+
+    def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
+        """Every module is fed by the hidden features."""
+        return {}
+
+
+OPEN_CLIP = OpenClipFamily()

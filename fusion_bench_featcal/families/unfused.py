@@ -1,0 +1,190 @@
+"""torch's attention with its fused matrix taken apart into q, k and v, and put together again."""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fusion_bench_featcal.settings import CalibrationError
+
+_PARTS = ("q_proj", "k_proj", "v_proj")  # in the order of the fused rows
+_LEAVES = ("weight", "bias")
+
+
+class UnfusedAttention(nn.Module):
+    """What an `nn.MultiheadAttention` computes, by modules that hooks see.
+
+    The fused module applies its matrices as functions, so that nothing can be recorded of them.
+    Weights are slices of the fused ones and share their memory.
+    """
+
+    def __init__(self, fused: nn.MultiheadAttention) -> None:
+        """Take an attention module apart.
+
+        Args:
+            fused: The module; it is emptied, and kept for `fused_again`.
+        """
+        super().__init__()
+        self.heads = fused.num_heads
+        for index, name in enumerate(_PARTS):
+            setattr(self, name, _linear_of(fused, index))
+        self.out_proj: Any = fused._modules.pop("out_proj")
+        fused.in_proj_weight = fused.in_proj_bias = None  # type: ignore[assignment]
+        self.__dict__["emptied"] = [fused]  # in a list: it is no part of this module
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attend; `[batch, positions, d]` throughout.
+
+        Args:
+            query: Features that attend.
+            key: Features that are attended to.
+            value: The same, for their content.
+            need_weights: Ignored: weights are never returned.
+            attn_mask: Added to the scores, `[positions, positions]`; or bool, True where a position
+                must not be seen.
+
+        Returns:
+            The attended features, and None.
+        """
+        query, key, value = (
+            getattr(self, name)(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for name, x in zip(_PARTS, (query, key, value), strict=True)
+        )
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = ~attn_mask  # torch's function means by True what may be seen
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask)
+        return self.out_proj(mixed.transpose(1, 2).flatten(-2)), None
+
+    def fused_again(self) -> nn.MultiheadAttention:
+        """The module this was made of, with the weights that are here now."""
+        (fused,) = self.__dict__["emptied"]
+        for leaf in _LEAVES:
+            parts = [getattr(getattr(self, name), leaf) for name in _PARTS]
+            if parts[0] is not None:
+                whole = nn.Parameter(torch.cat([p.detach() for p in parts]), parts[0].requires_grad)
+                setattr(fused, f"in_proj_{leaf}", whole)
+        fused.out_proj = self.out_proj
+        return fused
+
+
+@dataclass(frozen=True)
+class UnfusedView:
+    """Shows the attention of some blocks taken apart, batch first.
+
+    Attributes:
+        find_blocks: Finds the names of the blocks in a model.
+        attention: Name of the attention module inside a block.
+    """
+
+    find_blocks: Callable[[nn.Module], Iterable[str]]
+    attention: str
+
+    def shown(self, model: nn.Module) -> nn.Module:
+        """A model of the same tensors in which the blocks' attention is taken apart.
+
+        Raises:
+            CalibrationError: If a block's attention is of a kind that cannot be.
+        """
+        tensors = [*model.parameters(), *model.buffers()]
+        shown = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        for block in self.find_blocks(shown):
+            owner, stack = shown.get_submodule(block), _stack(shown, block)
+            fused = getattr(owner, self.attention)
+            _check(f"{block}.{self.attention}", fused, stack)
+            setattr(owner, self.attention, UnfusedAttention(fused))
+            stack.batch_first = True
+        return shown
+
+    def source(self, source: Any) -> "UnfusedSource":
+        """A source that also offers the slices of every fused matrix."""
+        return UnfusedSource(source, self.attention)
+
+    def restored(self, shown: nn.Module) -> nn.Module:
+        """The model with its fused attention, holding the weights that were shown."""
+        for block in self.find_blocks(shown):
+            owner = shown.get_submodule(block)
+            fused = getattr(owner, self.attention).fused_again()
+            setattr(owner, self.attention, fused)
+            _stack(shown, block).batch_first = fused.batch_first
+        return shown
+
+
+class UnfusedSource:
+    """An expert's weights, with each fused matrix also as its three slices; nothing is copied."""
+
+    def __init__(self, source: Any, attention: str) -> None:
+        """Wrap a source.
+
+        Args:
+            source: The weights as they are stored, an `ExpertSource`.
+            attention: Name of the attention modules.
+        """
+        self._source = source
+        self._slices: dict[str, tuple[str, int]] = {}
+        for name in source.names():
+            for leaf in _LEAVES:
+                stem = name.removesuffix(f".{attention}.in_proj_{leaf}")
+                if stem != name:
+                    for index, part in enumerate(_PARTS):
+                        self._slices[f"{stem}.{attention}.{part}.{leaf}"] = (name, index)
+
+    def names(self) -> set[str]:
+        """Names of all tensors, and of all slices."""
+        return self._source.names() | set(self._slices)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor or slice."""
+        if name not in self._slices:
+            return self._source.shape(name)
+        first, *rest = self._source.shape(self._slices[name][0])
+        return (first // 3, *rest)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor or slice."""
+        if name not in self._slices:
+            return self._source.tensor(name)
+        fused, index = self._slices[name]
+        return self._source.tensor(fused).chunk(3)[index]
+
+
+def _linear_of(fused: nn.MultiheadAttention, index: int) -> nn.Linear:
+    """One third of the fused matrix as a module that shares its memory."""
+    width = fused.embed_dim
+    part = nn.Linear(width, width, bias=fused.in_proj_bias is not None, device="meta")
+    for leaf in _LEAVES:
+        whole = getattr(fused, f"in_proj_{leaf}")
+        if whole is not None:
+            rows = whole.detach().chunk(3)[index]
+            setattr(part, leaf, nn.Parameter(rows, requires_grad=whole.requires_grad))
+    return part.train(fused.training)
+
+
+def _stack(model: nn.Module, block: str) -> Any:
+    """The module that runs the list of blocks, and turns batch and positions round for them."""
+    return model.get_submodule(block.rsplit(".", 2)[0])
+
+
+def _check(name: str, fused: Any, stack: nn.Module) -> None:
+    plain = type(fused) is nn.MultiheadAttention and fused._qkv_same_embed_dim
+    if not plain or fused.bias_k is not None or fused.add_zero_attn:
+        raise CalibrationError(
+            f"module {name} is a {type(fused).__name__} of a kind that cannot be taken apart; "
+            "calibrate the other modules by method.family={name: replay, blocks: [...]} and "
+            'method.modules=["!*attn*"]'
+        )
+    if not fused.batch_first and not hasattr(stack, "batch_first"):
+        raise CalibrationError(
+            f"module {name} has its batch in second place and {type(stack).__name__} no "
+            "batch_first to change that; open_clip_torch 2.26 or newer has"
+        )
