@@ -5,12 +5,19 @@ from typing import Any
 
 from torch import nn
 
+from fusion_bench_featcal.families import t5
 from fusion_bench_featcal.families.base import BlockCall, ChainFamily, Family
 from fusion_bench_featcal.families.clip import CLIP
+from fusion_bench_featcal.families.llama import LLAMA, MODEL_TYPES
+from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
 from fusion_bench_featcal.families.replay import ReplayFamily
+from fusion_bench_featcal.families.t5 import T5
 
 __all__ = [
     "CLIP",
+    "LLAMA",
+    "OPEN_CLIP",
+    "T5",
     "BlockCall",
     "ChainFamily",
     "Family",
@@ -19,8 +26,12 @@ __all__ = [
     "resolve_family",
 ]
 
-_BY_MODEL_TYPE: Mapping[str, Family] = {"clip_vision_model": CLIP}
-_BY_NAME: Mapping[str, Family] = {"clip": CLIP}
+_BY_MODEL_TYPE: Mapping[str, Family] = {
+    "clip_vision_model": CLIP,
+    **dict.fromkeys(MODEL_TYPES, LLAMA),
+    **dict.fromkeys(t5.MODEL_TYPES, T5),
+}
+_BY_NAME: Mapping[str, Family] = {family.name: family for family in (CLIP, LLAMA, OPEN_CLIP, T5)}
 
 
 _PARTS = ("stages", "begin", "step", "row_weights", "other_rows")
@@ -45,7 +56,8 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
 
     Args:
         family: `auto`, a name, a mapping with `name` and options, or a Family itself.
-        model: The model; `auto` goes by its `config.model_type`.
+        model: The model; `auto` goes by its `config.model_type`, or by its blocks where open_clip's
+            models have none.
 
     Returns:
         The family.
@@ -56,6 +68,8 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     if family != "auto":
         return _family(family)
     model_type = str(getattr(getattr(model, "config", None), "model_type", None))
+    if model_type == "None" and find_open_clip_blocks(model):
+        return OPEN_CLIP
     if model_type not in _BY_MODEL_TYPE:
         raise ValueError(
             f"method.family=auto does not know {type(model).__name__} (model type {model_type!r}); "

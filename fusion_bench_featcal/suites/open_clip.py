@@ -1,0 +1,175 @@
+"""The bundled image suite as OpenCLIP models: the same weights in open_clip's own architecture."""
+
+import json
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, cat, nn
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+from fusion_bench import BaseModelPool
+from fusion_bench.utils import instantiate
+
+from fusion_bench_featcal.suites import image
+
+WEIGHTS_FILE = "open_clip_model.safetensors"
+
+_STEM = {
+    "embeddings.class_embedding": "class_embedding",
+    "embeddings.patch_embedding.weight": "conv1.weight",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "pre_layrnorm.weight": "ln_pre.weight",
+    "pre_layrnorm.bias": "ln_pre.bias",
+    "post_layernorm.weight": "ln_post.weight",
+    "post_layernorm.bias": "ln_post.bias",
+}
+_BLOCK = {
+    "layer_norm1": "ln_1",
+    "layer_norm2": "ln_2",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+    "self_attn.out_proj": "attn.out_proj",
+}
+
+
+class OpenClipPool(BaseModelPool):
+    """A pool of open_clip models with the processor that their images need.
+
+    FusionBench's own OpenCLIP pool needs Python 3.12 and reads pickles. Models are given as
+    `_target_` (a function that returns one) or as modules.
+    """
+
+    _config_mapping = BaseModelPool._config_mapping | {"_processor": "processor"}
+
+    def __init__(self, models: Any, *, processor: Any = None, **kwargs: Any) -> None:
+        """Keep the configurations; nothing is loaded.
+
+        Args:
+            models: Name -> configuration or module.
+            processor: Configuration of what turns an image into `pixel_values`, or the object.
+            **kwargs: As FusionBench's pools take them (data sets).
+        """
+        super().__init__(models, **kwargs)
+        self._processor = processor
+
+    def load_processor(self) -> Any:
+        """The processor."""
+        is_config = isinstance(self._processor, Mapping)
+        return instantiate(self._processor) if is_config else self._processor
+
+    def save_model(  # type: ignore[override]
+        self, model: nn.Module, path: str | os.PathLike[str], **unused: Any
+    ) -> None:
+        """Save a model's weights under open_clip's own name for such a file.
+
+        Args:
+            model: The model.
+            path: The folder.
+            **unused: Options of other pools.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def load_tower(name: str) -> nn.Module:
+    """A model of the suite as open_clip's vision transformer, in float32.
+
+    Its features are those of the transformers model after its projection.
+
+    Args:
+        name: `pretrained` or a task.
+
+    Returns:
+        The tower: images `[batch, 3, 28, 28]` to features `[batch, 64]`.
+
+    Raises:
+        ImportError: If open_clip cannot be imported, saying what to install.
+    """
+    transformer = _open_clip_transformer()
+    config = json.loads(Path(image.path(), "config.json").read_text(encoding="utf-8"))
+    vision = config["vision_config"]
+    tower = transformer.VisionTransformer(
+        image_size=vision["image_size"],
+        patch_size=vision["patch_size"],
+        width=vision["hidden_size"],
+        layers=vision["num_hidden_layers"],
+        heads=vision["num_attention_heads"],
+        mlp_ratio=vision["intermediate_size"] / vision["hidden_size"],
+        output_dim=config["projection_dim"],
+        act_layer=transformer.QuickGELU,
+    )
+    tower.load_state_dict(tower_weights(name))
+    return tower.eval()
+
+
+def tower_weights(name: str) -> dict[str, Tensor]:
+    """The weights of one model of the suite, named and arranged as open_clip has them.
+
+    Experts share the base's projection: only vision towers were trained.
+
+    Args:
+        name: `pretrained` or a task.
+
+    Returns:
+        A state dict in float32.
+    """
+    projection = load_file(Path(image.path(), "model.safetensors"))["visual_projection.weight"]
+    stored = load_file(Path(image.path(name), "model.safetensors"))
+    vision = {
+        key.removeprefix("vision_model."): tensor.float()
+        for key, tensor in stored.items()
+        if key.startswith("vision_model.")
+    }
+    return {**to_open_clip(vision), "proj": projection.float().T.contiguous()}
+
+
+def to_open_clip(vision: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the weights of transformers' CLIP vision model, and fuse q, k and v.
+
+    Args:
+        vision: State dict without the prefix `vision_model.`.
+
+    Returns:
+        State dict of open_clip's vision transformer, without its projection `proj`.
+
+    Raises:
+        KeyError: If a tensor is of no CLIP vision model.
+    """
+    found = {_STEM[key]: tensor for key, tensor in vision.items() if key in _STEM}
+    for key, tensor in vision.items():
+        if key in _STEM or key.startswith("embeddings.position_ids"):
+            continue
+        layer, _, inner = key.removeprefix("encoder.layers.").partition(".")
+        module, _, leaf = inner.rpartition(".")
+        block = f"transformer.resblocks.{layer}"
+        if module in ("self_attn.k_proj", "self_attn.v_proj"):
+            continue  # beside q
+        if module == "self_attn.q_proj":
+            parts = [vision[key.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            found[f"{block}.attn.in_proj_{leaf}"] = cat(parts)
+        else:
+            found[f"{block}.{_BLOCK[module]}.{leaf}"] = tensor
+    return found
+
+
+def _open_clip_transformer() -> Any:
+    """open_clip's module of transformers.
+
+    Raises:
+        ImportError: If it cannot be imported; a torchvision that does not fit torch is a reason.
+    """
+    try:
+        return import_module("open_clip.transformer")
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            "the OpenCLIP suite needs open_clip, which cannot be imported "
+            f"({str(error).splitlines()[0]}): pip install 'fusion_bench_featcal[openclip]'"
+        ) from error

@@ -1,0 +1,244 @@
+"""open_clip's fused attention taken apart, calibrated, and put together again."""
+
+import copy
+
+import pytest
+import torch
+from calibrations import PAPER, assert_identical, assert_same, distance, run_fast
+from oracle import Knobs
+from tiny_models import Suite, blocks_of, clip_suite, normal
+from tiny_open_clip import ImageEncoder, Tower, TwoTowers, converted, tower_suite
+from torch import Tensor, nn
+
+from fusion_bench_featcal import CalibrationError, InMemoryExpert
+from fusion_bench_featcal.families import OPEN_CLIP, resolve_family
+from fusion_bench_featcal.families.unfused import UnfusedAttention, UnfusedView
+
+BLOCKS = ["transformer.resblocks.0", "transformer.resblocks.1"]
+VIEW = OPEN_CLIP.view
+
+
+def twins(seed: int, *, batch_first: bool = True) -> tuple[Suite, Suite]:
+    """One suite as transformers has it and, converted, as open_clip has it."""
+    ours = clip_suite(seed=seed)
+    theirs = Suite(
+        converted(ours.merged, batch_first=batch_first),
+        converted(ours.base, batch_first=batch_first),
+        {t: converted(expert, batch_first=batch_first) for t, expert in ours.experts.items()},
+        ours.inputs,
+        BLOCKS,
+    )
+    return ours, theirs
+
+
+@pytest.mark.parametrize("masked", [None, "bool", "float"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_unfused_attention_is_the_same_function(masked: str | None, bias: bool):
+    fused = nn.MultiheadAttention(12, 3, bias=bias, batch_first=True).double()
+    nn.init.normal_(fused.in_proj_weight)
+    if bias:
+        nn.init.normal_(fused.in_proj_bias)
+        nn.init.normal_(fused.out_proj.bias)
+    query, key, value = normal(0, 2, 5, 12), normal(1, 2, 4, 12), normal(2, 2, 4, 12)
+    hidden = torch.zeros(5, 4, dtype=torch.bool)
+    hidden[:, 2] = True
+    mask = {None: None, "bool": hidden, "float": hidden * -1e9}[masked]
+    wanted = fused(query, key, value, need_weights=False, attn_mask=mask)[0]
+    unfused = UnfusedAttention(copy.deepcopy(fused))
+    found = unfused(query, key, value, need_weights=False, attn_mask=mask)[0]
+    torch.testing.assert_close(found, wanted)
+    again = unfused.fused_again()
+    assert_identical(again, fused)
+    assert list(again.state_dict()) == list(fused.state_dict())
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("quick", [True, False])
+def test_shown_model_is_the_same_function(quick: bool, batch_first: bool):
+    model = tower_suite(seed=1, quick=quick, batch_first=batch_first).merged
+    pixels = normal(0, 3, 3, 8, 8)
+    shown = VIEW.shown(model)
+    torch.testing.assert_close(shown(pixels), model(pixels))
+    assert not any(isinstance(module, nn.MultiheadAttention) for module in shown.modules())
+    restored = VIEW.restored(copy.deepcopy(shown))
+    assert_identical(restored, model)
+    assert torch.equal(restored(pixels), model(pixels))
+    assert str(restored) == str(model)
+    assert list(restored.state_dict()) == list(model.state_dict())
+
+
+def test_showing_copies_no_weights_and_leaves_the_model_alone():
+    model = tower_suite(seed=2).merged
+    before = copy.deepcopy(model)
+    shown = VIEW.shown(model)
+    assert str(model) == str(before)
+    fused = model.get_parameter("transformer.resblocks.0.attn.in_proj_weight")
+    part = shown.get_parameter("transformer.resblocks.0.attn.k_proj.weight")
+    assert part.data_ptr() == fused[12:].data_ptr()
+    kept = shown.get_parameter("conv1.weight")
+    assert kept is model.get_parameter("conv1.weight")
+
+
+def test_source_offers_slices_of_what_is_stored():
+    model = tower_suite(seed=3).base
+    source = VIEW.source(InMemoryExpert(model))
+    for name, tensor in VIEW.shown(model).state_dict().items():
+        assert name in source.names()
+        assert source.shape(name) == tuple(tensor.shape)
+        assert torch.equal(source.tensor(name), tensor)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("knobs", [PAPER, Knobs(alpha=1.0, lam=1e-3, rho=1.0)], ids=str)
+def test_open_clip_calibrates_as_its_transformers_twin(knobs: Knobs, batch_first: bool):
+    ours, theirs = twins(4, batch_first=batch_first)
+    wanted = converted(run_fast(ours, knobs).model, batch_first=batch_first)
+    found = run_fast(theirs, knobs).model
+    assert distance(found, theirs.merged) > 1e-3
+    assert_same(found, wanted)
+    assert type(found) is Tower
+    assert str(found) == str(theirs.merged)
+
+
+def test_demo_weights_meet_the_class_token_wherever_the_batch_is():
+    knobs = Knobs(alpha=0.25, rho=2.2, demo_last_block=True)
+    ours, theirs = twins(5, batch_first=False)
+    wanted = converted(run_fast(ours, knobs).model, batch_first=False)
+    assert_same(run_fast(theirs, knobs).model, wanted)
+
+
+def test_drift_in_the_log_is_that_of_the_twin():
+    ours, theirs = twins(6, batch_first=False)
+    records = [
+        [(r["task"], r["rows"], r["drift_before"], r["drift_after"]) for r in log if "rows" in r]
+        for log in (run_fast(suite).log.records for suite in (ours, theirs))
+    ]
+    assert len(records[0]) == 6
+    for wanted, found in zip(*records, strict=True):
+        assert found[:2] == wanted[:2]
+        assert found[2:] == pytest.approx(wanted[2:], rel=1e-9)
+
+
+def wrapped(suite: Suite, wrap: type[nn.Module]) -> Suite:
+    torch.manual_seed(0)
+    extra = wrap(nn.Identity())
+
+    def one(model: nn.Module) -> nn.Module:
+        outer = copy.deepcopy(extra)
+        setattr(outer, "visual" if wrap is TwoTowers else "model", model)
+        return outer.double().eval()
+
+    experts = {task: one(expert) for task, expert in suite.experts.items()}
+    return Suite(one(suite.merged), one(suite.base), experts, suite.inputs, [])
+
+
+def test_wrappers_calibrate_as_the_tower_alone_and_the_text_tower_stays():
+    suite = tower_suite(seed=7)
+    wanted = run_fast(suite).model
+    clip = wrapped(suite, TwoTowers)
+    encoder = wrapped(clip, ImageEncoder)
+    text = copy.deepcopy(clip.merged.get_submodule("transformer"))
+    for outer, prefix in ((clip, "visual"), (encoder, "model.visual")):
+        found = run_fast(outer).model
+        assert resolve_family("auto", outer.merged) is OPEN_CLIP
+        assert_same(found.get_submodule(prefix), wanted)
+        inner = prefix.removesuffix("visual") + "transformer"
+        assert_identical(found.get_submodule(inner), text)
+        assert str(found) == str(outer.merged)
+
+
+def test_images_may_come_under_any_name():
+    suite = tower_suite(seed=8)
+    wanted = run_fast(suite).model
+    named = copy.copy(suite)
+    named.inputs = {
+        task: [{"pixel_values": batch} for batch in batches]
+        for task, batches in suite.inputs.items()
+    }
+    assert_identical(run_fast(named).model, wanted)
+
+
+def test_modes_and_gradient_flags_are_the_merged_models():
+    suite = tower_suite(seed=9)
+    suite.merged.train().get_submodule("transformer.resblocks.0").eval()
+    suite.merged.get_parameter("transformer.resblocks.1.attn.in_proj_bias").requires_grad_(False)
+    suite.merged.get_parameter("proj").requires_grad_(False)
+    found = run_fast(suite).model
+    for ours, theirs in zip(found.modules(), suite.merged.modules(), strict=True):
+        assert ours.training is theirs.training, type(ours).__name__
+    flags = {name: p.requires_grad for name, p in suite.merged.named_parameters()}
+    assert {name: p.requires_grad for name, p in found.named_parameters()} == flags
+
+
+def test_query_key_and_value_are_solved_apart_and_biases_too():
+    suite = tower_suite(seed=10)
+    found = run_fast(suite).model
+    for leaf in ("in_proj_weight", "in_proj_bias"):
+        ours = found.get_parameter(f"{BLOCKS[0]}.attn.{leaf}").chunk(3)
+        theirs = suite.merged.get_parameter(f"{BLOCKS[0]}.attn.{leaf}").chunk(3)
+        for part, (new, old) in enumerate(zip(ours, theirs, strict=True)):
+            assert (new - old).norm() > 1e-3 * old.norm(), part
+    modules = {r["module"] for r in run_fast(suite).log.records if r["kind"] == "module"}
+    names = ["attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj"]
+    assert modules == {f"{block}.{name}" for block in BLOCKS for name in names}
+
+
+class Odd(nn.MultiheadAttention):
+    """Attention with something more to it."""
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        Odd(12, 3, batch_first=True),
+        nn.MultiheadAttention(12, 3, kdim=5, batch_first=True),
+        nn.MultiheadAttention(12, 3, add_bias_kv=True, batch_first=True),
+        nn.MultiheadAttention(12, 3, add_zero_attn=True, batch_first=True),
+        nn.Linear(12, 12),
+    ],
+    ids=["subclass", "kdim", "bias_kv", "zero_attn", "other"],
+)
+def test_attention_of_another_kind_is_refused(attention: nn.Module):
+    model = Tower()
+    model.transformer.resblocks[1].attn = attention
+    with pytest.raises(
+        CalibrationError, match=r"resblocks\.1\.attn is a .*replay.*method\.modules"
+    ):
+        VIEW.shown(model)
+
+
+def test_batch_in_second_place_needs_a_transformer_that_can_change_it():
+    model = Tower(batch_first=False)
+    del model.transformer.batch_first
+    with pytest.raises(CalibrationError, match=r"batch in second place.*open_clip_torch 2\.26"):
+        VIEW.shown(model)
+
+
+def test_models_that_are_no_open_clip_are_refused():
+    with pytest.raises(CalibrationError, match=r"Linear has no open_clip vision transformer"):
+        OPEN_CLIP.stages(nn.Linear(2, 2))
+    text_only = TwoTowers(nn.Identity())
+    with pytest.raises(CalibrationError, match="no open_clip vision transformer"):
+        OPEN_CLIP.stages(text_only)
+    with pytest.raises(ValueError, match=r"family=auto does not know TwoTowers.*open_clip"):
+        resolve_family("auto", text_only)
+
+
+def test_family_is_found_by_the_blocks():
+    assert resolve_family("auto", Tower()) is OPEN_CLIP
+    assert resolve_family("open_clip", Tower()) is OPEN_CLIP
+    assert OPEN_CLIP.stages(Tower()) == [BLOCKS]
+    assert isinstance(VIEW, UnfusedView)
+
+
+def test_every_position_counts():
+    pixels: Tensor = normal(0, 2, 3, 8, 8)
+    assert OPEN_CLIP.row_weights({"pixel_values": pixels}, 0, "all") is None
+    assert OPEN_CLIP.other_rows(pixels, 0) == {}
+
+
+def test_twins_are_cut_into_the_same_blocks():
+    ours, theirs = twins(11)
+    assert len(blocks_of(ours.merged, "CLIPEncoderLayer")) == len(
+        OPEN_CLIP.stages(theirs.merged)[0]
+    )

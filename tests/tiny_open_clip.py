@@ -1,0 +1,134 @@
+"""open_clip's vision transformer rebuilt from torch's parts, so that tests need no open_clip."""
+
+from collections import OrderedDict
+
+import torch
+from tiny_models import Suite, add_up, clip_model, normal, scatter
+from torch import Tensor, nn
+
+from fusion_bench_featcal.suites.open_clip import to_open_clip
+
+FEATURES = 7
+
+
+class QuickGELU(nn.Module):
+    """What OpenAI's models were trained with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+class Block(nn.Module):
+    """Attention and MLP after a norm each, called as open_clip calls them."""
+
+    def __init__(self, width: int, heads: int, hidden: int, quick: bool, batch_first: bool) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = nn.MultiheadAttention(width, heads, batch_first=batch_first)
+        self.ls_1 = nn.Identity()
+        self.ln_2 = nn.LayerNorm(width)
+        gelu = QuickGELU() if quick else nn.GELU()
+        self.mlp = nn.Sequential(
+            OrderedDict(c_fc=nn.Linear(width, hidden), gelu=gelu, c_proj=nn.Linear(hidden, width))
+        )
+        self.ls_2 = nn.Identity()
+
+    def forward(self, q_x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        x = self.ln_1(q_x)
+        x = q_x + self.ls_1(self.attn(x, x, x, need_weights=False, attn_mask=attn_mask)[0])
+        return x + self.ls_2(self.mlp(self.ln_2(x)))
+
+
+class Transformer(nn.Module):
+    """Blocks that may want positions in first place."""
+
+    def __init__(self, depth: int, batch_first: bool, *sizes: int, quick: bool = True) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.resblocks = nn.ModuleList(Block(*sizes, quick, batch_first) for _ in range(depth))
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        x = x if self.batch_first else x.transpose(0, 1)
+        for block in self.resblocks:
+            x = block(x, attn_mask=attn_mask)
+        return x if self.batch_first else x.transpose(0, 1)
+
+
+class Tower(nn.Module):
+    """The vision tower: its weights have open_clip's names."""
+
+    def __init__(
+        self,
+        width: int = 12,
+        heads: int = 3,
+        depth: int = 2,
+        hidden: int = 20,
+        *,
+        quick: bool = True,
+        batch_first: bool = True,
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 4, 4, bias=False)
+        self.class_embedding = nn.Parameter(torch.randn(width))
+        self.positional_embedding = nn.Parameter(torch.randn(5, width))
+        self.ln_pre = nn.LayerNorm(width)
+        self.transformer = Transformer(depth, batch_first, width, heads, hidden, quick=quick)
+        self.ln_post = nn.LayerNorm(width)
+        self.proj = nn.Parameter(torch.randn(width, FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.conv1(x).flatten(2).transpose(1, 2)
+        first = self.class_embedding.expand(len(x), 1, -1)
+        tokens = torch.cat([first, patches], dim=1) + self.positional_embedding
+        return self.ln_post(self.transformer(self.ln_pre(tokens)))[:, 0] @ self.proj
+
+
+class TwoTowers(nn.Module):
+    """A CLIP model: the text tower's blocks are at its root, and fused too."""
+
+    def __init__(self, visual: nn.Module) -> None:
+        super().__init__()
+        self.visual = visual
+        self.transformer = Transformer(1, True, 8, 2, 8)
+        self.token_embedding = nn.Embedding(10, 8)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.visual(image)
+
+
+class ImageEncoder(nn.Module):
+    """A wrapper as FusionBench has one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)
+
+
+def converted(vision_model: nn.Module, *, seed: int = 0, batch_first: bool = True) -> nn.Module:
+    """A transformers CLIP vision model as such a tower."""
+    torch.manual_seed(seed)
+    state = {n.removeprefix("vision_model."): t for n, t in vision_model.state_dict().items()}
+    tower = Tower(batch_first=batch_first).double().eval()
+    tower.load_state_dict({**to_open_clip(state), "proj": tower.proj.detach()})
+    return tower
+
+
+def tower_suite(*, tasks: int = 2, seed: int = 0, **options: bool) -> Suite:
+    """Base, experts and merger of such towers, in float64."""
+    torch.manual_seed(seed)
+    base = scatter(Tower(**options).double(), seed, 0.15)  # type: ignore[arg-type]
+    inputs = {
+        f"task_{i}": [normal(seed + 10 * i, size, 3, 8, 8) * (i + 1) for size in (4, 3)]
+        for i in range(tasks)
+    }
+    experts = {task: scatter(base, 1000 * seed + i, 0.1) for i, task in enumerate(inputs, 1)}
+    blocks = ["transformer.resblocks.0", "transformer.resblocks.1"]
+    return Suite(add_up(base, experts, 0.4), base, experts, inputs, blocks)
+
+
+def clip_twin(seed: int) -> nn.Module:
+    """A transformers model of the tower's sizes, in float64."""
+    return scatter(clip_model(seed=seed).double(), seed, 0.15)
