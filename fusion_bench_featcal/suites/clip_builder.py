@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion_bench_featcal.suites.checksums import write_checksums
+from fusion_bench_featcal.suites.half_files import empty_folder, save_half
 from fusion_bench_featcal.suites.image import ALL8, find_task, load_arrays
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import CLIPModel, PretrainedConfig
+    from transformers import CLIPModel
 
     from fusion_bench_featcal.suites.clip_training import Recipe
 
@@ -52,7 +52,7 @@ def build(
 
     chosen = {name: find_task(name) for name in tasks}
     recipe = recipe or clip_training.Recipe()
-    out = _empty_folder(Path(out_dir))
+    out = empty_folder(Path(out_dir))
     pretrained = out / "pretrained"
     pretrained.mkdir()
     # the vocabulary covers all tasks, so that the model's shape does not depend on the choice
@@ -76,16 +76,9 @@ def build(
     return out
 
 
-def _empty_folder(folder: Path) -> Path:
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty; give `featcal suite build` a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def save_base(model: "CLIPModel", folder: Path) -> None:
     """Save a whole CLIP in float16."""
-    _save_half(model.state_dict(), model.config, "CLIPModel", folder)
+    save_half(model.state_dict(), model.config, "CLIPModel", folder)
 
 
 def save_expert(model: "CLIPModel", folder: Path) -> None:
@@ -94,28 +87,4 @@ def save_expert(model: "CLIPModel", folder: Path) -> None:
     # `save_pretrained` leaves out the prefix, and older versions would then load nothing.
     tower = model.vision_model.state_dict()
     named = {f"vision_model.{name}": tensor for name, tensor in tower.items()}
-    _save_half(named, model.config.vision_config, "CLIPVisionModel", folder)
-
-
-def _save_half(
-    tensors: "dict[str, Tensor]", config: "PretrainedConfig", architecture: str, folder: Path
-) -> None:
-    """Save in float16 what loads as float32.
-
-    transformers 5 loads in the dtype its config names, 4.57 always in float32: so the config names
-    float32, and both agree.
-    """
-    from safetensors.torch import save_file
-
-    folder.mkdir(exist_ok=True)
-    half = {name: tensor.half().contiguous() for name, tensor in tensors.items()}
-    save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(folder)
-    path = folder / "config.json"
-    written = json.loads(path.read_text(encoding="utf-8"))
-    for part in (written, written.get("text_config"), written.get("vision_config")):
-        if part is not None:
-            part.pop("torch_dtype", None)
-            part["dtype"] = "float32"
-    written["architectures"] = [architecture]
-    path.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save_half(named, model.config.vision_config, "CLIPVisionModel", folder)

@@ -1,23 +1,23 @@
 """What the saved checkpoints of the small CLIP reach on the test split, before any calibration."""
 
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal.suites.clip_training import image_embeddings, text_embeddings
 from fusion_bench_featcal.suites.image import ALPHABETS2, TA6, load_arrays, load_split
-
-TASK_ARITHMETIC_SCALE = 0.3
-
-Weights = dict[str, Tensor]
-Accuracies = dict[str, float]
+from fusion_bench_featcal.suites.plain_merges import (
+    Accuracies,
+    Weights,
+    plain_merges,
+    versions,
+    with_average,
+)
 
 
 class TestBench:
@@ -59,11 +59,6 @@ class TestBench:
         return with_average({task: self.accuracy(tower, task) for task in self.items})
 
 
-def with_average(row: Accuracies) -> Accuracies:
-    """Return the row with its plain mean added under ``average``."""
-    return {**row, "average": sum(row.values()) / len(row)}
-
-
 def _processed(task: str, processor: Any) -> tuple[Tensor, Tensor]:
     pictures = load_split(task, "test")
     pixels = processor(images=[item["image"] for item in pictures], return_tensors="pt")
@@ -83,20 +78,11 @@ def measure(folder: Path, tasks: Sequence[str]) -> dict[str, Accuracies]:
     """
     bench = TestBench(folder, tasks)
     experts = {task: bench.expert(folder, task) for task in tasks}
-    # sums in float64: the order of the tasks then makes no difference that anyone could see
-    change = {
-        name: sum(expert[name].double() - value.double() for expert in experts.values())
-        for name, value in bench.base.items()
-    }
-
-    def moved(scale: float) -> Weights:
-        return {n: (v.double() + scale * change[n]).to(v.dtype) for n, v in bench.base.items()}
-
+    merges = plain_merges(bench.base, experts.values())
     return {
         "base": bench.row(bench.base),
         "experts": with_average({task: bench.accuracy(experts[task], task) for task in tasks}),
-        "simple_average": bench.row(moved(1 / len(tasks))),
-        "task_arithmetic": bench.row(moved(TASK_ARITHMETIC_SCALE)),
+        **{name: bench.row(merged) for name, merged in merges.items()},
     }
 
 
@@ -109,9 +95,5 @@ def measure_suites(folder: Path, tasks: Sequence[str]) -> dict[str, object]:
             for name, members in sets.items()
             if set(members) <= set(tasks)
         },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
     }

@@ -1,0 +1,134 @@
+"""The bundled text tasks: prompts in, label words out, and where their checkpoints lie.
+
+Each task keeps the texts as its authors published them in one `.parquet`; prompt and target are
+made when they are loaded. Reading needs pyarrow and datasets, imported when first asked for.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from fusion_bench_featcal.suites.paths import suite_path
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+DATA_FOLDER = "text-mini"
+SUITES = ("flan-t5-mini", "llama-mini")
+SPLITS = ("train", "calibration", "test")
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """One task of the suites: its name and the words its prompts begin with."""
+
+    name: str
+    lead: str
+
+    def prompt(self, text: str) -> str:
+        """Return what the model reads: the task's lead, a colon, the text's words."""
+        return f"{self.lead} : {plain_words(text)}"
+
+    @staticmethod
+    def target(label: str) -> str:
+        """Return what the model shall write: the label in capitals, which no prompt contains."""
+        return label.upper()
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        TextTask("snips_intent", "intent"),
+        TextTask("banking77", "banking intent"),
+        TextTask("clinc_domain", "domain"),
+        TextTask("clinc_home", "home intent"),
+        TextTask("clinc_work", "work intent"),
+        TextTask("clinc_auto", "auto intent"),
+    )
+}
+TA6 = tuple(TASKS)
+
+_TYPOGRAPHIC = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"'})
+
+
+def plain_words(text: str) -> str:
+    """Return a text in lower case and plain ASCII, words and punctuation marks apart.
+
+    Two texts with the same words count as the same text where the splits must not overlap.
+    """
+    ascii_only = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHIC)).encode(
+        "ascii", "ignore"
+    )
+    return " ".join(re.findall(r"\w+|[^\w\s]", ascii_only.decode("ascii").lower()))
+
+
+def find_task(name: str) -> TextTask:
+    """Return the task of that name; ValueError lists the names there are."""
+    if name not in TASKS:
+        raise ValueError(f"the text suites have no task {name!r}; theirs are {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+@cache
+def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
+    """Read one task's file.
+
+    Returns:
+        Split -> pairs of text and label as published, in file order.
+
+    Raises:
+        ValueError: for an unknown task name.
+        FileNotFoundError: when the package's data file is missing.
+    """
+    from pyarrow import parquet
+
+    table = parquet.read_table(suite_path(f"{DATA_FOLDER}/{find_task(name).name}.parquet"))
+    rows: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
+    columns = (table.column(column).to_pylist() for column in ("text", "label", "split"))
+    for text, label, split in zip(*columns, strict=True):
+        rows[split].append((text, label))
+    return rows
+
+
+def load_text_split(name: str, split: str) -> Dataset:
+    """Load one split of one task; what the suites' YAML files call.
+
+    Args:
+        name: a task name of the suites, such as ``snips_intent``.
+        split: ``train`` (what the experts learned), ``calibration`` (what none of them has seen)
+            or ``test``.
+
+    Returns:
+        A data set of `{"prompt": str, "target": str}` rows, in file order.
+
+    Raises:
+        ValueError: for an unknown task or split.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"task {name!r} has no split {split!r}; splits are {', '.join(SPLITS)}")
+    from datasets import Dataset
+
+    task = find_task(name)
+    rows = load_rows(name)[split]
+    return Dataset.from_dict(
+        {
+            "prompt": [task.prompt(text) for text, _ in rows],
+            "target": [task.target(label) for _, label in rows],
+        }
+    )
+
+
+def path(suite: str, name: str = "pretrained") -> str:
+    """Return the folder of a checkpoint: ``pretrained`` (with the tokenizer) or a task's expert."""
+    return suite_path(f"{suite}/{name}")
+
+
+def load_tokenizer(suite: str) -> Any:
+    """Load the tokenizer of ``flan-t5-mini`` or ``llama-mini``."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(path(suite))
