@@ -72,15 +72,17 @@ class SafetensorsExpert:
             CalibrationError: If a file is damaged.
         """
         self._files: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for file in _safetensors_files(Path(path)):
             try:
                 with safe_open(file, framework="pt") as handle:
-                    self._files.update(dict.fromkeys(handle.keys(), file))
+                    for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+                        self._files[name] = file
+                        self._shapes[name] = tuple(handle.get_slice(name).get_shape())
             except Exception as error:  # safetensors raises its own class, not a built-in one
                 raise CalibrationError(
                     f"{file} is no readable safetensors file: {error}"
                 ) from error
-        self._handles: dict[Path, Any] = {}
 
     def names(self) -> set[str]:
         """Names of all tensors."""
@@ -88,17 +90,16 @@ class SafetensorsExpert:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from the file's header."""
-        return tuple(self._open(name).get_slice(name).get_shape())
+        return self._shapes[name]
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor."""
-        return self._open(name).get_tensor(name)
+        """Read one tensor.
 
-    def _open(self, name: str) -> Any:
-        file = self._files[name]
-        if file not in self._handles:
-            self._handles[file] = safe_open(file, framework="pt").__enter__()
-        return self._handles[file]
+        The file is opened anew: pages that were read stay resident as long as their mapping, so one
+        that is kept would grow to the whole expert, block by block.
+        """
+        with safe_open(self._files[name], framework="pt") as handle:
+            return handle.get_tensor(name)
 
 
 def _safetensors_files(path: Path) -> list[Path]:
@@ -195,7 +196,9 @@ class ExpertModel:
                 slot[leaf] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
             yield self.module
         finally:
-            for slot, leaf, empty in replaced:
+            for slot, leaf, empty in reversed(
+                replaced
+            ):  # modules may share a slot (T5's embedding)
                 slot[leaf] = empty
 
 

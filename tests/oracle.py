@@ -68,34 +68,41 @@ def calibrate_slowly(
     modules: Mapping[str, Sequence[str]],
     knobs: Knobs,
     row_weights: Mapping[str, Masks] | None = None,
+    other_rows: Mapping[str, Mapping[str, Masks]] | None = None,
 ) -> Outcome:
     """Calibrate a float64 copy of `merged`, block by block.
 
     `inputs` maps a task to its batches, `modules` a block to the full names of its modules, and
-    `row_weights` a task to one `[samples, tokens]` tensor per batch (absent: every row counts one).
+    `row_weights` a task to one `[samples, tokens]` tensor per batch (absent: every row counts one),
+    `other_rows` the full name of a block or module that sees other rows to the like.
     """
     outcome = Outcome(model=copy.deepcopy(merged).double().eval())
     doubled = {task: copy.deepcopy(expert).double().eval() for task, expert in experts.items()}
     anchor = anchors(merged, base, knobs)
-    masks = {task: None if row_weights is None else row_weights[task] for task in doubled}
+    common = row_weights or dict.fromkeys(doubled)
     for block in blocks:
-        names = modules[block]
+        names, block_masks = modules[block], (other_rows or {}).get(block, common)
         seen = {task: record(outcome.model, inputs[task], names) for task in doubled}
         theirs = {task: record(expert, inputs[task], names) for task, expert in doubled.items()}
         new: dict[str, Tensor] = {}
         for name in names:
-            light = knobs.demo_last_block and block == blocks[-1]
-            light = light and not name.endswith(("k_proj", "v_proj"))
+            light = block == blocks[-1] and not name.endswith(("k_proj", "v_proj"))
+            masks = (other_rows or {}).get(name, block_masks)
             rows = {
-                task: gather(seen[task][name], theirs[task][name], masks[task], light)
+                task: gather(
+                    seen[task][name],
+                    theirs[task][name],
+                    masks[task],
+                    light and knobs.demo_last_block,
+                )
                 for task in doubled
             }
             new.update(solve(name, outcome.model, doubled, anchor, rows, knobs))
-        before = block_drift(outcome.model, doubled, inputs, block, masks)
+        before = block_drift(outcome.model, doubled, inputs, block, block_masks)
         with torch.no_grad():
             for name, value in new.items():
                 outcome.model.get_parameter(name).copy_(value)
-        after = block_drift(outcome.model, doubled, inputs, block, masks)
+        after = block_drift(outcome.model, doubled, inputs, block, block_masks)
         outcome.drift |= {(block, task): (*before[task], *after[task]) for task in doubled}
     return outcome
 

@@ -82,6 +82,60 @@ def test_pattern_names_whole_parts_only():
     assert blocks == [f"layers.{index}" for index in range(11)]
 
 
+TWO_STAGES: dict[str, Any] = {
+    "blocks": [["encoder.*"], ["decoder.0", "decoder.1"]],
+    "mask": ["attention_mask", "labels"],
+    "other_masks": {"cross.k": "attention_mask", "cross.v": None},
+}
+
+
+def test_stages_have_their_own_blocks_and_masks():
+    halves = {h: nn.ModuleList([nn.Linear(2, 2) for _ in range(2)]) for h in ("encoder", "decoder")}
+    model = nn.ModuleDict(halves)
+    family = ReplayFamily(**TWO_STAGES)
+    assert family.stages(model) == [["encoder.0", "encoder.1"], ["decoder.0", "decoder.1"]]
+    inputs = text_inputs([2, 4], 5, seed=0) | {"labels": torch.tensor([[3, -100], [0, 5]])}
+    assert family.row_weights(inputs, 0, "all") is inputs["attention_mask"]
+    labelled = family.row_weights(inputs, 1, "all")
+    assert labelled is not None
+    assert labelled.tolist() == [[1, 0], [1, 1]]
+    fed = family.other_rows(inputs, 1)
+    assert fed["cross.k"] is inputs["attention_mask"]
+    assert fed["cross.v"] is None
+    everything = ReplayFamily(blocks=TWO_STAGES["blocks"], mask=[None, "labels"])
+    assert everything.row_weights(inputs, 0, "all") is None
+
+
+@pytest.mark.parametrize("gone", ["attention_mask", "labels"])
+def test_mask_of_a_stage_that_is_missing_is_refused(gone: str):
+    inputs = text_inputs([2, 4], 5, seed=0) | {"labels": torch.zeros(2, 2)}
+    del inputs[gone]
+    family = ReplayFamily(**TWO_STAGES)
+    with pytest.raises(CalibrationError, match=rf"method\.family\.mask.*no '{gone}'"):
+        for stage in (0, 1):
+            family.row_weights(inputs, stage, "all")
+    if gone == "attention_mask":
+        with pytest.raises(CalibrationError, match=r"method\.family\.other_masks.*attention_mask"):
+            family.other_rows(inputs, 0)
+
+
+def test_targets_are_the_positions_before_a_label():
+    inputs = text_inputs([3, 5], 5, seed=0)
+    family = ReplayFamily(blocks=["h.*"])
+    with pytest.raises(CalibrationError, match=r"method\.decoder_rows=targets.*labels"):
+        family.row_weights(inputs, 0, "targets")
+    labels = [[4, -100, 7, -100, 6], [-100, -100, -100, 8, 9]]
+    inputs["labels"] = torch.tensor(labels)
+    found = family.row_weights(inputs, 0, "targets")
+    assert found is not None
+    # the last label of the first sentence follows padding, which predicts nothing
+    assert found.tolist() == [[0, 1, 0, 0, 0], [0, 0, 1, 1, 0]]
+    del inputs["attention_mask"]
+    found = family.row_weights(inputs, 0, "targets")
+    assert found is not None
+    assert found.tolist() == [[0, 1, 0, 1, 0], [0, 0, 1, 1, 0]]
+
+
 @pytest.mark.parametrize("pattern", ["layer.*", "layers.*.*.x", "*.0.nothing"])
 def test_pattern_that_matches_nothing_is_refused(pattern: str):
     with pytest.raises(CalibrationError, match=r"method\.family\.blocks.*no module.*ResidualNet"):
@@ -149,6 +203,15 @@ def test_family_is_found_from_settings():
         ({"name": "replay", "blocks": "layers.*"}, r"method\.family\.blocks must be a list"),
         ({"name": "replay", "blocks": []}, r"method\.family\.blocks"),
         ({"name": "replay", "blocks": ["a"], "block": 1}, r"method\.family.*block"),
+        ({"name": "replay", "blocks": [["a"], []]}, r"method\.family\.blocks"),
+        ({"name": "replay", "blocks": [["a"], [3]]}, r"method\.family\.blocks"),
+        ({"name": "replay", "blocks": [["a"], ["b"]]}, r"method\.family\.mask.*2 stages"),
+        (
+            {"name": "replay", "blocks": [["a"], ["b"]], "mask": "attention_mask"},
+            r"method\.family\.mask.*2 stages.*'attention_mask'",
+        ),
+        ({"name": "replay", "blocks": ["a"], "mask": ["m", "n"]}, r"method\.family\.mask"),
+        ({"name": "replay", "blocks": ["a"], "other_masks": ["k"]}, r"method\.family\.other_masks"),
         (3, r"method\.family.*3"),
     ],
     ids=str,

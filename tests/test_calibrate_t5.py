@@ -1,0 +1,237 @@
+"""T5 is calibrated as the oracle says, whatever its padding; what is no block's module stays."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from calibrations import PAPER, assert_same, distance, run_fast
+from oracle import Knobs
+from safetensors.torch import save_model
+from tiny_models import Suite
+from tiny_t5 import REPLAY, ROUNDING, run_slow_t5, t5_batch, t5_suite
+from torch import Tensor, nn
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert, SafetensorsExpert
+from fusion_bench_featcal.families import T5
+
+FLAN = Knobs(alpha=0.6, lam=1e-3, rho=2.0, norm=False)
+CASES: list[tuple[dict[str, Any], Knobs]] = [
+    ({"seed": 1, "untied": True}, PAPER),
+    ({"seed": 2, "gated": False, "depths": (1, 3), "tasks": 3}, FLAN),
+    ({"seed": 3, "kind": "mt5", "depths": (3, 1), "tasks": 1}, Knobs(alpha=1.0, lam=0.1, rho=0.5)),
+    ({"seed": 4, "kind": "umt5"}, Knobs(alpha=0.0, lam=0.5, rho=1.0)),
+]
+
+
+@pytest.mark.parametrize(("shape", "knobs"), CASES, ids=lambda value: str(value)[:60])
+def test_t5_equals_the_oracle_and_the_replay_family(shape: dict[str, Any], knobs: Knobs):
+    suite = t5_suite(**shape)
+    found, wanted = run_fast(suite, knobs), run_slow_t5(suite, knobs)
+    assert distance(wanted.model, suite.merged) > 1e-3
+    assert_same(found.model, wanted.model, ROUNDING)
+    assert_same(run_fast(suite, knobs, REPLAY).model, found.model, ROUNDING)
+    drift = {(r["block"], r["task"]): r for r in found.log.records if r["kind"] == "task"}
+    assert set(drift) == set(wanted.drift)
+    for place, (before, _, after, _) in wanted.drift.items():
+        assert drift[place]["drift_before"] == pytest.approx(before, rel=1e-5)
+        assert drift[place]["drift_after"] == pytest.approx(after, rel=1e-5)
+
+
+class Spy:
+    """T5, noting what every decoder's first block receives from the encoder."""
+
+    def __init__(self) -> None:
+        self.fed: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(T5, name)
+
+    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> Any:
+        call = T5.begin(model, inputs, first_block)
+        if first_block.startswith("decoder"):
+            self.fed += [v for v in (*call.args, *call.kwargs.values()) if _is_features(v)]
+        return call
+
+
+def _is_features(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 3 and value.shape[-1] == 8
+
+
+def test_decoder_is_fed_by_the_calibrated_encoder_and_by_the_experts_own():
+    suite, spy = t5_suite(seed=5, tasks=1), Spy()
+    model = run_fast(suite, family=spy).model
+    wanted = []
+    for batch in suite.inputs["task_0"]:
+        for side in (model, suite.experts["task_0"]):
+            told = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            with torch.no_grad():
+                wanted.append(side.get_submodule("encoder")(**told).last_hidden_state)
+    assert len(spy.fed) == len(wanted) == 4
+    for ours, theirs in zip(spy.fed, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def unpadded(suite: Suite) -> Suite:
+    """Every sample a batch of its own."""
+    alone = copy.copy(suite)
+    alone.inputs = {task: [] for task in suite.inputs}
+    for task, batches in suite.inputs.items():
+        for batch in batches:
+            for ids, mask, labels in zip(*batch.values(), strict=True):
+                one = {"input_ids": ids[mask > 0], "labels": labels[labels >= 0]}
+                one["attention_mask"] = torch.ones_like(one["input_ids"])
+                alone.inputs[task].append({name: row[None] for name, row in one.items()})
+    return alone
+
+
+def filled_up(suite: Suite, *, encoder: str, decoder: str) -> Suite:
+    """Three more positions of padding, holding arbitrary tokens, on the named sides."""
+    longer = copy.copy(suite)
+
+    def put(table: Tensor, fill: int, side: str) -> Tensor:
+        filling = torch.full((len(table), 3), fill, dtype=table.dtype)
+        return torch.cat([filling, table] if side == "left" else [table, filling], dim=1)
+
+    def one(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if decoder == "left":  # shifting labels would start at the padding
+            ids = batch["labels"].clamp(min=0).roll(1, dims=1)
+            ids[:, 0] = 0
+            given = {"decoder_input_ids": ids, "decoder_attention_mask": batch["labels"] >= 0}
+            batch = batch | {name: value.long() for name, value in given.items()}
+        filling = {"input_ids": (7, encoder), "attention_mask": (0, encoder)}
+        filling |= {"labels": (-100, decoder), "decoder_input_ids": (9, decoder)}
+        filling |= {"decoder_attention_mask": (0, decoder)}
+        return {name: put(value, *filling[name]) for name, value in batch.items()}
+
+    longer.inputs = {task: [one(b) for b in batches] for task, batches in suite.inputs.items()}
+    return longer
+
+
+@pytest.mark.parametrize("encoder", ["right", "left"])
+@pytest.mark.parametrize("decoder", ["right", "left"])
+def test_padding_changes_nothing(encoder: str, decoder: str):
+    suite = unpadded(t5_suite(seed=6))
+    # transformers 4.57 masks with the dtype's smallest number, -inf in the softmax's float32: in
+    # float64 a decoder's first rows, which see padding only, are NaN and spoil the rest
+    bound = ROUNDING if decoder == "right" else 1e-4
+    suite = suite if decoder == "right" else suite.to(torch.float32)
+    wanted = run_fast(suite).model
+    padded = filled_up(suite, encoder=encoder, decoder=decoder)
+    assert distance(wanted, suite.merged) > 100 * bound
+    assert_same(run_fast(padded).model, wanted, bound)
+
+
+def test_batches_of_unequal_length_equal_samples_alone():
+    suite = t5_suite(seed=7)
+    assert_same(run_fast(suite).model, run_fast(unpadded(suite)).model, ROUNDING)
+
+
+def test_tokens_of_padding_do_not_reach_the_cross_attention():
+    suite = t5_suite(seed=8)
+    wanted = run_fast(suite).model
+    noisy = copy.copy(suite)
+    noisy.inputs = {
+        task: [
+            b | {"input_ids": torch.where(b["attention_mask"] > 0, b["input_ids"], 11)} for b in bs
+        ]
+        for task, bs in suite.inputs.items()
+    }
+    assert_same(run_fast(noisy).model, wanted, ROUNDING)
+
+
+def test_targets_only_leave_the_decoders_other_positions_out():
+    suite = t5_suite(seed=9)
+    for batches in suite.inputs.values():
+        for batch in batches:
+            ids = batch["labels"].clamp(min=0)
+            batch |= {"decoder_input_ids": ids, "decoder_attention_mask": (ids > 0).long()}
+            batch["labels"][batch["decoder_attention_mask"].sum(dim=1) > 1, 0] = -100
+    both = {}
+    for rows in ("all", "targets"):
+        both[rows] = run_fast(suite, decoder_rows=rows).model
+        assert_same(both[rows], run_slow_t5(suite, decoder_rows=rows).model, ROUNDING)
+    assert distance(both["all"], both["targets"]) > 1e-3
+
+
+@pytest.mark.parametrize("untied", [True, False])
+def test_embeddings_head_norms_and_position_biases_stay(untied: bool):
+    suite = t5_suite(seed=10, untied=untied)
+    result = run_fast(suite)
+    merged = dict(suite.merged.named_parameters(remove_duplicate=False))
+    changed = set()
+    for name, value in result.model.named_parameters(remove_duplicate=False):
+        if not torch.equal(value, merged[name]):
+            changed.add(name.split(".")[-2])
+    assert changed == {"q", "k", "v", "o", "wi_0", "wi_1", "wo"}
+    found: Any = result.model
+    tied = found.lm_head.weight.data_ptr() == found.shared.weight.data_ptr()
+    assert tied is not untied
+    assert found.encoder.embed_tokens.weight is found.shared.weight
+    left = [r["left"] for r in result.log.records if r["kind"] == "block"]
+    assert {name.split(".")[-1] for name in left[0]} == {"relative_attention_bias", "layer_norm"}
+
+
+def test_tied_experts_read_from_a_file_give_the_same(tmp_path):
+    suite = t5_suite(seed=11)
+    wanted = run_fast(suite).model
+    filed = copy.copy(suite)
+    experts: dict[str, Any] = {}
+    for task, expert in suite.experts.items():
+        save_model(expert, str(tmp_path / f"{task}.safetensors"))
+        experts[task] = SafetensorsExpert(tmp_path / f"{task}.safetensors")
+    filed.experts = experts
+    assert_same(run_fast(filed).model, wanted, 0)
+
+
+def test_loaded_tied_tensors_are_let_go():
+    model = t5_suite(seed=12).merged
+    expert = ExpertModel("task", InMemoryExpert(model), model)
+    with expert.loaded(list(model.state_dict())) as loaded:
+        assert not any(p.is_meta for p in loaded.parameters())
+    assert all(p.is_meta for p in expert.module.parameters())
+
+
+def broken(change: str) -> Suite:
+    suite = t5_suite(seed=13)
+    batch = suite.inputs["task_1"][1]
+    if change == "padding":
+        batch["attention_mask"][2] = 0
+    if change == "targets":
+        batch["labels"][1] = -100
+    if change == "decoder":
+        suite.inputs["task_1"] = [
+            {k: v for k, v in b.items() if k != "labels"} for b in suite.inputs["task_1"]
+        ]
+    if change == "mask":
+        batch["attention_mask"] = batch["attention_mask"][:, None]
+    return suite
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("padding", r"task_1.*1 of 4 samples.*\[2\].*all padding.*modelpool\.train_datasets"),
+        ("targets", r"task_1.*1 of 4 samples.*\[1\].*labels all -100.*modelpool\.train_datasets"),
+        ("decoder", r"task_1.*labels, or decoder_input_ids"),
+        ("mask", r"task_1.*attention_mask.*\[batch, positions\]"),
+    ],
+)
+def test_bad_samples_are_refused_by_task(change: str, message: str):
+    with pytest.raises(CalibrationError, match=message):
+        run_fast(broken(change))
+
+
+def test_missing_targets_are_refused_by_task_and_setting():
+    suite = t5_suite(seed=14)
+    for batch in suite.inputs["task_0"]:
+        batch["decoder_input_ids"] = batch.pop("labels").clamp(min=0)
+    with pytest.raises(CalibrationError, match=r"task_0.*method\.decoder_rows=targets"):
+        run_fast(suite, decoder_rows="targets")
+
+
+def test_batch_helper_pads_on_the_right():
+    batch = t5_batch([1, 3], [2, 1], seed=0, pad=(1, 0))
+    assert batch["attention_mask"].tolist() == [[1, 0, 0, 0], [1, 1, 1, 0]]
+    assert (batch["labels"] == -100).tolist() == [[False, False], [False, True]]
