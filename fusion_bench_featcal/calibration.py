@@ -237,10 +237,7 @@ def _begin_stage(
     Earlier stages are calibrated by then, and run whole on both sides.
     """
     first = run.stages[index][0]
-    later = [block for stage in run.stages[index:] for block in stage]
-    names = list(run.model.state_dict())
-    # A family that replays whole models begins without running anything.
-    stem = [] if run.family.whole_model else sorted(set(names) - set(names_under(names, later)))
+    stem = _stem(run, index)
     device = _device_of(run.model)
     streams: dict[str, list[Batch]] = {}
     for task, batches in tasks.items():
@@ -262,6 +259,22 @@ def _begin_stage(
         read = run.experts[task].bytes_read - read_before
         run.log.add("inputs", {"task": task, "stage": index, "expert_bytes": read})
     return streams
+
+
+def _stem(run: Run, index: int) -> list[str]:
+    """Names of the expert's tensors that lead to a stage: all but the blocks from it on, and head.
+
+    A family that replays whole models begins without running anything.
+    """
+    if run.family.whole_model:
+        return []
+    model: Any = run.model
+    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = find_head()
+    after = [block for stage in run.stages[index:] for block in stage]
+    after += [name for name, module in model.named_modules() if module is head]
+    names = list(model.state_dict())
+    return sorted(set(names) - set(names_under(names, after)))
 
 
 def _needed_by(run: Run, block: str) -> list[str]:

@@ -185,6 +185,7 @@ class ExpertModel:
             The module; its other parameters stay on the meta device.
         """
         replaced: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        read: dict[str, Tensor] = {}  # tied names share one stored tensor
         try:
             for name in names:
                 owner, _, leaf = name.rpartition(".")
@@ -192,7 +193,9 @@ class ExpertModel:
                 is_parameter = leaf in module._parameters
                 slot: dict[str, Any] = module._parameters if is_parameter else module._buffers
                 replaced.append((slot, leaf, slot[leaf]))
-                tensor = self.tensor(name)
+                if self._keys[name] not in read:
+                    read[self._keys[name]] = self.tensor(name)
+                tensor = read[self._keys[name]]
                 slot[leaf] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
             yield self.module
         finally:

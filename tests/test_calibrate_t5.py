@@ -1,6 +1,7 @@
 """T5 is calibrated as the oracle says, whatever its padding; what is no block's module stays."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,16 +174,21 @@ def test_embeddings_head_norms_and_position_biases_stay(untied: bool):
     assert {name.split(".")[-1] for name in left[0]} == {"relative_attention_bias", "layer_norm"}
 
 
-def test_tied_experts_read_from_a_file_give_the_same(tmp_path):
-    suite = t5_suite(seed=11)
-    wanted = run_fast(suite).model
-    filed = copy.copy(suite)
+def filed(suite: Suite, folder: Path) -> Suite:
+    """Experts in files, which hold tied tensors once."""
+    stored = copy.copy(suite)
     experts: dict[str, Any] = {}
     for task, expert in suite.experts.items():
-        save_model(expert, str(tmp_path / f"{task}.safetensors"))
-        experts[task] = SafetensorsExpert(tmp_path / f"{task}.safetensors")
-    filed.experts = experts
-    assert_same(run_fast(filed).model, wanted, 0)
+        save_model(expert, str(folder / f"{task}.safetensors"))
+        experts[task] = SafetensorsExpert(folder / f"{task}.safetensors")
+    stored.experts = experts
+    return stored
+
+
+def test_tied_experts_read_from_a_file_give_the_same(tmp_path: Path):
+    suite = t5_suite(seed=11)
+    wanted = run_fast(suite).model
+    assert_same(run_fast(filed(suite, tmp_path)).model, wanted, 0)
 
 
 def test_loaded_tied_tensors_are_let_go():
@@ -191,6 +197,18 @@ def test_loaded_tied_tensors_are_let_go():
     with expert.loaded(list(model.state_dict())) as loaded:
         assert not any(p.is_meta for p in loaded.parameters())
     assert all(p.is_meta for p in expert.module.parameters())
+
+
+def test_first_inputs_of_a_stage_need_no_head_and_no_later_block(tmp_path: Path):
+    suite = t5_suite(seed=15, untied=True, tasks=1)
+    log = run_fast(filed(suite, tmp_path)).log
+    found = [r["expert_bytes"] for r in log.records if r["kind"] == "inputs"]
+    sizes = {name: 8 * value.numel() for name, value in suite.merged.named_parameters()}
+    rest = (
+        sum(size for name, size in sizes.items() if ".block." not in name) - sizes["lm_head.weight"]
+    )
+    encoder = sum(size for name, size in sizes.items() if name.startswith("encoder.block."))
+    assert found == [rest, rest + encoder]
 
 
 def broken(change: str) -> Suite:
