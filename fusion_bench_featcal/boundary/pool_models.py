@@ -2,31 +2,33 @@
 
 import copy
 import logging
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from fusion_bench import instantiate
 from fusion_bench.modelpool import BaseModelPool
-from fusion_bench.utils.modelscope import resolve_repo_path
-from omegaconf import DictConfig
 from torch import nn
-from transformers import AutoTokenizer
 
+from fusion_bench_featcal.boundary.checkpoints import (
+    EXPECTED,
+    adapter_paths,
+    checkpoint_path,
+    not_loadable,
+    reason,
+)
+from fusion_bench_featcal.boundary.tokenizers import (
+    check_expert_tokenizers,
+    check_same_kind,
+    load_tokenizer,
+    text_kind,
+)
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, SafetensorsExpert
+from fusion_bench_featcal.experts_lora import LoraExpert
+from fusion_bench_featcal.experts_vocabulary import CommonRows
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.text_samples import TextKind
 
 log = logging.getLogger(__name__)
 
-_EXPECTED = (
-    "it must be an existing folder or, online or in the local hub cache (HF_HUB_OFFLINE), a hub id"
-)
 BASE_MODEL = "_pretrained_"
 MERGED_MODEL = "_merged_"
-# By name and not by class: importing FusionBench's language model pools takes seconds.
-_KINDS: Mapping[str, TextKind] = {"Seq2SeqLMPool": "seq2seq", "CausalLMPool": "causal"}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
 def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
@@ -45,7 +47,7 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     try:
         return modelpool.load_model(name)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _not_loadable(name, modelpool._models.get(name), error) from error
+        raise not_loadable(name, modelpool._models.get(name), error) from error
 
 
 def pool_source(
@@ -65,21 +67,48 @@ def pool_source(
         CalibrationError: If the model cannot be found, or has no safetensors files and
             `stream_experts` is True.
     """
-    reason = ""
+    why = ""
     if stream_experts is not False:
-        path = _checkpoint_path(modelpool, name)
-        if path is not None:
-            try:
-                return SafetensorsExpert(path)
-            except FileNotFoundError as error:
-                reason = f": {error}"
-                log.info("%s is loaded whole%s", name, reason)
+        try:
+            source = file_source(modelpool, name)
+            if source is not None:
+                return source
+        except FileNotFoundError as error:
+            why = f": {error}"
+            log.info("%s is loaded whole%s", name, why)
         if stream_experts is True:
             raise CalibrationError(
                 f"model {name!r} ({modelpool._models[name]!r}) has no safetensors files to stream"
-                f"{reason}. Set method.stream_experts=auto to load it whole"
+                f"{why}. Set method.stream_experts=auto to load it whole"
             )
     return load_pool_model(modelpool, name)
+
+
+def file_source(modelpool: BaseModelPool, name: str) -> ExpertSource | None:
+    """A model's weights as they lie in files: whole, or as a LoRA adapter beside its base.
+
+    Args:
+        modelpool: The pool.
+        name: The model's name in it.
+
+    Returns:
+        A source that reads tensor by tensor; None where the entry names no files.
+
+    Raises:
+        FileNotFoundError: If the files are of another kind than safetensors.
+        CalibrationError: If they cannot be found, or are damaged.
+    """
+    adapter = adapter_paths(modelpool, name)
+    path = checkpoint_path(modelpool, name)
+    source: ExpertSource
+    if adapter is not None:
+        source = LoraExpert(SafetensorsExpert(adapter[0]), adapter[1])
+    elif path is not None:
+        source = SafetensorsExpert(path)
+    else:
+        return None
+    rows = getattr(modelpool, "vocabulary_rows", None)
+    return source if rows is None else CommonRows(source, rows)
 
 
 def check_pool_models(modelpool: BaseModelPool) -> None:
@@ -92,27 +121,34 @@ def check_pool_models(modelpool: BaseModelPool) -> None:
         CalibrationError: If a model's folder or hub id cannot be found, naming it.
     """
     for name in modelpool.all_model_names:
-        path = _checkpoint_path(modelpool, name)
+        path = checkpoint_path(modelpool, name)
         if path is not None and path.is_dir() and not any(path.glob("*.safetensors*")):
             weights = [f for pattern in ("*.bin*", "*.pt", "*.pth") for f in path.glob(pattern)]
             if not weights:
-                raise _not_loadable(name, modelpool._models[name], FileNotFoundError("no weights"))
+                raise not_loadable(name, modelpool._models[name], FileNotFoundError("no weights"))
 
 
 def check_pool_experts(modelpool: BaseModelPool, base: nn.Module) -> None:
-    """Compare the tensors of experts that lie in files with the base's, reading headers only.
+    """Compare experts that lie in files with the base, reading configs and headers only.
 
     Args:
         modelpool: The pool.
         base: Its base model.
 
     Raises:
-        CalibrationError: If an expert lacks a tensor or has it in another shape, naming both.
+        CalibrationError: If an expert is of another architecture or has another vocabulary, lacks
+            a tensor or has it in another shape, naming both.
     """
     for name in modelpool.model_names:
-        path = _checkpoint_path(modelpool, name)
-        if path is not None and any(path.glob("*.safetensors")):
-            ExpertModel(name, SafetensorsExpert(path), base)
+        path = checkpoint_path(modelpool, name)
+        if path is not None and text_kind(modelpool) is not None:
+            check_same_kind(modelpool, name, path, base)
+        try:
+            source = file_source(modelpool, name)
+        except FileNotFoundError:
+            continue  # other files than safetensors: compared when they are loaded
+        if source is not None:
+            ExpertModel(name, source, base)
 
 
 def pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
@@ -147,22 +183,9 @@ def load_processor(modelpool: BaseModelPool) -> Any:
         return modelpool.load_processor()  # type: ignore[attr-defined]
     except (OSError, ValueError, ImportError) as error:
         raise CalibrationError(
-            f"the processor ({entry}) cannot be loaded: {_reason(error)}. Check "
-            f"modelpool.processor: {_EXPECTED}"
+            f"the processor ({entry}) cannot be loaded: {reason(error)}. Check "
+            f"modelpool.processor: {EXPECTED}"
         ) from error
-
-
-def text_kind(modelpool: Any) -> TextKind | None:
-    """What kind of language models a pool holds; None: it holds none.
-
-    Args:
-        modelpool: A FusionBench pool.
-
-    Returns:
-        `seq2seq` for a `Seq2SeqLMPool`, `causal` for a `CausalLMPool` (or what derives from them).
-    """
-    names = [parent.__name__ for parent in type(modelpool).__mro__]
-    return next((_KINDS[name] for name in names if name in _KINDS), None)
 
 
 def load_input_processor(modelpool: BaseModelPool) -> Any:
@@ -183,83 +206,3 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
         check_expert_tokenizers(modelpool, tokenizer)
         return tokenizer
     return load_processor(modelpool)
-
-
-def load_tokenizer(modelpool: BaseModelPool) -> Any:
-    """The pool's tokenizer. FusionBench's `Seq2SeqLMPool` cannot load its own.
-
-    Raises:
-        CalibrationError: If there is none or it cannot be found, naming the setting.
-    """
-    entry = getattr(modelpool, "_tokenizer", None) or getattr(modelpool, "tokenizer", None)
-    if entry is None:
-        raise CalibrationError(
-            "the model pool names no tokenizer, which turns calibration texts into model inputs; "
-            "set modelpool.tokenizer"
-        )
-    try:
-        if isinstance(entry, str):
-            return AutoTokenizer.from_pretrained(entry)
-        return instantiate(entry) if isinstance(entry, Mapping | DictConfig) else entry
-    except (OSError, ValueError, ImportError) as error:
-        raise CalibrationError(
-            f"the tokenizer ({entry}) cannot be loaded: {_reason(error)}. Check "
-            f"modelpool.tokenizer: {_EXPECTED}"
-        ) from error
-
-
-def check_expert_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
-    """Compare the pool's tokenizer with those that experts bring, token by token.
-
-    An expert may know further tokens: they never reach it.
-
-    Args:
-        modelpool: The pool.
-        tokenizer: The tokenizer that the inputs of all models are made with.
-
-    Raises:
-        CalibrationError: If an expert's own tokenizer gives a token another id, or lacks it.
-    """
-    ours = tokenizer.get_vocab()
-    for name in modelpool.model_names:
-        path = _checkpoint_path(modelpool, name)
-        if path is None or not any((path / file).is_file() for file in _TOKENIZER_FILES):
-            continue
-        theirs = AutoTokenizer.from_pretrained(str(path)).get_vocab()
-        other = sorted(token for token, number in ours.items() if theirs.get(token) != number)
-        if other:
-            raise CalibrationError(
-                f"expert {name!r} has another tokenizer than the pool: {len(other)} of "
-                f"{len(ours)} tokens differ, such as {other[0]!r} ({ours[other[0]]} here, "
-                f"{theirs.get(other[0])} there). Check modelpool.tokenizer and "
-                f"modelpool.models.{name}"
-            )
-
-
-def _checkpoint_path(modelpool: BaseModelPool, name: str) -> Path | None:
-    """Local folder of a model's checkpoint (hub ids are downloaded), None if it has none."""
-    entry = modelpool._models[name]
-    location = entry
-    if isinstance(entry, Mapping | DictConfig):
-        options = set(entry) - {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
-        plain = str(entry.get("_target_", "")).endswith(".from_pretrained") and not options
-        location = entry.get("pretrained_model_name_or_path") if plain else None
-    if not isinstance(location, str):
-        return None
-    try:
-        platform: Any = getattr(modelpool, "_platform", "hf")
-        return Path(resolve_repo_path(location, repo_type="model", platform=platform))
-    except (OSError, ValueError, ImportError) as error:
-        raise _not_loadable(name, entry, error) from error
-
-
-def _not_loadable(name: str, entry: Any, error: Exception) -> CalibrationError:
-    return CalibrationError(
-        f"model {name!r} ({entry}) cannot be loaded: {_reason(error)}. Check "
-        f"modelpool.models.{name}: {_EXPECTED}"
-    )
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error's message, else its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

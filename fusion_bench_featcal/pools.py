@@ -1,0 +1,73 @@
+"""Pools of language models whose vocabularies differ in size."""
+
+from functools import cached_property
+from typing import Any
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
+from transformers import AutoConfig
+
+from fusion_bench_featcal.experts_vocabulary import keep_common_rows
+from fusion_bench_featcal.settings import CalibrationError
+
+VOCABULARIES = ("refuse", "common_rows")
+
+
+class CausalLMPool(FusionBenchPool):
+    """FusionBench's pool, in which models may have different numbers of embedding rows.
+
+    MergeBench's Llama experts have 128320 rows, their base 128256: FusionBench cannot merge them.
+    With `vocabulary: common_rows` every model is cut to the rows that all have when it is loaded,
+    for mergers and calibration alike. Rows are paired by token: tokenizers are compared by name.
+    """
+
+    _config_mapping = FusionBenchPool._config_mapping | {"vocabulary": "vocabulary"}
+
+    def __init__(self, models: Any, *, vocabulary: str = "refuse", **kwargs: Any) -> None:
+        """Set up the pool.
+
+        Args:
+            models: As FusionBench's.
+            vocabulary: `refuse` models whose numbers of embedding rows differ, or `common_rows`:
+                cut them to the rows that all have.
+            **kwargs: As FusionBench's.
+
+        Raises:
+            ValueError: If `vocabulary` is neither, or models are to be loaded lazily as well.
+        """
+        if vocabulary not in VOCABULARIES:
+            raise ValueError(f"modelpool.vocabulary must be of {VOCABULARIES}, got {vocabulary!r}")
+        if vocabulary == "common_rows" and kwargs.get("enable_lazy_loading"):
+            raise ValueError("modelpool.vocabulary=common_rows needs enable_lazy_loading=false")
+        super().__init__(models, **kwargs)
+        self.vocabulary = vocabulary
+
+    @cached_property
+    def vocabulary_rows(self) -> int | None:
+        """Embedding rows that all models have, read from their configs; None: rows must agree.
+
+        Raises:
+            CalibrationError: If a model's config cannot be read.
+        """
+        if self.vocabulary == "refuse":
+            return None
+        return min(self._rows(name) for name in self.all_model_names)
+
+    def _rows(self, name: str) -> int:
+        try:
+            return AutoConfig.from_pretrained(str(self.get_model_path(name))).vocab_size
+        except (OSError, ValueError, AttributeError) as error:
+            raise CalibrationError(
+                f"model {name!r}: its config, which tells the size of its vocabulary, cannot be "
+                f"read: {str(error).splitlines()[0]}. Check modelpool.models.{name}"
+            ) from error
+
+    def load_model(self, model_name_or_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a model, with the common rows of its vocabulary if so chosen."""
+        model: Any = super().load_model(model_name_or_config, *args, **kwargs)
+        rows = self.vocabulary_rows
+        if rows is None:
+            return model
+        return keep_common_rows(model, rows, f"model {model_name_or_config!r}")

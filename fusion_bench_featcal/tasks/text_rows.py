@@ -1,0 +1,110 @@
+"""Texts of public data sets as prompts with targets, or as chats."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import datasets
+
+GLUE = "nyu-mll/glue"
+
+
+class TextRows(Sequence[dict[str, Any]]):
+    """A data set whose rows are turned into texts when they are asked for."""
+
+    def __init__(self, rows: Any, make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+        """Look at a data set.
+
+        Args:
+            rows: A data set with a length and numbered rows.
+            make: Turns a row into a text.
+        """
+        self._rows = rows
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return self._make(self._rows[index])
+
+
+def load_glue(name: str, split: str, path: str = GLUE) -> TextRows:
+    """A task of GLUE with FusionBench's prompts and answers.
+
+    FusionBench's own loader gives the same texts, but tokenises and pads every row of every split
+    to 512 tokens before the first can be read, and keeps them by the task's name alone.
+
+    Args:
+        name: The task: cola, mnli, mrpc, qnli, qqp, rte, sst2 or stsb.
+        split: The split, such as `train` or `validation` (`validation_matched` for mnli).
+        path: Hub id or folder of the data set.
+
+    Returns:
+        Rows `{"prompt": text, "target": text}`; the target is empty where the label is withheld.
+
+    Raises:
+        ValueError: If there is no such task.
+    """
+    from fusion_bench.tasks.flan_t5_text_generation.glue_preprocessors import glue_processors
+    from fusion_bench.tasks.flan_t5_text_generation.glue_prompt_templates import (
+        glue_prompt_templates,
+    )
+
+    if name not in glue_processors:
+        raise ValueError(f"GLUE has no task {name!r}; it has {', '.join(glue_processors)}")
+    processor = glue_processors[name](tokenizer=None, template=glue_prompt_templates[name])
+
+    def make(row: Mapping[str, Any]) -> dict[str, Any]:
+        prompt, target = processor.preprocess(**{k: row[k] for k in row if k != "idx"})
+        return {"prompt": prompt, "target": target}
+
+    return TextRows(datasets.load_dataset(path, name, split=split), make)
+
+
+def load_chats(
+    path: str,
+    split: str,
+    messages: str = "messages",
+    prompt: str | None = None,
+    answer: str | None = None,
+    name: str | None = None,
+) -> TextRows:
+    """A data set of conversations, or of questions with answers.
+
+    Args:
+        path: Hub id or folder of the data set.
+        split: The split.
+        messages: Column with the turns, each with `role` and `content`.
+        prompt: Column with the question; then `answer` is needed and `messages` is not used.
+        answer: Column with the answer.
+        name: The data set's configuration, where it has several.
+
+    Returns:
+        Rows `{"messages": [{"role", "content"}, ...]}`.
+
+    Raises:
+        ValueError: If only one of `prompt` and `answer` is given, or a column does not exist.
+    """
+    if (prompt is None) != (answer is None):
+        raise ValueError("prompt and answer are the columns of one question: give both or neither")
+    rows: Any = datasets.load_dataset(path, name, split=split)
+    wanted = [messages] if prompt is None else [prompt, answer]
+    missing = [column for column in wanted if column not in rows.column_names]
+    if missing:
+        raise ValueError(f"{path} has no columns {missing}; it has {rows.column_names}")
+
+    def make(row: Mapping[str, Any]) -> dict[str, Any]:
+        if prompt is None or answer is None:
+            return {"messages": row[messages]}
+        question = {"role": "user", "content": row[prompt]}
+        return {"messages": [question, {"role": "assistant", "content": row[answer]}]}
+
+    return TextRows(rows, make)
