@@ -1,0 +1,252 @@
+"""`TextTaskPool`: language models that answer prompts, scored on what they write."""
+
+import inspect
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+from fusion_bench import BaseTaskPool
+from fusion_bench.mixins import LightningFabricMixin
+from fusion_bench.utils import count_parameters
+
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.names import refuse_unknown_keys
+from fusion_bench_featcal.tasks.parts import build_part, load_part
+from fusion_bench_featcal.tasks.text_generation import answer_texts, target_loss
+from fusion_bench_featcal.tasks.text_metrics import METRICS, Metric, exact_matches, spearman
+from fusion_bench_featcal.text_samples import IGNORED, Sample, TextEncoder, TextKind
+
+log = logging.getLogger(__name__)
+
+# rows evaluated in a trial run
+_TRIAL_ROWS = 16
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """One task's test rows, tokenised for one kind of model.
+
+    Attributes:
+        name: The task's name.
+        prompts: Token ids of each prompt.
+        samples: Prompts with their targets.
+        targets: The targets' texts.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    samples: list[Sample]
+    targets: list[str]
+
+
+class TextTaskPool(LightningFabricMixin, BaseTaskPool):
+    """Evaluates encoder-decoder and decoder-only language models by what they generate.
+
+    Rows are plain text (`prompt`, `target`) or tokenised (`input_ids`, `labels`), as FusionBench's
+    GLUE loader gives. Answers are greedy, attention masks are always passed, and the answer to a
+    row does not depend on the rows beside it.
+
+    Attributes:
+        item_correct: Of the last `evaluate` call: task name -> bool tensor `[test rows]`, in the
+            order of the data set; tasks scored by rank correlation have none.
+        test_dataloaders: Task name -> its rows; `evaluate` takes those that are in it.
+    """
+
+    _config_mapping = BaseTaskPool._config_mapping | {
+        "_test_datasets": "test_datasets",
+        "_tokenizer": "tokenizer",
+        "metrics": "metrics",
+        "batch_size": "batch_size",
+        "max_new_tokens": "max_new_tokens",
+        "max_length": "max_length",
+        "fast_dev_run": "fast_dev_run",
+    }
+
+    def __init__(
+        self,
+        test_datasets: Mapping[str, Any],
+        *,
+        tokenizer: Any,
+        metrics: Mapping[str, Metric] | None = None,
+        batch_size: int = 128,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        fast_dev_run: bool = False,
+        _usage_: str | None = None,
+        _version_: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        """Check the settings; data and tokenizer are loaded by `setup`.
+
+        Args:
+            test_datasets: Task name -> rows, or their configuration with `_target_`.
+            tokenizer: The tokenizer: a folder or hub id, a configuration, or the object.
+            metrics: Task name -> `exact_match` (the default) or `spearman`.
+            batch_size: Rows answered together; changes memory and speed, not answers.
+            max_new_tokens: Longest answer; None: as long as the task's longest target.
+            max_length: Longest prompt in tokens, cut beyond; None: the tokenizer's limit.
+            fast_dev_run: Evaluate on a few rows a task.
+            _usage_: Free text that FusionBench's configurations carry.
+            _version_: The FusionBench release a configuration was written for.
+            **unknown: Refused.
+
+        Raises:
+            ValueError: For unknown keys, tasks or metrics, and values out of range.
+        """
+        valid = [name for name in inspect.signature(TextTaskPool).parameters if name != "unknown"]
+        refuse_unknown_keys([key for key in unknown if key != "_recursive_"], valid, "taskpool")
+        if not test_datasets:
+            raise ValueError("taskpool has no tasks: name their data under taskpool.test_datasets")
+        chosen = dict(metrics or {})
+        refuse_unknown_keys(chosen, list(test_datasets), "taskpool.metrics")
+        for task, metric in chosen.items():
+            refuse_unknown_keys([metric], METRICS, f"taskpool.metrics.{task}")
+        for key, value in {
+            "batch_size": batch_size, "max_new_tokens": max_new_tokens, "max_length": max_length
+        }.items():  # fmt: skip
+            optional = value is None and key != "batch_size"
+            if not optional and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise ValueError(f"taskpool.{key} must be a whole number >= 1, got {value!r}")
+        super().__init__()
+        self._test_datasets = test_datasets
+        self._tokenizer = tokenizer
+        self.metrics = metrics
+        self.batch_size = batch_size
+        self.max_new_tokens = max_new_tokens
+        self.max_length = max_length
+        self.fast_dev_run = fast_dev_run
+        self.item_correct: dict[str, Tensor] = {}
+        self.test_dataloaders: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self._tokenised: dict[tuple[str, str], TextTask] = {}
+        self._is_setup = False
+
+    def setup(self) -> None:
+        """Load tokenizer and data sets; `evaluate` does it when first called.
+
+        Raises:
+            CalibrationError: If something cannot be loaded or a task has no rows, naming it.
+        """
+        self.tokenizer = load_part("taskpool.tokenizer", self._tokenizer, AutoTokenizer)
+        for name, configured in self._test_datasets.items():
+            rows = build_part(f"taskpool.test_datasets.{name}", configured)
+            if not len(rows):
+                raise CalibrationError(
+                    f"task {name!r} has no test rows. Check taskpool.test_datasets.{name}."
+                )
+            self.test_dataloaders[name] = rows
+        self._is_setup = True
+
+    def evaluate(self, model: nn.Module, name: str | None = None, **kwargs: Any) -> dict[str, Any]:
+        """Let a model answer every test row, and keep which answers were right.
+
+        Args:
+            model: A transformers model that generates; moved to the Fabric device.
+            name: Its name for the report.
+            **kwargs: Refused.
+
+        Returns:
+            `{"model_info": {...}, <task>: {"accuracy", "loss"}, "average": {...}}` for the tasks
+            in `test_dataloaders`. `accuracy` is the share of exact matches in 0..1 or, for tasks
+            scored by it, Spearman's correlation; `loss` is the mean cross-entropy per target
+            token, averaged over rows.
+
+        Raises:
+            CalibrationError: If a row has no text or target.
+            TypeError: If the model does not generate text.
+        """
+        refuse_unknown_keys(kwargs, ["model", "name"], "evaluate")
+        if not callable(getattr(model, "generate", None)):
+            raise TypeError(f"{type(model).__name__} cannot generate text: it has no `generate`")
+        if not self._is_setup:
+            self.setup()
+        self.item_correct = {}
+        trainable, total = count_parameters(model)
+        info: dict[str, Any] = {"trainable_params": trainable, "all_params": total}
+        info["trainable_percentage"] = trainable / total
+        model = self.fabric.to_device(model).eval()
+        scores = {
+            task: self._score(model, task)
+            for task in tqdm(list(self.test_dataloaders), desc="Evaluating tasks", leave=False)
+        }
+        average = {
+            key: fmean(score[key] for score in scores.values()) for key in ("accuracy", "loss")
+        }
+        report = {
+            "model_info": info if name is None else info | {"name": name},
+            **scores,
+            "average": average,
+        }
+        log.debug("evaluation result: %s", report)
+        return report
+
+    def _score(self, model: Any, name: str) -> dict[str, float]:
+        kind: TextKind = "seq2seq" if model.config.is_encoder_decoder else "causal"
+        encoder = TextEncoder(self.tokenizer, kind, self.max_length)
+        task, size = self._task(encoder, name), self.batch_size
+        most = self._longest_answer(task)
+        with self.fabric.autocast():
+            answers = answer_texts(model, encoder, task.prompts, batch_size=size, most=most)
+            loss = target_loss(model, encoder, task.samples, batch_size=size)
+        if (self.metrics or {}).get(name) == "spearman":
+            return {"accuracy": spearman(answers, task.targets), "loss": loss}
+        correct = torch.tensor(exact_matches(answers, task.targets))
+        self.item_correct[name] = correct
+        return {"accuracy": correct.double().mean().item(), "loss": loss}
+
+    def _task(self, encoder: TextEncoder, name: str) -> TextTask:
+        """The task's rows in token ids, made once for each kind of model."""
+        key = (name, encoder.kind)
+        if key not in self._tokenised:
+            rows = iter(self.test_dataloaders[name])
+            if self.fast_dev_run:
+                rows = itertools.islice(rows, _TRIAL_ROWS)
+            self._tokenised[key] = _read_task(encoder, name, list(rows), self.max_new_tokens or 0)
+        return self._tokenised[key]
+
+    def _longest_answer(self, task: TextTask) -> int:
+        """Tokens an answer may have; an answer longer than every target cannot be right."""
+        return self.max_new_tokens or max(
+            sum(token != IGNORED for token in sample.labels or ()) for sample in task.samples
+        )
+
+
+def _check_count(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"taskpool.{key} must be a whole number >= 1, got {value!r}")
+
+
+def _read_task(
+    encoder: TextEncoder, name: str, rows: Sequence[Mapping[str, Any]], reserved: int
+) -> TextTask:
+    places = [f"task {name!r}, test row {number}" for number in range(len(rows))]
+    pairs = list(zip(rows, places, strict=True))
+    samples = [encoder.sample(row, place) for row, place in pairs]
+    for sample, place in zip(samples, places, strict=True):
+        if sample.labels is None:
+            raise CalibrationError(f"{place} has no target to compare answers with")
+    return TextTask(
+        name,
+        [encoder.prompt(row, place, reserved) for row, place in pairs],
+        samples,
+        [_target(encoder, row, sample) for row, sample in zip(rows, samples, strict=True)],
+    )
+
+
+def _target(encoder: TextEncoder, row: Mapping[str, Any], sample: Sample) -> str:
+    if isinstance(row.get("target"), str):
+        return row["target"]
+    ids = [token for token in sample.labels or () if token != IGNORED]
+    return encoder.tokenizer.decode(ids, skip_special_tokens=True)
