@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 NEWEST ?= .venv-newest
+OPEN_CLIP ?= .venv-open-clip
 PIP_ARGS ?=
 RUNS ?= outputs/demo-full
 COMPARISONS ?= outputs/compare-full
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full test test-newest lint types check build tables nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full test test-newest test-open-clip lint types check build tables nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +30,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(NEWEST)/.installed: pyproject.toml constraints-newest.txt | $(NEWEST)/bin/python
 	$(call install,$(NEWEST),constraints-newest.txt,test)
+
+$(OPEN_CLIP)/.installed: pyproject.toml constraints.txt constraints-open-clip.txt | $(OPEN_CLIP)/bin/python
+	$(OPEN_CLIP)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS) --editable '.[test]'
+	$(OPEN_CLIP)/bin/python -m pip install --no-deps $(PIP_ARGS) --requirement constraints-open-clip.txt && touch $@
 
 venv: $(VENV)/.installed-dev ## make .venv with everything for development
 
@@ -56,6 +61,10 @@ test: $(VENV)/.installed ## run the tests: offline, on the CPU, in minutes
 test-newest: $(NEWEST)/.installed ## the same tests under the newest transformers 5.x
 	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
+# Where torchvision fits torch, PYTHONPATH is not needed: see tests_open_clip/sitecustomize.py.
+test-open-clip: $(OPEN_CLIP)/.installed ## the tests that need open_clip, in an environment of their own
+	PYTHONPATH="$(abspath tests_open_clip)" $(OPEN_CLIP)/bin/python -m pytest tests_open_clip
+
 lint: $(VENV)/.installed-dev ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -70,7 +79,7 @@ build: $(VENV)/.installed-dev ## build sdist and wheel, then try wheel, sdist an
 	$(BIN)/python -m build
 	$(PYTHON) scripts/check_install.py dist
 
-nightly: check test-newest build demo-full ## everything
+nightly: check test-newest test-open-clip build demo-full ## everything
 
 clean: ## remove environments, builds and caches; run folders stay
-	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) build dist .pytest_cache .ruff_cache

@@ -1,16 +1,18 @@
 """open_clip's fused attention taken apart, calibrated, and put together again."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
-from calibrations import PAPER, assert_identical, assert_same, distance, run_fast
+from calibrations import PAPER, assert_identical, assert_same, distance, run_fast, settings_of
 from oracle import Knobs
+from safetensors.torch import save_file
 from tiny_models import Suite, blocks_of, clip_suite, normal
 from tiny_open_clip import ImageEncoder, Tower, TwoTowers, converted, tower_suite
 from torch import Tensor, nn
 
-from fusion_bench_featcal import CalibrationError, InMemoryExpert
+from fusion_bench_featcal import CalibrationError, InMemoryExpert, SafetensorsExpert, calibrate
 from fusion_bench_featcal.families import OPEN_CLIP, resolve_family
 from fusion_bench_featcal.families.unfused import UnfusedAttention, UnfusedView
 
@@ -86,6 +88,22 @@ def test_source_offers_slices_of_what_is_stored():
         assert name in source.names()
         assert source.shape(name) == tuple(tensor.shape)
         assert torch.equal(source.tensor(name), tensor)
+
+
+@pytest.mark.parametrize("prefix", ["", "visual."])
+def test_experts_stream_from_files_as_open_clip_writes_them(tmp_path: Path, prefix: str):
+    suite = tower_suite(seed=12)
+    sources = {}
+    for task, expert in suite.experts.items():
+        tensors = {f"{prefix}{name}": tensor for name, tensor in expert.state_dict().items()}
+        save_file(tensors, tmp_path / f"{task}.safetensors")
+        sources[task] = SafetensorsExpert(tmp_path / f"{task}.safetensors")
+    settings = settings_of(PAPER, suite)
+    found = calibrate(suite.merged, suite.base, sources, suite.inputs, settings, progress=False)
+    assert_identical(found.model, run_fast(suite).model)
+    read = {r["expert_bytes"] for r in found.log.records if r["kind"] == "task"}
+    block = suite.base.get_submodule(BLOCKS[0])
+    assert read == {sum(p.numel() * 8 for p in block.parameters())}
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

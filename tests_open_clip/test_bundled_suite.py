@@ -1,0 +1,54 @@
+"""The bundled suite in open_clip's architecture gives what it gives in transformers'."""
+
+import json
+from pathlib import Path
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+import pytest
+import torch
+from cli_runs import fusion_bench
+from safetensors.torch import load_file
+from transformers import CLIPModel, CLIPVisionModel
+
+from fusion_bench_featcal.suites import image
+from fusion_bench_featcal.suites.open_clip import WEIGHTS_FILE, load_tower
+
+
+@pytest.mark.parametrize("name", ["pretrained", *image.TA6])
+def test_converted_towers_are_the_same_functions(name: str):
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(4, 3, 28, 28, generator=generator)
+    tower = load_tower(name)
+    vision = CLIPVisionModel.from_pretrained(image.path(name)).eval()
+    projection = CLIPModel.from_pretrained(image.path()).visual_projection
+    with torch.no_grad():
+        wanted = projection(vision(pixel_values=pixels).pooler_output)
+        torch.testing.assert_close(tower(pixels), wanted, rtol=1e-4, atol=1e-5)
+
+
+def report_of(run: Path) -> dict:
+    (found,) = run.rglob("report.json")
+    return json.loads(found.read_text(encoding="utf-8"))
+
+
+def test_command_agrees_with_the_suite_it_was_converted_from(tmp_path: Path):
+    rows = {}
+    for name in ("open-clip-vit-mini_TA6", "clip-vit-mini_TA6"):
+        saved = f"merged_model_save_path={tmp_path / name}"
+        folder = tmp_path / f"run-{name}"
+        folder.mkdir()
+        done = fusion_bench(["method=featcal", f"modelpool={name}", saved], folder)
+        rows[name] = report_of(folder)["rows"]
+        assert "featcal:mini" in done.stdout
+    ours, theirs = rows.values()
+    assert list(ours) == list(theirs)
+    for row, accuracies in theirs.items():
+        for task in image.TA6:
+            items = len(image.load_split(task, "test"))
+            # rounding may turn a picture or two that lie on a boundary
+            assert abs(ours[row][task] - accuracies[task]) * items < 2.5, (row, task)
+    state = load_file(tmp_path / "open-clip-vit-mini_TA6" / WEIGHTS_FILE)
+    load_tower("pretrained").load_state_dict(state)
+    assert (tmp_path / "open-clip-vit-mini_TA6" / "preprocessor_config.json").is_file()

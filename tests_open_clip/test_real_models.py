@@ -1,0 +1,118 @@
+"""open_clip's models, and FusionBench's wrappers of them, calibrate as the rebuilt tower does."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from calibrations import assert_same, distance, run_fast
+from fusion_bench.models.open_clip import ClassificationHead, ImageClassifier
+from fusion_bench.models.open_clip import ImageEncoder as FusionBenchEncoder
+from open_clip import CLIP, CustomTextCLIP
+from open_clip.transformer import QuickGELU, VisionTransformer
+from tiny_models import Suite, normal
+from tiny_open_clip import FEATURES, tower_suite
+from torch import nn
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.families import OPEN_CLIP, resolve_family
+
+VISION = {"layers": 2, "width": 12, "head_width": 4, "patch_size": 4, "image_size": 8}
+VISION |= {"mlp_ratio": 20 / 12}
+TEXT = {"context_length": 5, "vocab_size": 20, "width": 8, "heads": 2, "layers": 1}
+
+
+def real_tower(model: nn.Module, *, quick: bool, batch_first: bool) -> nn.Module:
+    """The same weights in open_clip's own class."""
+    tower = VisionTransformer(
+        image_size=8,
+        patch_size=4,
+        width=12,
+        layers=2,
+        heads=3,
+        mlp_ratio=20 / 12,
+        output_dim=FEATURES,
+        act_layer=QuickGELU if quick else nn.GELU,
+    )
+    if not batch_first:
+        tower.transformer.batch_first = False
+        for block in tower.transformer.resblocks:
+            block.attn.batch_first = False
+    tower.double().load_state_dict(model.state_dict())
+    return tower.eval()
+
+
+def real_suite(suite: Suite, wrap: Any = None, **options: bool) -> Suite:
+    def one(model: nn.Module) -> nn.Module:
+        tower = real_tower(model, **options)
+        return tower if wrap is None else wrap(tower).double().eval()
+
+    experts = {task: one(expert) for task, expert in suite.experts.items()}
+    return Suite(one(suite.merged), one(suite.base), experts, suite.inputs, [])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("quick", [True, False])
+def test_vision_transformer_calibrates_as_the_rebuilt_tower(quick: bool, batch_first: bool):
+    suite = tower_suite(seed=1, quick=quick)
+    real = real_suite(suite, quick=quick, batch_first=batch_first)
+    assert resolve_family("auto", real.merged) is OPEN_CLIP
+    pixels = normal(0, 3, 3, 8, 8)
+    torch.testing.assert_close(real.merged(pixels), suite.merged(pixels))
+    found, wanted = run_fast(real).model, run_fast(suite).model
+    assert distance(found, real.merged) > 1e-3
+    assert {n for n, _ in found.named_parameters()} == {n for n, _ in wanted.named_parameters()}
+    assert_same(real_tower(wanted, quick=quick, batch_first=batch_first), found)
+    assert str(found) == str(real.merged)
+
+
+def clip_of(tower: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    model: Any = kind(FEATURES, VISION, TEXT, quick_gelu=True)  # type: ignore[call-arg]
+    model.visual = tower
+    return model
+
+
+def encoder_of(tower: nn.Module) -> nn.Module:
+    """FusionBench's wrapper, whose constructor would download weights."""
+    encoder: Any = FusionBenchEncoder.__new__(FusionBenchEncoder)
+    nn.Module.__init__(encoder)
+    encoder.model = clip_of(tower, CLIP)
+    del encoder.model.transformer
+    return encoder
+
+
+def classifier_of(tower: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    encoder: Any = encoder_of(tower)
+    encoder.train_preprocess = encoder.val_preprocess = None
+    return ImageClassifier(encoder, ClassificationHead(True, torch.randn(4, FEATURES)))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "prefix"),
+    [
+        (lambda tower: clip_of(tower, CLIP), "visual"),
+        (lambda tower: clip_of(tower, CustomTextCLIP), "visual"),
+        (encoder_of, "model.visual"),
+        (classifier_of, "image_encoder.model.visual"),
+    ],
+    ids=["CLIP", "CustomTextCLIP", "ImageEncoder", "ImageClassifier"],
+)
+def test_models_around_the_tower_calibrate_as_the_tower_alone(wrap: Any, prefix: str):
+    suite = tower_suite(seed=2)
+    alone = run_fast(real_suite(suite, quick=True, batch_first=True)).model
+    outer = real_suite(suite, wrap, quick=True, batch_first=True)
+    before = copy.deepcopy(outer.merged.state_dict())
+    found = run_fast(outer).model
+    assert_same(found.get_submodule(prefix), alone)
+    for name, tensor in found.state_dict().items():
+        if not name.startswith(prefix):
+            assert torch.equal(tensor, before[name]), name
+    assert str(found) == str(outer.merged)
+
+
+def test_custom_attention_is_refused_by_name():
+    tower = VisionTransformer(8, 4, 12, 2, 3, 2.0, output_dim=4, qk_norm=True)
+    with pytest.raises(CalibrationError, match=r"resblocks\.0\.attn is a Attention"):
+        OPEN_CLIP.view.shown(tower)
