@@ -52,7 +52,7 @@ class Spy:
     def begin(self, model: nn.Module, inputs: Any, first_block: str) -> Any:
         call = T5.begin(model, inputs, first_block)
         if first_block.startswith("decoder"):
-            self.fed += [v for v in (*call.args, *call.kwargs.values()) if _is_features(v)]
+            self.fed += [v for v in call.kwargs.values() if _is_features(v)]
         return call
 
 

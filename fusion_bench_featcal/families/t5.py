@@ -3,12 +3,12 @@
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.families.base import BlockCall, call_block, capture_call, hidden_output
+from fusion_bench_featcal.families.base import capture_call, hidden_output
 from fusion_bench_featcal.families.rows import (
     labelled_rows,
     mask_named,
@@ -23,6 +23,25 @@ MODEL_TYPES = ("t5", "mt5", "umt5")
 _BLOCK = re.compile(r"(encoder|decoder)\.block\.\d+")
 _DECODER_INPUTS = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
 _FED_BY_THE_ENCODER = ("EncDecAttention.k", "EncDecAttention.v")
+
+
+@dataclass(frozen=True)
+class T5Call:
+    """What the next block receives.
+
+    Attributes:
+        hidden: Hidden features, `[batch, positions, d]`.
+        kwargs: What all blocks of a stage receive alike.
+        bias: Position bias of the stage, `[1, heads, positions, positions]`; None before its first
+            block has run, and where every block has one.
+        adds_mask: Whether blocks expect the mask in it, as in transformers 4.57. That is a bias for
+            each sample, too much to keep: it is made for a block's run only.
+    """
+
+    hidden: Tensor
+    kwargs: Mapping[str, Any]
+    bias: Tensor | None = None
+    adds_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,7 @@ class T5Family:
             )
         return stages
 
-    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> BlockCall:
+    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> T5Call:
         """Run the model's own forward up to a stage's first block.
 
         Raises:
@@ -63,17 +82,26 @@ class T5Family:
                 "an encoder-decoder model needs labels, or decoder_input_ids with their "
                 f"decoder_attention_mask, in its calibration inputs; they are {names_of(inputs)}"
             )
-        return capture_call(model, inputs, first_block)
+        call = capture_call(model, inputs, first_block)
+        names = list(inspect.signature(model.get_submodule(first_block).forward).parameters)
+        named = dict(zip(names[1:], call.args, strict=False))
+        return T5Call(call.hidden, named | dict(call.kwargs))
 
-    def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
-        """Run one block and hand on the position bias that it used, where blocks share one."""
-        output = call_block(model, block, call)
-        names = list(inspect.signature(model.get_submodule(block).forward).parameters)
-        kwargs = dict(zip(names[1:], call.args, strict=False)) | dict(call.kwargs)
-        if "position_bias" in names:
-            kwargs["position_bias"] = output[1]
+    def step(self, model: nn.Module, block: str, call: T5Call) -> tuple[Tensor, T5Call]:
+        """Run one block; the stage's first, where blocks share a position bias, hands it on."""
+        module: Any = model.get_submodule(block)
+        kwargs, bias = dict(call.kwargs), call.bias
+        if bias is not None:
+            kwargs["position_bias"] = bias + kwargs["attention_mask"] if call.adds_mask else bias
+        output = module(call.hidden.clone(), **kwargs)
         hidden = hidden_output(output)
-        return hidden, BlockCall(hidden, (), kwargs)
+        if bias is not None or "position_bias" not in kwargs:
+            return hidden, replace(call, hidden=hidden)
+        bias = output[1]
+        if len(bias) == 1:
+            return hidden, replace(call, hidden=hidden, bias=bias)
+        bias = module.layer[0].SelfAttention.compute_bias(*bias.shape[-2:], device=bias.device)
+        return hidden, replace(call, hidden=hidden, bias=bias, adds_mask=True)
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
         """The encoder's positions without padding; the decoder's likewise, or its targets.
