@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.boundary.pool_models import load_pool_model, text_kind
+from fusion_bench_featcal.boundary.pool_models import load_pool_model
+from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.text_samples import Sample, TextEncoder, pad_samples
 

@@ -86,9 +86,7 @@ def test_generated_targets_are_the_experts_own_greedy_answers(kind, tmp_path):
     }
     pool = pool_of(kind, models)
     unlabeled = lambda task: [{"prompt": row["prompt"]} for row in sentences(task)]  # noqa: E731
-    found = batches(
-        kind, pool, rows=unlabeled, calibration_targets="generated", generated_tokens=3
-    )
+    found = batches(kind, pool, rows=unlabeled, calibration_targets="generated", generated_tokens=3)
     tokenizer = word_tokenizer(ends=kind == "seq2seq")
     for task, expert in experts.items():
         for index, labels in zip(
@@ -143,7 +141,7 @@ def test_tokenizer_is_loaded_and_compared_with_the_experts_own(kind, tmp_path):
         assert load_input_processor(pool).get_vocab() == tokenizer.get_vocab()
     other = word_tokenizer(words=("<pad>", "</s>", "<unk>", *reversed("abcdefghijklmnopqrst")))
     other.save_pretrained(tmp_path / "more")
-    with pytest.raises(CalibrationError, match=r"expert 'two' has another.* 20 of 23.*'a' \(3 here"):
+    with pytest.raises(CalibrationError, match=r"'two' has another.* 20 of 23.*'a' \(3 here"):
         load_input_processor(pool)
 
 

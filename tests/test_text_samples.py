@@ -5,7 +5,7 @@ import torch
 from tiny_texts import word_tokenizer
 
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.text_samples import Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.text_samples import Sample, TextEncoder, TextKind, pad_samples
 
 A, B, C, D, END, UNKNOWN = 3, 4, 5, 6, 1, 2
 CHAT = (
@@ -14,7 +14,7 @@ CHAT = (
 )
 
 
-def encoder(kind="causal", *, ends=None, max_length=None, **options) -> TextEncoder:
+def encoder(kind: TextKind = "causal", *, ends=None, max_length=None, **options) -> TextEncoder:
     tokenizer = word_tokenizer(ends=kind == "seq2seq" if ends is None else ends, **options)
     return TextEncoder(tokenizer, kind, max_length)
 
@@ -43,9 +43,7 @@ def test_tokenised_rows_lose_their_padding():
     tensors = {name: torch.tensor(ids) for name, ids in row.items()}
     labels = [C, END, -100]
     for given in (row, tensors):
-        assert sample({**given, "labels": labels}, kind="seq2seq") == Sample(
-            [A, B, END], [C, END]
-        )
+        assert sample({**given, "labels": labels}, kind="seq2seq") == Sample([A, B, END], [C, END])
     left = {"input_ids": [0, A, B, C], "attention_mask": [0, 1, 1, 1], "labels": [-100, -100, B, C]}
     assert sample(left) == Sample([A, B, C], [-100, B, C])
 
@@ -87,7 +85,7 @@ def test_a_chat_is_rendered_and_its_last_turn_is_the_target():
         ({"messages": []}, {"chat_template": CHAT}, "no turn before the answer"),
         ({"messages": [{"role": "user", "content": "a"}]}, {}, "chat template"),
         (
-            {"messages": [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", ""))]},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
             {"chat_template": CHAT},
             "the target is empty",
         ),

@@ -49,7 +49,7 @@ def llama_model(seed: int = 0, rows: int = len(WORDS)) -> nn.Module:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=rows, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=None,
+        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=2,
         eos_token_id=1, tie_word_embeddings=False,
     )  # fmt: skip
     return scatter(LlamaForCausalLM(config), seed, 0.05)

@@ -1,0 +1,208 @@
+"""LoRA experts, made whole tensor by tensor, against experts merged by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from tiny_texts import t5_model, with_data, word_tokenizer, write
+from torch import nn
+
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.boundary.pool_models import pool_source
+from fusion_bench_featcal.experts import InMemoryExpert
+from fusion_bench_featcal.experts_lora import LoraExpert
+from fusion_bench_featcal.settings import CalibrationError
+
+PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "init_lora_weights": True}
+ADAPTED = ("SelfAttention.q", "EncDecAttention.v", "DenseReluDense.wo")
+
+
+def write_adapter(folder: Path, base: nn.Module, seed: int, **changes: Any) -> Path:
+    """An adapter of rank 2 for some of a T5's linear modules."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, module in base.named_modules():
+        if name.endswith(ADAPTED) and isinstance(module, nn.Linear):
+            start = f"base_model.model.{name}.lora_"
+            down, up = (module.in_features, module.out_features)
+            if changes.get("fan_in_fan_out"):
+                down, up = up, down
+            tensors[f"{start}A.weight"] = torch.randn(2, down, generator=generator)
+            tensors[f"{start}B.weight"] = 0.1 * torch.randn(up, 2, generator=generator)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | changes))
+    return folder
+
+
+def merged_by_hand(base: nn.Module, adapter: Path, scale: float) -> nn.Module:
+    from safetensors.torch import load_file
+
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, module in base.named_modules():
+            up = tensors.get(f"base_model.model.{name}.lora_B.weight")
+            if up is not None:
+                down = tensors[f"base_model.model.{name}.lora_A.weight"]
+                module.weight += scale * (up @ down)  # type: ignore[operator]
+    return base
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"),
+    [({}, 3.0), ({"use_rslora": True}, 6 / 2**0.5), ({"alpha_pattern": {".*": 2}}, 1.0)],
+)
+def test_lora_expert_is_the_merged_expert(changes, scale, tmp_path):
+    base = t5_model().float()
+    adapter = write_adapter(tmp_path / "a", base, 1, **changes)
+    source = LoraExpert(InMemoryExpert(t5_model().float()), adapter)
+    merged = merged_by_hand(base, adapter, scale).state_dict()
+    assert source.names() == set(merged)
+    changed = 0
+    for name, tensor in merged.items():
+        torch.testing.assert_close(source.tensor(name), tensor, rtol=1e-6, atol=1e-7)
+        assert source.shape(name) == tuple(tensor.shape)
+        changed += not torch.equal(tensor, t5_model().float().state_dict()[name])
+    assert changed == 2 + 2 + 2 + 4  # q of both sides, v, wo of both sides
+
+
+def test_sum_is_rounded_once_to_the_bases_type(tmp_path):
+    base = t5_model().bfloat16()
+    adapter = write_adapter(tmp_path / "a", base, 1)
+    name = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    exact = merged_by_hand(t5_model().bfloat16().float(), adapter, 3.0).state_dict()[name]
+    found = LoraExpert(InMemoryExpert(base), adapter).tensor(name)
+    assert torch.equal(found, exact.bfloat16())
+
+
+def test_weights_stored_input_first(tmp_path):
+    base = nn.Module()
+    base.c_attn = nn.Module()
+    base.c_attn.weight = nn.Parameter(torch.randn(3, 5))
+    down, up = torch.randn(2, 3), torch.randn(5, 2)
+    start = "base_model.model.c_attn.lora_"
+    save_file(
+        {f"{start}A.weight": down, f"{start}B.weight": up}, tmp_path / "adapter_model.safetensors"
+    )
+    (tmp_path / "adapter_config.json").write_text(json.dumps(PLAIN | {"fan_in_fan_out": True}))
+    found = LoraExpert(InMemoryExpert(base), tmp_path).tensor("c_attn.weight")
+    torch.testing.assert_close(found, base.c_attn.weight + 3 * (up @ down).T)
+
+
+def test_what_peft_saves_is_what_peft_merges(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, lora_alpha=5, target_modules=["q", "v"], lora_dropout=0.1)
+    wrapped = get_peft_model(t5_model().float(), config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view_as(parameter))
+    wrapped.save_pretrained(str(tmp_path))
+    source = LoraExpert(InMemoryExpert(t5_model().float()), tmp_path)
+    merged = wrapped.merge_and_unload().state_dict()  # type: ignore[operator]
+    for name, tensor in merged.items():
+        torch.testing.assert_close(source.tensor(name), tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_modules_ranks_of_their_own(tmp_path):
+    base = t5_model().float()
+    adapter = write_adapter(tmp_path / "a", base, 1, r=7, rank_pattern={"(q|v|wo)": 2})
+    LoraExpert(InMemoryExpert(base), adapter)
+    write_adapter(tmp_path / "a", base, 1, r=7, rank_pattern={"q": 2, "v": 2})
+    with pytest.raises(CalibrationError, match=r"wo' has ranks 2 and 2, not 7"):
+        LoraExpert(InMemoryExpert(base), adapter)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"peft_type": "LOHA"}, "LOHA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"something_new": 1}, "something_new"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(changes, message, tmp_path):
+    base = t5_model().float()
+    adapter = write_adapter(tmp_path / "a", base, 1, **changes)
+    with pytest.raises(CalibrationError, match=rf"adapter_config.*{message}.*stream_experts=false"):
+        LoraExpert(InMemoryExpert(base), adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("base_model.model.lm_head.lora_embedding_A", "no LoRA matrix"),
+        ("base_model.model.nowhere.lora_A.weight", "only one of its two"),
+    ],
+)
+def test_unknown_tensors_are_refused(name, message, tmp_path):
+    adapter = write_adapter(tmp_path / "a", t5_model(), 1)
+    save_file({name: torch.zeros(2, 2)}, adapter / "adapter_model.safetensors")
+    with pytest.raises(CalibrationError, match=message):
+        LoraExpert(InMemoryExpert(t5_model()), adapter)
+
+
+def test_adapter_for_another_model_is_refused(tmp_path):
+    adapter = write_adapter(tmp_path / "a", t5_model(), 1)
+    pair = {f"base_model.model.lm_head.lora_{x}.weight": torch.zeros(2, 2) for x in "AB"}
+    save_file(pair, adapter / "adapter_model.safetensors")
+    with pytest.raises(CalibrationError, match=r"changes a weight \(2, 2\), the base's is \(23, 8"):
+        LoraExpert(InMemoryExpert(t5_model()), adapter)
+    pair = {name.replace("lm_head", "elsewhere"): tensor for name, tensor in pair.items()}
+    save_file(pair, adapter / "adapter_model.safetensors")
+    with pytest.raises(CalibrationError, match="no module 'elsewhere'"):
+        LoraExpert(InMemoryExpert(t5_model()), adapter)
+
+
+def test_calibration_with_lora_experts_is_that_with_merged_ones(tmp_path):
+    from fusion_bench.modelpool import Seq2SeqLMPool
+
+    base = write(t5_model().float(), tmp_path / "base")
+    load = "transformers.AutoModelForSeq2SeqLM.from_pretrained"
+    whole: dict[str, Any] = {
+        "_pretrained_": {"_target_": load, "pretrained_model_name_or_path": base}
+    }
+    lora = dict(whole)
+    for seed, task in enumerate(("one", "two")):
+        adapter = write_adapter(tmp_path / f"lora_{task}", t5_model(), seed)
+        merged = merged_by_hand(t5_model().float(), adapter, 3.0)
+        folder = write(merged, tmp_path / f"whole_{task}")
+        whole[task] = {"_target_": load, "pretrained_model_name_or_path": folder}
+        lora[task] = {
+            "_target_": "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model",
+            "base_model_path": base,
+            "peft_model_path": str(adapter),
+        }
+    models = []
+    for entries in (whole, lora):
+        pool = with_data(
+            Seq2SeqLMPool(OmegaConf.create(entries), tokenizer=word_tokenizer(ends=True))
+        )
+        pool._models["_merged_"] = whole["one"]
+        assert not isinstance(pool_source(pool, "two", stream_experts=True), nn.Module)
+        method = FeatCalAlgorithm(samples_per_task=6, calibrate_norm=False, ridge_lambda=1e-2)
+        pool.load_model = _loader(pool)
+        models.append(method.run(pool).state_dict())
+    for name, tensor in models[0].items():
+        torch.testing.assert_close(models[1][name], tensor, rtol=1e-4, atol=1e-5)
+    moved = t5_model(5).float().state_dict()
+    assert any(not torch.equal(models[0][name], moved[name]) for name in moved)
+
+
+def _loader(pool: Any) -> Any:
+    """The pool's own way of loading, but for the merged model, and never a LoRA expert whole."""
+    load = type(pool).load_model
+
+    def load_model(name: str) -> Any:
+        assert "peft_model_path" not in pool._models[name]
+        return t5_model(5).float() if name == "_merged_" else load(pool, name)
+
+    return load_model
