@@ -97,13 +97,39 @@ def plot_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def suite_build_command(options: argparse.Namespace) -> int:
-    """Train the bundled image suite again, from the data in the package."""
-    try:
-        from fusion_bench_featcal.suites.clip_builder import build
+def preflight_command(options: argparse.Namespace) -> int:
+    """Say what a calibration will meet, from a model's configuration alone: no weights needed."""
+    from fusion_bench_featcal.preflight import describe, empty_model, preflight
+    from fusion_bench_featcal.settings import FeatCalSettings
 
-        chosen = {"tasks": options.task} if options.task else {}
-        folder = build(options.out, options.seed, **chosen)
+    lengths = {"length": options.length, "target_length": options.target_length}
+    try:
+        if any("=" in word for word in options.words):
+            from fusion_bench_featcal.boundary.preflight_pool import preflight_run
+
+            plan = preflight_run(options.words, **lengths)
+        else:
+            model = empty_model(options.words[0])
+            lengths["length"] = options.length or 512
+            plan = preflight(model, FeatCalSettings(), tasks=options.tasks, **lengths)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(describe(plan))
+    return 0
+
+
+def suite_build_command(options: argparse.Namespace) -> int:
+    """Train a bundled suite again, from the data in the package."""
+    chosen = {"tasks": options.task} if options.task else {}
+    try:
+        if options.suite == "clip-vit-mini":
+            from fusion_bench_featcal.suites import clip_builder
+
+            folder = clip_builder.build(options.out, options.seed, **chosen)
+        else:
+            from fusion_bench_featcal.suites import text_builder
+
+            folder = text_builder.build(options.out, options.suite, options.seed, **chosen)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(f"built: {folder}")
@@ -162,6 +188,17 @@ def _parser() -> argparse.ArgumentParser:
     plot = _command(commands, "plot", plot_command)
     plot.add_argument("runs", nargs="+", metavar="RUN", help=_RUN_HELP)
     plot.add_argument("--out", metavar="DIR", help="folder for the figures (default: the run's)")
+    preflight = _command(commands, "preflight", preflight_command)
+    preflight.add_argument(
+        "words",
+        nargs="+",
+        metavar="WORD",
+        help="words of a run (modelpool=flan-t5-base_glue method=featcal/paper_flan_t5), or a "
+        "configuration: a folder, a hub id, flan-t5-base",
+    )
+    preflight.add_argument("--tasks", type=int, default=8, help="tasks, without a pool (8)")
+    preflight.add_argument("--length", type=int, help="tokens a sample (max_length, else 512)")
+    preflight.add_argument("--target-length", type=int, default=8, help="tokens a target (8)")
     suite = commands.add_parser("suite", help="build, check or locate the bundled suites")
     _add_suite_commands(suite.add_subparsers(title="commands", required=True, metavar="COMMAND"))
     return parser
@@ -170,6 +207,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_suite_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     build = _command(commands, "build", suite_build_command)
     build.add_argument("--out", metavar="DIR", required=True, help="a new folder for the build")
+    build.add_argument(
+        "--suite",
+        choices=("clip-vit-mini", "flan-t5-mini", "llama-mini"),
+        default="clip-vit-mini",
+        help="the suite to build (default: clip-vit-mini)",
+    )
     build.add_argument("--seed", type=int, default=0, help="seed of the training (default: 0)")
     build.add_argument(
         "--task", action="append", metavar="NAME", help="build this task only (repeatable)"
