@@ -141,8 +141,10 @@ class FeatCal:
         return {}
 
     def _batches(self, inputs: CellInputs) -> Mapping[str, Any]:
-        tasks = inputs.modelpool.model_names
-        return calibration_batches(inputs.modelpool, tasks, self._settings, inputs.processor)
+        pool = inputs.modelpool
+        return calibration_batches(
+            pool, pool.model_names, self._settings, inputs.processor, device=inputs.fabric.device
+        )
 
 
 class Chain:
