@@ -47,11 +47,12 @@ def provenance(folder: Path) -> str:
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     device, versions = run["device"], run["versions"]
     threads = device["torch_threads"]
-    images = sum(task["items"] for task in run["test_sets"].values())
+    items = sum(task["items"] for task in run["test_sets"].values())
+    kind = "images" if "clip" in run["suite"] else "texts"
     return (
         f"measured on {device['cpu']} ({device['platform']}, {device['cpu_cores']} cores, "
         f"{threads} thread{'s' if threads > 1 else ''}) with torch {versions['torch']} and "
-        f"transformers {versions['transformers']}; data: {run['suite']}, {images} test images"
+        f"transformers {versions['transformers']}; data: {run['suite']}, {items} test {kind}"
     )
 
 
@@ -112,6 +113,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "comparison-seeds": lambda: seeds_table([COMPARISON / "n8", COMPARISON / "n256"]),
     "comparison-tasks": lambda: tasks_table(COMPARISON / "grid", "task_arithmetic"),
     "comparison-kl": lambda: grid_table(COMPARISON / "kl"),
+    "results-flan-t5-mini": lambda: combined_table("flan-t5-mini"),
+    "results-llama-mini": lambda: combined_table("llama-mini"),
     "paper-clip": paper_clip,
     "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
@@ -120,7 +123,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def keep_results(runs: Path) -> None:
-    """Copy demo-full's combined tables into the repository and draw one of its runs."""
+    """Copy demo-full's combined tables into the repository and draw one of its image runs."""
     from fusion_bench_featcal.compare.plots import plot_run
 
     for folder in sorted((runs / "tables").iterdir()):
@@ -130,7 +133,8 @@ def keep_results(runs: Path) -> None:
             shutil.copyfile(folder / name, target / name)
         one_run = runs / folder.name / "task_arithmetic-42"
         shutil.copyfile(one_run / "report.json", target / "run.json")
-    for figure in plot_run(runs / "TA6" / "task_arithmetic-42", FIGURES):
+    drawn = runs / "TA6" / "task_arithmetic-42"
+    for figure in plot_run(drawn, FIGURES) if drawn.is_dir() else ():
         print(f"drawn: {figure}")
 
 

@@ -49,10 +49,10 @@ def test_rows_are_prompts_in_small_letters_and_targets_in_capitals():
     rows = load_text_split("clinc_home", "test")
     assert rows.column_names == ["prompt", "target"]
     assert len(rows) == 450
-    for row in rows:
-        assert row["prompt"].startswith("home intent : ")
-        assert row["prompt"] == row["prompt"].lower() and row["prompt"].isascii()
-        assert row["target"] == row["target"].upper()
+    for prompt, target in zip(rows["prompt"], rows["target"], strict=True):
+        assert prompt.startswith("home intent : ")
+        assert prompt == prompt.lower() and prompt.isascii()
+        assert target == target.upper()
 
 
 @pytest.mark.parametrize(

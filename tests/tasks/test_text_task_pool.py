@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.suites import load_text_split, text
 from fusion_bench_featcal.tasks import TextTaskPool
 from fusion_bench_featcal.tasks.text_generation import answer_texts, target_loss
-from fusion_bench_featcal.text_samples import TextEncoder
+from fusion_bench_featcal.text_samples import TextEncoder, TextKind
 
 TASK = "clinc_home"
 LOADERS = {"flan-t5-mini": AutoModelForSeq2SeqLM, "llama-mini": AutoModelForCausalLM}
-KINDS = {"flan-t5-mini": "seq2seq", "llama-mini": "causal"}
+KINDS: dict[str, TextKind] = {"flan-t5-mini": "seq2seq", "llama-mini": "causal"}
 
 
 @pytest.fixture(scope="module", params=list(LOADERS))
@@ -37,7 +38,7 @@ def tokenizer(suite):
 
 
 @pytest.fixture(scope="module")
-def rows():
+def rows() -> Any:
     return load_text_split(TASK, "test").select(range(0, 450, 9))
 
 
@@ -74,9 +75,10 @@ def test_answers_are_those_of_each_prompt_alone(suite, expert, tokenizer, rows):
 
 def test_the_loss_is_the_targets_own(suite, expert, tokenizer, rows):
     encoder = TextEncoder(tokenizer, KINDS[suite])
-    samples = [encoder.sample(row, "row") for row in rows.select(range(6))]
+    chosen = list(rows.select(range(6)))
+    samples = [encoder.sample(row, "row") for row in chosen]
     expected = []
-    for row in rows.select(range(6)):
+    for row in chosen:
         ids = tokenizer(row["prompt"])["input_ids"]
         due = [*tokenizer(row["target"], add_special_tokens=False)["input_ids"]]
         due.append(tokenizer.eos_token_id)
