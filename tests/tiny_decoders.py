@@ -19,7 +19,7 @@ MAKES: dict[str, dict[str, Any]] = {
     "qwen2": MIXED | {"use_sliding_window": True},
     "qwen3": MIXED | {"use_sliding_window": True, "head_dim": 6},
     "gemma": {"head_dim": 6},
-    "gemma2": MIXED | {"head_dim": 6, "query_pre_attn_scalar": 6},
+    "gemma2": MIXED | {"sliding_window": 5, "head_dim": 6, "query_pre_attn_scalar": 6},
     "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
     "olmo2": {},
     "phi3": {"sliding_window": 3},
