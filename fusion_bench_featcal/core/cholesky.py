@@ -86,7 +86,7 @@ def ridge_system(
     weighted_gram: Float[Tensor, "d d"], *, ridge_lambda: float, eps: float
 ) -> Float[Tensor, "d d"]:
     """`sum_i w_i G_i + (lambda + eps) I` in the solve's dtype, exactly symmetric (Eq. 17)."""
-    system = weighted_gram.to(solve_dtype(weighted_gram.device), copy=True)
-    system = (system + system.T) / 2
+    wide = weighted_gram.to(solve_dtype(weighted_gram.device))
+    system = (wide + wide.T).div_(2)
     system.diagonal().add_(ridge_lambda + eps)
     return system

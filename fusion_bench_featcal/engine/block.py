@@ -120,7 +120,9 @@ class BlockSums:
         """
         updates: dict[str, Tensor] = {}
         records: list[dict[str, Any]] = []
-        for names, folded in self._linear.items():
+        while self._linear:  # a group's sums and factor are let go when it is solved
+            names = next(iter(self._linear))
+            folded = self._linear.pop(names)
             self._refuse_dead_tasks(names[0], folded.gram_norms)
             for name in names:
                 try:
@@ -145,7 +147,8 @@ class BlockSums:
     ) -> dict[str, Any]:
         site, ridge_lambda = self._sites[name], self._settings.ridge_lambda
         solution = folded.solve(name, ridge_lambda=ridge_lambda)
-        updates[site.weight_name] = site.oriented(solution.weight)
+        dtype = self._model.get_parameter(site.weight_name).dtype
+        updates[site.weight_name] = site.oriented(solution.weight.to(dtype))
         if site.has_bias and self._settings.calibrate_bias:
             updates[site.bias_name] = folded.solve_bias(
                 name, solution.weight, self._bias_anchors.get(name), ridge_lambda=ridge_lambda

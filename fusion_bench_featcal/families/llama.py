@@ -75,7 +75,6 @@ class LlamaFamily:
         """
         if isinstance(inputs, Mapping):  # labels are for the head, which is never reached
             inputs = {k: v for k, v in inputs.items() if k not in ("labels", *_CACHES)}
-            inputs["use_cache"] = False
         (blocks,) = self.stages(model)
         hidden: list[Tensor] = []
         kwargs: dict[str, Mapping[str, Any]] = {}
@@ -122,13 +121,16 @@ def _standing_aside(
             raise stop_forward()
         return hidden[0]  # whether the model takes it whole or its first row, there is one left
 
+    own = [module.__dict__.get("forward") for module in modules]  # some libraries replace it too
     try:
         for name, module in zip(names, modules, strict=True):
             module.forward = lambda *args, name=name, **others: note(name, *args, **others)
         yield
     finally:
-        for module in modules:
-            module.__dict__.pop("forward", None)
+        for module, forward in zip(modules, own, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
 LLAMA = LlamaFamily()

@@ -99,6 +99,19 @@ def test_stepping_leaves_its_inputs_and_the_model_alone():
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+def test_forward_that_a_library_replaced_is_back_afterwards():
+    model: Any = decoder_model()
+    block = model.model.layers[0]
+    plain = block.forward
+    block.forward = lambda *args, **kwargs: 2 * plain(*args, **kwargs)
+    replaced = block.forward
+    inputs = sentences([3], 3)
+    call = LLAMA.begin(model, inputs, BLOCKS[0])
+    assert block.forward is replaced
+    found, _ = LLAMA.step(model, BLOCKS[0], call)
+    torch.testing.assert_close(found, 2 * plain(call.hidden, **call.kwargs[BLOCKS[0]]))
+
+
 def test_no_block_runs_before_its_turn():
     model = decoder_model()
     ran: list[str] = []
