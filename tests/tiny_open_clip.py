@@ -42,7 +42,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Blocks that may want positions in first place."""
 
-    def __init__(self, depth: int, batch_first: bool, *sizes: int, quick: bool = True) -> None:
+    def __init__(
+        self, depth: int, batch_first: bool, sizes: tuple[int, int, int], quick: bool = True
+    ) -> None:
         super().__init__()
         self.batch_first = batch_first
         self.resblocks = nn.ModuleList(Block(*sizes, quick, batch_first) for _ in range(depth))
@@ -72,7 +74,7 @@ class Tower(nn.Module):
         self.class_embedding = nn.Parameter(torch.randn(width))
         self.positional_embedding = nn.Parameter(torch.randn(5, width))
         self.ln_pre = nn.LayerNorm(width)
-        self.transformer = Transformer(depth, batch_first, width, heads, hidden, quick=quick)
+        self.transformer = Transformer(depth, batch_first, (width, heads, hidden), quick)
         self.ln_post = nn.LayerNorm(width)
         self.proj = nn.Parameter(torch.randn(width, FEATURES))
 
@@ -89,7 +91,7 @@ class TwoTowers(nn.Module):
     def __init__(self, visual: nn.Module) -> None:
         super().__init__()
         self.visual = visual
-        self.transformer = Transformer(1, True, 8, 2, 8)
+        self.transformer = Transformer(1, True, (8, 2, 8))
         self.token_embedding = nn.Embedding(10, 8)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def hub(monkeypatch):
     def load_dataset(path: str, name: str | None = None, split: str | None = None) -> Any:
         rows = {**TABLES[str(name)], "idx": [0, 1]}
         table = datasets.Dataset.from_dict(rows)
-        return datasets.DatasetDict(train=table) if split is None else table
+        return datasets.DatasetDict({"train": table}) if split is None else table
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return load_dataset
@@ -52,7 +52,8 @@ def test_glue_is_fusion_benchs(name, hub, monkeypatch):
     encoder = TextEncoder(tokenizer, "seq2seq")
     ours = load_glue(name, "train")
     assert len(ours) == len(theirs) == 2
-    for our, their in zip(ours, theirs, strict=True):
+    rows: Any = theirs
+    for our, their in zip(ours, rows, strict=True):
         assert encoder.sample(our, "x") == encoder.sample(their, "x")
         assert our["target"]
 
