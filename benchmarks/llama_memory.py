@@ -1,6 +1,6 @@
 """Does a language model with five experts on disk calibrate within the memory that was promised?
 
-    python benchmarks/llama_memory.py [--blocks 8] [--width 768] [--samples 32] [--tokens 32]
+    python benchmarks/llama_memory.py [--blocks 4] [--width 1024] [--samples 32] [--tokens 32]
 
 Random Llama-shaped models are written to a temporary folder as shards, and calibrated by a second
 process that starts with the merged model in memory. The promise: above that, the resident set stays
@@ -140,7 +140,7 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     """Print what was promised, what was measured, and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in {"blocks": 8, "width": 768, "samples": 32, "tokens": 32}.items():
+    for name, value in {"blocks": 4, "width": 1024, "samples": 32, "tokens": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
