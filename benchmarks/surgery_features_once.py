@@ -17,6 +17,7 @@ import torch
 from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal.baselines.features import all_features
+from fusion_bench_featcal.baselines.projection import ProjectedFeatures
 from fusion_bench_featcal.baselines.settings import SurgerySettings
 from fusion_bench_featcal.baselines.surgery import SurgeryModule, initial_surgery, train_surgery
 from fusion_bench_featcal.baselines.training import shuffled_batches, task_generator
@@ -47,7 +48,8 @@ def main() -> None:
 
     def features(model: torch.nn.Module, chosen: torch.Tensor) -> torch.Tensor:
         batches = [{"pixel_values": part} for part in chosen.split(settings.batch_size)]
-        return all_features(model, projection, batches, normalize="none", device=device)
+        site = ProjectedFeatures(projection)
+        return all_features(model, site, batches, normalize="none", device=device)
 
     def at_every_update() -> SurgeryModule:
         module = initial_surgery(projection.out_features, settings, TASK)

@@ -9,7 +9,7 @@ import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
-from fusion_bench_featcal.baselines.post_merging import check_post_merging, post_merge
+from fusion_bench_featcal.baselines.post_merging import Corrected, check_post_merging, post_merge
 from fusion_bench_featcal.baselines.settings import (
     ProbSurgerySettings,
     RidgeSurgerySettings,
@@ -17,12 +17,8 @@ from fusion_bench_featcal.baselines.settings import (
     setting_names,
     settings_from,
 )
-from fusion_bench_featcal.baselines.wrapper import CorrectedModel
 from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, check_merger, plain
-from fusion_bench_featcal.boundary.pool_models import (
-    check_pool_models,
-    load_processor,
-)
+from fusion_bench_featcal.boundary.pool_models import check_pool_models, load_input_processor
 from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
 from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.boundary.saving import CompleteSaver
@@ -31,97 +27,101 @@ from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 
-_OWN_KEYS = ("base_method", "clip_model")
+_OWN_KEYS = ("base_method", "clip_model", "final_norm")
 
 
 class SurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
-    """Representation Surgery (arXiv 2402.02705) over any merged CLIP vision model.
+    """Representation Surgery (arXiv 2402.02705) over any merged CLIP vision or language model.
 
     Keys: `base_method` (config of the upstream merger; None takes the pool's `_merged_`),
-    `clip_model` (checkpoint with the visual projection; None: the pool's base model) and the
-    fields of `SurgerySettings`.
+    `clip_model` (checkpoint with the visual projection; None: the pool's base model), `final_norm`
+    (the module that a language model is corrected behind; None: found) and the fields of
+    `SurgerySettings`.
     """
 
     base_method: Any
     clip_model: str | None
+    final_norm: str | None
     settings: SurgerySettings
     _config_mapping = BaseAlgorithm._config_mapping | {
         name: name for name in (*setting_names(SurgerySettings), *_OWN_KEYS)
     }
 
-    def __init__(self, *, base_method: Any = None, clip_model: Any = None, **keys: Any) -> None:
+    def __init__(self, **keys: Any) -> None:
         """Check everything that can be checked before a model is loaded.
 
         Raises:
             ValueError: If a key is unknown or a value out of range.
         """
-        super().__init__(**_take_keys(self, SurgerySettings, base_method, clip_model, keys))
+        super().__init__(**_take_keys(self, SurgerySettings, keys))
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
         _start(self)
 
-    def run(self, modelpool: BaseModelPool) -> CorrectedModel:  # type: ignore[override]
+    def run(self, modelpool: BaseModelPool) -> Corrected:  # type: ignore[override]
         """Merge and correct; see `run_correction`."""
         return run_correction(self, modelpool)
 
 
 class ProbSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
-    """ProbSurgery (ICML 2025) over any merged CLIP vision model.
+    """ProbSurgery (ICML 2025) over any merged CLIP vision model or language model.
 
     Keys: those of `SurgeryAlgorithm`, with the fields of `ProbSurgerySettings`.
     """
 
     base_method: Any
     clip_model: str | None
+    final_norm: str | None
     settings: ProbSurgerySettings
     _config_mapping = BaseAlgorithm._config_mapping | {
         name: name for name in (*setting_names(ProbSurgerySettings), *_OWN_KEYS)
     }
 
-    def __init__(self, *, base_method: Any = None, clip_model: Any = None, **keys: Any) -> None:
+    def __init__(self, **keys: Any) -> None:
         """Check everything that can be checked before a model is loaded.
 
         Raises:
             ValueError: If a key is unknown or a value out of range.
         """
-        super().__init__(**_take_keys(self, ProbSurgerySettings, base_method, clip_model, keys))
+        super().__init__(**_take_keys(self, ProbSurgerySettings, keys))
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
         _start(self)
 
-    def run(self, modelpool: BaseModelPool) -> CorrectedModel:  # type: ignore[override]
+    def run(self, modelpool: BaseModelPool) -> Corrected:  # type: ignore[override]
         """Merge and correct; see `run_correction`."""
         return run_correction(self, modelpool)
 
 
 class RidgeSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
-    """Ridge surgery, an affine correction in closed form, over any merged CLIP vision model.
+    """Ridge surgery, an affine correction in closed form, over merged CLIP or language models.
 
     Keys: those of `SurgeryAlgorithm`, with the fields of `RidgeSurgerySettings`.
     """
 
     base_method: Any
     clip_model: str | None
+    final_norm: str | None
     settings: RidgeSurgerySettings
     _config_mapping = BaseAlgorithm._config_mapping | {
         name: name for name in (*setting_names(RidgeSurgerySettings), *_OWN_KEYS)
     }
 
-    def __init__(self, *, base_method: Any = None, clip_model: Any = None, **keys: Any) -> None:
+    def __init__(self, **keys: Any) -> None:
         """Check everything that can be checked before a model is loaded.
 
         Raises:
             ValueError: If a key is unknown or a value out of range.
         """
-        super().__init__(**_take_keys(self, RidgeSurgerySettings, base_method, clip_model, keys))
+        super().__init__(**_take_keys(self, RidgeSurgerySettings, keys))
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
         _start(self)
 
-    def run(self, modelpool: BaseModelPool) -> CorrectedModel:  # type: ignore[override]
+    def run(self, modelpool: BaseModelPool) -> Corrected:  # type: ignore[override]
         """Merge and correct; see `run_correction`."""
         return run_correction(self, modelpool)
 
@@ -129,15 +129,15 @@ class RidgeSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
 CorrectionAlgorithm = SurgeryAlgorithm | ProbSurgeryAlgorithm | RidgeSurgeryAlgorithm
 
 
-def run_correction(algorithm: CorrectionAlgorithm, modelpool: BaseModelPool) -> CorrectedModel:
+def run_correction(algorithm: CorrectionAlgorithm, modelpool: BaseModelPool) -> Corrected:
     """Merge with the upstream merger, then correct the final features task by task.
 
     Args:
         algorithm: The method, with its settings.
-        modelpool: Base, experts and images.
+        modelpool: Base, experts and data.
 
     Returns:
-        The corrected model; FusionBench's CLIP task pools evaluate it by task name.
+        The corrected model; FusionBench's CLIP task pools and `TextTaskPool` tell it the task.
 
     Raises:
         CalibrationError: If the run cannot go on; most reasons are found before anything is merged.
@@ -145,9 +145,10 @@ def run_correction(algorithm: CorrectionAlgorithm, modelpool: BaseModelPool) -> 
     if algorithm.fabric.world_size > 1:
         raise CalibrationError("surgery methods run on one device: set fabric.devices=1")
     check_upstream(algorithm.base_method, modelpool)
-    processor = load_processor(modelpool)
+    processor = load_input_processor(modelpool)
     check_pool_models(modelpool)
-    check_post_merging(modelpool, algorithm.settings, processor, algorithm.clip_model)
+    site = algorithm.clip_model, algorithm.final_norm
+    check_post_merging(modelpool, algorithm.settings, processor, *site)
     model = run_post_merging(
         algorithm,
         modelpool,
@@ -157,12 +158,12 @@ def run_correction(algorithm: CorrectionAlgorithm, modelpool: BaseModelPool) -> 
             modelpool,
             algorithm.settings,
             processor,
-            algorithm.clip_model,
+            *site,
             device=algorithm.fabric.device,
         ),
     )
     if algorithm.settings.stream == "test_tta":
-        log.warning("corrections were fitted on images of the test split (method.stream=test_tta)")
+        log.warning("corrections were fitted on samples of the test split (method.stream=test_tta)")
     modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]
     return model
 
@@ -172,29 +173,31 @@ def _row(algorithm: CorrectionAlgorithm) -> Row:
     values = {key: getattr(settings, key) for key in setting_names(type(settings))}
     return Row(
         name=name,
-        settings={"method": name, "clip_model": algorithm.clip_model, **values},
+        settings={
+            "method": name,
+            "clip_model": algorithm.clip_model,
+            "final_norm": algorithm.final_norm,
+            **values,
+        },
         seed=settings.seed,
         samples=lambda model: model.samples,
     )
 
 
-def _take_keys(
-    algorithm: CorrectionAlgorithm,
-    kind: Any,
-    base_method: Any,
-    clip_model: Any,
-    keys: dict[str, Any],
-) -> dict[str, Any]:
+def _take_keys(algorithm: CorrectionAlgorithm, kind: Any, keys: dict[str, Any]) -> dict[str, Any]:
     """Check an algorithm's keys and set them as its attributes; return FusionBench's own keys."""
     meta = {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
+    own = {key: keys.pop(key, None) for key in _OWN_KEYS}
     settings = settings_from(kind, {key: plain(value) for key, value in keys.items()})
-    check_merger(base_method)
-    if clip_model is not None and not isinstance(clip_model, str):
-        raise ValueError(
-            f"method.clip_model must be a folder or hub id of a CLIP model, got {clip_model!r}"
-        )
-    algorithm.base_method = base_method
-    algorithm.clip_model = clip_model
+    check_merger(own["base_method"])
+    for key, what in (
+        ("clip_model", "a folder or hub id of a CLIP model"),
+        ("final_norm", "a name"),
+    ):
+        if own[key] is not None and not isinstance(own[key], str):
+            raise ValueError(f"method.{key} must be {what}, got {own[key]!r}")
+    for key, value in own.items():
+        setattr(algorithm, key, value)
     algorithm.settings = settings
     for name in setting_names(kind):
         setattr(algorithm, name, getattr(settings, name))

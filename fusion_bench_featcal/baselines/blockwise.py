@@ -32,6 +32,7 @@ from fusion_bench_featcal.engine.samples import (
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert, names_under
 from fusion_bench_featcal.families import Family, resolve_family
+from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -118,14 +119,17 @@ def merge_blockwise(
     settings = settings.replace(calibrate_norm=rule.weighs_gains, anchor_rho=1.0)
     check_inputs(base, experts, batches, settings)
     family = resolve_family(settings.family, base)
+    view, home = view_of(family), next(base.parameters()).device
+    base = view.shown(base)
     stages = family.stages(base)
-    home = next(base.parameters()).device
     model = copy.deepcopy(base).to(device or home).eval().requires_grad_(False)
     run = _Merging(
         model=model,
         base=base,
         experts={
-            task: ExpertModel(task, InMemoryExpert(e) if isinstance(e, nn.Module) else e, model)
+            task: ExpertModel(
+                task, view.source(InMemoryExpert(e) if isinstance(e, nn.Module) else e), model
+            )
             for task, e in experts.items()
         },
         family=family,
@@ -148,7 +152,7 @@ def merge_blockwise(
         ours.training = theirs.training
     for ours, theirs in zip(model.parameters(), base.parameters(), strict=True):
         ours.requires_grad_(theirs.requires_grad)
-    return model.to(home)
+    return view.restored(model).to(home)
 
 
 def _load_means(model: nn.Module, experts: Sequence[ExpertModel]) -> None:

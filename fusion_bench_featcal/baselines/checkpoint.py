@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_featcal.settings import CalibrationError
 
-# Weights of the merged model carry this in their file's name, so that the folder does not load as
-# a plain CLIP vision model: that would silently leave the corrections out.
-_VARIANT = "uncorrected"
+VARIANT = "uncorrected"
+"""Weights of the merged model carry this in their file's name, so that the folder does not load as
+a plain model: that would silently leave the corrections out."""
 
 
 def task_key(task: str) -> str:
@@ -36,20 +37,22 @@ def task_modules(corrections: Mapping[str, nn.Module]) -> nn.ModuleDict:
 def save_checkpoint(
     corrected: Any, folder: str | Path, stem: str, description: Mapping[str, Any], **kwargs: Any
 ) -> None:
-    """Save a merged model, its projection and its corrections.
+    """Save a merged model and its corrections, with its projection where there is one.
 
     Args:
-        corrected: Has `model`, `projection` and `corrections`, and `tasks`, `samples`, `curves`.
+        corrected: Has `model` and `corrections`, perhaps `projection`, and `tasks`, `samples`,
+            `curves`.
         folder: Where to.
         stem: Name of the files beside the merged model's.
         description: What else is needed to put the parts together.
         **kwargs: For the merged model's own `save_pretrained`.
     """
     target = Path(folder)
-    corrected.model.save_pretrained(target, variant=_VARIANT, **kwargs)
+    corrected.model.save_pretrained(target, variant=VARIANT, **kwargs)
     tensors = {
         f"{name}.{key}": tensor.contiguous()
         for name in ("projection", "corrections")
+        if hasattr(corrected, name)
         for key, tensor in getattr(corrected, name).state_dict().items()
     }
     save_file(tensors, target / f"{stem}.safetensors")
@@ -58,10 +61,60 @@ def save_checkpoint(
     (target / f"{stem}.json").write_text(text, encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class SavedCorrections:
+    """What lies beside a merged model.
+
+    Attributes:
+        tensors: All tensors, by name.
+        parts: Task -> name -> tensor of its correction.
+        told: The description.
+    """
+
+    tensors: dict[str, Tensor]
+    parts: dict[str, dict[str, Tensor]]
+    told: dict[str, Any]
+
+
+def load_corrections(folder: str | Path, stem: str) -> SavedCorrections:
+    """Load what `save_checkpoint` saved beside the merged model.
+
+    Args:
+        folder: The folder.
+        stem: Name of the files.
+
+    Returns:
+        The corrections.
+
+    Raises:
+        CalibrationError: If the folder holds no such model.
+    """
+    weights, text = (Path(folder) / f"{stem}.{kind}" for kind in ("safetensors", "json"))
+    if not (weights.is_file() and text.is_file()):
+        raise CalibrationError(
+            f"{folder} holds no corrected model: {weights.name} or {text.name} is missing"
+        )
+    description = json.loads(text.read_text(encoding="utf-8"))
+    tensors = load_file(weights)
+    parts = {
+        task: {
+            name.removeprefix(prefix): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
+        for task in description["tasks"]
+        for prefix in [f"corrections.{task_key(task)}."]
+    }
+    # Folders of earlier versions do not tell how the training went.
+    curves = description.get("curves", {})
+    description["curves"] = {t: [tuple(point) for point in c] for t, c in curves.items()}
+    return SavedCorrections(tensors, parts, description)
+
+
 def load_checkpoint(
     folder: str | Path, stem: str, **kwargs: Any
 ) -> tuple[nn.Module, nn.Linear, dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Load what `save_checkpoint` saved.
+    """Load a CLIP vision model with its projection and its corrections.
 
     Args:
         folder: The folder.
@@ -75,27 +128,9 @@ def load_checkpoint(
     Raises:
         CalibrationError: If the folder holds no such model.
     """
-    weights, text = (Path(folder) / f"{stem}.{kind}" for kind in ("safetensors", "json"))
-    if not (weights.is_file() and text.is_file()):
-        raise CalibrationError(
-            f"{folder} holds no corrected model: {weights.name} or {text.name} is missing"
-        )
-    description = json.loads(text.read_text(encoding="utf-8"))
-    tensors = load_file(weights)
-    weight = tensors["projection.weight"]
+    saved = load_corrections(folder, stem)
+    weight = saved.tensors["projection.weight"]
     projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     projection.weight = nn.Parameter(weight)
-    parts = {
-        task: {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
-        }
-        for task in description["tasks"]
-        for prefix in [f"corrections.{task_key(task)}."]
-    }
-    model = CLIPVisionModel.from_pretrained(folder, variant=_VARIANT, **kwargs)
-    # Folders of earlier versions do not tell how the training went.
-    curves = description.get("curves", {})
-    description["curves"] = {t: [tuple(point) for point in c] for t, c in curves.items()}
-    return model, projection, parts, description
+    model = CLIPVisionModel.from_pretrained(folder, variant=VARIANT, **kwargs)
+    return model, projection, saved.parts, saved.told

@@ -1,84 +1,38 @@
-"""Final projected features of the merged model and the experts, each image passed once."""
+"""Final features of the merged model and the experts, each sample passed once."""
 
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from fusion_bench import BaseModelPool
 from torch import Tensor, nn
-from transformers import CLIPModel
 
 from fusion_bench_featcal.baselines.settings import CorrectionSettings
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, pool_source
 from fusion_bench_featcal.calibration_data import TaskBatches, calibration_batches, draw_samples
+from fusion_bench_featcal.calibration_text import TextBatches
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-_PROJECTION = "visual_projection.weight"
+
+Batches = TaskBatches | TextBatches
+
+
+class FeatureSite(Protocol):
+    """Where a model's final feature is taken, and which rows of it count."""
+
+    def features(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """The rows that count, `[rows, d]`, of inputs on the model's device."""
+        ...
 
 
 class TaskFeatures(NamedTuple):
-    """Projected features of one task's images, `[n, d]` float32 each, of the same images."""
+    """Final features of one task's samples, `[n, d]` float32 each, of the same samples."""
 
     merged: Tensor
     expert: Tensor
-
-
-def projected_features(model: nn.Module, projection: nn.Module, pixels: Tensor) -> Tensor:
-    """What the zero-shot head is given, before it normalises.
-
-    Args:
-        model: A CLIP vision tower.
-        projection: CLIP's visual projection.
-        pixels: `[batch, channels, height, width]`.
-
-    Returns:
-        `[batch, d]` in the projection's dtype.
-
-    Raises:
-        CalibrationError: If the model has no pooled output.
-    """
-    return project(pooled_output(model(pixels), model), projection)
-
-
-def pooled_output(output: Any, model: nn.Module) -> Tensor:
-    """The pooled output among what a vision tower returns.
-
-    Args:
-        output: What the model returned.
-        model: The model, for the message.
-
-    Returns:
-        `[batch, width]`.
-
-    Raises:
-        CalibrationError: If there is none.
-    """
-    pooled = output if isinstance(output, Tensor) else getattr(output, "pooler_output", None)
-    if pooled is None or pooled.ndim != 2:
-        raise CalibrationError(
-            f"{type(model).__name__} has no pooled output, so there are no projected features to "
-            "correct: surgery methods work on CLIP vision models"
-        )
-    return pooled
-
-
-def project(pooled: Tensor, projection: nn.Module) -> Tensor:
-    """Pooled outputs `[batch, width]` as features `[batch, d]`, in the projection's dtype.
-
-    Raises:
-        CalibrationError: If the projection takes another width.
-    """
-    weight = next(projection.parameters())
-    if pooled.shape[-1] != weight.shape[-1]:
-        raise CalibrationError(
-            f"a model's pooled output is {pooled.shape[-1]} wide, the visual projection takes "
-            f"{weight.shape[-1]}: check modelpool.models and method.clip_model"
-        )
-    return projection(pooled.to(weight.dtype))
 
 
 def to_unit_norm(features: Tensor) -> Tensor:
@@ -89,18 +43,18 @@ def to_unit_norm(features: Tensor) -> Tensor:
 @torch.no_grad()
 def all_features(
     model: nn.Module,
-    projection: nn.Module,
+    site: FeatureSite,
     batches: Iterable[Mapping[str, Tensor]],
     *,
     normalize: str,
     device: torch.device,
 ) -> Tensor:
-    """Features of all images of a task.
+    """Final features of all samples of a task.
 
     Args:
-        model: A CLIP vision tower; moved to the device and set to evaluate.
-        projection: CLIP's visual projection, on the device.
-        batches: Mappings with `pixel_values` `[batch, channels, height, width]`.
+        model: The model; moved to the device and set to evaluate.
+        site: Where its features are.
+        batches: The model's inputs.
         normalize: `pre` for features of norm 1, `none` for those as they are.
         device: Where to compute.
 
@@ -108,9 +62,8 @@ def all_features(
         `[n, d]` float32, on the device.
     """
     model = model.to(device).eval()
-    dtype = next(model.parameters()).dtype
     parts = [
-        projected_features(model, projection, batch["pixel_values"].to(device, dtype)).float()
+        site.features(model, {name: part.to(device) for name, part in batch.items()}).float()
         for batch in batches
     ]
     features = torch.cat(parts)
@@ -120,19 +73,19 @@ def all_features(
 def task_features(
     merged: nn.Module,
     expert: nn.Module,
-    projection: nn.Module,
+    site: FeatureSite,
     batches: Iterable[Mapping[str, Tensor]],
     *,
     normalize: str,
     device: torch.device,
 ) -> TaskFeatures:
-    """Features of a task's images on both sides; a batch is read once and not kept.
+    """Features of a task's samples on both sides; a batch is read once and not kept.
 
     Args:
-        merged: The merged CLIP vision tower.
+        merged: The merged model.
         expert: The task's expert.
-        projection: As for `all_features`, like the rest.
-        batches: Mappings with `pixel_values`.
+        site: As for `all_features`, like the rest.
+        batches: The models' inputs.
         normalize: `pre` or `none`.
         device: Where to compute.
 
@@ -141,7 +94,7 @@ def task_features(
     """
     parts = [
         [
-            all_features(model, projection, [batch], normalize=normalize, device=device)
+            all_features(model, site, [batch], normalize=normalize, device=device)
             for model in (merged, expert)
         ]
         for batch in batches
@@ -150,38 +103,50 @@ def task_features(
 
 
 def open_stream(
-    modelpool: BaseModelPool, settings: CorrectionSettings, processor: Any
-) -> dict[str, TaskBatches]:
-    """Draw the images that a method's settings ask for; nothing is read yet.
+    modelpool: BaseModelPool,
+    settings: CorrectionSettings,
+    processor: Any,
+    *,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
+    """Draw the samples that a method's settings ask for; nothing is read yet.
 
-    The draw is FeatCal's: with the same seed, split and number, the same images. A test stream with
-    fewer images than `samples_per_task` is taken whole, as when it is cycled through; fewer
-    calibration images than asked for are refused, as by FeatCal.
+    The draw is FeatCal's: with the same seed, split and number, the same samples. A test stream
+    with fewer than `samples_per_task` is taken whole, as when it is cycled through; fewer
+    calibration samples than asked for are refused, as by FeatCal.
+
+    Targets of texts in the test stream are the expert's own greedy answers, whatever the settings
+    say: the data's would be the answers that the model is tested on.
 
     Args:
         modelpool: The pool, whose experts are the tasks.
         settings: `stream`, `calibration_split`, `samples_per_task`, `batch_size` and `seed` are
-            used.
-        processor: Turns an image into a tensor.
+            used; for texts `calibration_targets`, `generated_tokens` and `max_length` besides.
+        processor: The pool's processor or tokenizer.
+        device: Where experts write answers, if they do; None: where they are loaded.
 
     Returns:
-        Task -> batches `{"pixel_values": [batch, channels, height, width]}`.
+        Task -> batches, as `calibration_batches` gives them.
 
     Raises:
-        CalibrationError: If the pool lacks the split for a task, or has too few images.
+        CalibrationError: If the pool lacks the split for a task, or has too few samples.
     """
-    split = stream_split(settings)
+    split, on_test = stream_split(settings), settings.stream == "test_tta"
     _check_stream(modelpool, settings, split)
     wanted = FeatCalSettings(
         samples_per_task=settings.samples_per_task,
         batch_size=settings.batch_size,
         seed=settings.seed,
         calibration_split=split,
+        calibration_targets="generated" if on_test else settings.calibration_targets,
+        generated_tokens=settings.generated_tokens,
+        max_length=settings.max_length,
     )
     tasks = modelpool.model_names
-    if settings.stream == "calibration":
-        return calibration_batches(modelpool, tasks, wanted, processor)
-    one_each = calibration_batches(modelpool, tasks, wanted.replace(samples_per_task=1), processor)
+    if not on_test:
+        return calibration_batches(modelpool, tasks, wanted, processor, device=device)
+    one = wanted.replace(samples_per_task=1)
+    one_each = calibration_batches(modelpool, tasks, one, processor, device=device)
     return {task: _up_to(batches, wanted) for task, batches in one_each.items()}
 
 
@@ -190,12 +155,12 @@ def stream_split(settings: CorrectionSettings) -> str:
     return "test" if settings.stream == "test_tta" else settings.calibration_split
 
 
-def _up_to(batches: TaskBatches, wanted: FeatCalSettings) -> TaskBatches:
+def _up_to(batches: Batches, wanted: FeatCalSettings) -> Batches:
     """A task's batches with as many samples as wanted, or all."""
-    available = len(batches.items)
+    available = len(batches.rows if isinstance(batches, TextBatches) else batches.items)
     number = min(available, wanted.samples_per_task)
     if number < wanted.samples_per_task:
-        log.info("%s has %d test images: all are used", batches.task, available)
+        log.info("%s has %d test samples: all are used", batches.task, available)
     indices = draw_samples(available, batches.task, wanted.replace(samples_per_task=number))
     return dataclasses.replace(batches, indices=indices)
 
@@ -206,88 +171,7 @@ def _check_stream(modelpool: BaseModelPool, settings: CorrectionSettings, split:
         if task not in available:
             setting = "" if split == "test" else f" and method.calibration_split={split}"
             raise CalibrationError(
-                f"task {task!r} has no images for method.stream={settings.stream}{setting}: set "
+                f"task {task!r} has no data for method.stream={settings.stream}{setting}: set "
                 f"modelpool.{split}_datasets.{task}, or choose another stream. The pool's "
                 f"{split}_datasets are: {', '.join(available) or 'none'}"
             )
-
-
-def check_projection(modelpool: BaseModelPool, clip_model: nn.Module | str | None) -> None:
-    """Find CLIP's visual projection before any model is loaded, where files tell.
-
-    Args:
-        modelpool: The pool.
-        clip_model: As for `load_projection`.
-
-    Raises:
-        CalibrationError: If there is none.
-    """
-    if isinstance(clip_model, nn.Module):
-        _projection_of(clip_model)
-    elif clip_model is None:
-        location = _base_location(modelpool)
-        source = pool_source(modelpool, BASE_MODEL, stream_experts="auto")
-        if not isinstance(source, nn.Module) and _PROJECTION not in source.names():
-            raise _no_projection(location)
-
-
-def load_projection(modelpool: BaseModelPool, clip_model: nn.Module | str | None) -> nn.Linear:
-    """CLIP's visual projection, which turns pooled outputs into features.
-
-    Args:
-        modelpool: The pool; its base model's checkpoint is the default.
-        clip_model: A CLIP model that has one, or the folder or hub id of its checkpoint; None: the
-            pool's base model's.
-
-    Returns:
-        A frozen copy, float32.
-
-    Raises:
-        CalibrationError: If there is none.
-    """
-    if isinstance(clip_model, nn.Module):
-        weight = _projection_of(clip_model).weight
-    else:
-        location = _base_location(modelpool) if clip_model is None else clip_model
-        try:
-            loaded: Any = CLIPModel.from_pretrained(location, output_loading_info=True)
-        except (OSError, ValueError) as error:
-            raise CalibrationError(
-                f"{location!r} cannot be loaded for its visual projection: {error}. Set "
-                "method.clip_model to a CLIP checkpoint"
-            ) from error
-        model, info = loaded
-        if _PROJECTION in info["missing_keys"]:
-            raise _no_projection(location)
-        weight = model.visual_projection.weight
-    projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    projection.weight = nn.Parameter(weight.detach().float().clone(), requires_grad=False)
-    return projection
-
-
-def _projection_of(clip_model: nn.Module) -> nn.Linear:
-    projection = getattr(clip_model, "visual_projection", None)
-    if not isinstance(projection, nn.Linear):
-        raise _no_projection(type(clip_model).__name__)
-    return projection
-
-
-def _base_location(modelpool: BaseModelPool) -> str:
-    """Folder or hub id of the base model's checkpoint."""
-    entry: Any = modelpool._models.get(BASE_MODEL)
-    if isinstance(entry, Mapping):
-        entry = entry.get("pretrained_model_name_or_path")
-    if not isinstance(entry, str):
-        raise CalibrationError(
-            f"the pool's base model (modelpool.models.{BASE_MODEL}) is no checkpoint whose visual "
-            "projection could be read: set method.clip_model to a CLIP checkpoint, which surgery "
-            "methods need for the projected features that they correct"
-        )
-    return entry
-
-
-def _no_projection(location: str) -> CalibrationError:
-    return CalibrationError(
-        f"{location} has no {_PROJECTION}, so there are no projected features to correct: surgery "
-        "methods need a CLIP model. Set method.clip_model to a checkpoint that has it"
-    )

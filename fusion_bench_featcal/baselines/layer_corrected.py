@@ -12,7 +12,8 @@ from fusion_bench_featcal.baselines.checkpoint import (
     task_key,
     task_modules,
 )
-from fusion_bench_featcal.baselines.features import pooled_output, project, to_unit_norm
+from fusion_bench_featcal.baselines.features import to_unit_norm
+from fusion_bench_featcal.baselines.projection import pooled_output, project
 from fusion_bench_featcal.baselines.surgery import SurgeryModule
 from fusion_bench_featcal.baselines.surgery_v2 import LayerSurgery, corrected_blocks
 from fusion_bench_featcal.baselines.training import Curve

@@ -11,8 +11,8 @@ from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, plain
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
     check_pool_models,
+    load_input_processor,
     load_pool_model,
-    load_processor,
     pool_source,
 )
 from fusion_bench_featcal.calibration_data import calibration_batches
@@ -86,8 +86,8 @@ def merge_pool(
         raise CalibrationError("this method runs on one device: set fabric.devices=1")
     check_base(modelpool)
     check_pool_models(modelpool)
-    tasks, processor = modelpool.model_names, load_processor(modelpool)
-    batches = calibration_batches(modelpool, tasks, settings, processor)
+    tasks, processor = modelpool.model_names, load_input_processor(modelpool)
+    batches = calibration_batches(modelpool, tasks, settings, processor, device=fabric.device)
     stream = settings.stream_experts
     return merge(
         load_pool_model(modelpool, BASE_MODEL),

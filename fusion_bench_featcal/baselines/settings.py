@@ -9,25 +9,33 @@ from typing import Any, TypeVar
 
 NORMALIZE = ("none", "pre")
 STREAMS = ("test_tta", "calibration")
+TARGETS = ("labels", "generated")
+TEXT_SETTINGS = ("calibration_targets", "generated_tokens", "max_length")
+"""Settings of the three methods that only language models read."""
+
 CALIBRATION_SPLITS = ("train", "val")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SurgerySettings:
-    """Settings of Surgery (arXiv 2402.02705); the defaults are its authors', on 256 images a task.
+    """Settings of Surgery (arXiv 2402.02705); the defaults are its authors', on 256 samples a task.
 
     Attributes:
         rank: Width of each task's module, >= 1.
         learning_rate: Adam's step size, > 0.
         steps: Updates of each task's module, >= 1.
-        batch_size: Samples in an update (and in a forward pass), >= 1.
-        normalize: `none` corrects projected features as they are and normalises afterwards (the
-            authors); `pre` corrects features of norm 1 (FusionBench).
-        samples_per_task: Unlabeled images drawn for each task, >= 1.
+        batch_size: Features in an update, and samples in a forward pass, >= 1.
+        normalize: `none` corrects features as they are and CLIP's head normalises afterwards (the
+            authors); `pre` corrects features of norm 1 (FusionBench; CLIP only).
+        samples_per_task: Images or texts drawn for each task, >= 1.
         seed: With the task's name, seeds the draw, the initial weights and the batches, >= 0.
-        stream: `test_tta` trains on images of the test split, as the authors do; `calibration` on
+        stream: `test_tta` trains on samples of the test split, as the authors do; `calibration` on
             those FeatCal would draw from `calibration_split`.
         calibration_split: `train` or `val`; read only where `stream` is `calibration`.
+        calibration_targets: Of texts that FeatCal would draw: `labels`, or `generated` (the
+            expert's own answers). Test texts always have the expert's own.
+        generated_tokens: Longest answer that an expert writes, >= 1.
+        max_length: Longer texts are cut to so many tokens; None: the tokenizer's limit.
     """
 
     rank: int = 16
@@ -39,6 +47,9 @@ class SurgerySettings:
     seed: int = 42
     stream: str = "test_tta"
     calibration_split: str = "train"
+    calibration_targets: str = "labels"
+    generated_tokens: int = 64
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -56,12 +67,15 @@ class ProbSurgerySettings:
             initial variance follow the size of the expert's features (not the authors').
         learning_rate: Adam's step size, > 0.
         steps: Updates of each task's module, >= 1.
-        batch_size: Samples in an update, >= 1.
+        batch_size: Features in an update, >= 1.
         normalize: `none` or `pre`. With `pre` the authors' `kl_weight` does harm.
-        samples_per_task: Unlabeled images drawn for each task, >= 1.
+        samples_per_task: Images or texts drawn for each task, >= 1.
         seed: Seeds draw, initial weights, batches and noise, >= 0.
         stream: `test_tta` or `calibration`.
         calibration_split: `train` or `val`.
+        calibration_targets: `labels` or `generated`.
+        generated_tokens: Longest answer that an expert writes, >= 1.
+        max_length: Longest text in tokens, or None.
     """
 
     hidden: int = 128
@@ -74,6 +88,9 @@ class ProbSurgerySettings:
     seed: int = 42
     stream: str = "test_tta"
     calibration_split: str = "train"
+    calibration_targets: str = "labels"
+    generated_tokens: int = 64
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -90,10 +107,13 @@ class RidgeSurgerySettings:
             `auto`: the value of a fixed grid with the least leave-one-out error.
         batch_size: Samples in a forward pass, >= 1. Changes memory, not results.
         normalize: `none` or `pre`.
-        samples_per_task: Unlabeled images drawn for each task, >= 1 (>= 2 for `auto`).
+        samples_per_task: Images or texts drawn for each task, >= 1 (>= 2 for `auto`).
         seed: Seeds the draw, >= 0.
         stream: `test_tta` or `calibration`.
         calibration_split: `train` or `val`.
+        calibration_targets: `labels` or `generated`.
+        generated_tokens: Longest answer that an expert writes, >= 1.
+        max_length: Longest text in tokens, or None.
     """
 
     ridge_lambda: float | str = "auto"
@@ -103,6 +123,9 @@ class RidgeSurgerySettings:
     seed: int = 42
     stream: str = "calibration"
     calibration_split: str = "train"
+    calibration_targets: str = "labels"
+    generated_tokens: int = 64
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -179,6 +202,9 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed": _integer(0),
     "stream": _one_of(STREAMS),
     "calibration_split": _one_of(CALIBRATION_SPLITS),
+    "calibration_targets": _one_of(TARGETS),
+    "generated_tokens": _integer(1),
+    "max_length": ("null or an integer >= 1", lambda value: value is None or _integer(1)[1](value)),
 }
 
 

@@ -1,6 +1,7 @@
 """SurgeryV2 over any merged model of a pool, and as a FusionBench method."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,33 +13,73 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 from torch import Tensor, nn
 
-from fusion_bench_featcal.baselines.features import (
-    load_projection,
-    open_stream,
-    pooled_output,
-    project,
-    stream_split,
-)
+from fusion_bench_featcal.baselines.features import open_stream, stream_split
 from fusion_bench_featcal.baselines.layer_corrected import LayerCorrectedModel, clip_blocks
 from fusion_bench_featcal.baselines.post_merging import check_post_merging
-from fusion_bench_featcal.baselines.settings import SurgerySettings, setting_names, settings_from
+from fusion_bench_featcal.baselines.projection import load_projection, pooled_output, project
+from fusion_bench_featcal.baselines.settings import (
+    TEXT_SETTINGS,
+    SurgerySettings,
+    setting_names,
+    settings_from,
+)
 from fusion_bench_featcal.baselines.surgery_v2 import LayerSurgery, train_surgery_v2
 from fusion_bench_featcal.baselines.training import Curve, Losses
 from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, check_merger, plain
 from fusion_bench_featcal.boundary.pool_models import (
     check_pool_models,
+    load_input_processor,
     load_pool_model,
-    load_processor,
 )
 from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
 from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.boundary.standalone import Row, run_post_merging
+from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 
-SURGERY_V2_SETTINGS = tuple(n for n in setting_names(SurgerySettings) if n != "normalize")
-"""Fields of `SurgerySettings` that SurgeryV2 has too; it always corrects features as they are."""
+SURGERY_V2_SETTINGS = tuple(
+    name for name in setting_names(SurgerySettings) if name not in ("normalize", *TEXT_SETTINGS)
+)
+"""Fields of `SurgerySettings` that SurgeryV2 has too; it always corrects images' features as they
+are."""
+
+
+def check_surgery_v2(
+    modelpool: BaseModelPool,
+    settings: SurgerySettings,
+    processor: Any,
+    clip_model: nn.Module | str | None = None,
+) -> None:
+    """Refuse what cannot work, before a model is loaded.
+
+    Args:
+        modelpool: As for `surgery_v2_post_merge`, like the others.
+        settings: The method's settings.
+        processor: The pool's processor.
+        clip_model: Whose visual projection is used.
+
+    Raises:
+        CalibrationError: If the models are no CLIP vision models, or a task lacks images.
+    """
+    if text_kind(modelpool) is not None:
+        raise CalibrationError(
+            f"SurgeryV2 corrects CLIP vision models, and {type(modelpool).__name__} holds language "
+            "models: leave it out, or use surgery, prob_surgery or ridge_surgery"
+        )
+    check_post_merging(modelpool, settings, processor, clip_model)
+
+
+def refuse_other_settings(names: Iterable[str]) -> None:
+    """Refuse settings of Surgery that SurgeryV2 has not.
+
+    Raises:
+        ValueError: Naming the first of them.
+    """
+    for name in names:
+        if name in ("normalize", *TEXT_SETTINGS):
+            raise ValueError(f"method.{name} is no setting of SurgeryV2; leave it out")
 
 
 def surgery_v2_post_merge(
@@ -119,8 +160,7 @@ class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):
             ValueError: If a key is unknown or a value out of range.
         """
         meta = {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
-        if "normalize" in keys:
-            raise ValueError("method.normalize is no setting of SurgeryV2; leave it out")
+        refuse_other_settings(keys)
         self.settings = settings_from(SurgerySettings, {k: plain(v) for k, v in keys.items()})
         check_merger(base_method)
         self.base_method, self.clip_model = base_method, clip_model
@@ -149,9 +189,9 @@ class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):
         if self.fabric.world_size > 1:
             raise CalibrationError("surgery methods run on one device: set fabric.devices=1")
         check_upstream(self.base_method, modelpool)
-        processor = load_processor(modelpool)
+        processor = load_input_processor(modelpool)
         check_pool_models(modelpool)
-        check_post_merging(modelpool, self.settings, processor, self.clip_model)
+        check_surgery_v2(modelpool, self.settings, processor, self.clip_model)
         values = {name: getattr(self.settings, name) for name in SURGERY_V2_SETTINGS}
         row = Row(
             name="surgery_v2",

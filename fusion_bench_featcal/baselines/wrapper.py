@@ -9,17 +9,15 @@ from torch import Tensor, nn
 from fusion_bench_featcal.baselines.checkpoint import (
     load_checkpoint,
     save_checkpoint,
-    task_key,
     task_modules,
 )
-from fusion_bench_featcal.baselines.features import pooled_output, project, to_unit_norm
-from fusion_bench_featcal.baselines.ridge_surgery import AffineModule
+from fusion_bench_featcal.baselines.corrections import Correction, correction_from, correction_of
+from fusion_bench_featcal.baselines.features import to_unit_norm
+from fusion_bench_featcal.baselines.projection import pooled_output, project
 from fusion_bench_featcal.baselines.settings import NORMALIZE
-from fusion_bench_featcal.baselines.surgery import SurgeryModule
 from fusion_bench_featcal.baselines.training import Curve
 from fusion_bench_featcal.settings import CalibrationError
 
-Correction = SurgeryModule | AffineModule
 _STEM = "feature_corrections"
 
 
@@ -167,17 +165,12 @@ class CorrectedModel(nn.Module):
             CalibrationError: If the folder holds no corrected model.
         """
         model, projection, parts, told = load_checkpoint(folder, _STEM, **kwargs)
-        corrections = {task: _correction_from(part, task) for task, part in parts.items()}
+        corrections = {task: correction_from(part, task, _STEM) for task, part in parts.items()}
         kept = {key: told[key] for key in ("normalize", "samples", "curves")}
         return cls(model, projection, corrections, **kept)
 
     def _correction(self, task: str | None) -> Correction:
-        if task not in self.tasks:
-            raise CalibrationError(
-                f"there is no feature correction for task {task!r}: surgery methods must be told "
-                f"the task, and correct those they were fitted on: {', '.join(self.tasks)}"
-            )
-        return self.corrections[task_key(task)]  # type: ignore[return-value]
+        return correction_of(self.corrections, self.tasks, task)
 
     def _remembered(self, features: Tensor) -> Tensor:
         """The features of the last forward pass, of which the given ones are the directions."""
@@ -191,11 +184,3 @@ class CorrectedModel(nn.Module):
             "normalised: pass the images through this model just before its features are "
             "corrected, with the visual projection that it was fitted with"
         )
-
-
-def _correction_from(part: Mapping[str, Tensor], task: str) -> Correction:
-    if set(part) == {"down", "up"}:
-        return SurgeryModule(part["down"], part["up"])
-    if set(part) == {"matrix", "shift"}:
-        return AffineModule(part["matrix"], part["shift"])
-    raise CalibrationError(f"{_STEM}.safetensors has no correction for task {task!r}")

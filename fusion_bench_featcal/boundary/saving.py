@@ -48,7 +48,7 @@ class CompleteSaver:
         try:
             self._save_model(model, str(partial), **kwargs)
             if partial.is_dir():
-                _keep_untied(model, partial)
+                keep_untied(model, partial)
                 if hasattr(self._processor, "save_pretrained"):
                     self._processor.save_pretrained(partial)
             _move(partial, target)
@@ -61,11 +61,15 @@ def _save_pretrained(model: Any, path: str, **options: Any) -> None:
     model.save_pretrained(path, **options)
 
 
-def _keep_untied(model: Any, folder: Path) -> None:
+def keep_untied(model: Any, folder: Path) -> None:
     """Let a saved config tell that the head is a matrix of its own, where it is.
 
     transformers 5 gives every T5 a config with `tie_word_embeddings: true`, by which older releases
     would put the embeddings in the head's place and rescale its input.
+
+    Args:
+        model: The model, saved already.
+        folder: Where it was saved.
     """
     file = folder / "config.json"
     if not file.is_file() or not hasattr(model, "get_output_embeddings"):

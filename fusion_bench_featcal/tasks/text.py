@@ -4,6 +4,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -197,7 +198,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         encoder = TextEncoder(self.tokenizer, kind, self.max_length)
         task, size = self._task(encoder, name), self.batch_size
         most = self._longest_answer(task)
-        with self.fabric.autocast():
+        with self.fabric.autocast(), told_task(model, name):
             answers = answer_texts(model, encoder, task.prompts, batch_size=size, most=most)
             loss = target_loss(model, encoder, task.samples, batch_size=size)
         if (self.metrics or {}).get(name) == "spearman":
@@ -223,9 +224,20 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         )
 
 
-def _check_count(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"taskpool.{key} must be a whole number >= 1, got {value!r}")
+def told_task(model: Any, task: str) -> AbstractContextManager[Any]:
+    """Context in which a surgery model knows the task, as FusionBench's image task pools tell it.
+
+    Args:
+        model: Any model; others than surgery models do not ask.
+        task: The task's name.
+
+    Returns:
+        The context.
+
+    Raises:
+        CalibrationError: If a surgery model has no correction for the task.
+    """
+    return model.for_task(task) if getattr(model, "is_surgery_model", False) else nullcontext()
 
 
 def _read_task(

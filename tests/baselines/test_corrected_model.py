@@ -13,7 +13,7 @@ from tiny_pools import TASKS, tiny_pool, tiny_processor
 from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.baselines.features import load_projection
+from fusion_bench_featcal.baselines.projection import load_projection
 from fusion_bench_featcal.baselines.ridge_surgery import AffineModule
 from fusion_bench_featcal.baselines.surgery import SurgeryModule
 from fusion_bench_featcal.baselines.wrapper import CorrectedModel

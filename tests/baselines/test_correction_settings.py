@@ -24,7 +24,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "config" / "method"
 def test_yaml_holds_every_setting_with_its_default(name):
     values = OmegaConf.to_container(OmegaConf.load(CONFIG / f"{name}.yaml"))
     assert isinstance(values, dict)
-    others = {"defaults", "_target_", "_recursive_", "clip_model"}
+    others = {"defaults", "_target_", "_recursive_", "clip_model", "final_norm"}
     assert {key: values[key] for key in values.keys() - others} == dataclasses.asdict(KINDS[name]())
 
 

@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 from tiny_pools import TASKS, cpu_fabric, tiny_pool, tiny_processor
 from transformers import CLIPModel, CLIPVisionModel
 
-from fusion_bench_featcal.baselines.features import all_features, load_projection, open_stream
+from fusion_bench_featcal.baselines.features import all_features, open_stream
+from fusion_bench_featcal.baselines.projection import ProjectedFeatures, load_projection
 from fusion_bench_featcal.baselines.settings import SurgerySettings
 from fusion_bench_featcal.baselines.surgery import SurgeryModule, initial_surgery, train_surgery
 from fusion_bench_featcal.baselines.training import shuffled_batches, task_generator
@@ -105,7 +106,7 @@ def test_every_step_agrees_with_fusion_bench(models, their_run):
         batches = [{"pixel_values": their_run.pixels[task]}]
         expert = CLIPVisionModel.from_pretrained(models[task])
         merged_features, expert_features = (
-            all_features(model, projection, batches, normalize="pre", device=CPU)
+            all_features(model, ProjectedFeatures(projection), batches, normalize="pre", device=CPU)
             for model in (their_run.merged, expert)
         )
         known = [theirs_as_ours(state, task) for state in their_run.states]
@@ -150,9 +151,8 @@ def test_features_computed_once_train_as_on_the_fly(models, normalize):
     )
 
     def features(model, images):
-        return all_features(
-            model, projection, [{"pixel_values": images}], normalize=normalize, device=CPU
-        )
+        site, batches = ProjectedFeatures(projection), [{"pixel_values": images}]
+        return all_features(model, site, batches, normalize=normalize, device=CPU)
 
     known = initial_surgery(projection.out_features, settings, task)
     optimizer = torch.optim.Adam(known.parameters(), lr=settings.learning_rate)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.baselines.features import load_projection
 from fusion_bench_featcal.baselines.layer_corrected import LayerCorrectedModel, clip_blocks
+from fusion_bench_featcal.baselines.projection import load_projection
 from fusion_bench_featcal.baselines.settings import SurgerySettings
 from fusion_bench_featcal.baselines.surgery_v2 import (
     corrected_blocks,

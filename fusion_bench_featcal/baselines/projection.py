@@ -1,0 +1,161 @@
+"""CLIP's projected features: what a zero-shot head compares with the text's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_bench import BaseModelPool
+from torch import Tensor, nn
+from transformers import CLIPModel
+
+from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, pool_source
+from fusion_bench_featcal.settings import CalibrationError
+
+_PROJECTION = "visual_projection.weight"
+
+
+@dataclass(frozen=True)
+class ProjectedFeatures:
+    """The feature site of CLIP vision models: the pooled output, projected; a row an image.
+
+    Attributes:
+        projection: CLIP's visual projection, on the device.
+    """
+
+    projection: nn.Linear
+
+    def features(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """What the zero-shot head is given, before it normalises.
+
+        Args:
+            model: A CLIP vision tower.
+            batch: `pixel_values`, `[batch, channels, height, width]`.
+
+        Returns:
+            `[batch, d]` in the projection's dtype.
+
+        Raises:
+            CalibrationError: If the model has no pooled output, or one of another width.
+        """
+        pixels = batch["pixel_values"].to(next(model.parameters()).dtype)
+        return project(pooled_output(model(pixels), model), self.projection)
+
+
+def pooled_output(output: Any, model: nn.Module) -> Tensor:
+    """The pooled output among what a vision tower returns.
+
+    Args:
+        output: What the model returned.
+        model: The model, for the message.
+
+    Returns:
+        `[batch, width]`.
+
+    Raises:
+        CalibrationError: If there is none.
+    """
+    pooled = output if isinstance(output, Tensor) else getattr(output, "pooler_output", None)
+    if pooled is None or pooled.ndim != 2:
+        raise CalibrationError(
+            f"{type(model).__name__} has no pooled output, so there are no projected features to "
+            "correct: surgery methods work on CLIP vision models"
+        )
+    return pooled
+
+
+def project(pooled: Tensor, projection: nn.Module) -> Tensor:
+    """Pooled outputs `[batch, width]` as features `[batch, d]`, in the projection's dtype.
+
+    Raises:
+        CalibrationError: If the projection takes another width.
+    """
+    weight = next(projection.parameters(), None)
+    if weight is None:  # stands for the projection of models that project themselves
+        return projection(pooled)
+    if pooled.shape[-1] != weight.shape[-1]:
+        raise CalibrationError(
+            f"a model's pooled output is {pooled.shape[-1]} wide, the visual projection takes "
+            f"{weight.shape[-1]}: check modelpool.models and method.clip_model"
+        )
+    return projection(pooled.to(weight.dtype))
+
+
+def check_projection(modelpool: BaseModelPool, clip_model: nn.Module | str | None) -> None:
+    """Find CLIP's visual projection before any model is loaded, where files tell.
+
+    Args:
+        modelpool: The pool.
+        clip_model: As for `load_projection`.
+
+    Raises:
+        CalibrationError: If there is none.
+    """
+    if isinstance(clip_model, nn.Module):
+        _projection_of(clip_model)
+    elif clip_model is None:
+        location = _base_location(modelpool)
+        source = pool_source(modelpool, BASE_MODEL, stream_experts="auto")
+        if not isinstance(source, nn.Module) and _PROJECTION not in source.names():
+            raise _no_projection(location)
+
+
+def load_projection(modelpool: BaseModelPool, clip_model: nn.Module | str | None) -> nn.Linear:
+    """CLIP's visual projection, which turns pooled outputs into features.
+
+    Args:
+        modelpool: The pool; its base model's checkpoint is the default.
+        clip_model: A CLIP model that has one, or the folder or hub id of its checkpoint; None: the
+            pool's base model's.
+
+    Returns:
+        A frozen copy, float32.
+
+    Raises:
+        CalibrationError: If there is none.
+    """
+    if isinstance(clip_model, nn.Module):
+        weight = _projection_of(clip_model).weight
+    else:
+        location = _base_location(modelpool) if clip_model is None else clip_model
+        try:
+            loaded: Any = CLIPModel.from_pretrained(location, output_loading_info=True)
+        except (OSError, ValueError) as error:
+            raise CalibrationError(
+                f"{location!r} cannot be loaded for its visual projection: {error}. Set "
+                "method.clip_model to a CLIP checkpoint"
+            ) from error
+        model, info = loaded
+        if _PROJECTION in info["missing_keys"]:
+            raise _no_projection(location)
+        weight = model.visual_projection.weight
+    projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    projection.weight = nn.Parameter(weight.detach().float().clone(), requires_grad=False)
+    return projection
+
+
+def _projection_of(clip_model: nn.Module) -> nn.Linear:
+    projection = getattr(clip_model, "visual_projection", None)
+    if not isinstance(projection, nn.Linear):
+        raise _no_projection(type(clip_model).__name__)
+    return projection
+
+
+def _base_location(modelpool: BaseModelPool) -> str:
+    """Folder or hub id of the base model's checkpoint."""
+    entry: Any = modelpool._models.get(BASE_MODEL)
+    if isinstance(entry, Mapping):
+        entry = entry.get("pretrained_model_name_or_path")
+    if not isinstance(entry, str):
+        raise CalibrationError(
+            f"the pool's base model (modelpool.models.{BASE_MODEL}) is no checkpoint whose visual "
+            "projection could be read: set method.clip_model to a CLIP checkpoint, which surgery "
+            "methods need for the projected features that they correct"
+        )
+    return entry
+
+
+def _no_projection(location: str) -> CalibrationError:
+    return CalibrationError(
+        f"{location} has no {_PROJECTION}, so there are no projected features to correct: surgery "
+        "methods need a CLIP model. Set method.clip_model to a checkpoint that has it"
+    )

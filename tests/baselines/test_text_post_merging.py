@@ -1,0 +1,252 @@
+"""Pools of language models: what is fitted, from which texts, and what is refused."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from text_pools import MAKERS, NORMS, text_pool, text_tokenizer, with_tests
+from tiny_texts import TASKS, sentences, with_data, word_tokenizer, write
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.baselines.algorithms import RidgeSurgeryAlgorithm, SurgeryAlgorithm
+from fusion_bench_featcal.baselines.features import open_stream
+from fusion_bench_featcal.baselines.final_states import FinalStates
+from fusion_bench_featcal.baselines.language_model import CorrectedLanguageModel
+from fusion_bench_featcal.baselines.post_merging import check_post_merging, post_merge
+from fusion_bench_featcal.baselines.settings import (
+    ProbSurgerySettings,
+    RidgeSurgerySettings,
+    SurgerySettings,
+)
+from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorithm
+from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.calibration_text import greedy_answers
+from fusion_bench_featcal.pools import CausalLMPool
+from fusion_bench_featcal.tasks import TextTaskPool
+from fusion_bench_featcal.text_samples import TextEncoder
+
+KINDS = pytest.mark.parametrize("kind", list(MAKERS))
+SHORT: dict[str, Any] = {"samples_per_task": 8, "batch_size": 4, "generated_tokens": 4}
+SETTINGS: dict[str, Any] = {
+    "surgery": SurgerySettings(**SHORT, steps=5),
+    "prob_surgery": ProbSurgerySettings(**SHORT, steps=5, hidden=5),
+    "ridge_surgery": RidgeSurgerySettings(**SHORT),
+}
+METHODS = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pool(kind, tmp_path_factory):
+    return text_pool(kind, tmp_path_factory.mktemp(kind))
+
+
+def fitted(pool: Any, kind: str, settings: Any, merged: Any = None, **options: Any) -> Any:
+    merged = pool.load_model("_pretrained_") if merged is None else merged
+    return post_merge(merged, pool, settings, text_tokenizer(kind), **options)
+
+
+def states_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.corrections.state_dict().items()}
+
+
+def same(one: Any, two: Any) -> bool:
+    ours, theirs = states_of(one), states_of(two)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+@METHODS
+def test_every_method_gives_one_correction_a_task(pool, kind, settings):
+    model = fitted(pool, kind, settings)
+    assert isinstance(model, CorrectedLanguageModel)
+    assert model.tasks == TASKS and model.final_norm == NORMS[kind]
+    split = "test" if settings.stream == "test_tta" else "train"
+    assert model.samples == {task: {"samples": 8, "split": split} for task in TASKS}
+    assert bool(model.curves) == (not isinstance(settings, RidgeSurgerySettings))
+
+
+class _Drifting(nn.Module):
+    """A norm whose output drifts in two directions."""
+
+    def __init__(self, norm: nn.Module, size: float) -> None:
+        super().__init__()
+        self.norm = norm
+        generator = torch.Generator().manual_seed(3)
+        self.drift = nn.Parameter(
+            size * torch.randn(8, 2, generator=generator) @ torch.randn(2, 8, generator=generator)
+        )
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(states)
+        return normed + normed @ self.drift
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        (RidgeSurgerySettings(samples_per_task=12, ridge_lambda=1e-10), 0.01),
+        (SurgerySettings(samples_per_task=12, steps=600, stream="calibration"), 0.5),
+        (ProbSurgerySettings(samples_per_task=12, steps=600, stream="calibration"), 0.5),
+    ],
+    ids=["ridge", "surgery", "prob_surgery"],
+)
+def test_planted_drift_is_removed(pool, kind, settings, left):
+    expert = pool.load_model("one")
+    merged = copy.deepcopy(expert)
+    parent = merged.get_submodule(NORMS[kind].rpartition(".")[0])
+    name = NORMS[kind].rpartition(".")[2]
+    setattr(parent, name, _Drifting(getattr(parent, name), 0.1))
+    alone = copy.copy(pool)
+    alone._models = {n: m for n, m in pool._models.items() if n in ("_pretrained_", "one")}
+    model = fitted(alone, kind, settings, merged)
+    site = FinalStates(NORMS[kind])
+    (batch,) = open_stream(alone, settings.__class__(
+        samples_per_task=12, stream="calibration"
+    ), text_tokenizer(kind))["one"]  # fmt: skip
+    with torch.no_grad():
+        theirs, drifted = (site.features(side, batch) for side in (expert, merged))
+        remaining = (model.correct(drifted, "one") - theirs).abs().mean()
+    assert remaining < left * (drifted - theirs).abs().mean()
+
+
+def test_test_stream_learns_from_the_experts_own_answers(pool, kind):
+    tokenizer = text_tokenizer(kind)
+    stream = open_stream(pool, SETTINGS["surgery"], tokenizer)["two"]
+    expert = pool.load_model("two").eval()
+    encoder = TextEncoder(tokenizer, kind)
+    rows = [stream.rows[index] for index in stream.indices]
+    prompts = [encoder.prompt(row, "row", 4) for row in rows]
+    answers = greedy_answers(expert, prompts, encoder, 4)
+    labels = [row[row >= 0].tolist() for batch in stream for row in batch["labels"]]
+    assert labels == answers
+    assert labels != [encoder.sample(row, "row").labels for row in rows]
+
+
+@METHODS
+def test_answers_of_the_test_split_are_never_read(pool, kind, settings):
+    """Other answers, or none at all, change nothing."""
+    settings = replace(settings, stream="test_tta")
+    known = fitted(pool, kind, settings)
+
+    def without(task: str) -> list[dict[str, str]]:
+        return [{"prompt": row["prompt"]} for row in sentences(task)]
+
+    def others(task: str) -> list[dict[str, str]]:
+        return [row | {"target": "t s r q"} for row in sentences(task)]
+
+    for rows in (without, others):
+        assert same(fitted(with_tests(copy.copy(pool), rows), kind, settings), known)
+
+
+def test_calibration_stream_takes_labels_or_the_experts_answers(pool, kind):
+    def others(task: str) -> list[dict[str, str]]:
+        return [row | {"target": "t s"} for row in sentences(task)]
+
+    changed = with_data(copy.copy(pool), others)
+    for targets in ("labels", "generated"):
+        settings = RidgeSurgerySettings(**SHORT, calibration_targets=targets)
+        equal = same(fitted(pool, kind, settings), fitted(changed, kind, settings))
+        assert equal == (targets == "generated")
+
+
+def test_task_pool_tells_the_task(pool, kind):
+    model = fitted(pool, kind, SETTINGS["ridge_surgery"])
+    taskpool = TextTaskPool(
+        {task: sentences(task) for task in TASKS}, tokenizer=text_tokenizer(kind), batch_size=5
+    )
+    report = taskpool.evaluate(model)
+    assert set(TASKS) <= set(report)
+    plain = taskpool.evaluate(model.model)
+    assert report["one"]["loss"] != plain["one"]["loss"]
+    assert model.task is None
+    other = TextTaskPool({"three": sentences("one")}, tokenizer=text_tokenizer(kind))
+    with pytest.raises(CalibrationError, match=r"no feature correction for task 'three'"):
+        other.evaluate(model)
+
+
+def test_pool_saves_model_corrections_and_tokenizer(pool, kind, tmp_path):
+    model = fitted(pool, kind, SETTINGS["surgery"])
+    saver = CompleteSaver(copy.copy(pool), text_tokenizer(kind))
+    saver(model, tmp_path / "saved")
+    loaded = CorrectedLanguageModel.from_pretrained(tmp_path / "saved")
+    assert same(loaded, model)
+    assert (tmp_path / "saved" / "tokenizer.json").is_file()
+
+
+def refusing(pool: Any) -> Any:
+    pool = copy.copy(pool)
+    pool.load_model = lambda *_, **__: pytest.fail("a model was loaded")
+    return pool
+
+
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(pool, kind):
+    base = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
+    bad = refusing(pool)
+    with pytest.raises(CalibrationError, match=r"normalize=pre is for CLIP"):
+        SurgeryAlgorithm(base_method=base, normalize="pre").run(bad)
+    with pytest.raises(CalibrationError, match=r"has no ln_f: .*method\.final_norm"):
+        RidgeSurgeryAlgorithm(base_method=base, final_norm="ln_f").run(bad)
+    with pytest.raises(CalibrationError, match=r"SurgeryV2 corrects CLIP vision models"):
+        SurgeryV2Algorithm(base_method=base).run(bad)
+    with pytest.raises(ValueError, match=r"method\.final_norm must be a name"):
+        SurgeryAlgorithm(final_norm=3)
+    with pytest.raises(ValueError, match=r"method\.max_length is no setting of SurgeryV2"):
+        SurgeryV2Algorithm(max_length=3)
+    with pytest.raises(ValueError, match=r"method\.calibration_targets must be one of labels"):
+        SurgerySettings(calibration_targets="answers")
+    nothing = with_tests(copy.copy(bad), sentences)
+    nothing._test_datasets = None
+    with pytest.raises(CalibrationError, match=r"no data for method\.stream=test_tta"):
+        SurgeryAlgorithm(base_method=base).run(nothing)
+
+
+def test_texts_without_targets_are_refused_for_the_calibration_stream(tmp_path):
+    def without(task: str) -> list[dict[str, str]]:
+        return [{"prompt": row["prompt"]} for row in sentences(task)]
+
+    pool = with_data(text_pool("causal", tmp_path), without)
+    with pytest.raises(CalibrationError, match=r"task 'one': texts have no targets.*generated"):
+        fitted(pool, "causal", SETTINGS["ridge_surgery"])
+
+
+def test_experts_that_answer_nothing_are_named(pool, kind, monkeypatch):
+    from fusion_bench_featcal import calibration_text
+
+    monkeypatch.setattr(calibration_text, "greedy_answers", lambda m, p, e, n: [[] for _ in p])
+    with pytest.raises(CalibrationError, match=r"task 'one': .*target"):
+        fitted(pool, kind, SETTINGS["surgery"])
+
+
+def test_other_architectures_name_their_norm(tmp_path):
+    paths = {}
+    for seed, name in enumerate(("_pretrained_", *TASKS)):
+        torch.manual_seed(seed)
+        config = GPT2Config(vocab_size=23, n_embd=8, n_layer=1, n_head=2, n_positions=32)
+        paths[name] = write(GPT2LMHeadModel(config), tmp_path / name)
+    pool: Any = with_data(CausalLMPool(paths, tokenizer=word_tokenizer()))
+    settings = SETTINGS["ridge_surgery"]
+    with pytest.raises(CalibrationError, match=r"has no decoder\.final_layer_norm or model\.norm"):
+        check_post_merging(pool, settings, word_tokenizer())
+    model = post_merge(
+        AutoModelForCausalLM.from_pretrained(paths["one"]), pool, settings, word_tokenizer(),
+        final_norm="transformer.ln_f",
+    )  # fmt: skip
+    assert model.tasks == TASKS
+
+
+def test_algorithm_runs_on_a_language_pool(pool, kind):
+    algorithm = RidgeSurgeryAlgorithm(
+        base_method={"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}, **SHORT
+    )
+    ours = copy.copy(pool)
+    model = algorithm.run(ours)
+    assert isinstance(model, CorrectedLanguageModel)
+    assert isinstance(ours.save_model, CompleteSaver)
