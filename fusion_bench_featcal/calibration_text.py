@@ -96,7 +96,7 @@ def greedy_answers(
         Token ids of each answer, up to and with the end token where one was written.
     """
     device = next(model.parameters()).device
-    ids, mask = _padded_left(prompts, encoder.pad_id)
+    ids, mask = padded_left(prompts, encoder.pad_id)
     settings = model.generation_config
     with torch.no_grad():
         written = model.eval().generate(
@@ -116,8 +116,16 @@ def greedy_answers(
     return [_until(row[first:].tolist(), ends) for row in written]
 
 
-def _padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Prompts padded on the left, so that a decoder's answer follows each at once; their mask."""
+def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Prompts padded on the left, so that a decoder's answer follows each at once.
+
+    Args:
+        prompts: Token ids of each prompt.
+        pad_id: Fills up.
+
+    Returns:
+        Token ids and mask, `[batch, length]` int64 each.
+    """
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])

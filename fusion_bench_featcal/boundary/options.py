@@ -67,9 +67,12 @@ def checked_choices(
     Raises:
         ValueError: If a reference is unknown, or a preset's setting is unknown or out of range.
     """
-    unknown = sorted(set(suite) - {"presets", "compare_with"})
+    unknown = sorted(set(suite) - {"presets", "compare_with", "compare"})
     if unknown:
-        raise ValueError(f"modelpool.featcal: {unknown} unknown; it takes presets and compare_with")
+        raise ValueError(
+            f"modelpool.featcal: {unknown} unknown; it takes presets, compare_with and, for "
+            "method=compare, compare"
+        )
     place = "method" if presets is not None else "modelpool.featcal"
     wanted = presets if presets is not None else suite.get("presets") or {}
     references = compare_with if compare_with is not None else suite.get("compare_with", [MERGED])

@@ -223,11 +223,12 @@ def _sentences(comparison: SideBySide) -> list[str]:
         "task id: whether the model must be told which task an input belongs to; modules / "
         "parameters: what it carries besides the merged model's, over all tasks",
         "seconds: merging for a merger, the method alone for a post-merging method; reading its "
-        "images is part of it, evaluation is not",
+        "data is part of it, evaluation is not",
         "memory: largest resident set of the process meanwhile, the framework included, with what "
         "its children hold besides; GPU energy: all that the GPUs in use drew meanwhile",
-        "ms / sample: inference, from pixels to final image features with their correction, for "
-        f"one test image of a batch; {UNAVAILABLE}: could not be measured",
+        "ms / sample: inference for one test sample of a batch, correction included: from pixels "
+        "to final image features, or an answer of a language model, the same number of tokens "
+        f"for all; {UNAVAILABLE}: could not be measured",
         "samples: per task, with their split",
     ]
     published = [entry for entry in comparison.rows if entry.published]

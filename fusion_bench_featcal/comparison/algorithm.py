@@ -28,7 +28,7 @@ from fusion_bench_featcal.comparison.fingerprint import (
     describe_pool,
     describe_software,
 )
-from fusion_bench_featcal.comparison.grid import Grid, GridChoices, make_grid
+from fusion_bench_featcal.comparison.grid import Grid, GridChoices, for_pool, make_grid
 from fusion_bench_featcal.comparison.methods import CellInputs
 from fusion_bench_featcal.comparison.reports import write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
@@ -102,7 +102,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             CalibrationError: If the pools do not fit; or, when all is reported, if cells failed.
         """
         suite_keys = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
-        grid = make_grid(self.choices, suite_keys.get("presets") or {})
+        choices, left_out = for_pool(self.choices, suite_keys.get("compare"))
+        grid = make_grid(choices, suite_keys.get("presets") or {}, left_out)
         inputs = self._inputs(modelpool)
         self._check(grid, inputs)
         suite = suite_name(modelpool)

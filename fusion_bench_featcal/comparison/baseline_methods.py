@@ -7,7 +7,11 @@ from torch import nn
 
 from fusion_bench_featcal.baselines.anchor_only import anchor_only
 from fusion_bench_featcal.baselines.layer_corrected import LayerCorrectedModel
-from fusion_bench_featcal.baselines.post_merging import check_post_merging, post_merge
+from fusion_bench_featcal.baselines.post_merging import (
+    Corrected,
+    check_post_merging,
+    post_merge,
+)
 from fusion_bench_featcal.baselines.settings import (
     CorrectionSettings,
     ProbSurgerySettings,
@@ -18,9 +22,10 @@ from fusion_bench_featcal.baselines.settings import (
 )
 from fusion_bench_featcal.baselines.surgery_v2_algorithm import (
     SURGERY_V2_SETTINGS,
+    check_surgery_v2,
+    refuse_other_settings,
     surgery_v2_post_merge,
 )
-from fusion_bench_featcal.baselines.wrapper import CorrectedModel
 from fusion_bench_featcal.boundary.options import checked_settings
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, pool_source
 from fusion_bench_featcal.comparison.methods import CellInputs
@@ -98,12 +103,20 @@ class FeatureCorrection:
         name: name for kind in _KINDS.values() for name in setting_names(kind)
     }
 
-    def __init__(self, *, method: str, clip_model: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        method: str,
+        clip_model: str | None = None,
+        final_norm: str | None = None,
+        **settings: Any,
+    ) -> None:
         """Check the settings.
 
         Args:
             method: `surgery`, `prob_surgery`, `ridge_surgery` or `surgery_v2`.
             clip_model: Checkpoint with the visual projection; None: the pool's base model.
+            final_norm: The module that language models are corrected behind; None: found.
             **settings: Of that method.
 
         Raises:
@@ -112,28 +125,34 @@ class FeatureCorrection:
         if method not in self._KINDS:
             known = ", ".join(self._KINDS)
             raise ValueError(f"method.method must be one of {known}, got {method!r}")
-        if method == "surgery_v2" and "normalize" in settings:
-            raise ValueError("method.normalize is no setting of surgery_v2; leave it out")
+        if method == "surgery_v2":
+            refuse_other_settings(settings)
         self._method = method
-        self._clip_model = clip_model
+        self._clip_model, self._final_norm = clip_model, final_norm
         self._settings: CorrectionSettings = settings_from(self._KINDS[method], settings)
 
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, defaults included."""
-        names = setting_names(type(self._settings))
+        site, names = {"clip_model": self._clip_model}, setting_names(type(self._settings))
         if self._method == "surgery_v2":
             names = SURGERY_V2_SETTINGS
+        else:
+            site["final_norm"] = self._final_norm
         values = {name: getattr(self._settings, name) for name in names}
-        return {"method": self._method, "clip_model": self._clip_model, **values}
+        return {"method": self._method, **site, **values}
 
     def check(self, inputs: CellInputs) -> None:
-        """Find the visual projection and open the images.
+        """Find the feature that is corrected and open the data.
 
         Raises:
-            CalibrationError: If the models have no projected features, or a task lacks images.
+            CalibrationError: If the models have none, or a task lacks data.
         """
-        check_post_merging(inputs.modelpool, self._settings, inputs.processor, self._clip_model)
+        given = inputs.modelpool, self._settings, inputs.processor, self._clip_model
+        if self._method == "surgery_v2":
+            check_surgery_v2(*given)  # type: ignore[arg-type]
+        else:
+            check_post_merging(*given, self._final_norm)
 
     def post_merge(self, merged: nn.Module, inputs: CellInputs) -> nn.Module:
         """Fit the corrections, one expert in memory at a time."""
@@ -142,7 +161,7 @@ class FeatureCorrection:
         settings = self._settings
         if self._method == "surgery_v2" and isinstance(settings, SurgerySettings):
             return surgery_v2_post_merge(merged, pool, settings, processor, clip, device=device)
-        return post_merge(merged, pool, settings, processor, clip, device=device)
+        return post_merge(merged, pool, settings, processor, clip, self._final_norm, device=device)
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """What the corrections were fitted on: a test stream may have fewer than asked for."""
@@ -150,15 +169,15 @@ class FeatureCorrection:
         return {task: dict(corrected.samples[task]) for task in tasks if task in corrected.samples}
 
     def added(self, model: nn.Module) -> dict[str, int]:
-        """The corrections of all tasks; the visual projection is CLIP's own."""
+        """The corrections of all tasks; projection and head are the model's own."""
         counts = {
             name: sum(parameter.numel() for parameter in part.parameters(recurse=False))
             for name, part in self._corrected(model).corrections.named_modules()
         }
         return {name: count for name, count in counts.items() if count}
 
-    def _corrected(self, model: nn.Module) -> CorrectedModel | LayerCorrectedModel:
-        if not isinstance(model, CorrectedModel | LayerCorrectedModel):
+    def _corrected(self, model: nn.Module) -> Corrected | LayerCorrectedModel:
+        if not isinstance(model, Corrected | LayerCorrectedModel):
             raise CalibrationError(
                 f"{self._method} must be the last of the methods that are applied in order"
             )

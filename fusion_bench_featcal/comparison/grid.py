@@ -1,15 +1,19 @@
 """The grid of a comparison: which upstream mergers with which post-merging methods, checked."""
 
 import difflib
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from fusion_bench_featcal.boundary.options import check_merger, plain
 from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.comparison.methods import Chain, PostMerging
+
+log = logging.getLogger(__name__)
 
 NONE = "none"
 REFERENCES = (BASE, EXPERTS)
@@ -56,7 +60,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class GridChoices:
-    """The keys of `method=compare` that make the grid; None chooses everything there is.
+    """The keys of `method=compare` that make the grid; None chooses everything that fits the pool.
 
     Attributes:
         upstreams: Names out of `upstream_mergers`.
@@ -77,13 +81,53 @@ class GridChoices:
     post_merging_methods: Any = None
 
 
-def make_grid(choices: GridChoices, presets: Mapping[str, Mapping[str, Any]]) -> Grid:
+_ENTRIES = ("upstream_mergers", "mergers_alone", "post_merging_methods")
+
+
+def for_pool(choices: GridChoices, changes: Any) -> tuple[GridChoices, dict[str, str]]:
+    """Fit the choices to a model pool.
+
+    Args:
+        choices: The keys.
+        changes: What the pool's YAML says (`featcal.compare`): `leave_out`, name -> reason, and
+            under the other keys further settings of entries, by name. An entry that the choices
+            lack, or that was set to null, stays out.
+
+    Returns:
+        The choices with those settings, and what is left out where nothing is chosen.
+
+    Raises:
+        ValueError: If a key is unknown.
+    """
+    changes = dict(plain(changes) or {})
+    left_out = dict(changes.pop("leave_out", None) or {})
+    if unknown := sorted(set(changes) - set(_ENTRIES)):
+        raise ValueError(
+            f"modelpool.featcal.compare: {unknown} unknown; it takes leave_out, "
+            f"{', '.join(_ENTRIES)}"
+        )
+    changed = {}
+    for key, entries in changes.items():
+        own = dict(plain(getattr(choices, key)) or {})
+        for name, settings in entries.items():
+            if isinstance(own.get(name), Mapping):
+                own[name] = plain(OmegaConf.merge(own[name], settings))
+        changed[key] = own
+    return replace(choices, **changed), left_out
+
+
+def make_grid(
+    choices: GridChoices,
+    presets: Mapping[str, Mapping[str, Any]],
+    left_out: Mapping[str, str] | None = None,
+) -> Grid:
     """Check all names and settings, and make the methods.
 
     Args:
         choices: The keys.
         presets: FeatCal presets of the suite, by name; each is a cell `featcal:<name>` where there
             is a cell `featcal`.
+        left_out: Name -> reason, of what is left out where nothing is chosen.
 
     Returns:
         The grid.
@@ -95,9 +139,10 @@ def make_grid(choices: GridChoices, presets: Mapping[str, Mapping[str, Any]]) ->
     methods = _with_presets(_mapping(choices.post_merging_methods, "post_merging_methods"), presets)
     upstreams = _mapping(choices.upstream_mergers, "upstream_mergers")
     alone = _mapping(choices.mergers_alone, "mergers_alone")
-    chosen = _chosen(choices.upstreams, upstreams, "upstreams")
-    chosen_alone = _chosen(choices.alone, alone, "alone")
-    cells = _chosen(choices.cells, {NONE: None, **methods}, "cells")
+    without = left_out or {}
+    chosen = _chosen(choices.upstreams, upstreams, "upstreams", without)
+    chosen_alone = _chosen(choices.alone, alone, "alone", without)
+    cells = _chosen(choices.cells, {NONE: None, **methods}, "cells", without)
     references = _chosen(choices.references, dict.fromkeys(REFERENCES), "references")
     if not (chosen and cells) and not chosen_alone:
         raise ValueError(
@@ -137,10 +182,15 @@ def _with_presets(
     return every
 
 
-def _chosen(names: Any, available: Mapping[str, Any], key: str) -> list[str]:
+def _chosen(
+    names: Any, available: Mapping[str, Any], key: str, left_out: Mapping[str, str] | None = None
+) -> list[str]:
     names = plain(names)
     if names is None:
-        return list(available)
+        for name, reason in (left_out or {}).items():
+            if name in available:
+                log.info("method.%s: %s is left out: %s", key, name, reason)
+        return [name for name in available if name not in (left_out or {})]
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ValueError(f"method.{key} must be a list of names, got {names!r}")
     for name in names:

@@ -2,29 +2,38 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from fusion_bench import BaseTaskPool
 from torch import Tensor, nn
 
-from fusion_bench_featcal.baselines.features import pooled_output, project, to_unit_norm
+from fusion_bench_featcal.baselines.features import to_unit_norm
+from fusion_bench_featcal.baselines.projection import pooled_output, project
 from fusion_bench_featcal.boundary.evaluation import task_names
+from fusion_bench_featcal.calibration_text import padded_left
 from fusion_bench_featcal.compare import UNAVAILABLE
+from fusion_bench_featcal.tasks.text import TextTaskPool, told_task
+from fusion_bench_featcal.text_samples import TextEncoder
 
 BATCH = 16
+ANSWER = 8
+"""Tokens of a timed answer, whatever the model would have written."""
 REPEATS = 15
 # A large model on a CPU is timed less often.
 BUDGET_SECONDS = 0.3
 
+Work = Callable[[Any], object]
+
 
 class InferenceTimer:
-    """Times models, one after the other, on the same images: the first of the first task.
+    """Times models, one after the other, on the same samples: the first of the first task.
 
-    What is timed is the way from pixel values to final image features, which ends with the
+    For images that is the way from pixel values to final image features, which ends with the
     correction where a model has one; reading images and comparing features with the text's are
-    not part of it.
+    not part of it. Language models write an answer of `ANSWER` tokens to each prompt: what they
+    would have written differs in length, and is not what is compared here.
     """
 
     def __init__(self, taskpool: BaseTaskPool, fabric: Any) -> None:
@@ -45,27 +54,68 @@ class InferenceTimer:
             model: A model that the task pool has just evaluated.
 
         Returns:
-            Seconds; "unavailable" where the task pool has no images and visual projection.
+            Seconds; "unavailable" where the task pool has neither images with a visual projection
+            nor texts.
         """
         task = next(iter(task_names(self._taskpool) or []), None)
-        projection = getattr(getattr(self._taskpool, "clip_model", None), "visual_projection", None)
-        if self._pixels is None and task is not None:
-            self._pixels = _first_pixels(self._taskpool.test_dataloaders[task])
-        if task is None or projection is None or self._pixels is None:
-            return UNAVAILABLE
         device = self._fabric.device
-        pixels = self._pixels.to(device)
-        model, projection = model.to(device).eval(), projection.to(device)
+        found = None if task is None else self._work(model, task, device)
+        if found is None:
+            return UNAVAILABLE
+        work, samples = found
+        model = model.to(device).eval()
         times: list[float] = []
         # The first one warms up; there is a second one, however long it takes.
         while len(times) <= REPEATS and (len(times) < 2 or sum(times[1:]) < BUDGET_SECONDS):
             _wait_for(device)
             start = time.perf_counter()
             with torch.no_grad(), self._fabric.autocast():
-                _final_features(model, projection, pixels, task)
+                work(model)
             _wait_for(device)
             times.append(time.perf_counter() - start)
-        return statistics.median(times[1:]) / len(pixels)
+        return statistics.median(times[1:]) / samples
+
+    def _work(self, model: Any, task: str, device: torch.device) -> tuple[Work, int] | None:
+        """What is timed, and its number of samples; None where that is not known."""
+        if isinstance(self._taskpool, TextTaskPool):
+            return _answers(self._taskpool, model, task, device)
+        projection = getattr(getattr(self._taskpool, "clip_model", None), "visual_projection", None)
+        if self._pixels is None:
+            self._pixels = _first_pixels(self._taskpool.test_dataloaders[task])
+        if projection is None or self._pixels is None:
+            return None
+        pixels, projection = self._pixels.to(device), projection.to(device)
+        return lambda tower: _final_features(tower, projection, pixels, task), len(pixels)
+
+
+def _answers(
+    taskpool: TextTaskPool, model: Any, task: str, device: torch.device
+) -> tuple[Work, int]:
+    """Writing answers to the first prompts of a task, padded as for evaluation."""
+    kind = "seq2seq" if model.config.is_encoder_decoder else "causal"
+    encoder = TextEncoder(taskpool.tokenizer, kind, taskpool.max_length)
+    rows = taskpool.test_dataloaders[task]
+    prompts = [
+        encoder.prompt(rows[n], f"{task}, {n}", ANSWER) for n in range(min(BATCH, len(rows)))
+    ]
+    ids, mask = (part.to(device) for part in padded_left(prompts, encoder.pad_id))
+
+    def write(speaker: Any) -> None:
+        with told_task(speaker, task):
+            speaker.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                min_new_tokens=ANSWER,
+                max_new_tokens=ANSWER,
+                do_sample=False,
+                num_beams=1,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                pad_token_id=encoder.pad_id,
+            )
+
+    return write, len(prompts)
 
 
 def _final_features(model: Any, projection: nn.Module, pixels: Tensor, task: str) -> Tensor:

@@ -1,5 +1,6 @@
 """What a grid may hold, and what is refused before anything is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from comparison_parts import MERGERS, Refusing, Scale, comparison, method, model
 from torch import nn
 
 from fusion_bench_featcal.comparison import Chain, ComparisonAlgorithm, FeatCal
-from fusion_bench_featcal.comparison.grid import GridChoices, make_grid
+from fusion_bench_featcal.comparison.grid import GridChoices, for_pool, make_grid
 from fusion_bench_featcal.comparison.methods import seed_of
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -150,3 +151,25 @@ def test_comparison_saves_no_model(tmp_path: Path) -> None:
 def test_bad_key_is_named(choices: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"method\.{next(iter(choices))}"):
         ComparisonAlgorithm(**choices)
+
+
+def test_pool_leaves_entries_out_and_sets_others() -> None:
+    choices = GridChoices(
+        upstream_mergers={"wudi": {"_target_": "m", "iter_num": 3}, "ties": None, **MERGERS},
+        post_merging_methods={"scale": method(Scale), "twice": method(Scale)},
+    )
+    changes = {
+        "leave_out": {"twice": "it is too much", "simple_average": "it is too plain"},
+        "upstream_mergers": {
+            "wudi": {"exclude_keys": ["head"]}, "ties": {"a": 1}, "absent": {"a": 1}
+        },
+    }  # fmt: skip
+    changed, left_out = for_pool(choices, changes)
+    grid = make_grid(changed, {}, left_out)
+    assert [merger.name for merger in grid.mergers] == ["wudi", "task_arithmetic"]
+    assert grid.mergers[0].config == {"_target_": "m", "iter_num": 3, "exclude_keys": ["head"]}
+    assert list(grid.cells) == ["scale"]
+    chosen, left_out = for_pool(replace(choices, cells=["twice"]), changes)
+    assert list(make_grid(chosen, {}, left_out).cells) == ["twice"]
+    with pytest.raises(ValueError, match=r"modelpool\.featcal\.compare: \['upstream'\] unknown"):
+        for_pool(choices, {"upstream": {}})
