@@ -45,7 +45,7 @@ METHODS = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 NAMES = ["circle", "square", "star"]
 
 
-def merge(models, settings, **options):
+def merge(models, settings, **options) -> Any:
     pool = tiny_pool(models)
     merged = CLIPVisionModel.from_pretrained(models["_merged_"])
     return post_merge(merged, pool, settings, tiny_processor(models), **options)
