@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The whole comparison on the bundled suite: once over every upstream merger, then FeatCal against
-# the corrections of final features with 256 and with 8 samples per task, three seeds each, then
-# ProbSurgery's KL weights.
+# The whole comparison on the bundled suites. On images: once over every upstream merger, then
+# FeatCal against the corrections of final features with 256 and with 8 samples per task, three
+# seeds each, then ProbSurgery's KL weights. On texts: over two mergers.
 # Finished cells are kept in outputs/comparison. Usage: examples/compare_full.sh [FOLDER]
 set -euo pipefail
 
@@ -29,6 +29,10 @@ fusion_bench method=compare "modelpool=$pool" "path.log_dir=$folder/kl" 'method.
   "$(probe kl_norm_1 'normalize: pre')" \
   "$(probe kl_scaled_norm_1 'normalize: pre, kl_weight: scaled')" \
   'method.cells=[kl,kl_scaled,kl_norm_1,kl_scaled_norm_1]'
-for part in grid n256 n8 kl; do
+for suite in flan-t5-mini llama-mini; do
+  fusion_bench method=compare "modelpool=${suite}_TA6" "path.log_dir=$folder/$suite" \
+    'method.upstreams=[simple_average,task_arithmetic]'
+done
+for part in grid n256 n8 kl flan-t5-mini llama-mini; do
   featcal report "$folder/$part" --out "$folder/tables/$part"
 done

@@ -88,13 +88,14 @@ def empty_model(location: str) -> nn.Module:
             f"no configuration {location!r} ({str(error).splitlines()[0]}); give a folder with "
             f"config.json, a hub id, or one of {names}"
         ) from error
-    if config.model_type == "t5":
-        # transformers 5 takes every T5 for tied, which FLAN-T5 is not.
-        config.tie_word_embeddings = False
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
     with torch.device("meta"):
-        return kind.from_config(config).to(dtype).eval()
+        model: Any = kind.from_config(config).to(dtype).eval()
+    # transformers 5 ties the head of every T5; that FLAN-T5's is not shows in another key then.
+    if getattr(config, "scale_decoder_outputs", None) is False:
+        model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    return model
 
 
 def preflight(

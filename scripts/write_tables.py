@@ -117,6 +117,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "comparison-grid": lambda: "\n".join(
         [grid_table(COMPARISON / "grid"), f"- {provenance(COMPARISON / 'grid')}"]
     ),
+    "comparison-texts": lambda: "\n\n".join(
+        grid_table(COMPARISON / pool) for pool in ("flan-t5-mini", "llama-mini")
+    ),
     "comparison-seeds": lambda: seeds_table([COMPARISON / "n8", COMPARISON / "n256"]),
     "comparison-tasks": lambda: tasks_table(COMPARISON / "grid", "task_arithmetic"),
     "comparison-kl": lambda: grid_table(COMPARISON / "kl"),

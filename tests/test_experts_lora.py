@@ -93,6 +93,8 @@ def test_weights_stored_input_first(tmp_path):
     torch.testing.assert_close(found, base.c_attn.weight + 3 * (up @ down).T)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")  # nor were
 def test_what_peft_saves_is_what_peft_merges(tmp_path):
     from peft import LoraConfig, get_peft_model
 

@@ -40,8 +40,9 @@ def t5_model(seed: int = 0) -> nn.Module:
         vocab_size=len(WORDS), d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2,
         feed_forward_proj="gated-gelu", decoder_start_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
-    config.tie_word_embeddings = False
-    return scatter(T5ForConditionalGeneration(config), seed, 0.05)
+    model = T5ForConditionalGeneration(config)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())  # transformers 5 ties it
+    return scatter(model, seed, 0.05)
 
 
 def llama_model(seed: int = 0, rows: int = len(WORDS)) -> nn.Module:
