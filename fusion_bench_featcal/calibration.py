@@ -169,12 +169,19 @@ def _collect(
     read_before = expert.bytes_read
     sites = run.modules[block].sites
     demo = run.settings.token_weights == "demo_last_block" and block == run.stages[-1][-1]
-    sums = TaskSums(block, task, sites, demo_weights=demo)
     names = [site.name for site in sites]
     drift: list[DriftSums] = []
     rows = 0
     run.progress.set_description(f"FeatCal {block} · {task}")
     with expert.loaded(_needed_by(run, block)) as expert_model:
+        sums = TaskSums(
+            block,
+            task,
+            sites,
+            demo_weights=demo,
+            mix_alpha=run.settings.mix_alpha,
+            expert=expert_model,
+        )
         for batch in batches:
             with record_inputs(run.model, names) as cal, run.autocast():
                 hidden, _ = run.family.step(run.model, block, batch.cal)

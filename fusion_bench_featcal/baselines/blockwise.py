@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_featcal.baselines.least_squares import GainMean, LinearMean, shrink_off_diagonal
-from fusion_bench_featcal.core import LinearMoments, task_weight
-from fusion_bench_featcal.core.moments import moment_dtype
+from fusion_bench_featcal.core import frobenius_norm
+from fusion_bench_featcal.core.moments import moment_dtype, weight_of_norm
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import BlockModules, Site, find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
@@ -200,8 +200,8 @@ def _merge_block(run: _Merging, block: str, streams: Mapping[str, list[Batch]]) 
     for task, batches in streams.items():
         with _candidate(run, task, block) as candidate:
             sums = _collect(run, candidate, task, block, batches)
-            for names, moments in sums.linear.items():
-                gram = _gram(run, moments)
+            for names, linear_sums in sums.linear.items():
+                gram = _gram(run, linear_sums.means().gram)
                 for name in names:
                     weight = candidate.get_parameter(sites[name].weight_name)
                     linear[name].add(gram, sites[name].oriented(weight))
@@ -244,12 +244,12 @@ def _anchor(run: _Merging, site: Site) -> Tensor:
     return parameter.to(next(run.model.parameters()).device)
 
 
-def _gram(run: _Merging, moments: LinearMoments) -> Tensor:
+def _gram(run: _Merging, mean_gram: Tensor) -> Tensor:
     """The mean gram, shrunk and weighted by the method's rule."""
-    gram = shrink_off_diagonal(moments.gram / moments.weight, run.rule.off_diagonal)
+    gram = shrink_off_diagonal(mean_gram, run.rule.off_diagonal)
     if run.rule.task_weights == "equal":
         return gram
-    return gram * task_weight(moments, run.settings.eps)
+    return gram * weight_of_norm(frobenius_norm(mean_gram), run.settings.eps)
 
 
 def _candidate(run: _Merging, task: str, block: str) -> AbstractContextManager[nn.Module]:

@@ -4,8 +4,10 @@ Memory is `O(d^2)` whatever the number of tasks. Tested equal to `core.solve`, t
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from fusion_bench_featcal.core.cholesky import (
@@ -17,17 +19,42 @@ from fusion_bench_featcal.core.cholesky import (
 from fusion_bench_featcal.core.moments import (
     LinearMoments,
     NormMoments,
-    gram_norm,
-    task_weight,
+    frobenius_norm,
+    weight_of_norm,
 )
 from fusion_bench_featcal.core.solve import Affine, LinearSolution, solve_affine
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskMeans:
+    """Means over one task's rows of the inputs that some linear modules share.
+
+    The cross moment enters by its difference to the gram, `C = G + shift`: equal features of both
+    models give exactly zero, and unlike ones a small matrix with a small error.
+
+    Attributes:
+        gram: `G`, `[d, d]`, symmetric.
+        shift: `C - G = alpha mean((x_exp - x_cal) x_cal')`, `[d, d]`; None: zero, or not needed.
+        reached: `W_i C` of the modules for which it was summed itself, `[m, d]` by name.
+        mean_cal: `mu_cal`, `[d]`.
+        mean_target: `mu_tgt`, `[d]`.
+    """
+
+    gram: Float[Tensor, "d d"]
+    shift: Float[Tensor, "d d"] | None
+    reached: Mapping[str, Tensor]
+    mean_cal: Float[Tensor, " d"]
+    mean_target: Float[Tensor, " d"]
 
 
 class FoldedLinear:
     """Running sums for the linear modules that share one input, and their solves (Eqs. 17, 51-55).
 
     All modules share the gram, the task weights and the Cholesky factor; each has its own right
-    side. The right side holds the difference to the module's anchor, as in `solve_linear`.
+    side. What is solved for is the difference to the module's anchor, as in `solve_linear`, whose
+    right side `sum w_i (W_i C_i - W_anc G_i)` is summed as `sum w_i (W_i - W_anc) C_i` with
+    `W_anc sum w_i (C_i - G_i)` added once: one product a task, and exactly zero where nothing is
+    to be done.
     """
 
     def __init__(self, anchors: Mapping[str, Tensor], *, mix_alpha: float, eps: float) -> None:
@@ -44,7 +71,9 @@ class FoldedLinear:
         self._system: tuple[Tensor, Tensor, float] | None = None
         self._system_lambda: float | None = None
         self._gram: Tensor | None = None
+        self._shift: Tensor | None = None
         self._right: dict[str, Tensor] = {}
+        self._whole: set[str] = set()
         self._bias_right: dict[str, Tensor] = {}
         self._weighted_mean_cal: Tensor | None = None
         self.task_weights: dict[str, Tensor] = {}
@@ -57,7 +86,7 @@ class FoldedLinear:
         expert_weights: Mapping[str, Tensor],
         expert_biases: Mapping[str, Tensor],
     ) -> None:
-        """Fold one task in.
+        """Fold one task in, given its sums.
 
         Args:
             task: The task's name, not yet folded.
@@ -69,26 +98,53 @@ class FoldedLinear:
             ValueError: If the task was folded before.
             ZeroDivisionError: If all inputs are zero and eps is 0.
         """
+        means = TaskMeans(
+            gram=moments.gram / moments.weight,
+            shift=self._mix_alpha * (moments.cross_exp - moments.gram) / moments.weight,
+            reached={},
+            mean_cal=moments.sum_cal / moments.weight,
+            mean_target=moments.mean_target(self._mix_alpha),
+        )
+        self.add_means(task, means, expert_weights, expert_biases)
+
+    def add_means(
+        self,
+        task: str,
+        means: TaskMeans,
+        expert_weights: Mapping[str, Tensor],
+        expert_biases: Mapping[str, Tensor],
+    ) -> None:
+        """Fold one task in, given its means; otherwise as `add`."""
         if task in self.task_weights:
             raise ValueError(f"task {task!r} was folded before")
         self._system = None
-        weight = task_weight(moments, self._eps)
-        mean_gram = moments.gram / moments.weight
-        # C - G, so that equal features give exactly zero
-        shift = self._mix_alpha * (moments.cross_exp - moments.gram) / moments.weight
-        mean_cal = moments.sum_cal / moments.weight
-        mean_target = moments.mean_target(self._mix_alpha)
-        self._gram = _plus(self._gram, weight * mean_gram)
-        self._weighted_mean_cal = _plus(self._weighted_mean_cal, weight * mean_cal)
-        for name, anchor in self._anchors.items():
-            expert = expert_weights[name].to(mean_gram.dtype)
-            right = (expert - anchor.to(mean_gram.dtype)) @ mean_gram + expert @ shift
-            self._right[name] = _plus(self._right.get(name), weight * right)
+        norm = frobenius_norm(means.gram)
+        weight = weight_of_norm(norm, self._eps)
+        self._gram = _add_weighted(self._gram, means.gram, weight)
+        self._weighted_mean_cal = _add_weighted(self._weighted_mean_cal, means.mean_cal, weight)
+        cross = means.gram
+        if means.shift is not None:
+            self._shift = _add_weighted(self._shift, means.shift, weight)
+            cross = means.gram + means.shift
+        if not self.task_weights:
+            self._whole = set(means.reached)
+        for name in self._anchors:
+            expert = expert_weights[name].to(cross.dtype)
+            right = self._right_side(name, means, expert, cross)
+            self._right[name] = _add_weighted(self._right.get(name), right, weight)
             if name in expert_biases:
-                wanted = expert_biases[name].to(mean_gram.dtype) + expert @ mean_target
-                self._bias_right[name] = _plus(self._bias_right.get(name), weight * wanted)
+                wanted = expert_biases[name].to(cross.dtype) + expert @ means.mean_target
+                self._bias_right[name] = _add_weighted(self._bias_right.get(name), wanted, weight)
         self.task_weights[task] = weight
-        self.gram_norms[task] = float(gram_norm(moments))
+        self.gram_norms[task] = float(norm)
+
+    def _right_side(self, name: str, means: TaskMeans, expert: Tensor, cross: Tensor) -> Tensor:
+        """One task's `W_i C_i`, without what `_from_anchor` will add for all tasks."""
+        reached = means.reached.get(name)
+        if name in self._whole:
+            return expert @ cross if reached is None else reached
+        anchor = self._anchors[name].to(cross.dtype)
+        return (expert - anchor) @ cross if reached is None else reached - anchor @ means.gram
 
     def restricted(self, names: Iterable[str]) -> "FoldedLinear":
         """A copy for some of the modules, which no longer share their input with the others.
@@ -102,7 +158,8 @@ class FoldedLinear:
         part = FoldedLinear(
             {name: self._anchors[name] for name in names}, mix_alpha=self._mix_alpha, eps=self._eps
         )
-        part._gram = _copy(self._gram)
+        part._gram, part._shift = _copy(self._gram), _copy(self._shift)
+        part._whole = self._whole & set(part._anchors)
         part._weighted_mean_cal = _copy(self._weighted_mean_cal)
         part._right = {n: t.clone() for n, t in self._right.items() if n in part._anchors}
         part._bias_right = {n: t.clone() for n, t in self._bias_right.items() if n in part._anchors}
@@ -125,7 +182,7 @@ class FoldedLinear:
         """
         factor, system, condition = self._factorised(ridge_lambda)
         anchor = self._anchors[name].to(system.dtype)
-        right = self._right[name].to(system.dtype) - self._eps * anchor
+        right = (self._right[name] + self._from_anchor(name)).to(system.dtype) - self._eps * anchor
         step, residual = solve_factorised(factor, system, right)
         return LinearSolution(
             weight=anchor + step,
@@ -133,6 +190,14 @@ class FoldedLinear:
             residual=residual,
             condition=condition,
         )
+
+    def _from_anchor(self, name: str) -> Tensor:
+        """What the anchor adds to a module's right side, from the sums over all tasks."""
+        moment = self._gram if name in self._whole else self._shift
+        if moment is None:
+            return torch.zeros_like(self._right[name])
+        part = self._anchors[name].to(moment.dtype) @ moment
+        return -part if name in self._whole else part
 
     def solve_bias(
         self, name: str, weight: Tensor, anchor: Tensor | None, *, ridge_lambda: float
@@ -214,5 +279,5 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
 
 
-def _plus(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total.add_(part)
+def _add_weighted(total: Tensor | None, part: Tensor, weight: Tensor) -> Tensor:
+    return weight * part if total is None else total.addcmul_(part, weight)

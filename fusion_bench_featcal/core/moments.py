@@ -78,12 +78,23 @@ def moment_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, MOMENT_DTYPE)
 
 
-def _weigh(
+def counted_rows(
     rows: tuple[Tensor, ...], row_weights: Tensor | None, dtype: torch.dtype | None
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Rows that count, in the summing dtype, and their weights (None: all 1).
 
     Rows of weight zero are dropped and not multiplied: padding may hold NaN, and NaN * 0 is NaN.
+
+    Args:
+        rows: Tensors `[n, d]` of the same rows.
+        row_weights: Weight of each row, `[n]`, finite and >= 0; None: every row weighs 1.
+        dtype: The summing dtype; None: float64 for float64 rows, else float32.
+
+    Returns:
+        Each tensor's rows that count, and their weights.
+
+    Raises:
+        ValueError: If a weight is negative or not finite, or there is not one per row.
     """
     dtype = dtype or moment_dtype(rows[0].dtype)
     if row_weights is None:
@@ -127,7 +138,7 @@ def linear_moments(
             f"inputs must be two [n, d] of one shape, got {tuple(x_cal.shape)} (calibrated) and "
             f"{tuple(x_exp.shape)} (expert)"
         )
-    (x_cal, x_exp), weights = _weigh((x_cal, x_exp), row_weights, dtype)
+    (x_cal, x_exp), weights = counted_rows((x_cal, x_exp), row_weights, dtype)
     weighted = x_cal if weights is None else x_cal * weights[:, None]
     weighted_exp = x_exp if weights is None else x_exp * weights[:, None]
     total = x_cal.new_tensor(float(len(x_cal))) if weights is None else weights.sum()
@@ -175,7 +186,7 @@ def norm_moments(
     """
     if z.ndim != 2:
         raise ValueError(f"normalised inputs must be [n, d], got {tuple(z.shape)}")
-    (z,), weights = _weigh((z,), row_weights, dtype)
+    (z,), weights = counted_rows((z,), row_weights, dtype)
     weighted = z if weights is None else z * weights[:, None]
     total = z.new_tensor(float(len(z))) if weights is None else weights.sum()
     return NormMoments(sum_z=weighted.sum(0), sum_z_sq=(weighted * z).sum(0), weight=total)
@@ -216,7 +227,12 @@ def task_weight(moments: LinearMoments, eps: float) -> Float[Tensor, ""]:
     Raises:
         ZeroDivisionError: If norm and floor are both zero.
     """
-    norm = gram_norm(moments).clamp_min(eps)
+    return weight_of_norm(gram_norm(moments), eps)
+
+
+def weight_of_norm(norm: Float[Tensor, ""], eps: float) -> Float[Tensor, ""]:
+    """Weight of a task whose mean gram has a given norm (Eq. 14), as `task_weight` gives it."""
+    norm = norm.clamp_min(eps)
     if float(norm) == 0.0:
         raise ZeroDivisionError("all inputs are zero and eps is 0: the task has no weight")
     return 1 / norm

@@ -77,8 +77,8 @@ class BlockSums:
             names: self._linear[mine] if names == mine else self._linear[mine].restricted(names)
             for names, mine, _ in parts
         }
+        means = {theirs: sums.linear[theirs].means() for theirs in sums.linear}
         for names, _, theirs in parts:
-            moments = sums.linear[theirs]
             weights = {name: self._expert_weight(expert, name) for name in names}
             biases = {
                 name: expert.get_parameter(self._sites[name].bias_name)
@@ -86,7 +86,7 @@ class BlockSums:
                 if self._sites[name].has_bias and self._settings.calibrate_bias
             }
             try:
-                self._linear[names].add(sums.task, moments, weights, biases)
+                self._linear[names].add_means(sums.task, means[theirs], weights, biases)
             except ZeroDivisionError as error:  # only where eps is 0 and every input is too
                 raise CalibrationError(
                     f"task {sums.task}, block {self._block}, module {names[0]}: {error}. Check "

@@ -9,14 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core import (
-    LinearMoments,
-    NormMoments,
-    linear_moments,
-    norm_moments,
-    normalised_input,
-)
+from fusion_bench_featcal.core import NormMoments, norm_moments, normalised_input
 from fusion_bench_featcal.core.moments import moment_dtype
+from fusion_bench_featcal.engine.linear_sums import LinearSums, outputs_are_few
 from fusion_bench_featcal.engine.modules import Site, matches
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.settings import CalibrationError
@@ -38,6 +33,8 @@ class TaskSums:
         task: The task's name, for messages.
         sites: The block's calibrated modules.
         demo_weights: Whether tokens but the first weigh `DEMO_TOKEN_WEIGHT`, except in k and v.
+        mix_alpha: alpha (Eq. 10); at 0 expert features are not looked at.
+        expert: The expert, with the block's parameters loaded; None: no cross moment is spared.
         linear: Sums by group of modules (their names).
         norm: Sums by LayerNorm.
     """
@@ -46,7 +43,9 @@ class TaskSums:
     task: str
     sites: Sequence[Site]
     demo_weights: bool
-    linear: dict[tuple[str, ...], LinearMoments] = field(default_factory=dict)
+    mix_alpha: float = 0.0
+    expert: nn.Module | None = None
+    linear: dict[tuple[str, ...], LinearSums] = field(default_factory=dict)
     norm: dict[str, NormMoments] = field(default_factory=dict)
 
     def add(
@@ -70,6 +69,7 @@ class TaskSums:
         Raises:
             CalibrationError: If a module did not run, or padding cannot be told in its input.
         """
+        exp = exp if self.mix_alpha > 0 else None
         groups: dict[Any, list[Site]] = {}
         for site in self.sites:
             inputs = tuple(cal.calls.get(site.name, ()))
@@ -88,24 +88,43 @@ class TaskSums:
                 groups.setdefault(key, []).append(site)
         sharing = [tuple(site.name for site in members) for members in groups.values()]
         # Modules share a statistic only while every batch of the task lets them.
-        linear = {}
+        linear: dict[tuple[str, ...], LinearSums] = {}
         for names, known, _ in common_parts(self.linear or sharing, sharing):
             site = next(site for site in self.sites if site.name == names[0])
-            moments = self._linear_moments(site, cal, exp, _rows_of(site, valid, other))
-            linear[names] = self.linear[known] + moments if self.linear else moments
+            sums = self.linear.get(known)
+            if sums is None:
+                sums = self._empty(names, cal)
+            elif names != known:
+                sums = sums.restricted(names)
+            self._add_linear(sums, site, cal, exp, _rows_of(site, valid, other))
+            linear[names] = sums
         self.linear = linear
 
-    def _linear_moments(
-        self, site: Site, cal: Recording, exp: Recording | None, valid: Tensor | None
-    ) -> LinearMoments:
-        """Sums over all calls of a module in one batch."""
+    def _empty(self, names: Sequence[str], cal: Recording) -> LinearSums:
+        """Sums for modules that share their input."""
+        sites = {site.name: site for site in self.sites}
+        weights = None
+        if self.expert is not None and self.mix_alpha > 0:
+            get = self.expert.get_parameter
+            weights = {n: sites[n].oriented(get(sites[n].weight_name)).detach() for n in names}
+            weights = weights if outputs_are_few(weights.values()) else None
+        like = cal.of(names[0])[0]
+        return LinearSums(like, mix_alpha=self.mix_alpha, expert_weights=weights)
+
+    def _add_linear(
+        self,
+        sums: LinearSums,
+        site: Site,
+        cal: Recording,
+        exp: Recording | None,
+        valid: Tensor | None,
+    ) -> None:
+        """Add all calls of a module in one batch."""
         inputs = cal.of(site.name)
-        expert_inputs = inputs if exp is None else exp.of(site.name)
-        parts = [
-            linear_moments(_rows(x_cal), _rows(x_exp), self._row_weights(site, x_cal, valid))
-            for x_cal, x_exp in zip(inputs, expert_inputs, strict=True)
-        ]
-        return reduce(add, parts)
+        expert_inputs = [None] * len(inputs) if exp is None else exp.of(site.name)
+        for x_cal, x_exp in zip(inputs, expert_inputs, strict=True):
+            weights = self._row_weights(site, x_cal, valid)
+            sums.add(_rows(x_cal), None if x_exp is None else _rows(x_exp), weights)
 
     def _add_norm(self, model: nn.Module, site: Site, cal: Recording, valid: Tensor | None) -> None:
         norm: Any = model.get_submodule(site.name)
@@ -145,6 +164,8 @@ class TaskSums:
         Raises:
             CalibrationError: Naming task, block and module.
         """
+        for sums in self.linear.values():
+            sums.close()
         for sums in (*self.linear.values(), *self.norm.values()):
             if float(sums.weight) == 0:
                 raise CalibrationError(
@@ -152,7 +173,7 @@ class TaskSums:
                     f"check the masks of its data (modelpool.train_datasets.{self.task})"
                 )
         for names, sums in self.linear.items():
-            if not bool(torch.isfinite(sums.gram).all() & torch.isfinite(sums.cross_exp).all()):
+            if not sums.is_finite():
                 self._refuse_not_finite(names[0])
         for name, sums in self.norm.items():
             if not bool(torch.isfinite(sums.sum_z_sq).all()):

@@ -1,0 +1,52 @@
+"""Matrix products that add to sums in place: no temporary of the sums' size."""
+
+import torch
+from torch import Tensor
+
+COLUMN_BLOCKS = 6
+"""A gram is formed by so many strips of its lower triangle: 7/12 of the whole product's work."""
+
+SMALL = 128
+"""Narrower strips than this cost more than they save."""
+
+
+def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """`into += left' right`.
+
+    Args:
+        into: `[m, d]`.
+        left: Rows `[n, m]`.
+        right: Rows `[n, d]`.
+    """
+    into.addmm_(left.T, right)
+
+
+def add_lower_gram(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """`into += left' right` in the lower triangle, for a product that is symmetric.
+
+    Args:
+        into: `[d, d]`; strips reach over the diagonal, what is above them is left as it is.
+        left: Rows `[n, d]`, each a multiple of the same row of `right`.
+        right: Rows `[n, d]`.
+    """
+    for start, stop in _strips(len(into)):
+        into[start:stop, :stop].addmm_(left[:, start:stop].T, right[:, :stop])
+
+
+def fill_upper(matrix: Tensor) -> None:
+    """Copy the lower triangle, strip by strip, to the upper: the diagonal squares stay."""
+    for start, stop in _strips(len(matrix)):
+        matrix[:start, start:stop] = matrix[start:stop, :start].T
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no entry is NaN or infinite, in one pass: a sum of finite ones does not overflow.
+
+    Sums that nearly do are looked at entry by entry.
+    """
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def _strips(width: int) -> list[tuple[int, int]]:
+    step = max(SMALL, -(-width // COLUMN_BLOCKS))
+    return [(start, min(start + step, width)) for start in range(0, width, step)]
