@@ -20,7 +20,7 @@ def grid_table(folder: Path) -> str:
     paired = _paired(rows)
     mergers = list(dict.fromkeys(row["upstream"] for row in paired))
     lines = {_head(name): _by_merger(paired, name) for name in _methods(paired)}
-    heads = ["average, %", *mergers, "task id", "parameters added", "images"]
+    heads = ["average, %", *mergers, "task id", "parameters added", "samples"]
     table = [heads, [":--", *["--:"] * len(mergers), "--:", "--:", ":--"]]
     best = {merger: max(_percent(line[merger]) for line in lines.values()) for merger in mergers}
     for head, line in lines.items():
