@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full test test-newest test-open-clip lint types check build tables nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full test test-newest test-open-clip lint types check build tables robust nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,7 +79,11 @@ build: $(VENV)/.installed-dev ## build sdist and wheel, then try wheel, sdist an
 	$(BIN)/python -m build
 	$(PYTHON) scripts/check_install.py dist
 
-nightly: check test-newest test-open-clip build demo-full ## everything
+robust: $(VENV)/.installed ## kill and resume 50 runs, try 1000 random settings, damage checkpoints
+	$(BIN)/python benchmarks/kills.py
+	$(BIN)/python benchmarks/fuzz.py
+
+nightly: check test-newest test-open-clip robust build demo-full ## everything
 
 clean: ## remove environments, builds and caches; run folders stay
 	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) build dist .pytest_cache .ruff_cache

@@ -35,6 +35,7 @@ from fusion_bench_featcal.boundary.results import RunResults, method_name, suite
 from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.checkpoints import check_checkpoints
 from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL, Cost, measure, prepare_directory
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -114,6 +115,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         suite = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
         choices = checked_choices(self.settings, self.presets, self.compare_with, suite)
         presets = {f"{FEATCAL}:{name}": value for name, value in choices.presets.items()}
+        for settings in (self.settings, *presets.values()):
+            check_checkpoints(settings)
         self._check_pool(modelpool, [self.settings, *presets.values()])
         processor = load_input_processor(modelpool)
         # Data sets are opened before a merger that may take hours.
@@ -208,4 +211,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 autocast=self.fabric.autocast,
             )
         cost.more["expert_bytes"] = result.log.expert_bytes
+        for record in result.log.of_kind("resumed"):
+            cost.more["restored_blocks"] = record["blocks"]
         return result, cost

@@ -2,35 +2,30 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from fusion_bench_featcal.checkpoints import describe_run, open_checkpoints
 from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
 from fusion_bench_featcal.engine.log import CalibrationLog
-from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
+from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
-from fusion_bench_featcal.engine.recording import record_inputs
-from fusion_bench_featcal.engine.samples import (
-    Batch,
-    check_inputs,
-    naming_task,
-    take_samples,
-    to_device,
-)
+from fusion_bench_featcal.engine.recording import Recording, record_inputs
+from fusion_bench_featcal.engine.run import Autocast, Run
+from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
+from fusion_bench_featcal.engine.stages import Streams, Tasks, begin_stage, skip_stage
 from fusion_bench_featcal.engine.task_sums import TaskSums
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert, names_under
-from fusion_bench_featcal.families import Family, resolve_family
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.settings import FeatCalSettings
-
-Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -44,28 +39,6 @@ class CalibrationResult:
 
     model: nn.Module
     log: CalibrationLog
-
-
-@dataclass
-class Run:
-    """Everything a calibration works with; `model` is the one thing it changes."""
-
-    model: nn.Module
-    base: ExpertModel | None
-    experts: dict[str, ExpertModel]
-    family: Family
-    settings: FeatCalSettings
-    autocast: Autocast
-    progress: Any
-    log: CalibrationLog
-    stages: list[list[str]]
-    modules: dict[str, BlockModules]
-    drift: dict[str, list[DriftSums]] = field(default_factory=dict)
-
-    @property
-    def uses_expert_features(self) -> bool:
-        """Whether experts run at all: a target without their share needs only their weights."""
-        return self.settings.mix_alpha > 0 or self.settings.log_drift
 
 
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
@@ -108,18 +81,23 @@ def calibrate(
         ValueError: If the family is unknown or rho needs a base that is not there.
     """
     check_inputs(base, experts, batches, settings)
+    checkpoints = open_checkpoints(settings)
     resolved = resolve_family(settings.family if family is None else family, merged)
     view = view_of(resolved)
     shown = view.shown(merged)
-    modules = find_all_modules(shown, resolved.stages(shown), settings)
+
+    def reader(name: str, source: nn.Module | ExpertSource, role: str = "expert") -> ExpertModel:
+        source = InMemoryExpert(source) if isinstance(source, nn.Module) else source
+        return ExpertModel(name, checkpoints.watched(name, view.source(source)), model, role=role)
+
+    stages = resolved.stages(shown)
+    modules = find_all_modules(shown, stages, settings)
     # Without gradients autocast keeps no copies of weights, which would be stale after an update.
     model = copy.deepcopy(shown).to(device or _device_of(merged)).eval().requires_grad_(False)
     run = Run(
         model=model,
-        base=None
-        if base is None
-        else ExpertModel("_pretrained_", view.source(_source(base)), model, role="base model"),
-        experts={t: ExpertModel(t, view.source(_source(e)), model) for t, e in experts.items()},
+        base=None if base is None else reader("_pretrained_", base, "base model"),
+        experts={task: reader(task, expert) for task, expert in experts.items()},
         family=resolved,
         settings=settings,
         autocast=autocast or nullcontext,
@@ -127,25 +105,65 @@ def calibrate(
             total=len(modules) * len(experts), disable=not progress, leave=False, unit="visit"
         ),
         log=CalibrationLog(family=resolved.name),
-        stages=resolved.stages(shown),
+        stages=stages,
         modules=modules,
+        checkpoints=checkpoints,
     )
     with torch.autocast(_device_of(model).type, enabled=False), run.progress:
+        models = [*(["_pretrained_"] if base is not None else []), *experts]
+        checkpoints.compare(
+            lambda: describe_run(
+                shown, resolved, stages, settings, models, run.autocast, _device_of(model)
+            )
+        )
         _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in experts})
     _restore_modes(run.model, shown)
     return CalibrationResult(view.restored(run.model).to(_device_of(merged)), run.log)
 
 
-def _run_blocks(run: Run, tasks: Mapping[str, Iterable[Batch]]) -> None:
-    """Algorithm 1's loop: stage by stage, block by block, in forward order."""
+def _run_blocks(run: Run, tasks: Tasks) -> None:
+    """Algorithm 1's loop: stage by stage, block by block, in forward order.
+
+    Blocks that an earlier run left behind are restored in place of being calibrated.
+    """
+    store = run.checkpoints
+    tasks = {task: store.watched_samples(task, batches) for task, batches in tasks.items()}
     for index, stage in enumerate(run.stages):
-        tasks = streams = _begin_stage(run, index, tasks)
+        finished = all(map(store.has, stage))
+        streams = skip_stage(run, tasks) if finished else begin_stage(run, index, tasks)
+        store.start()
         for block in stage:
-            _calibrate_block(run, block, streams)
+            if store.has(block):
+                _restore_block(run, block, {} if finished else streams)
+            else:
+                updates = _calibrate_block(run, block, streams)
+                store.keep(block, run.model, updates, run.log)
+        tasks = streams
+    store.finish(run.log)
 
 
-def _calibrate_block(run: Run, block: str, streams: dict[str, list[Batch]]) -> None:
-    """Collect from every task, solve, load, advance: one turn of Algorithm 1's loop."""
+def _restore_block(run: Run, block: str, streams: Streams) -> None:
+    """Load what an earlier run made of a block, and run the samples through it as that run did."""
+    run.checkpoints.restore(block, run.model, run.log)
+    for task, batches in streams.items():
+        run.progress.set_description(f"FeatCal {block} · {task} (restored)")
+        names = run.needed_by(block) if run.uses_expert_features else ()
+        with run.experts[task].loaded(names) as expert_model:
+            for batch in batches:
+                if run.uses_expert_features:
+                    _run_expert(run, expert_model, block, batch)
+                    batch.exp_hidden = None
+        _advance(run, block, batches)
+    run.progress.update(len(run.experts))
+    run.checkpoints.confirm(block)
+
+
+def _calibrate_block(run: Run, block: str, streams: Streams) -> list[str]:
+    """Collect from every task, solve, load, advance: one turn of Algorithm 1's loop.
+
+    Returns:
+        Names of the block's new parameters.
+    """
     start = time.perf_counter()
     sums = BlockSums(block, run.modules[block].sites, run.model, run.base, run.settings)
     records = {task: _collect(run, block, task, streams[task], sums) for task in streams}
@@ -159,6 +177,7 @@ def _calibrate_block(run: Run, block: str, streams: dict[str, list[Batch]]) -> N
         run.log.add("module", record)
     left = list(run.modules[block].left)
     run.log.add("block", {"block": block, "seconds": time.perf_counter() - start, "left": left})
+    return list(updates)
 
 
 def _collect(
@@ -173,7 +192,7 @@ def _collect(
     drift: list[DriftSums] = []
     rows = 0
     run.progress.set_description(f"FeatCal {block} · {task}")
-    with expert.loaded(_needed_by(run, block)) as expert_model:
+    with expert.loaded(run.needed_by(block)) as expert_model:
         sums = TaskSums(
             block,
             task,
@@ -187,8 +206,7 @@ def _collect(
                 hidden, _ = run.family.step(run.model, block, batch.cal)
             exp = None
             if run.uses_expert_features:
-                with record_inputs(expert_model, names) as exp, run.autocast():
-                    batch.exp_hidden, batch.exp = run.family.step(expert_model, block, batch.exp)
+                exp = _run_expert(run, expert_model, block, batch)
             if run.settings.log_drift and batch.exp_hidden is not None:
                 drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
             rows += _rows(hidden, batch.valid)
@@ -206,6 +224,17 @@ def _collect(
         "seconds": time.perf_counter() - start,
         "expert_bytes": expert.bytes_read - read_before,
     }
+
+
+def _run_expert(run: Run, expert: nn.Module, block: str, batch: Batch) -> Recording:
+    """Run the expert's block on a batch; what its modules received.
+
+    Some modules compute otherwise where they have hooks: a restored block runs with them too.
+    """
+    names = [site.name for site in run.modules[block].sites]
+    with record_inputs(expert, names) as recording, run.autocast():
+        batch.exp_hidden, batch.exp = run.family.step(expert, block, batch.exp)
+    return recording
 
 
 def _advance(run: Run, block: str, batches: list[Batch]) -> dict[str, Any]:
@@ -236,70 +265,12 @@ def _rows(hidden: Tensor, valid: Tensor | None) -> int:
     return hidden.shape[:-1].numel() if valid is None else int((valid > 0).sum())
 
 
-def _begin_stage(
-    run: Run, index: int, tasks: Mapping[str, Iterable[Batch]]
-) -> dict[str, list[Batch]]:
-    """Run every task's samples, on both sides, up to the first block of a stage.
-
-    Earlier stages are calibrated by then, and run whole on both sides.
-    """
-    first = run.stages[index][0]
-    stem = _stem(run, index)
-    device = _device_of(run.model)
-    streams: dict[str, list[Batch]] = {}
-    for task, batches in tasks.items():
-        run.progress.set_description(f"FeatCal inputs · {task}")
-        streams[task] = []
-        read_before = run.experts[task].bytes_read
-        with run.experts[task].loaded(stem if run.uses_expert_features else ()) as expert_model:
-            for batch in batches:
-                batch.cal = batch.exp = None  # what an earlier stage ended with is no longer needed
-                inputs = to_device(batch.inputs, device)
-                begun = Batch(batch.inputs if len(run.stages) > 1 else None, batch.samples)
-                with naming_task(task):
-                    begun.find_rows(run.family, inputs, index, run.settings.decoder_rows)
-                    with run.autocast():
-                        begun.cal = run.family.begin(run.model, inputs, first)
-                        if run.uses_expert_features:
-                            begun.exp = run.family.begin(expert_model, inputs, first)
-                streams[task].append(begun)
-        read = run.experts[task].bytes_read - read_before
-        run.log.add("inputs", {"task": task, "stage": index, "expert_bytes": read})
-    return streams
-
-
-def _stem(run: Run, index: int) -> list[str]:
-    """Names of the expert's tensors that lead to a stage: all but the blocks from it on, and head.
-
-    A family that replays whole models begins without running anything.
-    """
-    if run.family.whole_model:
-        return []
-    model: Any = run.model
-    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = find_head()
-    after = [block for stage in run.stages[index:] for block in stage]
-    after += [name for name, module in model.named_modules() if module is head]
-    names = list(model.state_dict())
-    return sorted(set(names) - set(names_under(names, after)))
-
-
-def _needed_by(run: Run, block: str) -> list[str]:
-    """Names of the expert's tensors that one block's visit needs."""
-    names = list(run.model.state_dict())
-    return names if run.family.whole_model else names_under(names, [block])
-
-
 def _restore_modes(model: nn.Module, merged: nn.Module) -> None:
     """Give every sub-module and parameter the merged one's training mode and gradient flag."""
     for ours, theirs in zip(model.modules(), merged.modules(), strict=True):
         ours.training = theirs.training
     for ours, theirs in zip(model.parameters(), merged.parameters(), strict=True):
         ours.requires_grad_(theirs.requires_grad)
-
-
-def _source(model: nn.Module | ExpertSource) -> ExpertSource:
-    return InMemoryExpert(model) if isinstance(model, nn.Module) else model
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,10 @@ class FeatCalSettings:
             loads them whole elsewhere; True insists on files; False loads them whole.
         log_drift: Whether each block's drift is measured before and after (costs the expert's
             forward pass when `mix_alpha` is 0).
+        checkpoint_dir: Folder that keeps every finished block, so that an interrupted run can go
+            on; None: nothing is kept.
+        resume: Whether to go on from the blocks that `checkpoint_dir` keeps. Without any the run
+            starts from the beginning.
     """
 
     ridge_lambda: float = 0.05
@@ -78,6 +83,8 @@ class FeatCalSettings:
     family: Any = "auto"
     stream_experts: bool | str = "auto"
     log_drift: bool = True
+    checkpoint_dir: str | None = None
+    resume: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -85,10 +92,14 @@ class FeatCalSettings:
             for name, wanted, valid in _CHECKS
             if not valid(getattr(self, name))
         ]
+        if self.resume is True and self.checkpoint_dir is None:
+            problems.append("resume needs method.checkpoint_dir, the folder that keeps the blocks")
         if problems:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
         for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps"):
             object.__setattr__(self, name, float(getattr(self, name)))
+        if self.checkpoint_dir is not None:
+            object.__setattr__(self, "checkpoint_dir", os.fspath(self.checkpoint_dir))
         if self.modules is not None:
             object.__setattr__(self, "modules", tuple(self.modules))
 
@@ -146,6 +157,10 @@ def _is_pattern_list(value: Any) -> bool:
     )
 
 
+def _is_folder_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, str | os.PathLike) and bool(os.fspath(value)))
+
+
 def _one_of(choices: Sequence[Any]) -> tuple[str, Callable[[Any], bool]]:
     wanted = "one of " + ", ".join(str(choice) for choice in choices)
     # `1 in (True,)` holds in Python, so the type is compared too
@@ -180,4 +195,6 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     ("stream_experts", *_one_of(STREAM_EXPERTS)),
     ("log_drift", *_BOOLEAN),
+    ("checkpoint_dir", "null or a folder's path", _is_folder_or_none),
+    ("resume", *_BOOLEAN),
 )

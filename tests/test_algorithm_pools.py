@@ -143,6 +143,31 @@ def test_streamed_and_whole_experts_give_the_same_model(stream: bool) -> None:
         assert torch.equal(result.state_dict()[name], value), name
 
 
+def test_checkpoints_of_presets_lie_apart_and_are_resumed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "base_method": AVERAGE,
+        "samples_per_task": 4,
+        "presets": {"weak": {"mix_alpha": 0.1}},
+        "checkpoint_dir": str(tmp_path),
+    }
+    unused: dict[str, Any] = {**options, "base_method": {"_target_": "unused"}}
+    wanted = FeatCalAlgorithm(**options).run(suite_pool()).state_dict()
+    assert (tmp_path / "run.json").is_file()
+    assert (tmp_path / "preset-weak" / "block-0003.json").is_file()
+    with pytest.raises(CalibrationError, match=r"checkpoint_dir .*method\.resume=true"):
+        FeatCalAlgorithm(**unused).run(suite_pool())
+    found = FeatCalAlgorithm(**options, resume=True).run(suite_pool()).state_dict()
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in found.items())
+    changed: dict[str, Any] = {**unused, "ridge_lambda": 1.0}
+    with pytest.raises(CalibrationError, match=r"method\.ridge_lambda \(0\.05 then, 1\.0 now\)"):
+        FeatCalAlgorithm(**changed, resume=True).run(suite_pool())
+
+
+def test_preset_has_no_folder_of_its_own_choice() -> None:
+    with pytest.raises(ValueError, match=r"presets\.weak\.checkpoint_dir.*method\.checkpoint_dir"):
+        FeatCalAlgorithm(presets={"weak": {"checkpoint_dir": "elsewhere"}})
+
+
 def test_expert_of_another_width_is_named_before_merging(tmp_path: Path) -> None:
     config = CLIPVisionModel.from_pretrained(image.path()).config
     config.intermediate_size = 64

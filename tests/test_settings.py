@@ -36,6 +36,8 @@ DEFAULTS = {
     "family": "auto",
     "stream_experts": "auto",
     "log_drift": True,
+    "checkpoint_dir": None,
+    "resume": False,
 }
 
 # lambda, rho, alpha, norms: what the paper and its demo state for their suites
@@ -109,6 +111,9 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("calibrate_bias", 1, "true or false"),
     ("calibrate_norm", "yes", "true or false"),
     ("log_drift", None, "true or false"),
+    ("checkpoint_dir", "", "folder"),
+    ("checkpoint_dir", 3, "folder"),
+    ("resume", "yes", "true or false"),
     ("modules", "mlp.fc1", "list of patterns"),
     ("modules", [], "list of patterns"),
     ("modules", [""], "list of patterns"),
@@ -168,6 +173,13 @@ def test_value_at_the_edge_of_its_range_is_kept(name: str, value: Any):
 def test_all_problems_are_told_at_once():
     with pytest.raises(ValueError, match=r"method\.ridge_lambda.*method\.mix_alpha.*method\.seed"):
         FeatCalSettings(seed=-1, mix_alpha=2.0, ridge_lambda=-1.0)
+
+
+def test_resuming_needs_a_folder(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"method\.resume needs method\.checkpoint_dir"):
+        FeatCalSettings(resume=True)
+    kept: Any = tmp_path
+    assert FeatCalSettings(resume=True, checkpoint_dir=kept).checkpoint_dir == str(tmp_path)
 
 
 def test_misspelt_setting_is_refused():

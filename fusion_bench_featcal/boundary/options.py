@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -94,8 +95,14 @@ def _checked_presets(
                 f"of settings, got {name!r}: {changes!r}"
             )
         refuse_unknown_settings(changes, f"{place}.{name}")
+        for key in {"checkpoint_dir", "resume"} & set(changes):
+            raise ValueError(
+                f"{place}.{name}.{key}: set method.{key}, in which every preset has a folder"
+            )
+        folder = settings.checkpoint_dir
+        own = {} if folder is None else {"checkpoint_dir": str(Path(folder) / f"preset-{name}")}
         try:
-            checked[str(name)] = settings.replace(**changes)
+            checked[str(name)] = settings.replace(**changes, **own)
         except ValueError as error:
             raise ValueError(str(error).replace("method.", f"{place}.{name}.")) from None
     return checked

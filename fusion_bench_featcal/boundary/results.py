@@ -125,7 +125,8 @@ class RunResults:
         return self.add_made(
             name,
             result.model,
-            settings=settings.as_dict(),
+            # Where finished blocks lie has no part in the model, nor whether some were there.
+            settings=settings.replace(checkpoint_dir=None, resume=False).as_dict(),
             cost=cost,
             samples=dict.fromkeys(tasks, drawn),
             seed=settings.seed,

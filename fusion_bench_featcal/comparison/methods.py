@@ -85,6 +85,11 @@ class FeatCal:
         """
         self._settings = checked_settings(settings)
         check_family(self._settings.family)
+        if self._settings.checkpoint_dir is not None:
+            raise ValueError(
+                "checkpoint_dir: a comparison keeps whole cells, in method.results_dir; blocks are "
+                "kept by method=featcal"
+            )
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -90,6 +90,11 @@ def test_anchor_moves_calibrated_modules_beyond_the_merged_model() -> None:
     assert cell.added(torch.nn.Identity()) == {}
 
 
+def test_cells_are_kept_whole_and_not_by_blocks() -> None:
+    with pytest.raises(ValueError, match=r"checkpoint_dir.*method\.results_dir"):
+        FeatCal(checkpoint_dir="blocks")
+
+
 def test_correction_after_featcal_is_one_cell() -> None:
     featcal = FeatCal(samples_per_task=SAMPLES)
     ridge = correction("ridge_surgery")

@@ -1,0 +1,233 @@
+"""What a calibration depends on, in a form that can be kept, compared and told."""
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fusion_bench_featcal
+from fusion_bench_featcal.settings import FeatCalSettings
+
+_SHORT = 32  # hexadecimal digits: 128 bits, beyond any accident
+_PACKAGES = ("torch", "transformers", "safetensors")
+# Parts of this package that make a block's parameters from weights and samples.
+_CODE = ("core", "engine", "families", "checkpoints", "calibration.py", "experts.py")
+# Settings without a part in the result: samples and weights are compared themselves.
+_WITHOUT_EFFECT = {"checkpoint_dir", "resume", "stream_experts", "family"}
+_TRANSIENT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+def describe_settings(settings: FeatCalSettings) -> dict[str, Any]:
+    """The settings that a result depends on."""
+    values = settings.as_dict()
+    return {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
+
+
+def describe_run(
+    merged: nn.Module,
+    family: Any,
+    stages: Sequence[Sequence[str]],
+    settings: FeatCalSettings,
+    models: Sequence[str],
+    autocast: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+) -> dict[str, Any]:
+    """Everything that a calibration depends on but its samples and the weights it reads by block.
+
+    Args:
+        merged: The merged model, as it is shown to the calibration.
+        family: How it is cut into blocks.
+        stages: Its blocks.
+        settings: Settings.
+        models: Names of the base, if there is one, and of the experts in order: sums are rounded in
+            it.
+        autocast: Makes the context of forward passes.
+        device: Where it is computed.
+
+    Returns:
+        A JSON-able mapping. `machine` tells what may change the rounding and no more.
+    """
+    tensors = dict(merged.named_buffers()) | merged.state_dict()
+    return {
+        "settings": describe_settings(settings),
+        "models": list(models),
+        "family": {"name": family.name, "options": _ADDRESS.sub("", repr(family))},
+        "blocks": [list(stage) for stage in stages],
+        "merged": _describe_model(merged),
+        "weights": {name: digest_tensor(t) for name, t in tensors.items()},
+        "precision": _describe_precision(device, autocast),
+        "software": _describe_software(),
+        "machine": _describe_machine(device),
+    }
+
+
+def digest_tensor(tensor: Tensor) -> str:
+    """Digest of a tensor's dtype, shape and content."""
+    found = hashlib.sha256()
+    _update(found, "", tensor)
+    return found.hexdigest()[:_SHORT]
+
+
+class InputsDigest:
+    """Digest of a stream of model inputs."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._digest = hashlib.sha256()
+
+    def add(self, inputs: Any) -> None:
+        """Add one batch: a tensor, or a mapping or tuple of tensors and plain values."""
+        if isinstance(inputs, Mapping):
+            entries: Iterator[tuple[Any, Any]] = iter(sorted(inputs.items()))
+        else:
+            entries = enumerate(inputs if isinstance(inputs, tuple) else (inputs,))
+        self._digest.update(b"batch\n")
+        for name, value in entries:
+            if isinstance(value, Tensor):
+                _update(self._digest, str(name), value)
+            else:
+                self._digest.update(f"{name} {_ADDRESS.sub('', repr(value))}\n".encode())
+
+    def text(self) -> str:
+        """The digest of all that was added."""
+        return self._digest.hexdigest()[:_SHORT]
+
+
+def _update(digest: Any, name: str, tensor: Tensor) -> None:
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy())
+
+
+def _describe_model(model: nn.Module) -> dict[str, Any]:
+    """Class, modules and config: what a model computes besides its weights."""
+    config: Any = getattr(model, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else None
+    return {
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "modules": hashlib.sha256(_ADDRESS.sub("", repr(model)).encode()).hexdigest()[:_SHORT],
+        "config": _plain(values),
+        "attention": getattr(config, "_attn_implementation", None),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """JSON form that is the same in every process."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items() if str(k) not in _TRANSIENT}
+    if isinstance(value, set | frozenset):
+        return sorted(str(entry) for entry in value)
+    if isinstance(value, Sequence):
+        return [_plain(entry) for entry in value]
+    return _ADDRESS.sub("", str(value))
+
+
+def _describe_precision(
+    device: torch.device, autocast: Callable[[], AbstractContextManager[Any]]
+) -> dict[str, Any]:
+    """How forward passes are computed."""
+    kind = device.type
+    with autocast():
+        on = torch.is_autocast_enabled(kind)
+        dtype = str(torch.get_autocast_dtype(kind)) if on else None
+    return {
+        "device": kind,
+        "autocast": dtype,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+    }
+
+
+@cache
+def _describe_software() -> dict[str, str]:
+    """Versions of the packages that compute, and a digest of this package's own code."""
+    root = Path(fusion_bench_featcal.__file__).parent
+    code = hashlib.sha256()
+    for part in _CODE:
+        place = root / part
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            code.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
+    own = {
+        "fusion-bench-featcal": fusion_bench_featcal.__version__,
+        "code": code.hexdigest()[:_SHORT],
+    }
+    return {package: version(package) for package in _PACKAGES} | own
+
+
+def _describe_machine(device: torch.device) -> dict[str, Any]:
+    on_cuda = device.type == "cuda"
+    return {
+        "accelerator": torch.cuda.get_device_name(device) if on_cuda else None,
+        "cpu_kernels": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+_LABELS = {
+    "format": "format of the files",
+    "settings": "method.",
+    "models": "base and experts (modelpool.models)",
+    "family": "method.family: ",
+    "merged": "merged model's ",
+    "precision": "precision: ",
+    "software": "version of ",
+    "machine": "",
+}
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two descriptions, one phrase each.
+
+    Args:
+        then: What a checkpoint was made with.
+        now: The same, or some of its entries, as they are now.
+    """
+    found: list[str] = []
+    for part, value in now.items():
+        before = then.get(part)
+        if _text(before) == _text(value):
+            continue
+        label = _LABELS.get(part, part)
+        if part == "weights":
+            found.append(f"weights of the merged model ({_differing(before, value)})")
+        elif part == "samples":
+            tasks = [task for task in value if (before or {}).get(task) != value[task]]
+            found.append(f"calibration samples of the tasks {tasks} (modelpool.*_datasets)")
+        elif isinstance(value, Mapping) and isinstance(before, Mapping):
+            for key in sorted({*before, *value}):
+                if _text(before.get(key)) != _text(value.get(key)):
+                    found.append(f"{label}{key}{_then_now(before.get(key), value.get(key))}")
+        else:
+            found.append(f"{label}{_then_now(before, value)}")
+    return found
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _then_now(then: Any, now: Any) -> str:
+    texts = [_text(then), _text(now)]
+    if max(map(len, texts)) > 200:  # a whole config or list of blocks tells nobody anything
+        return ""
+    return f" ({texts[0]} then, {texts[1]} now)"
+
+
+def _differing(then: Any, now: Mapping[str, str]) -> str:
+    before = then if isinstance(then, Mapping) else {}
+    names = [name for name in now if before.get(name) != now[name]]
+    names += [name for name in before if name not in now]
+    return f"{len(names)} of {len(now)} tensors, the first is {names[0]}"

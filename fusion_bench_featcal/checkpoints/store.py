@@ -1,0 +1,286 @@
+"""The checkpoints of one calibration, in a folder of its own."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_bench_featcal.checkpoints.files import (
+    damaged,
+    prepare_folder,
+    read_manifest,
+    read_tensors,
+    remove_partials,
+    write_manifest,
+    write_tensors,
+)
+from fusion_bench_featcal.checkpoints.fingerprint import (
+    InputsDigest,
+    describe_settings,
+    differences,
+)
+from fusion_bench_featcal.checkpoints.sources import (
+    WatchedSource,
+    changed_models,
+    take_recent,
+)
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+_RUN = "run.json"
+
+
+class NoCheckpoints:
+    """Keeps nothing and restores nothing: a calibration without `checkpoint_dir`."""
+
+    def watched(self, name: str, source: Any) -> Any:
+        """The source itself."""
+        return source
+
+    def watched_samples(self, task: str, batches: Iterable[Any]) -> Iterable[Any]:
+        """The batches themselves."""
+        return batches
+
+    def compare(self, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """There is nothing to compare with."""
+
+    def start(self) -> None:
+        """There is nothing to begin."""
+
+    def has(self, block: str) -> bool:
+        """No block is kept."""
+        return False
+
+    def restore(self, block: str, model: nn.Module, run_log: Any) -> None:
+        """Never called: no block is kept."""
+
+    def confirm(self, block: str) -> None:
+        """Never called: no block is kept."""
+
+    def keep(self, block: str, model: nn.Module, names: Iterable[str], run_log: Any) -> None:
+        """Keep nothing."""
+
+    def finish(self, run_log: Any) -> None:
+        """There is nothing to tell."""
+
+
+class Checkpoints:
+    """Finished blocks of one calibration: new parameters, log records, and what they came from.
+
+    `run.json` tells what the run depends on; `block-0000.json` and `block-0000.safetensors` are the
+    first block's. A block's manifest is written last and stands for the whole. It lists a digest of
+    every tensor of the base and the experts that was read for the block, so that nothing is read
+    twice for a fingerprint.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool) -> None:
+        """Open a folder.
+
+        Args:
+            folder: The folder; made if it is not there.
+            resume: Whether blocks that are there may be used.
+
+        Raises:
+            CalibrationError: If it cannot be written, its `run.json` is missing or damaged, or it
+                holds checkpoints and `resume` is off.
+        """
+        self.folder = folder
+        prepare_folder(folder)
+        kept = sorted(folder.glob("block-*.json"))
+        if not resume and (kept or (folder / _RUN).exists()):
+            raise CalibrationError(
+                f"method.checkpoint_dir {folder} holds the checkpoints of a run. Set "
+                "method.resume=true to go on with it, or choose another folder, or remove this one"
+            )
+        self._then: dict[str, Any] = {}
+        self._key = ""
+        if kept and not (folder / _RUN).exists():
+            raise damaged(folder / _RUN, "it is missing, and blocks are there")
+        if (folder / _RUN).exists():
+            self._then, self._key = read_manifest(folder / _RUN)
+        self._now: dict[str, Any] = {}
+        self._samples: dict[str, InputsDigest] = {}
+        self._sources: dict[str, WatchedSource] = {}
+        self._places: dict[str, int] = {}
+        self._manifests: dict[str, dict[str, Any]] = {}
+        self._logged = 0
+        self._began = time.perf_counter()
+        self._restored = 0
+        self._restore_seconds = 0.0
+
+    def watched(self, name: str, source: Any) -> WatchedSource:
+        """A source of the same weights, of which it is known what was read.
+
+        Args:
+            name: The model's name in the pool.
+            source: An `ExpertSource`.
+        """
+        self._sources[name] = WatchedSource(source)
+        return self._sources[name]
+
+    def watched_samples(self, task: str, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches, of which it is known what was in them."""
+        self._samples[task] = InputsDigest()
+        for batch in batches:
+            self._samples[task].add(batch.inputs)
+            yield batch
+
+    def compare(self, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """Compare what this run depends on with what the kept blocks do, and find those.
+
+        Args:
+            describe: Gives the description, or some entries of it.
+
+        Raises:
+            CalibrationError: If it differs, with the differences, or a manifest is damaged.
+        """
+        self._now = {"format": _FORMAT, **describe()}
+        if self._then:
+            machine = self._now.pop("machine", None)
+            self._refuse(differences(self._then, self._now))
+            for difference in differences(self._then, {"machine": machine} if machine else {}):
+                log.warning("resumed on another machine, which may round otherwise: %s", difference)
+        blocks = [block for stage in self._now.get("blocks", []) for block in stage]
+        self._places = {block: place for place, block in enumerate(blocks)}
+        self._manifests = self._find_blocks() if self._then else {}
+
+    def _find_blocks(self) -> dict[str, dict[str, Any]]:
+        """The manifests of the finished blocks, up to the first that is missing."""
+        found: dict[str, dict[str, Any]] = {}
+        for block in self._places:
+            path = self._path(block, "json")
+            if not path.exists():
+                break
+            found[block], _ = read_manifest(path)
+            if (found[block]["run"], found[block]["block"]) != (self._key, block):
+                raise damaged(path, "it belongs to another run")
+        return found
+
+    def start(self) -> None:
+        """Begin, when all samples are known: compare them; write what is not there yet.
+
+        Raises:
+            CalibrationError: If the samples differ, or another run has come between.
+        """
+        if "samples" in self._now:
+            return
+        self._now["samples"] = {task: digest.text() for task, digest in self._samples.items()}
+        if self._then:
+            self._refuse(differences(self._then, {"samples": self._now["samples"]}))
+        elif (self.folder / _RUN).exists():
+            raise CalibrationError(
+                f"another run has begun to use method.checkpoint_dir {self.folder}; choose another"
+            )
+        else:
+            self._key = write_manifest(self.folder / _RUN, self._now)
+        for block in self._places:  # a block after one that is missing is calibrated anew
+            if not self.has(block):
+                self._path(block, "json").unlink(missing_ok=True)
+        remove_partials(self.folder)
+
+    def has(self, block: str) -> bool:
+        """Whether a block is kept, and all before it."""
+        return block in self._manifests
+
+    def restore(self, block: str, model: nn.Module, run_log: Any) -> None:
+        """Load a block's parameters and append its log records.
+
+        Args:
+            block: Its name.
+            model: The calibrated model, which takes them.
+            run_log: The run's log; what was logged since the last block is replaced by what was
+                logged then.
+
+        Raises:
+            CalibrationError: If its file is missing, damaged or does not fit the model.
+        """
+        manifest = self._manifests[block]
+        path = self._path(block, "safetensors")
+        tensors = read_tensors(path, manifest["digest"])
+        for name, tensor in tensors.items():
+            parameter = model.get_parameter(name)
+            if (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
+                raise damaged(path, f"{name} does not fit the model")
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                model.get_parameter(name).copy_(tensor)
+        run_log.records[self._logged :] = manifest["records"]
+        self._logged = len(run_log.records)
+        self._restored += 1
+        self._restore_seconds = time.perf_counter() - self._began
+
+    def confirm(self, block: str) -> None:
+        """See that a restored block was made from the weights that the base and experts have now.
+
+        Raises:
+            CalibrationError: If not, naming them.
+        """
+        self._refuse([*changed_models(self._sources, self._manifests[block]["reads"])])
+        take_recent(self._sources)
+
+    def keep(self, block: str, model: nn.Module, names: Iterable[str], run_log: Any) -> None:
+        """Keep a calibrated block.
+
+        Args:
+            block: Its name.
+            model: The calibrated model.
+            names: Names of the block's new parameters.
+            run_log: The run's log.
+
+        Raises:
+            CalibrationError: If it cannot be written.
+        """
+        tensors = {name: model.get_parameter(name) for name in names}
+        content = {
+            "run": self._key,
+            "block": block,
+            "digest": write_tensors(self._path(block, "safetensors"), tensors),
+            "reads": take_recent(self._sources),
+            "records": run_log.records[self._logged :],
+        }
+        write_manifest(self._path(block, "json"), content)
+        self._logged = len(run_log.records)
+
+    def finish(self, run_log: Any) -> None:
+        """Tell in the log how many blocks were restored."""
+        if self._restored:
+            seconds = self._restore_seconds
+            run_log.add("resumed", {"blocks": self._restored, "seconds": seconds})
+
+    def _path(self, block: str, kind: str) -> Path:
+        return self.folder / f"block-{self._places[block]:04d}.{kind}"
+
+    def _refuse(self, found: list[str]) -> None:
+        if found:
+            raise CalibrationError(
+                f"method.checkpoint_dir {self.folder} holds the checkpoints of another run, which "
+                f"differs in: {'; '.join(found)}. Go on with what that run had, or choose another "
+                "folder, or remove this one; nothing in it was changed"
+            )
+
+
+def open_checkpoints(settings: FeatCalSettings) -> Checkpoints | NoCheckpoints:
+    """The checkpoints that settings ask for.
+
+    Raises:
+        CalibrationError: As `Checkpoints`.
+    """
+    if settings.checkpoint_dir is None:
+        return NoCheckpoints()
+    return Checkpoints(Path(settings.checkpoint_dir), resume=settings.resume)
+
+
+def check_checkpoints(settings: FeatCalSettings) -> None:
+    """Refuse, before any work, a folder that a run with these settings cannot use.
+
+    Raises:
+        CalibrationError: As `Checkpoints`; also if kept blocks were made with other settings.
+    """
+    checkpoints = open_checkpoints(settings)
+    checkpoints.compare(lambda: {"settings": describe_settings(settings)})

@@ -1,0 +1,59 @@
+"""What one calibration works with."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fusion_bench_featcal.checkpoints import Checkpoints, NoCheckpoints
+from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.engine.modules import BlockModules
+from fusion_bench_featcal.experts import ExpertModel, names_under
+from fusion_bench_featcal.families import Family
+from fusion_bench_featcal.settings import FeatCalSettings
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Run:
+    """Everything a calibration works with; `model` is the one thing it changes."""
+
+    model: nn.Module
+    base: ExpertModel | None
+    experts: dict[str, ExpertModel]
+    family: Family
+    settings: FeatCalSettings
+    autocast: Autocast
+    progress: Any
+    log: CalibrationLog
+    stages: list[list[str]]
+    modules: dict[str, BlockModules]
+    checkpoints: Checkpoints | NoCheckpoints = field(default_factory=NoCheckpoints)
+
+    @property
+    def uses_expert_features(self) -> bool:
+        """Whether experts run at all: a target without their share needs only their weights."""
+        return self.settings.mix_alpha > 0 or self.settings.log_drift
+
+    def needed_by(self, block: str) -> list[str]:
+        """Names of the expert's tensors that one block's visit needs."""
+        names = list(self.model.state_dict())
+        return names if self.family.whole_model else names_under(names, [block])
+
+    def leading_to(self, stage_index: int) -> list[str]:
+        """Names of the expert's tensors that lead to a stage: all but its blocks, later ones, head.
+
+        A family that replays whole models begins without running anything.
+        """
+        if self.family.whole_model:
+            return []
+        model: Any = self.model
+        find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = find_head()
+        after = [block for stage in self.stages[stage_index:] for block in stage]
+        after += [name for name, module in model.named_modules() if module is head]
+        names = list(model.state_dict())
+        return sorted(set(names) - set(names_under(names, after)))

@@ -1,0 +1,48 @@
+"""Calibration samples at the beginning of a stage: run, on both sides, up to its first block."""
+
+from collections.abc import Iterable, Mapping
+
+from fusion_bench_featcal.engine.run import Run
+from fusion_bench_featcal.engine.samples import Batch, naming_task, to_device
+
+Tasks = Mapping[str, Iterable[Batch]]
+Streams = dict[str, list[Batch]]
+
+
+def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
+    """Run every task's samples, on both sides, up to the first block of a stage.
+
+    Earlier stages are calibrated by then, and run whole on both sides.
+    """
+    first = run.stages[index][0]
+    stem = run.leading_to(index)
+    device = next(run.model.parameters()).device
+    streams: Streams = {}
+    for task, batches in tasks.items():
+        run.progress.set_description(f"FeatCal inputs · {task}")
+        streams[task] = []
+        read_before = run.experts[task].bytes_read
+        with run.experts[task].loaded(stem if run.uses_expert_features else ()) as expert_model:
+            for batch in batches:
+                batch.cal = batch.exp = None  # what an earlier stage ended with is no longer needed
+                inputs = to_device(batch.inputs, device)
+                begun = Batch(batch.inputs if len(run.stages) > 1 else None, batch.samples)
+                with naming_task(task):
+                    begun.find_rows(run.family, inputs, index, run.settings.decoder_rows)
+                    with run.autocast():
+                        begun.cal = run.family.begin(run.model, inputs, first)
+                        if run.uses_expert_features:
+                            begun.exp = run.family.begin(expert_model, inputs, first)
+                streams[task].append(begun)
+        read = run.experts[task].bytes_read - read_before
+        run.log.add("inputs", {"task": task, "stage": index, "expert_bytes": read})
+    return streams
+
+
+def skip_stage(run: Run, tasks: Tasks) -> Streams:
+    """Take every task's samples past a stage whose blocks are all restored: nothing has to run."""
+    several = len(run.stages) > 1
+    return {
+        task: [Batch(b.inputs if several else None, b.samples) for b in batches]
+        for task, batches in tasks.items()
+    }
