@@ -18,11 +18,11 @@ from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.recording import Recording, record_inputs
-from fusion_bench_featcal.engine.run import Autocast, Run
+from fusion_bench_featcal.engine.run import Autocast, Run, restore_modes
 from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
 from fusion_bench_featcal.engine.stages import Streams, Tasks, begin_stage, skip_stage
 from fusion_bench_featcal.engine.task_sums import TaskSums
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -87,8 +87,8 @@ def calibrate(
     shown = view.shown(merged)
 
     def reader(name: str, source: nn.Module | ExpertSource, role: str = "expert") -> ExpertModel:
-        source = InMemoryExpert(source) if isinstance(source, nn.Module) else source
-        return ExpertModel(name, checkpoints.watched(name, view.source(source)), model, role=role)
+        read = checkpoints.watched(name, view.source(source_of(source)))
+        return ExpertModel(name, read, model, role=role)
 
     stages = resolved.stages(shown)
     modules = find_all_modules(shown, stages, settings)
@@ -117,7 +117,7 @@ def calibrate(
             )
         )
         _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in experts})
-    _restore_modes(run.model, shown)
+    restore_modes(run.model, shown)
     return CalibrationResult(view.restored(run.model).to(_device_of(merged)), run.log)
 
 
@@ -263,14 +263,6 @@ def _drift_record(when: str, drift: list[DriftSums]) -> dict[str, float | None]:
 
 def _rows(hidden: Tensor, valid: Tensor | None) -> int:
     return hidden.shape[:-1].numel() if valid is None else int((valid > 0).sum())
-
-
-def _restore_modes(model: nn.Module, merged: nn.Module) -> None:
-    """Give every sub-module and parameter the merged one's training mode and gradient flag."""
-    for ours, theirs in zip(model.modules(), merged.modules(), strict=True):
-        ours.training = theirs.training
-    for ours, theirs in zip(model.parameters(), merged.parameters(), strict=True):
-        ours.requires_grad_(theirs.requires_grad)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -13,6 +13,15 @@ from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.text_samples import Sample, TextEncoder, pad_samples
 
+GREEDY: Mapping[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+}
+"""What `generate` takes to search greedily, whatever the model's own settings are."""
+
 
 @dataclass(eq=False)
 class TextBatches:
@@ -103,11 +112,7 @@ def greedy_answers(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
             max_new_tokens=most,
-            do_sample=False,
-            num_beams=1,
-            temperature=None,
-            top_p=None,
-            top_k=None,
+            **GREEDY,
             pad_token_id=encoder.pad_id,
         )
     first = 1 if encoder.kind == "seq2seq" else ids.shape[1]

@@ -57,6 +57,11 @@ class InMemoryExpert:
         return self._tensors[name]
 
 
+def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
+    """A model's weights as a source: a module's own, or the source itself."""
+    return InMemoryExpert(model) if isinstance(model, nn.Module) else model
+
+
 class SafetensorsExpert:
     """Weights read from safetensors files, tensor by tensor (memory-mapped, sharded or not)."""
 

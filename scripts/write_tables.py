@@ -132,15 +132,20 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
+def copy_report(source: Path, target: Path) -> None:
+    """Copy what `featcal report` wrote."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("report.md", "report.csv", "report.json"):
+        shutil.copyfile(source / name, target / name)
+
+
 def keep_results(runs: Path) -> None:
     """Copy demo-full's combined tables into the repository and draw one of its image runs."""
     from fusion_bench_featcal.compare.plots import plot_run
 
     for folder in sorted((runs / "tables").iterdir()):
         target = RESULTS / folder.name
-        target.mkdir(parents=True, exist_ok=True)
-        for name in ("report.md", "report.csv", "report.json"):
-            shutil.copyfile(folder / name, target / name)
+        copy_report(folder, target)
         one_run = runs / folder.name / "task_arithmetic-42"
         shutil.copyfile(one_run / "report.json", target / "run.json")
     drawn = runs / "TA6" / "task_arithmetic-42"
@@ -151,10 +156,7 @@ def keep_results(runs: Path) -> None:
 def keep_comparisons(folder: Path) -> None:
     """Copy compare-full's tables and figures into the repository."""
     for source in sorted((folder / "tables").iterdir()):
-        target = COMPARISON / source.name
-        target.mkdir(parents=True, exist_ok=True)
-        for name in ("report.md", "report.csv", "report.json"):
-            shutil.copyfile(source / name, target / name)
+        copy_report(source, COMPARISON / source.name)
     one_run = folder / "grid" / "task_arithmetic" / "report.json"
     shutil.copyfile(one_run, COMPARISON / "grid" / "run.json")
     for figure in ("comparison", "cost", "task_arithmetic/convergence"):

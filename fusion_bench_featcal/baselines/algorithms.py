@@ -57,7 +57,7 @@ class SurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
-        _start(self)
+        prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> Corrected:  # type: ignore[override]
         """Merge and correct; see `run_correction`."""
@@ -88,7 +88,7 @@ class ProbSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
-        _start(self)
+        prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> Corrected:  # type: ignore[override]
         """Merge and correct; see `run_correction`."""
@@ -119,7 +119,7 @@ class RidgeSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
-        _start(self)
+        prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> Corrected:  # type: ignore[override]
         """Merge and correct; see `run_correction`."""
@@ -202,8 +202,3 @@ def _take_keys(algorithm: CorrectionAlgorithm, kind: Any, keys: dict[str, Any]) 
     for name in setting_names(kind):
         setattr(algorithm, name, getattr(settings, name))
     return meta
-
-
-def _start(algorithm: CorrectionAlgorithm) -> None:
-    if algorithm._program is not None:
-        prepare_run(algorithm._program, algorithm.log_dir)

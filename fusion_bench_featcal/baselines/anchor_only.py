@@ -8,7 +8,7 @@ from torch import nn
 from fusion_bench_featcal.core import extrapolate_anchor
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import find_all_modules
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -39,7 +39,7 @@ def anchor_only(
     # What is shown may share tensors with the model.
     model = copy.deepcopy(view.shown(merged))
     modules = find_all_modules(model, family.stages(model), settings)
-    source = view.source(InMemoryExpert(base) if isinstance(base, nn.Module) else base)
+    source = view.source(source_of(base))
     start = ExpertModel("_pretrained_", source, model, role="base model")
     for block, found in modules.items():
         names = [site.weight_name for site in found.sites]

@@ -6,7 +6,7 @@ which weight anchors them. Hooks, sums, families and expert weights are FeatCal'
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import BlockModules, Site, find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.recording import record_inputs
+from fusion_bench_featcal.engine.run import Autocast, leading_to, needed_by, restore_modes
 from fusion_bench_featcal.engine.samples import (
     Batch,
     check_inputs,
@@ -30,14 +31,12 @@ from fusion_bench_featcal.engine.samples import (
     to_device,
 )
 from fusion_bench_featcal.engine.task_sums import TaskSums
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert, names_under
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under, source_of
 from fusion_bench_featcal.families import Family, resolve_family
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
-
-Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +126,8 @@ def merge_blockwise(
         model=model,
         base=base,
         experts={
-            task: ExpertModel(
-                task, view.source(InMemoryExpert(e) if isinstance(e, nn.Module) else e), model
-            )
-            for task, e in experts.items()
+            task: ExpertModel(task, view.source(source_of(expert)), model)
+            for task, expert in experts.items()
         },
         family=family,
         rule=rule,
@@ -148,10 +145,7 @@ def merge_blockwise(
                 bar.set_description(f"merging {block}")
                 _merge_block(run, block, streams)
                 bar.update()
-    for ours, theirs in zip(model.modules(), base.modules(), strict=True):
-        ours.training = theirs.training
-    for ours, theirs in zip(model.parameters(), base.parameters(), strict=True):
-        ours.requires_grad_(theirs.requires_grad)
+    restore_modes(model, base)
     return view.restored(model).to(home)
 
 
@@ -168,9 +162,7 @@ def _begin_stage(
     run: _Merging, stages: list[list[str]], index: int, tasks: Mapping[str, Iterable[Batch]]
 ) -> dict[str, list[Batch]]:
     """Run every task's samples up to a stage's first block, in the model that feeds it."""
-    later = [block for following in stages[index:] for block in following]
-    names = list(run.model.state_dict())
-    stem = [] if run.family.whole_model else sorted(set(names) - set(names_under(names, later)))
+    stem = leading_to(run.model, run.family, stages, index)
     device = next(run.model.parameters()).device
     streams: dict[str, list[Batch]] = {}
     for task, batches in tasks.items():
@@ -183,7 +175,7 @@ def _begin_stage(
                 with naming_task(task):
                     begun.find_rows(run.family, inputs, index, run.settings.decoder_rows)
                     with run.autocast():
-                        begun.cal = run.family.begin(feeder, inputs, later[0])
+                        begun.cal = run.family.begin(feeder, inputs, stages[index][0])
                 streams[task].append(begun)
     return streams
 
@@ -254,11 +246,10 @@ def _gram(run: _Merging, mean_gram: Tensor) -> Tensor:
 
 def _candidate(run: _Merging, task: str, block: str) -> AbstractContextManager[nn.Module]:
     """The model whose block runs: the expert, or the merged model with the expert's block."""
-    names = list(run.model.state_dict())
-    inside = names_under(names, [block])
     if run.rule.stream == "merged":
+        inside = names_under(run.model.state_dict(), [block])
         return _grafted(run.model, run.experts[task], inside)
-    return run.experts[task].loaded(names if run.family.whole_model else inside)
+    return run.experts[task].loaded(needed_by(run.model, run.family, block))
 
 
 @contextmanager

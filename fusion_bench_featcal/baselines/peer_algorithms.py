@@ -54,8 +54,7 @@ class RegMeanAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
-        if self._program is not None:
-            prepare_run(self._program, self.log_dir)
+        prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge the pool's experts; see `merge_pool`."""
@@ -87,8 +86,7 @@ class RegMeanPlusPlusAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
-        if self._program is not None:
-            prepare_run(self._program, self.log_dir)
+        prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge the pool's experts; see `merge_pool`."""
@@ -112,8 +110,7 @@ class LotAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
-        if self._program is not None:
-            prepare_run(self._program, self.log_dir)
+        prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge the pool's experts; see `merge_pool`."""
@@ -145,8 +142,7 @@ class AnchorOnlyAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
-        if self._program is not None:
-            prepare_run(self._program, self.log_dir)
+        prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, then move to the anchor.

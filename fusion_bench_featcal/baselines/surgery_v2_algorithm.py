@@ -170,8 +170,7 @@ class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
-        if self._program is not None:
-            prepare_run(self._program, self.log_dir)
+        prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> LayerCorrectedModel:  # type: ignore[override]
         """Merge with the upstream merger, then correct task by task.

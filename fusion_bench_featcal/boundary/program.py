@@ -40,12 +40,14 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
     """What every method of ours does first: choose the task pool, check and fill the log directory.
 
     Args:
-        program: The running program.
+        program: The running program; None: there is none, and nothing to prepare.
         log_dir: Its log directory, where the resolved config is left; None: nothing is written.
 
     Raises:
         ReportError: If the directory cannot be written.
     """
+    if program is None:
+        return
     take_default_taskpool(program)
     if log_dir is not None:
         folder = prepare_directory(log_dir)

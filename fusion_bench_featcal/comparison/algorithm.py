@@ -86,10 +86,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
-        program = self._program
-        if program is None:
-            return
-        prepare_run(program, self.log_dir)
+        prepare_run(self._program, self.log_dir)
 
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
         """Run the grid, report it, and return no model.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.baselines.features import to_unit_norm
 from fusion_bench_featcal.baselines.projection import pooled_output, project
 from fusion_bench_featcal.boundary.evaluation import task_names
-from fusion_bench_featcal.calibration_text import padded_left
+from fusion_bench_featcal.calibration_text import GREEDY, padded_left
 from fusion_bench_featcal.compare import UNAVAILABLE
 from fusion_bench_featcal.tasks.text import TextTaskPool, told_task
 from fusion_bench_featcal.text_samples import TextEncoder
@@ -107,11 +107,7 @@ def _answers(
                 attention_mask=mask,
                 min_new_tokens=ANSWER,
                 max_new_tokens=ANSWER,
-                do_sample=False,
-                num_beams=1,
-                temperature=None,
-                top_p=None,
-                top_k=None,
+                **GREEDY,
                 pad_token_id=encoder.pad_id,
             )
 

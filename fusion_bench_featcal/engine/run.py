@@ -40,20 +40,39 @@ class Run:
 
     def needed_by(self, block: str) -> list[str]:
         """Names of the expert's tensors that one block's visit needs."""
-        names = list(self.model.state_dict())
-        return names if self.family.whole_model else names_under(names, [block])
+        return needed_by(self.model, self.family, block)
 
     def leading_to(self, stage_index: int) -> list[str]:
-        """Names of the expert's tensors that lead to a stage: all but its blocks, later ones, head.
+        """Names of the expert's tensors that lead to a stage."""
+        return leading_to(self.model, self.family, self.stages, stage_index)
 
-        A family that replays whole models begins without running anything.
-        """
-        if self.family.whole_model:
-            return []
-        model: Any = self.model
-        find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-        head = find_head()
-        after = [block for stage in self.stages[stage_index:] for block in stage]
-        after += [name for name, module in model.named_modules() if module is head]
-        names = list(model.state_dict())
-        return sorted(set(names) - set(names_under(names, after)))
+
+def needed_by(model: nn.Module, family: Family, block: str) -> list[str]:
+    """Names of the tensors that running one block needs."""
+    names = list(model.state_dict())
+    return names if family.whole_model else names_under(names, [block])
+
+
+def leading_to(
+    model: nn.Module, family: Family, stages: list[list[str]], stage_index: int
+) -> list[str]:
+    """Names of the tensors that lead to a stage: all but its blocks, later ones, head.
+
+    A family that replays whole models begins without running anything.
+    """
+    if family.whole_model:
+        return []
+    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = find_head()
+    after = [block for stage in stages[stage_index:] for block in stage]
+    after += [name for name, module in model.named_modules() if module is head]
+    names = list(model.state_dict())
+    return sorted(set(names) - set(names_under(names, after)))
+
+
+def restore_modes(model: nn.Module, like: nn.Module) -> None:
+    """Give every sub-module and parameter another model's training mode and gradient flag."""
+    for ours, theirs in zip(model.modules(), like.modules(), strict=True):
+        ours.training = theirs.training
+    for ours, theirs in zip(model.parameters(), like.parameters(), strict=True):
+        ours.requires_grad_(theirs.requires_grad)
