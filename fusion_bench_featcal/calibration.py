@@ -17,7 +17,7 @@ from fusion_bench_featcal.engine.block import BlockSums, load_updates
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
-from fusion_bench_featcal.engine.recording import Recording, record_inputs
+from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.run import Autocast, Run, restore_modes
 from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
 from fusion_bench_featcal.engine.stages import Streams, Tasks, begin_stage, skip_stage
@@ -188,7 +188,6 @@ def _collect(
     read_before = expert.bytes_read
     sites = run.modules[block].sites
     demo = run.settings.token_weights == "demo_last_block" and block == run.stages[-1][-1]
-    names = [site.name for site in sites]
     drift: list[DriftSums] = []
     rows = 0
     run.progress.set_description(f"FeatCal {block} · {task}")
@@ -202,14 +201,13 @@ def _collect(
             expert=expert_model,
         )
         for batch in batches:
-            with record_inputs(run.model, names) as cal, run.autocast():
-                hidden, _ = run.family.step(run.model, block, batch.cal)
+            hidden, _, cal = _run_recorded(run, run.model, block, batch.cal, to_end=False)
             exp = None
             if run.uses_expert_features:
                 exp = _run_expert(run, expert_model, block, batch)
             if run.settings.log_drift and batch.exp_hidden is not None:
                 drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
-            rows += _rows(hidden, batch.valid)
+            rows += _rows(batch.cal.hidden if hidden is None else hidden, batch.valid)
             with exact_products():
                 sums.add(run.model, cal, exp, batch.valid, batch.other)
         with exact_products():
@@ -231,10 +229,29 @@ def _run_expert(run: Run, expert: nn.Module, block: str, batch: Batch) -> Record
 
     Some modules compute otherwise where they have hooks: a restored block runs with them too.
     """
-    names = [site.name for site in run.modules[block].sites]
-    with record_inputs(expert, names) as recording, run.autocast():
-        batch.exp_hidden, batch.exp = run.family.step(expert, block, batch.exp)
+    last = any(block == stage[-1] for stage in run.stages)
+    hidden, batch.exp, recording = _run_recorded(run, expert, block, batch.exp, to_end=not last)
+    batch.exp_hidden = hidden if run.settings.log_drift else None
     return recording
+
+
+def _run_recorded(
+    run: Run, model: nn.Module, block: str, call: Any, *, to_end: bool
+) -> tuple[Any, Any, Recording]:
+    """Run a block; its output and what the next receives, None where the pass could end before.
+
+    With `to_end` false nobody needs them but the drift's record.
+    """
+
+    def step() -> tuple[Any, Any]:
+        with run.autocast():
+            return run.family.step(model, block, call)
+
+    names = [site.name for site in run.modules[block].sites]
+    may_stop = getattr(run.family, "same_calls", False)
+    needs_output = to_end or run.settings.log_drift or not may_stop
+    output, recording = run.recorder.record(model, names, step, needs_output=needs_output)
+    return *(output or (None, None)), recording
 
 
 def _advance(run: Run, block: str, batches: list[Batch]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.settings import CalibrationError
 
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
@@ -168,7 +169,7 @@ class ExpertModel:
         """
         stored = self._source.tensor(self._keys[name])
         self.bytes_read += stored.numel() * stored.element_size()
-        if not bool(torch.isfinite(stored).all()):
+        if not all_finite(stored):
             raise CalibrationError(
                 f"{self._label}: tensor {name!r} has NaN or infinite values. Check {self._setting}"
             )

@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,10 @@ from calibrations import (
     settings_of,
 )
 from oracle import Knobs
+from tiny_decoders import decoder_suite
 from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite
+from tiny_open_clip import tower_suite
+from tiny_t5 import t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
@@ -196,6 +199,17 @@ def test_expert_features_are_not_computed_where_nothing_uses_them():
     record = next(r for r in silent.log.records if r["kind"] == "task")
     assert record["drift_before"] is None
     assert record["drift_after"] is None
+
+
+@pytest.mark.parametrize("make", [clip_suite, gpt2_suite, t5_suite, tower_suite, decoder_suite])
+def test_passes_that_end_early_without_the_drift_log_change_no_bit(make: Callable[[], Suite]):
+    suite = make().to(torch.float32)
+    family = replay(suite) if make is gpt2_suite else "auto"
+    knobs = replace(PAPER, norm=make in (clip_suite, gpt2_suite, tower_suite))
+    logged, silent = (run_fast(suite, knobs, family, log_drift=log) for log in (True, False))
+    assert_identical(silent.model, logged.model)
+    rows = [[r["rows"] for r in run.log.records if r["kind"] == "task"] for run in (logged, silent)]
+    assert rows[0] == rows[1]
 
 
 def test_whole_numbers_are_as_good_as_fractions():

@@ -8,7 +8,7 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from fusion_bench_featcal.core.moments import moment_dtype, weight_of_norm
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import BlockModules, Site, find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
-from fusion_bench_featcal.engine.recording import record_inputs
+from fusion_bench_featcal.engine.recording import Recorder
 from fusion_bench_featcal.engine.run import Autocast, leading_to, needed_by, restore_modes
 from fusion_bench_featcal.engine.samples import (
     Batch,
@@ -81,6 +81,7 @@ class _Merging:
     settings: FeatCalSettings
     autocast: Autocast
     modules: dict[str, BlockModules]
+    recorder: Recorder = field(default_factory=Recorder)
 
 
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
@@ -219,8 +220,13 @@ def _collect(
     """One task's sums over the inputs of its expert's modules."""
     sums = TaskSums(block, task, run.modules[block].sites, demo_weights=False)
     for batch in batches:
-        with record_inputs(candidate, [s.name for s in sums.sites]) as inputs, run.autocast():
-            _, following = run.family.step(candidate, block, batch.cal)
+
+        def step(call: Any = batch.cal) -> Any:
+            with run.autocast():
+                return run.family.step(candidate, block, call)
+
+        names = [site.name for site in sums.sites]
+        (_, following), inputs = run.recorder.record(candidate, names, step)
         with exact_products():
             sums.add(candidate, inputs, None, batch.valid, batch.other)
         if run.rule.stream == "expert":

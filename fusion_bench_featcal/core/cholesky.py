@@ -4,10 +4,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.core.moments import frobenius_norm
 
 MAX_RESIDUAL = 1e-6
 """Largest accepted relative residual of the normal equations."""
+
+MAX_SINGLE_RESIDUAL = 1e-5
+"""The same where float32 is solved in: what exceeds it is solved again in float64."""
+
+SINGLE_LAMBDA = 1e-2
+"""From this lambda on float32 moments are solved in float32: their system's condition is at most
+the number of tasks over lambda."""
+
+_PROBES = 16
+_STRIP = 512
 
 PIVOT_MARGIN = 4
 """A pivot must exceed this many times the dimension's worth of rounding to count as non-zero."""
@@ -40,7 +51,7 @@ def factorise(
         UnsolvedError: If the matrix is not finite, not positive definite, or rounding of the grams
             would decide the solution.
     """
-    if not bool(torch.isfinite(system).all()):
+    if not all_finite(system):
         raise UnsolvedError("the normal equations are not finite")
     factor, info = torch.linalg.cholesky_ex(system)
     if int(info) != 0:
@@ -61,32 +72,62 @@ def solve_factorised(
     """Solve `W A = R` from the factor of `A` and check the solution.
 
     Args:
-        factor: Lower Cholesky factor of `system`.
+        factor: Lower Cholesky factor of `system`, in whose dtype is solved.
         system: `A`, `[d, d]`.
         right: `R`, `[m, d]`.
 
     Returns:
-        `W`, `[m, d]`, and the relative residual `|W A - R|_F / |R|_F` (0 where R is 0).
+        `W`, `[m, d]`, and the relative residual `|W A - R|_F / |R|_F` (0 where R is 0), as
+        `relative_residual` estimates it.
 
     Raises:
-        UnsolvedError: If the residual exceeds `MAX_RESIDUAL` or the solution is not finite.
+        UnsolvedError: If the residual exceeds what the dtype allows or the solution is not finite.
     """
     weight = torch.cholesky_solve(right.T, factor).T
-    scale = float(frobenius_norm(right))
-    error = float(frobenius_norm(weight @ system - right))
-    residual = error / scale if scale > 0 else error
-    if not residual <= MAX_RESIDUAL:  # also true for NaN
+    residual = relative_residual(weight, system, right)
+    limit = MAX_RESIDUAL if factor.dtype == torch.float64 else MAX_SINGLE_RESIDUAL
+    if not residual <= limit:  # also true for NaN
         raise UnsolvedError(
             f"the normal equations stay unsolved (relative residual {residual:.1e})"
         )
     return weight, residual
 
 
+def relative_residual(
+    weight: Float[Tensor, "m d"], system: Float[Tensor, "d d"], right: Float[Tensor, "m d"]
+) -> float:
+    """Estimate `|W A - R|_F / |R|_F` from what both sides do to a few vectors of random signs.
+
+    For such a vector z the mean of `|M z|^2` is `|M|_F^2`. The whole product would cost as much as
+    the solve. The products are taken in float64, a strip of rows at a time.
+
+    Args:
+        weight: `W`, `[m, d]`.
+        system: `A`, `[d, d]`.
+        right: `R`, `[m, d]`.
+
+    Returns:
+        The estimate; NaN where an entry of W or A is; the absolute residual where R is 0.
+    """
+    wide = solve_dtype(system.device)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (len(system), _PROBES), generator=generator).mul_(2).sub_(1)
+    signs = signs.to(device=system.device, dtype=wide)
+
+    def times(matrix: Tensor, vectors: Tensor) -> Tensor:
+        return torch.cat([strip.to(wide) @ vectors for strip in matrix.split(_STRIP)])
+
+    wanted = times(right, signs)
+    error = frobenius_norm(times(weight, times(system, signs)) - wanted)
+    scale = frobenius_norm(wanted)
+    return float(error / scale if scale > 0 else error)
+
+
 def ridge_system(
-    weighted_gram: Float[Tensor, "d d"], *, ridge_lambda: float, eps: float
+    weighted_gram: Float[Tensor, "d d"], *, ridge_lambda: float, eps: float, dtype: torch.dtype
 ) -> Float[Tensor, "d d"]:
-    """`sum_i w_i G_i + (lambda + eps) I` in the solve's dtype, exactly symmetric (Eq. 17)."""
-    wide = weighted_gram.to(solve_dtype(weighted_gram.device))
+    """`sum_i w_i G_i + (lambda + eps) I` in a dtype, exactly symmetric (Eq. 17)."""
+    wide = weighted_gram.to(dtype)
     system = (wide + wide.T).div_(2)
     system.diagonal().add_(ridge_lambda + eps)
     return system

@@ -11,6 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fusion_bench_featcal.core.cholesky import (
+    SINGLE_LAMBDA,
+    UnsolvedError,
     factorise,
     ridge_system,
     solve_dtype,
@@ -69,7 +71,7 @@ class FoldedLinear:
         self._mix_alpha = mix_alpha
         self._eps = eps
         self._system: tuple[Tensor, Tensor, float] | None = None
-        self._system_lambda: float | None = None
+        self._system_key: tuple[float, torch.dtype] | None = None
         self._gram: Tensor | None = None
         self._shift: Tensor | None = None
         self._right: dict[str, Tensor] = {}
@@ -170,22 +172,36 @@ class FoldedLinear:
     def solve(self, name: str, *, ridge_lambda: float) -> LinearSolution:
         """Calibrated weight of one module (Eq. 17).
 
+        Float32 sums are solved in float32 where lambda bounds the condition (`SINGLE_LAMBDA`), and
+        once more in float64 should that leave too large a residual.
+
         Args:
             name: The module's name.
             ridge_lambda: lambda, >= 0. Modules solved with one lambda share the factor.
 
         Returns:
-            The solution, as `solve_linear` returns it.
+            The solution, as `solve_linear` returns it; its dtype tells what was solved in.
 
         Raises:
             UnsolvedError: If the system has no trustworthy solution.
         """
-        factor, system, condition = self._factorised(ridge_lambda)
-        anchor = self._anchors[name].to(system.dtype)
-        right = (self._right[name] + self._from_anchor(name)).to(system.dtype) - self._eps * anchor
+        anchor = self._anchors[name]
+        wide = solve_dtype(anchor.device)
+        if ridge_lambda >= SINGLE_LAMBDA and self._right[name].dtype != wide:
+            try:
+                return self._solve_in(self._right[name].dtype, name, ridge_lambda)
+            except UnsolvedError:
+                self._system = None  # half as wide as what is needed next
+        return self._solve_in(wide, name, ridge_lambda)
+
+    def _solve_in(self, dtype: torch.dtype, name: str, ridge_lambda: float) -> LinearSolution:
+        """Solve in one dtype."""
+        factor, system, condition = self._factorised(ridge_lambda, dtype)
+        anchor = self._anchors[name].to(dtype)
+        right = (self._right[name] + self._from_anchor(name)).to(dtype) - self._eps * anchor
         step, residual = solve_factorised(factor, system, right)
         return LinearSolution(
-            weight=anchor + step,
+            weight=step.add_(anchor),
             task_weights=self.task_weights,
             residual=residual,
             condition=condition,
@@ -211,26 +227,27 @@ class FoldedLinear:
             ridge_lambda: lambda, >= 0.
 
         Returns:
-            `b*`, `[m]`, in the dtype of `weight`.
+            `b*`, `[m]`, in float64 where the device has it: its two parts nearly cancel.
         """
         assert self._weighted_mean_cal is not None  # a solve follows at least one task
-        right = self._bias_right[name].to(weight) - weight @ self._weighted_mean_cal.to(weight)
-        total = torch.stack(list(self.task_weights.values())).to(weight).sum()
+        wide = solve_dtype(weight.device)
+        right = self._bias_right[name].to(wide) - weight.to(wide) @ self._weighted_mean_cal.to(wide)
+        total = torch.stack(list(self.task_weights.values())).to(wide).sum()
         if anchor is not None:
-            right = right + ridge_lambda * anchor.to(weight)
+            right = right + ridge_lambda * anchor.to(wide)
             total = total + ridge_lambda
         return right / total
 
-    def _factorised(self, ridge_lambda: float) -> tuple[Tensor, Tensor, float]:
+    def _factorised(self, ridge_lambda: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
         """Factor, system and condition, computed once for all modules of the group."""
-        if self._system is None or self._system_lambda != ridge_lambda:
+        if self._system is None or self._system_key != (ridge_lambda, dtype):
             assert self._gram is not None  # a solve follows at least one task
-            system = ridge_system(self._gram, ridge_lambda=ridge_lambda, eps=self._eps)
+            system = ridge_system(self._gram, ridge_lambda=ridge_lambda, eps=self._eps, dtype=dtype)
             factor, condition = factorise(
                 system, floor=ridge_lambda + self._eps, precision=self._gram.dtype
             )
             self._system = (factor, system, condition)
-            self._system_lambda = ridge_lambda
+            self._system_key = (ridge_lambda, dtype)
         return self._system
 
 

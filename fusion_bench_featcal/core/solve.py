@@ -30,7 +30,7 @@ class LinearSolution:
     Attributes:
         weight: `W*`, `[m, d]`, in the solve's dtype.
         task_weights: `w_i` of each task (Eq. 14), scalars.
-        residual: `|W* A - R|_F / |R|_F` of the system that was solved.
+        residual: `|W* A - R|_F / |R|_F` of the system that was solved, estimated.
         condition: Estimate of the system's condition, from the Cholesky factor's diagonal.
     """
 
@@ -103,7 +103,7 @@ def solve_linear(
         reached = expert_weights[task].to(wide) @ m.cross(mix_alpha).to(wide)
         gram += weights[task] * mean_gram
         right += weights[task] * (reached - anchor @ mean_gram)
-    system = ridge_system(gram, ridge_lambda=ridge_lambda, eps=eps)
+    system = ridge_system(gram, ridge_lambda=ridge_lambda, eps=eps, dtype=wide)
     precision = next(iter(moments.values())).gram.dtype
     factor, condition = factorise(system, floor=ridge_lambda + eps, precision=precision)
     step, residual = solve_factorised(factor, system, right)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, extrapolate_anchor
+from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.core.moments import moment_dtype
 from fusion_bench_featcal.engine.modules import Site
 from fusion_bench_featcal.engine.task_sums import TaskSums, common_parts
@@ -188,7 +189,7 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor]) ->
     for name, value in updates.items():
         parameter = model.get_parameter(name)
         new = value.to(parameter.dtype)
-        if not bool(torch.isfinite(new).all()):
+        if not all_finite(new):
             raise CalibrationError(
                 f"block {block}: the new {name} is not finite in {parameter.dtype}. Raise "
                 "method.ridge_lambda, or merge in a wider dtype"

@@ -3,18 +3,21 @@
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
+from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.core.folded import TaskMeans
 from fusion_bench_featcal.core.moments import counted_rows, moment_dtype
-from fusion_bench_featcal.engine.products import add_lower_gram, add_product, all_finite, fill_upper
+from fusion_bench_featcal.engine.products import add_lower_gram, add_product, fill_upper
 
 CHUNK_ROWS = 2048
 """Rows are gathered to so many before they are multiplied: short products are slow."""
 
 
 _Rows = tuple[tuple[Tensor, ...], Tensor | None]
-"""Rows of the calibrated model and, where they are used, of the expert; their weights."""
+"""Rows of the calibrated model and, where the expert's are used, their difference to them; their
+weights."""
 
 
 class LinearSums:
@@ -82,12 +85,12 @@ class LinearSums:
         add_lower_gram(self._gram, weighted, x_cal)
         if len(parts) == 1:
             return
-        shift = parts[1] - x_cal
+        shift = parts[1]
         self._sum_shift += (shift if weights is None else shift * weights[:, None]).sum(0)
         if self._cross is not None:
             add_product(self._cross, shift, weighted)
             return
-        target = shift.mul_(self._alpha).add_(x_cal)
+        target = torch.add(x_cal, shift, alpha=self._alpha)
         for name, weight in self._weights.items():
             add_product(self._reached[name], target @ weight.T, weighted)
 
@@ -132,7 +135,7 @@ def outputs_are_few(expert_weights: Iterable[Tensor]) -> bool:
 
 
 class _Chunk:
-    """Rows in waiting, copied: what they come from may be overwritten."""
+    """Rows in waiting, copied; of the expert's, the difference to the calibrated model's."""
 
     def __init__(self) -> None:
         self._parts: tuple[Tensor, ...] = ()
@@ -146,7 +149,7 @@ class _Chunk:
         while start < total:
             if self._count == 0 and total - start >= CHUNK_ROWS:
                 stop = start + CHUNK_ROWS
-                yield tuple(p[start:stop] for p in parts), _cut(weights, start, stop)
+                yield _shifted(*(p[start:stop] for p in parts)), _cut(weights, start, stop)
             else:
                 stop = min(total, start + CHUNK_ROWS - self._count)
                 self._put(tuple(p[start:stop] for p in parts), _cut(weights, start, stop))
@@ -160,8 +163,9 @@ class _Chunk:
             self._weights = parts[0].new_empty(CHUNK_ROWS)
         assert self._weights is not None
         stop = self._count + len(parts[0])
-        for waiting, part in zip(self._parts, parts, strict=True):
-            waiting[self._count : stop] = part
+        self._parts[0][self._count : stop] = parts[0]
+        if len(parts) > 1:
+            torch.sub(parts[1], parts[0], out=self._parts[1][self._count : stop])
         self._weights[self._count : stop] = 1 if weights is None else weights
         self._weighted |= weights is not None
         self._count = stop
@@ -172,6 +176,10 @@ class _Chunk:
             weights = _cut(self._weights, 0, self._count) if self._weighted else None
             yield tuple(p[: self._count] for p in self._parts), weights
         self._count, self._weighted = 0, False
+
+
+def _shifted(x_cal: Tensor, x_exp: Tensor | None = None) -> tuple[Tensor, ...]:
+    return (x_cal,) if x_exp is None else (x_cal, x_exp - x_cal)
 
 
 def _cut(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:

@@ -1,6 +1,5 @@
 """Matrix products that add to sums in place: no temporary of the sums' size."""
 
-import torch
 from torch import Tensor
 
 COLUMN_BLOCKS = 6
@@ -37,14 +36,6 @@ def fill_upper(matrix: Tensor) -> None:
     """Copy the lower triangle, strip by strip, to the upper: the diagonal squares stay."""
     for start, stop in _strips(len(matrix)):
         matrix[:start, start:stop] = matrix[start:stop, :start].T
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether no entry is NaN or infinite, in one pass: a sum of finite ones does not overflow.
-
-    Sums that nearly do are looked at entry by entry.
-    """
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _strips(width: int) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from torch import nn
 from fusion_bench_featcal.checkpoints import Checkpoints, NoCheckpoints
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import BlockModules
+from fusion_bench_featcal.engine.recording import Recorder
 from fusion_bench_featcal.experts import ExpertModel, names_under
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -32,6 +33,7 @@ class Run:
     stages: list[list[str]]
     modules: dict[str, BlockModules]
     checkpoints: Checkpoints | NoCheckpoints = field(default_factory=NoCheckpoints)
+    recorder: Recorder = field(default_factory=Recorder)
 
     @property
     def uses_expert_features(self) -> bool:

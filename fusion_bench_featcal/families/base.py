@@ -15,6 +15,9 @@ class Family(Protocol):
         name: The family's name in settings and logs.
         whole_model: Whether `step` runs the whole model and not the block alone, so that all of an
             expert's weights must be in memory for it.
+        same_calls: Whether every pass through a block calls the same modules equally often, and
+            what a block receives holds its features as `hidden`: a pass of which only the modules'
+            inputs are wanted then ends with the last of them.
     """
 
     @property
@@ -25,6 +28,11 @@ class Family(Protocol):
     @property
     def whole_model(self) -> bool:
         """Whether `step` runs the whole model."""
+        ...
+
+    @property
+    def same_calls(self) -> bool:
+        """Whether all passes through a block call the same modules."""
         ...
 
     def stages(self, model: nn.Module) -> list[list[str]]:
@@ -130,11 +138,14 @@ class ChainFamily:
     Attributes:
         name: The family's name.
         find_stages: Finds the block names in a model.
+        whole_model: No.
+        same_calls: As the models that it is for.
     """
 
     name: str
     find_stages: Callable[[nn.Module], list[list[str]]]
     whole_model: bool = False
+    same_calls: bool = False
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Names of the blocks in forward order, one list a stage."""

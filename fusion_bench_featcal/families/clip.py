@@ -32,5 +32,5 @@ def clip_stages(model: nn.Module) -> list[list[str]]:
     return [blocks]
 
 
-CLIP = ChainFamily(name="clip", find_stages=clip_stages)
+CLIP = ChainFamily(name="clip", find_stages=clip_stages, same_calls=True)
 """Every position of every image counts: there is no padding."""

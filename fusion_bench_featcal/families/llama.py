@@ -53,6 +53,7 @@ class LlamaFamily:
 
     name: str = "llama"
     whole_model: bool = False
+    same_calls: bool = True
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """The decoder layers, first to last, as one stage.

@@ -56,6 +56,7 @@ class OpenClipFamily:
 
     name: str = "open_clip"
     whole_model: bool = False
+    same_calls: bool = True
     chain: ChainFamily = _CHAIN
     view: UnfusedView = _VIEW
 

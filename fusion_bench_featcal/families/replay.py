@@ -38,6 +38,7 @@ class ReplayFamily:
     other_masks: Mapping[str, str | None] = field(default_factory=dict)
     name: str = "replay"
     whole_model: bool = True
+    same_calls: bool = False
 
     def __post_init__(self) -> None:
         stages = [] if isinstance(self.blocks, str) else self._patterns()

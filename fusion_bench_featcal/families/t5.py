@@ -54,6 +54,7 @@ class T5Family:
 
     name: str = "t5"
     whole_model: bool = False
+    same_calls: bool = True
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """The encoder's blocks, then the decoder's.
