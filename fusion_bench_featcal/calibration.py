@@ -18,7 +18,7 @@ from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.recording import Recording
-from fusion_bench_featcal.engine.run import Autocast, Run, restore_modes
+from fusion_bench_featcal.engine.run import Autocast, Modes, Run
 from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
 from fusion_bench_featcal.engine.stages import Streams, Tasks, begin_stage, skip_stage
 from fusion_bench_featcal.engine.task_sums import TaskSums
@@ -54,6 +54,7 @@ def calibrate(
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,
     progress: bool = True,
+    in_place: bool = False,
 ) -> CalibrationResult:
     """Calibrate a merged model (Algorithm 1).
 
@@ -61,7 +62,8 @@ def calibrate(
     block sees what the updated block produces.
 
     Args:
-        merged: The merged model. It is not changed; its hooks, if any, go with the copy.
+        merged: The merged model. It is not changed (but see `in_place`); its hooks, if any, go
+            with the copy.
         base: The base model; None drops lambda for biases and norms and needs `anchor_rho` 1.
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
@@ -72,15 +74,20 @@ def calibrate(
         autocast: Makes the context for forward passes (Fabric's `autocast`); statistics are never
             inside it.
         progress: Whether to show a progress bar.
+        in_place: Whether the merged model is used up, which saves a copy of it. A run that fails
+            then leaves it partly calibrated.
 
     Returns:
         The calibrated model and the log.
 
     Raises:
         CalibrationError: If the run cannot go on; the message names the place and the setting.
-        ValueError: If the family is unknown or rho needs a base that is not there.
+        ValueError: If the family is unknown, rho needs a base that is not there, or `in_place`
+            would change the base or an expert.
     """
     check_inputs(base, experts, batches, settings)
+    if in_place and any(model is merged for model in (base, *experts.values())):
+        raise ValueError("in_place needs a merged model that is neither the base nor an expert")
     checkpoints = open_checkpoints(settings)
     resolved = resolve_family(settings.family if family is None else family, merged)
     view = view_of(resolved)
@@ -93,7 +100,9 @@ def calibrate(
     stages = resolved.stages(shown)
     modules = find_all_modules(shown, stages, settings)
     # Without gradients autocast keeps no copies of weights, which would be stale after an update.
-    model = copy.deepcopy(shown).to(device or _device_of(merged)).eval().requires_grad_(False)
+    home, modes = _device_of(merged), Modes.of(shown)
+    model = shown if in_place else copy.deepcopy(shown)
+    model = model.to(device or home).eval().requires_grad_(False)
     run = Run(
         model=model,
         base=None if base is None else reader("_pretrained_", base, "base model"),
@@ -117,8 +126,8 @@ def calibrate(
             )
         )
         _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in experts})
-    restore_modes(run.model, shown)
-    return CalibrationResult(view.restored(run.model).to(_device_of(merged)), run.log)
+    modes.restore(run.model)
+    return CalibrationResult(view.restored(run.model).to(home), run.log)
 
 
 def _run_blocks(run: Run, tasks: Tasks) -> None:

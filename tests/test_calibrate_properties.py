@@ -212,6 +212,32 @@ def test_passes_that_end_early_without_the_drift_log_change_no_bit(make: Callabl
     assert rows[0] == rows[1]
 
 
+@pytest.mark.parametrize("make", [clip_suite, tower_suite])
+def test_in_place_gives_the_same_model_without_a_copy(make: Callable[[], Suite]):
+    suite = make()
+    wanted = run_fast(suite).model
+    merged = copy.deepcopy(suite.merged).train()
+    result = calibrate(
+        merged, suite.base, suite.experts, suite.inputs, settings_of(PAPER, suite), in_place=True
+    )
+    assert_identical(result.model, wanted)
+    assert result.model.training
+    assert all(parameter.requires_grad for parameter in result.model.parameters())
+    if make is clip_suite:  # open_clip's fused attention is put together anew
+        assert result.model is merged
+
+
+def test_in_place_refuses_to_change_the_base_or_an_expert():
+    suite = clip_suite()
+    settings = settings_of(PAPER, suite)
+    for base, experts in (
+        (suite.merged, suite.experts),
+        (suite.base, suite.experts | dict.fromkeys(list(suite.experts)[:1], suite.merged)),
+    ):
+        with pytest.raises(ValueError, match="in_place needs a merged model that is neither"):
+            calibrate(suite.merged, base, experts, suite.inputs, settings, in_place=True)
+
+
 def test_whole_numbers_are_as_good_as_fractions():
     suite = residual_suite(seed=14)
     whole: dict[str, Any] = {"ridge_lambda": 1, "mix_alpha": 1, "anchor_rho": 2, "eps": 0}

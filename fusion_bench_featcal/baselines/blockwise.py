@@ -22,7 +22,7 @@ from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import BlockModules, Site, find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.recording import Recorder
-from fusion_bench_featcal.engine.run import Autocast, leading_to, needed_by, restore_modes
+from fusion_bench_featcal.engine.run import Autocast, Modes, leading_to, needed_by
 from fusion_bench_featcal.engine.samples import (
     Batch,
     check_inputs,
@@ -146,7 +146,7 @@ def merge_blockwise(
                 bar.set_description(f"merging {block}")
                 _merge_block(run, block, streams)
                 bar.update()
-    restore_modes(model, base)
+    Modes.of(base).restore(model)
     return view.restored(model).to(home)
 
 

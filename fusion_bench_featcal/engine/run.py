@@ -72,9 +72,22 @@ def leading_to(
     return sorted(set(names) - set(names_under(names, after)))
 
 
-def restore_modes(model: nn.Module, like: nn.Module) -> None:
-    """Give every sub-module and parameter another model's training mode and gradient flag."""
-    for ours, theirs in zip(model.modules(), like.modules(), strict=True):
-        ours.training = theirs.training
-    for ours, theirs in zip(model.parameters(), like.parameters(), strict=True):
-        ours.requires_grad_(theirs.requires_grad)
+@dataclass(frozen=True)
+class Modes:
+    """Training mode of every sub-module and gradient flag of every parameter of a model."""
+
+    training: list[bool]
+    gradients: list[bool]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Modes":
+        """What a model has now."""
+        gradients = [parameter.requires_grad for parameter in model.parameters()]
+        return cls([module.training for module in model.modules()], gradients)
+
+    def restore(self, model: nn.Module) -> None:
+        """Give them to a model of the same structure."""
+        for module, training in zip(model.modules(), self.training, strict=True):
+            module.training = training
+        for parameter, needed in zip(model.parameters(), self.gradients, strict=True):
+            parameter.requires_grad_(needed)

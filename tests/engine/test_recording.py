@@ -1,4 +1,4 @@
-"""Inputs are noted without copies where a block leaves them alone, and rightly where it does not."""
+"""Inputs are noted without copies where a block leaves them alone, rightly where it does not."""
 
 from collections.abc import Callable
 
