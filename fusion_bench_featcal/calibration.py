@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from fusion_bench_featcal.checkpoints import describe_run, open_checkpoints
 from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
+from fusion_bench_featcal.engine.kernels import choose_kernel, using_kernel, with_kernel
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
@@ -103,13 +104,14 @@ def calibrate(
     home, modes = _device_of(merged), Modes.of(shown)
     model = shown if in_place else copy.deepcopy(shown)
     model = model.to(device or home).eval().requires_grad_(False)
+    kernel = choose_kernel(checkpoints.kernel() or settings.linear_kernel, _device_of(model))
     run = Run(
         model=model,
         base=None if base is None else reader("_pretrained_", base, "base model"),
         experts={task: reader(task, expert) for task, expert in experts.items()},
         family=resolved,
         settings=settings,
-        autocast=autocast or nullcontext,
+        autocast=with_kernel(kernel, autocast or nullcontext),
         progress=tqdm(
             total=len(modules) * len(experts), disable=not progress, leave=False, unit="visit"
         ),
@@ -118,11 +120,13 @@ def calibrate(
         modules=modules,
         checkpoints=checkpoints,
     )
-    with torch.autocast(_device_of(model).type, enabled=False), run.progress:
+    run.log.add("engine", {"linear_kernel": kernel})
+    autocast_off = torch.autocast(_device_of(model).type, enabled=False)
+    with autocast_off, using_kernel(kernel), run.progress:
         models = [*(["_pretrained_"] if base is not None else []), *experts]
         checkpoints.compare(
             lambda: describe_run(
-                shown, resolved, stages, settings, models, run.autocast, _device_of(model)
+                shown, resolved, stages, settings, models, run.autocast, kernel, _device_of(model)
             )
         )
         _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in experts})

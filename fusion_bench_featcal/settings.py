@@ -11,6 +11,7 @@ TOKEN_WEIGHTS = ("uniform", "demo_last_block")
 CALIBRATION_SPLITS = ("train", "val", "test")
 DECODER_ROWS = ("all", "targets")
 STREAM_EXPERTS = ("auto", True, False)
+LINEAR_KERNELS = ("auto", "torch", "onednn")
 CALIBRATION_TARGETS = ("labels", "generated")
 
 
@@ -58,6 +59,9 @@ class FeatCalSettings:
             loads them whole elsewhere; True insists on files; False loads them whole.
         log_drift: Whether each block's drift is measured before and after (costs the expert's
             forward pass when `mix_alpha` is 0).
+        linear_kernel: What multiplies float32 matrices on the CPU: `torch` (its default, MKL),
+            `onednn`, or `auto`: oneDNN where a short probe finds it much faster. They round
+            otherwise; a resumed run keeps what it began with.
         checkpoint_dir: Folder that keeps every finished block, so that an interrupted run can go
             on; None: nothing is kept.
         resume: Whether to go on from the blocks that `checkpoint_dir` keeps. Without any the run
@@ -83,6 +87,7 @@ class FeatCalSettings:
     family: Any = "auto"
     stream_experts: bool | str = "auto"
     log_drift: bool = True
+    linear_kernel: str = "auto"
     checkpoint_dir: str | None = None
     resume: bool = False
 
@@ -195,6 +200,7 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     ("stream_experts", *_one_of(STREAM_EXPERTS)),
     ("log_drift", *_BOOLEAN),
+    ("linear_kernel", *_one_of(LINEAR_KERNELS)),
     ("checkpoint_dir", "null or a folder's path", _is_folder_or_none),
     ("resume", *_BOOLEAN),
 )

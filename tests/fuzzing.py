@@ -86,6 +86,7 @@ _WRONG: dict[str, tuple[Any, ...]] = {
     "family": (None, "", "clop", {"name": "replay"}, {"name": "replay", "blocks": "h"}, 7),
     "stream_experts": ("yes", 1, None),
     "log_drift": (None, "true"),
+    "linear_kernel": ("mkl", True),
     "checkpoint_dir": ("", 5),
     "resume": (True, "yes"),
     "ridge_lamda": (0.1,),
@@ -122,6 +123,7 @@ def random_case(seed: int) -> Case:
             [*workload.families, *workload.families, "t5" if name == "clip" else "clip"]
         ),
         "log_drift": draw([True, False]),
+        "linear_kernel": draw(["auto", "torch", "onednn"]),
         "seed": generator.randrange(100),
     }
     if not isinstance(workload.families[0], str):

@@ -36,6 +36,7 @@ DEFAULTS = {
     "family": "auto",
     "stream_experts": "auto",
     "log_drift": True,
+    "linear_kernel": "auto",
     "checkpoint_dir": None,
     "resume": False,
 }
@@ -111,6 +112,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("calibrate_bias", 1, "true or false"),
     ("calibrate_norm", "yes", "true or false"),
     ("log_drift", None, "true or false"),
+    ("linear_kernel", "mkl", "one of auto, torch, onednn"),
     ("checkpoint_dir", "", "folder"),
     ("checkpoint_dir", 3, "folder"),
     ("resume", "yes", "true or false"),

@@ -22,7 +22,8 @@ _PACKAGES = ("torch", "transformers", "safetensors")
 # Parts of this package that make a block's parameters from weights and samples.
 _CODE = ("core", "engine", "families", "checkpoints", "calibration.py", "experts.py")
 # Settings without a part in the result: samples and weights are compared themselves.
-_WITHOUT_EFFECT = {"checkpoint_dir", "resume", "stream_experts", "family"}
+# What `linear_kernel` came to is told under `precision`.
+_WITHOUT_EFFECT = {"checkpoint_dir", "resume", "stream_experts", "family", "linear_kernel"}
 _TRANSIENT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -40,6 +41,7 @@ def describe_run(
     settings: FeatCalSettings,
     models: Sequence[str],
     autocast: Callable[[], AbstractContextManager[Any]],
+    kernel: str,
     device: torch.device,
 ) -> dict[str, Any]:
     """Everything that a calibration depends on but its samples and the weights it reads by block.
@@ -52,6 +54,7 @@ def describe_run(
         models: Names of the base, if there is one, and of the experts in order: sums are rounded in
             it.
         autocast: Makes the context of forward passes.
+        kernel: What multiplies matrices on the CPU.
         device: Where it is computed.
 
     Returns:
@@ -65,7 +68,7 @@ def describe_run(
         "blocks": [list(stage) for stage in stages],
         "merged": _describe_model(merged),
         "weights": {name: digest_tensor(t) for name, t in tensors.items()},
-        "precision": _describe_precision(device, autocast),
+        "precision": _describe_precision(device, autocast) | {"linear_kernel": kernel},
         "software": _describe_software(),
         "machine": _describe_machine(device),
     }

@@ -47,6 +47,10 @@ class NoCheckpoints:
         """The batches themselves."""
         return batches
 
+    def kernel(self) -> str | None:
+        """No run has begun."""
+        return None
+
     def compare(self, describe: Callable[[], Mapping[str, Any]]) -> None:
         """There is nothing to compare with."""
 
@@ -130,6 +134,10 @@ class Checkpoints:
         for batch in batches:
             self._samples[task].add(batch.inputs)
             yield batch
+
+    def kernel(self) -> str | None:
+        """What multiplies matrices in the run that is gone on with; None where none has begun."""
+        return self._then.get("precision", {}).get("linear_kernel")
 
     def compare(self, describe: Callable[[], Mapping[str, Any]]) -> None:
         """Compare what this run depends on with what the kept blocks do, and find those.

@@ -11,7 +11,7 @@ from typing import Any
 class CalibrationLog:
     """Records of one calibration.
 
-    A record of kind `inputs` has task, stage and expert_bytes: what reading the expert up to its
+    The record of kind `engine` says what multiplied matrices. One of kind `inputs` has task, stage and expert_bytes: what reading the expert up to its
     first block took. One of kind `task` has block, task, samples, rows (positions that count), the
     mean L2 drift of the block's output before and after its update (Eq. 2) and the same relative
     to the expert's feature norm (root mean square; None where drift is not logged), seconds and

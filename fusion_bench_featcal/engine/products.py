@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from fusion_bench_featcal.engine.kernels import multiplies_rows_by_onednn, multiply_transposed
+
 COLUMN_BLOCKS = 6
 """A gram is formed by so many strips of its lower triangle: 7/12 of the whole product's work."""
 
@@ -17,7 +19,10 @@ def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
         left: Rows `[n, m]`.
         right: Rows `[n, d]`.
     """
-    into.addmm_(left.T, right)
+    if multiplies_rows_by_onednn(into):
+        into.add_(multiply_transposed(left.T.contiguous(), right.T.contiguous()))
+    else:
+        into.addmm_(left.T, right)
 
 
 def add_lower_gram(into: Tensor, left: Tensor, right: Tensor) -> None:
@@ -28,6 +33,13 @@ def add_lower_gram(into: Tensor, left: Tensor, right: Tensor) -> None:
         left: Rows `[n, d]`, each a multiple of the same row of `right`.
         right: Rows `[n, d]`.
     """
+    if multiplies_rows_by_onednn(into):
+        right_columns = right.T.contiguous()
+        left_columns = right_columns if left is right else left.T.contiguous()
+        for start, stop in _strips(len(into)):
+            strip = multiply_transposed(left_columns[start:stop], right_columns[:stop])
+            into[start:stop, :stop].add_(strip)
+        return
     for start, stop in _strips(len(into)):
         into[start:stop, :stop].addmm_(left[:, start:stop].T, right[:, :stop])
 

@@ -1,0 +1,156 @@
+"""Which library multiplies float32 matrices on the CPU: torch's default (MKL) or oneDNN.
+
+MKL leaves AVX-512 unused on some AMD machines, where oneDNN is about twice as fast; elsewhere they
+are alike. oneDNN is reached through a private operator of torch: whatever is wrong with it there,
+torch's default is used.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+TORCH, ONEDNN = "torch", "onednn"
+
+WORTH_IT = 1.4
+"""oneDNN is chosen when it is so many times as fast. The probe fits the cache, so that it compares
+instructions and not what else the machine is doing: the answer should be the same in every run."""
+
+_PROBE = (256, 512, 512)
+_TRIES = 15
+
+_kernel: ContextVar[str] = ContextVar("kernel", default=TORCH)
+
+
+def choose_kernel(wanted: str, device: torch.device) -> str:
+    """The kernel of a run.
+
+    Args:
+        wanted: The setting `linear_kernel`: `auto`, `torch` or `onednn`.
+        device: Where it is computed; elsewhere than on the CPU there is no choice.
+
+    Returns:
+        `torch` or `onednn`; the former also where oneDNN is wanted and not there.
+    """
+    if wanted == TORCH or device.type != "cpu" or not onednn_works():
+        return TORCH
+    if wanted == ONEDNN:
+        return ONEDNN
+    return ONEDNN if speed_up() >= WORTH_IT else TORCH
+
+
+@cache
+def onednn_works() -> bool:
+    """Whether torch's oneDNN operator is there and multiplies rightly."""
+    x, weight, bias = _random((3, 5, 7), (4, 7), (4,))
+    try:
+        found = _onednn_linear(x, weight, bias)
+        return bool(torch.allclose(found, functional.linear(x, weight, bias), atol=1e-5))
+    except (RuntimeError, AttributeError, TypeError):  # no such operator, or another signature
+        return False
+
+
+@cache
+def speed_up() -> float:
+    """How many times as fast as torch's default oneDNN is here, measured once in a process."""
+    rows, width, outputs = _PROBE
+    x, weight, bias = _random((rows, width), (outputs, width), (outputs,))
+    with torch.no_grad():
+        default = _least_seconds(lambda: functional.linear(x, weight, bias))
+        return default / _least_seconds(lambda: _onednn_linear(x, weight, bias))
+
+
+def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)  # the caller's random numbers are left alone
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _least_seconds(work: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+@contextmanager
+def using_kernel(kernel: str) -> Iterator[None]:
+    """Context in which `multiply_rows` goes through a kernel."""
+    token = _kernel.set(kernel)
+    try:
+        yield
+    finally:
+        _kernel.reset(token)
+
+
+def with_kernel(
+    kernel: str, context: Callable[[], AbstractContextManager[Any]]
+) -> Callable[[], AbstractContextManager[Any]]:
+    """A context for forward passes in which linear maps go through a kernel besides.
+
+    Args:
+        kernel: `torch` or `onednn`.
+        context: Makes the context that there is (Fabric's autocast).
+    """
+    if kernel == TORCH:
+        return context
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with context(), _LinearThroughOnednn():
+            yield
+
+    return both
+
+
+class _LinearThroughOnednn(TorchFunctionMode):
+    """Sends `functional.linear` of float32 tensors on the CPU to oneDNN; the rest goes its way."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.linear and not kwargs and _fits(args):
+            return _onednn_linear(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _fits(tensors: Sequence[Any]) -> bool:
+    return not torch.is_autocast_enabled("cpu") and all(
+        tensor is None
+        or (isinstance(tensor, Tensor) and tensor.dtype == torch.float32 and tensor.is_cpu)
+        for tensor in tensors
+    )
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def multiplies_rows_by_onednn(like: Tensor) -> bool:
+    """Whether sums over rows of tensors like this go through oneDNN in this context."""
+    return _kernel.get() == ONEDNN and like.dtype == torch.float32 and like.is_cpu
+
+
+def multiply_transposed(left: Tensor, right: Tensor) -> Tensor:
+    """`left right'` by oneDNN.
+
+    Args:
+        left: `[m, n]`, contiguous: oneDNN is slow without end on transposed views.
+        right: `[d, n]`, contiguous.
+
+    Returns:
+        `[m, d]`.
+    """
+    return _onednn_linear(left, right)

@@ -1,0 +1,122 @@
+"""Either library gives the same result to rounding, and the choice between them is a run's own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from calibrations import assert_identical, assert_same, run_fast
+from tiny_models import clip_suite
+from torch import nn
+from torch.nn import functional
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.engine import kernels, products
+from fusion_bench_featcal.engine.kernels import (
+    ONEDNN,
+    TORCH,
+    choose_kernel,
+    using_kernel,
+    with_kernel,
+)
+
+CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of what goes to oneDNN."""
+    kernels.onednn_works()
+    seen: list[tuple[int, ...]] = []
+    original = kernels._onednn_linear
+
+    def counted(x, weight, bias=None):
+        seen.append(tuple(x.shape))
+        return original(x, weight, bias)
+
+    monkeypatch.setattr(kernels, "_onednn_linear", counted)
+    return seen
+
+
+@pytest.mark.parametrize(("ratio", "chosen"), [(2.0, ONEDNN), (1.1, TORCH), (0.5, TORCH)])
+def test_auto_goes_by_the_probe(ratio: float, chosen: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernels, "onednn_works", lambda: True)
+    monkeypatch.setattr(kernels, "speed_up", lambda: ratio)
+    assert choose_kernel("auto", CPU) == chosen
+    assert choose_kernel(ONEDNN, CPU) == ONEDNN
+    assert choose_kernel(TORCH, CPU) == TORCH
+    assert choose_kernel(ONEDNN, torch.device("meta")) == TORCH
+
+
+def test_an_operator_that_fails_or_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    def missing(*_):
+        raise AttributeError("no such operator")
+
+    for broken in (missing, lambda x, weight, bias: torch.zeros(3, 5, 4)):
+        monkeypatch.setattr(kernels, "_onednn_linear", broken)
+        assert not kernels.onednn_works.__wrapped__()
+
+
+def test_probing_leaves_the_random_numbers_alone():
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    kernels.onednn_works.__wrapped__()
+    kernels.speed_up.__wrapped__()
+    assert torch.equal(torch.rand(3), wanted)
+
+
+@needs_onednn
+def test_sums_of_rows_are_the_same_by_either(calls: list[tuple[int, ...]]):
+    left, right = torch.randn(40, 9), torch.randn(40, 300)
+    for add, rows in (
+        (products.add_product, (left, right)),
+        (products.add_lower_gram, (right, right)),
+        (products.add_lower_gram, (right * torch.rand(40, 1), right)),
+    ):
+        sums = {kernel: torch.ones(rows[0].shape[1], 300) for kernel in (TORCH, ONEDNN)}
+        for kernel, into in sums.items():
+            with using_kernel(kernel):
+                add(into, *rows)
+        torch.testing.assert_close(sums[ONEDNN].tril(), sums[TORCH].tril(), rtol=1e-5, atol=1e-4)
+    assert calls
+
+
+@needs_onednn
+def test_only_float32_linear_maps_outside_autocast_go_to_onednn(calls: list[tuple[int, ...]]):
+    x, module = torch.randn(2, 3, 4), nn.Linear(4, 5)
+    with torch.no_grad(), with_kernel(ONEDNN, lambda: torch.autocast("cpu", enabled=False))():
+        torch.testing.assert_close(module(x), functional.linear(x, module.weight, module.bias))
+        count = len(calls)
+        functional.linear(x, module.weight, bias=None)
+        module.double()(x.double())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            module.float()(x)
+    assert count == 2
+    assert len(calls) == count
+
+
+@needs_onednn
+def test_calibrations_agree_whatever_multiplies(calls: list[tuple[int, ...]]):
+    suite = clip_suite().to(torch.float32)
+    by_torch = run_fast(suite, linear_kernel="torch")
+    assert not calls
+    by_onednn = run_fast(suite, linear_kernel="onednn")
+    assert calls
+    assert_same(by_onednn.model, by_torch.model, bound=1e-5)
+    kinds = [run.log.of_kind("engine")[0]["linear_kernel"] for run in (by_torch, by_onednn)]
+    assert kinds == [TORCH, ONEDNN]
+
+
+@needs_onednn
+def test_a_resumed_run_keeps_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    suite = clip_suite().to(torch.float32)
+    wanted = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path))
+    (tmp_path / "block-0001.json").unlink()
+    for asked in ("auto", "torch"):
+        found = run_fast(suite, linear_kernel=asked, checkpoint_dir=str(tmp_path), resume=True)
+        assert_identical(found.model, wanted.model)
+        (tmp_path / "block-0001.json").unlink()
+    monkeypatch.setattr(kernels, "onednn_works", lambda: False)
+    with pytest.raises(CalibrationError, match=r'linear_kernel \("onednn" then, "torch" now\)'):
+        run_fast(suite, checkpoint_dir=str(tmp_path), resume=True)
