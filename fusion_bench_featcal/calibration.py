@@ -212,6 +212,7 @@ def _collect(
             demo_weights=demo,
             mix_alpha=run.settings.mix_alpha,
             expert=expert_model,
+            batches=len(batches),
         )
         for batch in batches:
             hidden, _, cal = _run_recorded(run, run.model, block, batch.cal, to_end=False)
@@ -260,11 +261,18 @@ def _run_recorded(
         with run.autocast():
             return run.family.step(model, block, call)
 
-    names = [site.name for site in run.modules[block].sites]
+    sites = run.modules[block].sites
     may_stop = getattr(run.family, "same_calls", False)
     needs_output = to_end or run.settings.log_drift or not may_stop
-    output, recording = run.recorder.record(model, names, step, needs_output=needs_output)
-    return *(output or (None, None)), recording
+    output, recording = run.recorder.record(
+        model,
+        [site.name for site in sites],
+        step,
+        needs_output=needs_output,
+        outputs_of=[site.name for site in sites if site.narrows(model)] if to_end else (),
+    )
+    hidden, following = output or (None, None)
+    return hidden, following, recording
 
 
 def _advance(run: Run, block: str, batches: list[Batch]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One task's running sums for the linear modules that share an input."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ CHUNK_ROWS = 2048
 
 
 _Rows = tuple[tuple[Tensor, ...], Tensor | None]
-"""Rows of the calibrated model and, where the expert's are used, their difference to them; their
-weights."""
+"""Rows of the calibrated model and, where the expert is used, the difference of its own to them or
+its outputs; their weights."""
 
 
 class LinearSums:
@@ -25,11 +25,18 @@ class LinearSums:
 
     Only the lower triangle of the gram is formed. Of the cross moment, either the difference to
     the gram is (all modules of the group use it), or, where their outputs are few, the product
-    `W_i C_i` of each module with its expert's weight is formed from the rows without it.
+    `W_i C_i` of each module with its expert's weight is formed from the rows without it: from
+    `W_i x_tgt`, or, where rows are many, from the expert's own outputs `W_i x_exp`, which its
+    forward pass has made anyway, as `alpha W_i mean(x_exp x_cal') + (1 - alpha) W_i G`.
     """
 
     def __init__(
-        self, like: Tensor, *, mix_alpha: float, expert_weights: Mapping[str, Tensor] | None
+        self,
+        like: Tensor,
+        *,
+        mix_alpha: float,
+        expert_weights: Mapping[str, Tensor] | None,
+        from_outputs: bool = False,
     ) -> None:
         """Start with no rows.
 
@@ -38,6 +45,7 @@ class LinearSums:
             mix_alpha: alpha (Eq. 10); at 0 expert features need not be given.
             expert_weights: `W_i` of each module by name, `[m, d]`, where it is worth its while
                 (`outputs_are_few`); None: the cross moment is formed.
+            from_outputs: Whether the expert's outputs are given with the rows.
         """
         width = like.shape[-1]
         self._alpha = mix_alpha
@@ -50,16 +58,30 @@ class LinearSums:
         self._reached = {n: self._zeros.new_zeros(w.shape) for n, w in self._weights.items()}
         self._sum_cal = self._zeros.new_zeros(width)
         self._sum_shift = self._zeros.new_zeros(width)
-        self._chunk = _Chunk()
+        self._from_outputs = from_outputs
+        self._chunk = _Chunk(shifts=not from_outputs)
         self.weight = self._zeros.clone()
 
-    def add(self, x_cal: Tensor, x_exp: Tensor | None, row_weights: Tensor | None) -> None:
+    @property
+    def takes_outputs_of(self) -> tuple[str, ...]:
+        """Modules whose outputs are wanted with the rows, in this order."""
+        return tuple(self._weights) if self._from_outputs else ()
+
+    def add(
+        self,
+        x_cal: Tensor,
+        x_exp: Tensor | None,
+        row_weights: Tensor | None,
+        outputs: Sequence[Tensor] = (),
+    ) -> None:
         """Add rows.
 
         Args:
             x_cal: Inputs in the calibrated model, `[n, d]`.
             x_exp: Inputs of the same rows in the expert; None where alpha is 0.
             row_weights: Weight of each row, `[n]`, as in `core.linear_moments`.
+            outputs: `W_i x_exp` of each module, `[n, m]`, in the order of the weights; only where
+                sums are formed from them.
 
         Raises:
             ValueError: If shapes differ or a weight is negative or not finite.
@@ -69,10 +91,14 @@ class LinearSums:
                 f"inputs must be two [n, d] of one shape, got {tuple(x_cal.shape)} (calibrated) "
                 f"and {tuple(x_exp.shape)} (expert)"
             )
-        parts = (x_cal,) if x_exp is None else (x_cal, x_exp)
+        parts = (x_cal,) if x_exp is None else (x_cal, x_exp, *outputs)
         parts, weights = counted_rows(parts, row_weights, self._zeros.dtype)
         if weights is not None and bool((weights == 1).all()):
             weights = None
+        if self._from_outputs:
+            sums = [p.sum(0) if weights is None else weights @ p for p in parts[:2]]
+            self._sum_shift += sums[1] - sums[0]
+            parts = (parts[0], *parts[2:])
         for rows in self._chunk.filled(parts, weights):
             self._absorb(*rows)
 
@@ -83,6 +109,10 @@ class LinearSums:
         self.weight += len(x_cal) if weights is None else weights.sum()
         self._sum_cal += weighted.sum(0)
         add_lower_gram(self._gram, weighted, x_cal)
+        if self._from_outputs:
+            for name, output in zip(self._weights, parts[1:], strict=True):
+                add_product(self._reached[name], output, weighted)
+            return
         if len(parts) == 1:
             return
         shift = parts[1]
@@ -108,18 +138,26 @@ class LinearSums:
         """Means over all rows. The sums are used up: this ends them."""
         self.close()
         fill_upper(self._gram)
+        self._gram.div_(self.weight)
+        for name, sums in self._reached.items():
+            sums.div_(self.weight)
+            if self._from_outputs:
+                own = self._weights[name] @ self._gram
+                sums.mul_(self._alpha).add_(own, alpha=1 - self._alpha)
         mean_cal = self._sum_cal / self.weight
         return TaskMeans(
-            gram=self._gram.div_(self.weight),
+            gram=self._gram,
             shift=None if self._cross is None else self._cross.mul_(self._alpha / self.weight),
-            reached={name: sums.div_(self.weight) for name, sums in self._reached.items()},
+            reached=self._reached,
             mean_cal=mean_cal,
             mean_target=mean_cal + self._alpha * (self._sum_shift / self.weight),
         )
 
     def restricted(self, names: Iterable[str]) -> "LinearSums":
         """A copy for some of the modules, whose later rows are not the others'."""
+        self.close()  # rows in waiting are of all modules
         part = copy.deepcopy(self)
+        part._chunk = _Chunk(shifts=not self._from_outputs)
         part._weights = {n: w for n, w in self._weights.items() if n in set(names)}
         part._reached = {n: part._reached[n] for n in part._weights}
         return part
@@ -134,10 +172,16 @@ def outputs_are_few(expert_weights: Iterable[Tensor]) -> bool:
     return 2 * sum(len(weight) for weight in weights) <= weights[0].shape[1]
 
 
-class _Chunk:
-    """Rows in waiting, copied; of the expert's, the difference to the calibrated model's."""
+def rows_are_many(rows: int, like: Tensor) -> bool:
+    """Whether `W_i G`, once a task, costs less than `W_i x` of all the task's rows."""
+    return rows > like.shape[-1]
 
-    def __init__(self) -> None:
+
+class _Chunk:
+    """Rows in waiting, copied; with `shifts`, of the second tensor its difference to the first."""
+
+    def __init__(self, *, shifts: bool) -> None:
+        self._shifts = shifts
         self._parts: tuple[Tensor, ...] = ()
         self._weights: Tensor | None = None
         self._count = 0
@@ -149,7 +193,10 @@ class _Chunk:
         while start < total:
             if self._count == 0 and total - start >= CHUNK_ROWS:
                 stop = start + CHUNK_ROWS
-                yield _shifted(*(p[start:stop] for p in parts)), _cut(weights, start, stop)
+                rows = tuple(p[start:stop] for p in parts)
+                if self._shifts and len(rows) > 1:
+                    rows = rows[0], rows[1] - rows[0]
+                yield rows, _cut(weights, start, stop)
             else:
                 stop = min(total, start + CHUNK_ROWS - self._count)
                 self._put(tuple(p[start:stop] for p in parts), _cut(weights, start, stop))
@@ -163,9 +210,11 @@ class _Chunk:
             self._weights = parts[0].new_empty(CHUNK_ROWS)
         assert self._weights is not None
         stop = self._count + len(parts[0])
-        self._parts[0][self._count : stop] = parts[0]
-        if len(parts) > 1:
-            torch.sub(parts[1], parts[0], out=self._parts[1][self._count : stop])
+        for index, (waiting, part) in enumerate(zip(self._parts, parts, strict=True)):
+            if self._shifts and index == 1:
+                torch.sub(part, parts[0], out=waiting[self._count : stop])
+            else:
+                waiting[self._count : stop] = part
         self._weights[self._count : stop] = 1 if weights is None else weights
         self._weighted |= weights is not None
         self._count = stop
@@ -176,10 +225,6 @@ class _Chunk:
             weights = _cut(self._weights, 0, self._count) if self._weighted else None
             yield tuple(p[: self._count] for p in self._parts), weights
         self._count, self._weighted = 0, False
-
-
-def _shifted(x_cal: Tensor, x_exp: Tensor | None = None) -> tuple[Tensor, ...]:
-    return (x_cal,) if x_exp is None else (x_cal, x_exp - x_cal)
 
 
 def _cut(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:

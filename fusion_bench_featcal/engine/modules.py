@@ -37,6 +37,13 @@ class Site:
         """Name of the bias (linear) or shift (norm)."""
         return f"{self.name}.bias"
 
+    def narrows(self, model: nn.Module) -> bool:
+        """Whether it is a linear module with at most half as many outputs as inputs."""
+        if self.kind != "linear":
+            return False
+        outputs, inputs = self.oriented(model.get_parameter(self.weight_name)).shape
+        return 2 * outputs <= inputs
+
     def oriented(self, weight: Tensor) -> Tensor:
         """A stored weight as `[out, in]`, or such a weight as it is stored (its own inverse)."""
         return weight.T if self.transposed else weight

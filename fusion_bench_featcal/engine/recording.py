@@ -22,6 +22,7 @@ class Recording:
         stop_after: Number of calls after which the pass ends; None: it runs to its end.
         inputs: Each distinct input once, by identity.
         calls: For each module, the identities of its inputs, one a call.
+        outputs: Of modules for which that is asked, the outputs, one a call.
         count: Number of calls.
     """
 
@@ -29,6 +30,7 @@ class Recording:
     stop_after: int | None = None
     inputs: dict[InputKey, Tensor] = field(default_factory=dict)
     calls: dict[str, list[InputKey]] = field(default_factory=dict)
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     count: int = 0
     _originals: dict[InputKey, Tensor] = field(default_factory=dict)
 
@@ -36,14 +38,22 @@ class Recording:
         """Note one call of a module; ends the pass if it was the last that is asked for."""
         key = (id(value), _version(value))
         if key not in self.inputs:
-            # The tensor is kept beside its copy, because a freed one's identity can return.
-            self._originals[key] = value
-            copied = self.copies or value.is_inference()  # which has no version to tell by
-            self.inputs[key] = value.detach().clone() if copied else value.detach()
+            self.inputs[key] = self._kept(key, value)
         self.calls.setdefault(module, []).append(key)
         self.count += 1
         if self.count == self.stop_after:
             raise stop_forward()
+
+    def add_output(self, module: str, value: Tensor) -> None:
+        """Note what a call gave."""
+        kept = self._kept((id(value), _version(value)), value)
+        self.outputs.setdefault(module, []).append(kept)
+
+    def _kept(self, key: InputKey, value: Tensor) -> Tensor:
+        # The tensor is kept beside its copy, because a freed one's identity can return.
+        self._originals[key] = value
+        copied = self.copies or value.is_inference()  # which has no version to tell by
+        return value.detach().clone() if copied else value.detach()
 
     def of(self, module: str) -> list[Tensor]:
         """A module's inputs, one a call."""
@@ -77,6 +87,7 @@ class Recorder:
         run: Callable[[], Any],
         *,
         needs_output: bool = True,
+        outputs_of: Sequence[str] = (),
     ) -> tuple[Any, Recording]:
         """Run a block and note what the named modules receive.
 
@@ -86,20 +97,24 @@ class Recorder:
             run: Runs the block. It may be run twice, and must give the same both times.
             needs_output: Whether the block has to run to its end. False is for blocks that call
                 the same modules equally often in every pass.
+            outputs_of: Names of modules whose outputs are noted too.
 
         Returns:
             What `run` returned, None where the pass ended before; the recording.
         """
         names = tuple(modules)
-        stop_after = None if needs_output else self._calls.get(names)
-        for copies in (False, True) if names not in self._overwriting else (True,):
-            recording = Recording(copies, stop_after)
+
+        def once(*, copies: bool) -> tuple[Any, Recording]:
+            recording = Recording(copies, None if needs_output else self._calls.get(names))
             output = None
-            with _hooks(model, names, recording), stoppable():
+            with _hooks(model, names, outputs_of, recording), stoppable():
                 output = run()
-            if not recording.is_overwritten():
-                break
+            return output, recording
+
+        output, recording = once(copies=names in self._overwriting)
+        if recording.is_overwritten():
             self._overwriting.add(names)
+            output, recording = once(copies=True)
         self._calls[names] = recording.count
         return output, recording
 
@@ -109,8 +124,10 @@ def _version(value: Tensor) -> int:
 
 
 @contextmanager
-def _hooks(model: nn.Module, modules: Sequence[str], recording: Recording) -> Iterator[None]:
-    """Context in which the named modules' inputs go into a recording."""
+def _hooks(
+    model: nn.Module, modules: Sequence[str], outputs_of: Sequence[str], recording: Recording
+) -> Iterator[None]:
+    """Context in which the named modules' inputs, and some modules' outputs, are recorded."""
 
     def hook(name: str) -> Any:
         def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,9 +135,15 @@ def _hooks(model: nn.Module, modules: Sequence[str], recording: Recording) -> It
 
         return record
 
+    def output_hook(name: str) -> Any:
+        return lambda _, args, output: recording.add_output(name, output)
+
     handles = [
         model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True)
         for name in modules
+    ]
+    handles += [
+        model.get_submodule(name).register_forward_hook(output_hook(name)) for name in outputs_of
     ]
     try:
         yield

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core import NormMoments, norm_moments, normalised_input
 from fusion_bench_featcal.core.moments import moment_dtype
-from fusion_bench_featcal.engine.linear_sums import LinearSums, outputs_are_few
+from fusion_bench_featcal.engine.linear_sums import LinearSums, outputs_are_few, rows_are_many
 from fusion_bench_featcal.engine.modules import Site, matches
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.settings import CalibrationError
@@ -35,6 +35,8 @@ class TaskSums:
         demo_weights: Whether tokens but the first weigh `DEMO_TOKEN_WEIGHT`, except in k and v.
         mix_alpha: alpha (Eq. 10); at 0 expert features are not looked at.
         expert: The expert, with the block's parameters loaded; None: no cross moment is spared.
+        batches: Number of batches that will come: outputs of the expert are worth using where rows
+            are many.
         linear: Sums by group of modules (their names).
         norm: Sums by LayerNorm.
     """
@@ -45,6 +47,7 @@ class TaskSums:
     demo_weights: bool
     mix_alpha: float = 0.0
     expert: nn.Module | None = None
+    batches: int = 1
     linear: dict[tuple[str, ...], LinearSums] = field(default_factory=dict)
     norm: dict[str, NormMoments] = field(default_factory=dict)
 
@@ -93,14 +96,14 @@ class TaskSums:
             site = next(site for site in self.sites if site.name == names[0])
             sums = self.linear.get(known)
             if sums is None:
-                sums = self._empty(names, cal)
+                sums = self._empty(names, cal, exp)
             elif names != known:
                 sums = sums.restricted(names)
             self._add_linear(sums, site, cal, exp, _rows_of(site, valid, other))
             linear[names] = sums
         self.linear = linear
 
-    def _empty(self, names: Sequence[str], cal: Recording) -> LinearSums:
+    def _empty(self, names: Sequence[str], cal: Recording, exp: Recording | None) -> LinearSums:
         """Sums for modules that share their input."""
         sites = {site.name: site for site in self.sites}
         weights = None
@@ -108,8 +111,20 @@ class TaskSums:
             get = self.expert.get_parameter
             weights = {n: sites[n].oriented(get(sites[n].weight_name)).detach() for n in names}
             weights = weights if outputs_are_few(weights.values()) else None
-        like = cal.of(names[0])[0]
-        return LinearSums(like, mix_alpha=self.mix_alpha, expert_weights=weights)
+        inputs = cal.of(names[0])
+        rows = sum(x.shape[:-1].numel() for x in inputs) * self.batches
+        from_outputs = (
+            weights is not None
+            and exp is not None
+            and rows_are_many(rows, inputs[0])
+            and all(_gives_products(sites[n], self.expert, exp, inputs[0]) for n in names)
+        )
+        return LinearSums(
+            inputs[0],
+            mix_alpha=self.mix_alpha,
+            expert_weights=weights,
+            from_outputs=from_outputs,
+        )
 
     def _add_linear(
         self,
@@ -122,9 +137,17 @@ class TaskSums:
         """Add all calls of a module in one batch."""
         inputs = cal.of(site.name)
         expert_inputs = [None] * len(inputs) if exp is None else exp.of(site.name)
-        for x_cal, x_exp in zip(inputs, expert_inputs, strict=True):
+        for call, (x_cal, x_exp) in enumerate(zip(inputs, expert_inputs, strict=True)):
             weights = self._row_weights(site, x_cal, valid)
-            sums.add(_rows(x_cal), None if x_exp is None else _rows(x_exp), weights)
+            outputs = [self._product(name, exp, call) for name in sums.takes_outputs_of]
+            sums.add(_rows(x_cal), None if x_exp is None else _rows(x_exp), weights, outputs)
+
+    def _product(self, name: str, exp: Recording | None, call: int) -> Tensor:
+        """What the expert's weight made of a call's input: its output without the bias."""
+        assert exp is not None and self.expert is not None  # else no outputs are taken
+        output = _rows(exp.outputs[name][call])
+        bias: Any = self.expert.get_submodule(name).bias
+        return output if bias is None else output - bias
 
     def _add_norm(self, model: nn.Module, site: Site, cal: Recording, valid: Tensor | None) -> None:
         norm: Any = model.get_submodule(site.name)
@@ -190,6 +213,17 @@ class TaskSums:
 def _rows_of(site: Site, valid: Tensor | None, other: Mapping[str, Tensor | None]) -> Tensor | None:
     """Which of a module's rows count."""
     return next((mask for end, mask in other.items() if matches(site.name, end)), valid)
+
+
+def _gives_products(site: Site, expert: nn.Module | None, exp: Recording, x_cal: Tensor) -> bool:
+    """Whether a module's recorded outputs are its weight's product with its inputs, unrounded."""
+    outputs = exp.outputs.get(site.name, [])
+    return (
+        expert is not None
+        and type(expert.get_submodule(site.name)) is nn.Linear
+        and len(outputs) == len(exp.calls[site.name])
+        and all(output.dtype == moment_dtype(x_cal.dtype) for output in outputs)
+    )
 
 
 def _rows(x: Tensor) -> Tensor:

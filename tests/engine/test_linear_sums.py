@@ -128,6 +128,36 @@ def test_either_form_in_any_task_gives_the_solution(forms: str):
     torch.testing.assert_close(bias, wanted_bias, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["none", "mask", "weights"])
+def test_sums_from_the_experts_outputs_are_those_of_the_definition(kind: str):
+    cal, exp, p = draw(40, WIDTH, seed=0), draw(40, WIDTH, seed=1), row_weights(kind, 40)
+    weights = {"a": draw(2, WIDTH, seed=2), "b": draw(3, WIDTH, seed=3)}
+    sums = LinearSums(cal, mix_alpha=ALPHA, expert_weights=weights, from_outputs=True)
+    assert sums.takes_outputs_of == ("a", "b")
+    for part in torch.arange(40).split([3, 21, 5, 11]):
+        outputs = [exp[part] @ weight.T for weight in weights.values()]
+        sums.add(cal[part], exp[part], None if p is None else p[part], outputs)
+    found, wanted = sums.means(), linear_moments(cal, exp, p)
+    for name, weight in weights.items():
+        torch.testing.assert_close(
+            found.reached[name], weight @ wanted.cross(ALPHA), rtol=0, atol=EXACT
+        )
+    target = wanted.mean_target(ALPHA)
+    torch.testing.assert_close(found.mean_target, target, rtol=0, atol=EXACT)
+    torch.testing.assert_close(found.gram, wanted.gram / wanted.weight, rtol=0, atol=EXACT)
+
+
+def test_modules_that_part_keep_what_waited_of_their_outputs():
+    cal, exp = draw(13, WIDTH, seed=6), draw(13, WIDTH, seed=7)
+    weights = {"a": draw(2, WIDTH, seed=8), "b": draw(3, WIDTH, seed=9)}
+    whole = LinearSums(cal, mix_alpha=ALPHA, expert_weights=weights, from_outputs=True)
+    whole.add(cal[:5], exp[:5], None, [exp[:5] @ weight.T for weight in weights.values()])
+    part = whole.restricted(["b"])
+    part.add(cal[5:], exp[5:], None, [exp[5:] @ weights["b"].T])
+    wanted = weights["b"] @ linear_moments(cal, exp).cross(ALPHA)
+    torch.testing.assert_close(part.means().reached["b"], wanted, rtol=0, atol=EXACT)
+
+
 def test_rows_are_chosen_where_outputs_are_few():
     assert outputs_are_few([draw(3, WIDTH, seed=0), draw(3, WIDTH, seed=1)])
     assert not outputs_are_few([draw(4, WIDTH, seed=0), draw(3, WIDTH, seed=1)])
