@@ -34,10 +34,11 @@ from fusion_bench_featcal.boundary.program import check_upstream, prepare_run, u
 from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
 from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
-from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.calibration_data import calibration_batches, image_counts
 from fusion_bench_featcal.checkpoints import check_checkpoints
 from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL, Cost, measure, prepare_directory
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -120,9 +121,16 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._check_pool(modelpool, [self.settings, *presets.values()])
         processor = load_input_processor(modelpool)
         # Data sets are opened before a merger that may take hours.
+        shared = self.settings.pixel_cache_mb if presets else 0
+        images = ImageCache(shared, self.settings.cache_dir)
         batches = {
             name: calibration_batches(
-                modelpool, modelpool.model_names, settings, processor, device=self.fabric.device
+                modelpool,
+                modelpool.model_names,
+                settings,
+                processor,
+                device=self.fabric.device,
+                images=images,
             )
             for name, settings in {FEATCAL: self.settings, **presets}.items()
         }
@@ -136,6 +144,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         )
         for name, settings in presets.items():
             self._add_calibrated(name, settings, modelpool, merged, batches[name], results)
+        images.close()
         results.finish(self._program, model, evaluation)
         log_reports(self.fabric, [results.report])
         modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]
@@ -211,6 +220,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 autocast=self.fabric.autocast,
             )
         cost.more["expert_bytes"] = result.log.expert_bytes
+        cost.more |= image_counts(batches)
         for record in result.log.of_kind("resumed"):
             cost.more["restored_blocks"] = record["blocks"]
         return result, cost

@@ -1,8 +1,13 @@
 """Calibration samples: a few images or texts per task, drawn from a model pool's data sets."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import logging
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,16 +15,24 @@ from torch import Tensor
 
 from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.calibration_text import text_batches, text_rows
+from fusion_bench_featcal.image_cache import MEMORY, PROCESSED, ImageCache, describe_processor
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks.images import ImageItems
+from fusion_bench_featcal.tasks.item_digest import fixed_content
 from fusion_bench_featcal.tasks.loading import offline_hint
 from fusion_bench_featcal.tasks.names import nearest_hint
 from fusion_bench_featcal.tasks.pixels import Processor, stack_pixels, to_pixels
+from fusion_bench_featcal.tasks.read_ahead import automatic_workers, in_order
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class TaskBatches:
     """One task's calibration samples; images are read and processed anew in each iteration.
+
+    The data set is read in the caller's thread, so it may be of any kind; images are decoded and
+    processed in others, one batch ahead.
 
     Attributes:
         task: The task's name.
@@ -27,6 +40,9 @@ class TaskBatches:
         indices: The samples' positions in it.
         batch_size: Samples per batch; the last batch may have fewer.
         processor: Turns an image into a tensor.
+        split: The split they are from.
+        workers: Threads that decode and process; 0: the caller's alone.
+        images: Keeps processed images, where there is room.
     """
 
     task: str
@@ -34,6 +50,9 @@ class TaskBatches:
     indices: list[int]
     batch_size: int
     processor: Processor
+    split: str = ""
+    workers: int = 0
+    images: ImageCache = field(default_factory=ImageCache)
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)
@@ -41,17 +60,50 @@ class TaskBatches:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield `{"pixel_values": [batch, channels, height, width]}`, floating point."""
         size: torch.Size | None = None
-        for start in range(0, len(self.indices), self.batch_size):
-            chosen = self.indices[start : start + self.batch_size]
-            pixels = [self._pixels(index) for index in chosen]
-            size = size or pixels[0].shape
-            yield {
-                "pixel_values": stack_pixels(pixels, self.items.place, "modelpool.processor", size)
-            }
+        with closing(self._pixels()) as every:
+            while pixels := list(islice(every, self.batch_size)):
+                size = size or pixels[0].shape
+                yield {
+                    "pixel_values": stack_pixels(
+                        pixels, self.items.place, "modelpool.processor", size
+                    )
+                }
 
-    def _pixels(self, index: int) -> Tensor:
-        image, _ = self.items.read(index)
-        return to_pixels(image, self.processor, self.items.at(index), self.items.root)
+    def _pixels(self) -> Generator[Tensor, None, None]:
+        """All processed images in order."""
+        cache = self.images
+        described = None if cache.folder is None else describe_processor(self.processor)
+        found = in_order(
+            self._read,
+            partial(self._process, described=described),
+            self.indices,
+            workers=self.workers,
+            ahead=max(self.batch_size, 2 * self.workers),
+        )
+        with closing(found):
+            for index, (pixels, origin) in zip(self.indices, found, strict=True):
+                cache.counts[origin] += 1
+                cache.keep((self.split, self.task, index), pixels)
+                yield pixels
+
+    def _read(self, index: int) -> tuple[int, Any, Tensor | None]:
+        """An item as the data set holds it, or its pixels if they are in memory."""
+        kept = self.images.kept((self.split, self.task, index))
+        return index, None if kept is not None else self.items.read(index)[0], kept
+
+    def _process(
+        self, item: tuple[int, Any, Tensor | None], described: str | None
+    ) -> tuple[Tensor, str]:
+        """An item's pixels, and where they came from."""
+        index, image, kept = item
+        place, root = self.items.at(index), self.items.root
+        if kept is not None:
+            return kept, MEMORY
+        if described is None:
+            return to_pixels(image, self.processor, place, root), PROCESSED
+        image, content = fixed_content(image, place, root)
+        key = hashlib.sha256(f"{described} {content}".encode()).hexdigest()
+        return self.images.from_folder(key, lambda: to_pixels(image, self.processor, place, root))
 
 
 def calibration_batches(
@@ -61,6 +113,7 @@ def calibration_batches(
     processor: Any,
     *,
     device: Any = None,
+    images: ImageCache | None = None,
 ) -> dict[str, Any]:
     """Draw every task's calibration samples from a model pool.
 
@@ -73,11 +126,14 @@ def calibration_batches(
         modelpool: A FusionBench model pool with data sets for the tasks.
         task_names: The tasks.
         settings: `samples_per_task`, `batch_size`, `seed` and `calibration_split` are used; for
-            texts `calibration_targets`, `generated_tokens` and `max_length` besides.
+            texts `calibration_targets`, `generated_tokens` and `max_length` besides, for images
+            `decode_workers` and, without `images`, `cache_dir`.
         processor: What `load_input_processor` gives: for a pool of language models its tokenizer;
             else a transformers processor, or a callable from an RGB picture to a tensor
             `[channels, height, width]`.
         device: Where experts generate targets, if they do; None: where they are loaded.
+        images: Keeps processed images for further calls with the same pool and processor; None:
+            only `cache_dir` does.
 
     Returns:
         Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point,
@@ -85,7 +141,8 @@ def calibration_batches(
 
     Raises:
         CalibrationError: If a task has no data (naming the tasks that have), its data cannot be
-            loaded, or it has fewer samples than asked for; and during iteration, if a sample
+            loaded, it has fewer samples than asked for, or `cache_dir` cannot be written; and
+            during iteration, if a sample
             cannot be read, images differ in size, or a text is empty or too long.
     """
     split = settings.calibration_split
@@ -98,6 +155,13 @@ def calibration_batches(
                 f"pool's {split}_datasets are: {', '.join(available) or 'none'}."
             )
     is_text = text_kind(modelpool) is not None
+    cache = ImageCache(folder=settings.cache_dir) if images is None and not is_text else images
+    if cache is not None and cache.folder is not None and describe_processor(processor) is None:
+        log.warning(
+            "method.cache_dir has no effect: images are processed by %r, whose settings are not "
+            "known; name a transformers processor as modelpool.processor",
+            processor,
+        )
     batches: dict[str, Any] = {}
     for task in task_names:
         rows = _open(modelpool, task, split, is_text)
@@ -107,8 +171,46 @@ def calibration_batches(
                 modelpool, task, rows, indices, settings, processor, device
             )
         else:
-            batches[task] = TaskBatches(task, rows, indices, settings.batch_size, processor)
+            batches[task] = TaskBatches(
+                task,
+                rows,
+                indices,
+                settings.batch_size,
+                processor,
+                split,
+                decode_workers(settings, processor),
+                cache or ImageCache(),
+            )
     return batches
+
+
+def image_counts(batches: Mapping[str, Any]) -> dict[str, int]:
+    """Where processed images came from since this was last asked; empty for texts.
+
+    Args:
+        batches: What `calibration_batches` gave.
+
+    Returns:
+        `images_processed` and, if there were any, `images_from_memory` and `images_from_disk`.
+    """
+    caches = {id(b.images): b.images for b in batches.values() if isinstance(b, TaskBatches)}
+    return dict(sum((cache.take_counts() for cache in caches.values()), start=Counter()))
+
+
+def decode_workers(settings: FeatCalSettings, processor: Any) -> int:
+    """Threads that process images.
+
+    Args:
+        settings: `decode_workers` is used; `auto` is one a core for a transformers processor, and
+            none for a plain callable, of which nobody knows whether threads may share it.
+        processor: Turns an image into a tensor.
+
+    Returns:
+        Their number; 0: the caller's thread alone.
+    """
+    if settings.decode_workers != "auto":
+        return int(settings.decode_workers)
+    return automatic_workers() if describe_processor(processor) is not None else 0
 
 
 def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[int]:

@@ -66,6 +66,12 @@ class FeatCalSettings:
             on; None: nothing is kept.
         resume: Whether to go on from the blocks that `checkpoint_dir` keeps. Without any the run
             starts from the beginning.
+        decode_workers: Threads that decode and process images, >= 0; 0: the main thread does it.
+            `auto`: one a core, up to 8, for a transformers processor; none on a single core or for
+            a plain callable, which threads may not share.
+        pixel_cache_mb: Memory for processed images that several calibrations of one run share
+            (presets), in MiB, >= 0. Images beyond it are processed again.
+        cache_dir: Folder that keeps processed images for other runs; None: none are kept.
     """
 
     ridge_lambda: float = 0.05
@@ -90,6 +96,9 @@ class FeatCalSettings:
     linear_kernel: str = "auto"
     checkpoint_dir: str | None = None
     resume: bool = False
+    decode_workers: int | str = "auto"
+    pixel_cache_mb: float = 512
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -103,8 +112,9 @@ class FeatCalSettings:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
         for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps"):
             object.__setattr__(self, name, float(getattr(self, name)))
-        if self.checkpoint_dir is not None:
-            object.__setattr__(self, "checkpoint_dir", os.fspath(self.checkpoint_dir))
+        for name in ("checkpoint_dir", "cache_dir"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
         if self.modules is not None:
             object.__setattr__(self, "modules", tuple(self.modules))
 
@@ -203,4 +213,11 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("linear_kernel", *_one_of(LINEAR_KERNELS)),
     ("checkpoint_dir", "null or a folder's path", _is_folder_or_none),
     ("resume", *_BOOLEAN),
+    (
+        "decode_workers",
+        "auto or an integer >= 0",
+        lambda value: value == "auto" or _is_integer(value, 0),
+    ),
+    ("pixel_cache_mb", *_NON_NEGATIVE),
+    ("cache_dir", "null or a folder's path", _is_folder_or_none),
 )

@@ -89,6 +89,9 @@ _WRONG: dict[str, tuple[Any, ...]] = {
     "linear_kernel": ("mkl", True),
     "checkpoint_dir": ("", 5),
     "resume": (True, "yes"),
+    "decode_workers": (-1, 1.5, "many", None),
+    "pixel_cache_mb": (-1, "512", None),
+    "cache_dir": ("", 5),
     "ridge_lamda": (0.1,),
     "alpha": (0.3,),
 }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.baselines.settings import CorrectionSettings
 from fusion_bench_featcal.calibration_data import TaskBatches, calibration_batches, draw_samples
 from fusion_bench_featcal.calibration_text import TextBatches
+from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ def open_stream(
     processor: Any,
     *,
     device: torch.device | None = None,
+    images: ImageCache | None = None,
 ) -> dict[str, Any]:
     """Draw the samples that a method's settings ask for; nothing is read yet.
 
@@ -124,6 +126,7 @@ def open_stream(
             used; for texts `calibration_targets`, `generated_tokens` and `max_length` besides.
         processor: The pool's processor or tokenizer.
         device: Where experts write answers, if they do; None: where they are loaded.
+        images: Keeps processed images for other methods on the same pool; None: none are kept.
 
     Returns:
         Task -> batches, as `calibration_batches` gives them.
@@ -144,9 +147,11 @@ def open_stream(
     )
     tasks = modelpool.model_names
     if not on_test:
-        return calibration_batches(modelpool, tasks, wanted, processor, device=device)
+        return calibration_batches(
+            modelpool, tasks, wanted, processor, device=device, images=images
+        )
     one = wanted.replace(samples_per_task=1)
-    one_each = calibration_batches(modelpool, tasks, one, processor, device=device)
+    one_each = calibration_batches(modelpool, tasks, one, processor, device=device, images=images)
     return {task: _up_to(batches, wanted) for task, batches in one_each.items()}
 
 

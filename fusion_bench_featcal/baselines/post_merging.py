@@ -35,6 +35,7 @@ from fusion_bench_featcal.baselines.wrapper import CorrectedModel
 from fusion_bench_featcal.boundary.pool_models import load_pool_model
 from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.calibration_text import TextBatches
+from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ def post_merge(
     *,
     device: torch.device | None = None,
     losses: dict[str, list[float]] | None = None,
+    images: ImageCache | None = None,
 ) -> Corrected:
     """Correct a merged model's final features, task by task, from each task's expert.
 
@@ -100,6 +102,7 @@ def post_merge(
             checkpoint of the pool's base model.
         final_norm: The module that language models are corrected behind; None: found.
         device: Where to compute; None: where the merged model is.
+        images: Keeps processed images for other methods on the same pool; None: none are kept.
         losses: Filled with task -> loss of every update; the result's `curves` are thinned.
 
     Returns:
@@ -110,7 +113,7 @@ def post_merge(
             diverges.
     """
     device = device or next(merged.parameters()).device
-    batches = open_stream(modelpool, settings, processor, device=device)
+    batches = open_stream(modelpool, settings, processor, device=device, images=images)
     site: ProjectedFeatures | FinalStates
     if text_kind(modelpool) is None:
         site = ProjectedFeatures(load_projection(modelpool, clip_model).to(device))

@@ -35,6 +35,7 @@ from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
 from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.boundary.standalone import Row, run_post_merging
 from fusion_bench_featcal.boundary.tokenizers import text_kind
+from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def surgery_v2_post_merge(
     clip_model: nn.Module | str | None = None,
     *,
     device: torch.device | None = None,
+    images: ImageCache | None = None,
 ) -> LayerCorrectedModel:
     """Correct a merged model's features behind every block, task by task.
 
@@ -101,6 +103,7 @@ def surgery_v2_post_merge(
         clip_model: CLIP model, or its checkpoint, whose visual projection is used; None: the
             checkpoint of the pool's base model.
         device: Where to compute; None: where the merged model is.
+        images: Keeps processed images for other methods on the same pool; None: none are kept.
 
     Returns:
         The merged model with its corrections.
@@ -110,7 +113,7 @@ def surgery_v2_post_merge(
             diverges.
     """
     device = device or next(merged.parameters()).device
-    batches = open_stream(modelpool, settings, processor)
+    batches = open_stream(modelpool, settings, processor, images=images)
     projection = load_projection(modelpool, clip_model).to(device)
     merged = merged.to(device)
 

@@ -125,8 +125,14 @@ class RunResults:
         return self.add_made(
             name,
             result.model,
-            # Where finished blocks lie has no part in the model, nor whether some were there.
-            settings=settings.replace(checkpoint_dir=None, resume=False).as_dict(),
+            # What is kept where, and how images are read, has no part in the model.
+            settings=settings.replace(
+                checkpoint_dir=None,
+                resume=False,
+                decode_workers=FeatCalSettings.decode_workers,
+                pixel_cache_mb=FeatCalSettings.pixel_cache_mb,
+                cache_dir=None,
+            ).as_dict(),
             cost=cost,
             samples=dict.fromkeys(tasks, drawn),
             seed=settings.seed,

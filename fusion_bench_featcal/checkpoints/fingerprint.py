@@ -24,6 +24,7 @@ _CODE = ("core", "engine", "families", "checkpoints", "calibration.py", "experts
 # Settings without a part in the result: samples and weights are compared themselves.
 # What `linear_kernel` came to is told under `precision`.
 _WITHOUT_EFFECT = {"checkpoint_dir", "resume", "stream_experts", "family", "linear_kernel"}
+_WITHOUT_EFFECT |= {"decode_workers", "pixel_cache_mb", "cache_dir"}
 _TRANSIENT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 

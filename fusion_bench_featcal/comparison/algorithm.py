@@ -11,7 +11,7 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
 from fusion_bench_featcal.boundary.loggers import log_reports
-from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, plain
+from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, checked_settings, plain
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
     check_pool_experts,
@@ -32,6 +32,7 @@ from fusion_bench_featcal.comparison.grid import Grid, GridChoices, for_pool, ma
 from fusion_bench_featcal.comparison.methods import CellInputs
 from fusion_bench_featcal.comparison.reports import write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
+from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError
 
 
@@ -43,7 +44,10 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     what is missing is run.
     """
 
-    _KEYS = (*GridChoices.__dataclass_fields__, "seed", "results_dir", "notes")
+    _KEYS = (
+        *GridChoices.__dataclass_fields__, "seed", "results_dir", "notes", "pixel_cache_mb",
+        "cache_dir",
+    )  # fmt: skip
     _config_mapping = BaseAlgorithm._config_mapping | {name: name for name in _KEYS}
 
     def __init__(
@@ -54,6 +58,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         calibration_split: str = "train",
         training_steps: int = 1000,
         results_dir: str | None = None,
+        pixel_cache_mb: float = 0,
+        cache_dir: str | None = None,
         notes: Mapping[str, str] | None = None,
         **choices: Any,
     ) -> None:
@@ -65,11 +71,14 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             calibration_split: Likewise.
             training_steps: Likewise.
             results_dir: Where finished cells are kept; None: `outputs/comparison/<model pool>`.
+            pixel_cache_mb: Memory for processed images that several cells ask for, in MiB; above 0
+                the first of them alone pays for the processing.
+            cache_dir: Folder that keeps processed images for other runs, too; None: none are kept.
             notes: Name of a merger or method -> what a reader must know about it.
             **choices: Fields of `GridChoices`.
 
         Raises:
-            ValueError: If the seed is no integer >= 0 or a key is unknown.
+            ValueError: If the seed is no integer >= 0, a value out of range or a key unknown.
         """
         meta = {key: choices.pop(key) for key in FUSION_BENCH_KEYS if key in choices}
         unknown = sorted(set(choices) - set(GridChoices.__dataclass_fields__))
@@ -81,6 +90,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self.choices = GridChoices(**choices)
         self.seed = seed
         self.results_dir = results_dir
+        kept = checked_settings({"pixel_cache_mb": pixel_cache_mb, "cache_dir": cache_dir})
+        self.pixel_cache_mb, self.cache_dir = kept.pixel_cache_mb, kept.cache_dir
         self.notes = dict(plain(notes) or {})
         super().__init__(**meta)
 
@@ -115,6 +126,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             log_dir=None if self.log_dir is None else Path(self.log_dir),
         )
         run.run()
+        inputs.images.close()
         self._report(suite, run)
 
     def _inputs(self, modelpool: BaseModelPool) -> CellInputs:
@@ -132,7 +144,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             )
         if self.fabric.world_size > 1:
             raise CalibrationError("compare runs on one device: set fabric.devices=1")
-        return CellInputs(modelpool=modelpool, taskpool=taskpool, fabric=self.fabric)
+        images = ImageCache(self.pixel_cache_mb, self.cache_dir)
+        return CellInputs(modelpool, taskpool, self.fabric, images)
 
     def _check(self, grid: Grid, inputs: CellInputs) -> None:
         """Refuse what cannot work before a model is loaded; experts against the base at once."""

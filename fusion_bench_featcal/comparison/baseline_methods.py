@@ -158,10 +158,10 @@ class FeatureCorrection:
         """Fit the corrections, one expert in memory at a time."""
         pool, device = inputs.modelpool, inputs.fabric.device
         clip, processor = self._clip_model, inputs.processor
-        settings = self._settings
+        settings, where = self._settings, {"device": device, "images": inputs.images}
         if self._method == "surgery_v2" and isinstance(settings, SurgerySettings):
-            return surgery_v2_post_merge(merged, pool, settings, processor, clip, device=device)
-        return post_merge(merged, pool, settings, processor, clip, self._final_norm, device=device)
+            return surgery_v2_post_merge(merged, pool, settings, processor, clip, **where)
+        return post_merge(merged, pool, settings, processor, clip, self._final_norm, **where)
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """What the corrections were fitted on: a test stream may have fewer than asked for."""

@@ -164,6 +164,7 @@ class GridRun:
         method = self.grid.cells[cell]
         with measure() as cost:
             model = method.post_merge(merged, self.inputs)
+        cost.more |= self.inputs.images.take_counts()
         del merged
         evaluation = self._evaluate(f"{merger.name}+{cell}", model)
         result = _result(evaluation, settings=method.settings)

@@ -1,7 +1,7 @@
 """Post-merging methods as cells of a grid: each takes a merged model and returns a better one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -13,6 +13,7 @@ from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_input_pro
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
@@ -24,11 +25,13 @@ class CellInputs:
         modelpool: The pool with base, experts and data.
         taskpool: The task pool that evaluates.
         fabric: Lightning Fabric: the device and the precision.
+        images: Keeps processed images that several cells ask for, where there is room.
     """
 
     modelpool: BaseModelPool
     taskpool: BaseTaskPool
     fabric: Any
+    images: ImageCache = field(default_factory=ImageCache)
 
     @cached_property
     def processor(self) -> Any:
@@ -90,6 +93,8 @@ class FeatCal:
                 "checkpoint_dir: a comparison keeps whole cells, in method.results_dir; blocks are "
                 "kept by method=featcal"
             )
+        if self._settings.cache_dir is not None:
+            raise ValueError("cache_dir: set method.cache_dir, which all cells share")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -148,7 +153,12 @@ class FeatCal:
     def _batches(self, inputs: CellInputs) -> Mapping[str, Any]:
         pool = inputs.modelpool
         return calibration_batches(
-            pool, pool.model_names, self._settings, inputs.processor, device=inputs.fabric.device
+            pool,
+            pool.model_names,
+            self._settings,
+            inputs.processor,
+            device=inputs.fabric.device,
+            images=inputs.images,
         )
 
 
