@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from fusion_bench_featcal.checkpoints import describe_run, open_checkpoints
 from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
+from fusion_bench_featcal.engine.ahead import expect_after
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
 from fusion_bench_featcal.engine.kernels import choose_kernel, using_kernel, with_kernel
 from fusion_bench_featcal.engine.log import CalibrationLog
@@ -204,6 +205,7 @@ def _collect(
     drift: list[DriftSums] = []
     rows = 0
     run.progress.set_description(f"FeatCal {block} · {task}")
+    expect_after(run, block, task)
     with expert.loaded(run.needed_by(block)) as expert_model:
         sums = TaskSums(
             block,

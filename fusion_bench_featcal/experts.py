@@ -1,9 +1,8 @@
 """Where expert weights come from, and experts that hold one block's weights at a time."""
 
 import copy
-import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,13 +12,18 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.experts_pairing import aliases, pair_names
+from fusion_bench_featcal.fetching import TensorRanges, tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
 
 
 class ExpertSource(Protocol):
-    """A readable set of named tensors: one model's weights."""
+    """A readable set of named tensors: one model's weights.
+
+    A source may have a method `expect(names)` besides: it is told which tensors will be read next.
+    """
 
     def names(self) -> set[str]:
         """Names of all tensors."""
@@ -78,6 +82,7 @@ class SafetensorsExpert:
             CalibrationError: If a file is damaged.
         """
         self._files: dict[str, Path] = {}
+        self._ranges = TensorRanges()
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in _safetensors_files(Path(path)):
             try:
@@ -106,6 +111,14 @@ class SafetensorsExpert:
         """
         with safe_open(self._files[name], framework="pt") as handle:
             return handle.get_tensor(name)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Have the system fetch tensors that will be read soon; it never fails.
+
+        Args:
+            names: Names of tensors; unknown ones are passed over.
+        """
+        self._ranges.fetch((name, self._files[name]) for name in names if name in self._files)
 
 
 def _safetensors_files(path: Path) -> list[Path]:
@@ -156,7 +169,7 @@ class ExpertModel:
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
         wanted = like.state_dict()
-        self._keys = _pair_names(name, role, source, wanted, _aliases(like))
+        self._keys = pair_names(name, role, source, wanted, aliases(like))
         self._like = {name: (tensor.dtype, tensor.device) for name, tensor in wanted.items()}
         self.module = _hollow_copy(like)
         self.bytes_read = 0
@@ -179,6 +192,14 @@ class ExpertModel:
         # alignment: an expert must give the same result from a file and from memory.
         aligned = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT == 0
         return tensor if aligned else tensor.clone()
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Tell the source which tensors will be asked for next, if it wants to know.
+
+        Args:
+            names: Names in the merged model's `state_dict`.
+        """
+        tell_expected(self._source, {self._keys[name] for name in names})
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
@@ -230,59 +251,3 @@ def _hollow_copy(model: nn.Module) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
     return copy.deepcopy(model, dict(stand_ins)).eval()
-
-
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """For each tensor name, the other names of the same (tied) parameter."""
-    groups: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        groups.setdefault(id(tensor), []).append(name)
-    return {name: [n for n in group if n != name] for group in groups.values() for name in group}
-
-
-def _pair_names(
-    model_name: str,
-    role: str,
-    source: ExpertSource,
-    wanted: Mapping[str, Tensor],
-    aliases: Mapping[str, list[str]],
-) -> dict[str, str]:
-    """Source name of each of the model's tensors, with all shapes checked."""
-    available = source.names()
-    rename = _renaming(available, set(wanted))
-    keys: dict[str, str] = {}
-    for name, tensor in wanted.items():
-        found = [n for n in map(rename, [name, *aliases[name]]) if n in available]
-        if not found:
-            nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
-            raise CalibrationError(
-                f"{role} {model_name!r} has no tensor {name!r}"
-                + (f"; its nearest is {nearest[0]!r}" if nearest else "")
-                + f". Check modelpool.models.{model_name}, or set method.stream_experts=false if "
-                "transformers renames this architecture's tensors when it loads them"
-            )
-        if source.shape(found[0]) != tuple(tensor.shape):
-            raise CalibrationError(
-                f"{role} {model_name!r}: tensor {name!r} has shape {source.shape(found[0])}, the "
-                f"merged model's has {tuple(tensor.shape)}. Check modelpool.models.{model_name}"
-            )
-        keys[name] = found[0]
-    return keys
-
-
-def _renaming(available: set[str], wanted: set[str]) -> Callable[[str], str]:
-    """How the model's tensor names read in the source: as they are, or with a prefix more or less.
-
-    The same weights are `vision_model.x` in a file and, from transformers 5.6 on, `x` in memory.
-    """
-    prefixes = {name.split(".")[0] + "." for name in available | wanted}
-    choices = [("", "")] + [(p, "") for p in sorted(prefixes)] + [("", p) for p in sorted(prefixes)]
-
-    def rename(name: str, added: str, removed: str) -> str:
-        return added + name.removeprefix(removed)
-
-    def covered(choice: tuple[str, str]) -> int:
-        return sum(rename(name, *choice) in available for name in wanted)
-
-    best = max(choices, key=covered)  # the first of equals: names as they are
-    return lambda name: rename(name, *best)

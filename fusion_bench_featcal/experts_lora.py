@@ -3,13 +3,14 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fusion_bench_featcal.experts import ExpertSource, SafetensorsExpert
+from fusion_bench_featcal.fetching import tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
 _PREFIX = "base_model.model."  # what PEFT puts before the names of the model it wraps
@@ -70,6 +71,13 @@ class LoraExpert:
         if self._config.get("fan_in_fan_out"):
             change = change.T
         return (stored.float() + change * self._scale(module, len(down))).to(stored.dtype)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Tell the base which of its tensors will be read next, and fetch the adapter's share."""
+        names = set(names)
+        tell_expected(self._base, names)
+        modules = [self._adapted[name] for name in names if name in self._adapted]
+        self._weights.expect(_PREFIX + module + end for module in modules for end in (_A, _B))
 
     def _scale(self, module: str, rank: int) -> float:
         alpha = _by_pattern(self._config.get("alpha_pattern"), module, self._config["lora_alpha"])

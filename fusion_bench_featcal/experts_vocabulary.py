@@ -1,8 +1,11 @@
 """Experts with more rows in their vocabulary matrices than the other models have."""
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.fetching import tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
 # Matrices with one row a token, as the model classes of transformers call them.
@@ -41,6 +44,10 @@ class CommonRows:
         """One tensor, as it is seen."""
         tensor = self._source.tensor(name)
         return tensor[: self._rows] if self._is_cut(name) else tensor
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Tell the source which tensors will be read next."""
+        tell_expected(self._source, names)
 
     def _is_cut(self, name: str) -> bool:
         return name.endswith(_ENDINGS)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
+from fusion_bench_featcal.fetching import tell_expected
 
 
 class WatchedSource:
@@ -39,6 +40,10 @@ class WatchedSource:
             self._digests[name] = digest_tensor(tensor)
         self._recent.add(name)
         return tensor
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Tell the source which tensors will be read next."""
+        tell_expected(self._source, names)
 
     def take_recent(self) -> dict[str, str]:
         """Name -> digest of the tensors read since this was last asked."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from fusion_bench_featcal.engine.ahead import expect_after_inputs
 from fusion_bench_featcal.engine.run import Run
 from fusion_bench_featcal.engine.samples import Batch, naming_task, to_device
 
@@ -20,6 +21,7 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
     streams: Streams = {}
     for task, batches in tasks.items():
         run.progress.set_description(f"FeatCal inputs · {task}")
+        expect_after_inputs(run, index, task)
         streams[task] = []
         read_before = run.experts[task].bytes_read
         with run.experts[task].loaded(stem if run.uses_expert_features else ()) as expert_model:

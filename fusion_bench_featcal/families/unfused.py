@@ -157,6 +157,12 @@ class UnfusedSource:
         fused, index = self._slices[name]
         return self._source.tensor(fused).chunk(3)[index]
 
+    def expect(self, names: Iterable[str]) -> None:
+        """Tell the source which tensors will be read next, whole where slices are wanted."""
+        expect = getattr(self._source, "expect", None)  # a source need not want to know
+        if expect is not None:
+            expect({self._slices.get(name, (name, 0))[0] for name in names})
+
 
 def _linear_of(fused: nn.MultiheadAttention, index: int) -> nn.Linear:
     """One third of the fused matrix as a module that shares its memory."""
