@@ -1,0 +1,210 @@
+"""What to read of each expert under a limit: decided from names and sizes, before any read."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fusion_bench_featcal.settings import CalibrationError
+
+
+class Unit(NamedTuple):
+    """What is read or left out as a whole: one module's tensors of one expert.
+
+    Attributes:
+        expert: The expert's place in the pool.
+        block: The block's place in forward order.
+        module: The module's place in the block.
+    """
+
+    expert: int
+    block: int
+    module: int
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Tensors, by the merged model's names, that one visit loads of every expert."""
+
+    place: str
+    names: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one expert's reads would be without a limit.
+
+    Attributes:
+        needed: Place -> bytes that belong to no unit and are always read.
+        modules: Unit -> place -> bytes.
+        names: Unit -> its tensors, by the merged model's names.
+    """
+
+    needed: Mapping[str, int]
+    modules: Mapping[Unit, Mapping[str, int]]
+    names: Mapping[Unit, Sequence[str]]
+
+
+def first_blocks_first(unit: Unit) -> tuple[int, ...]:
+    """Order of the units by which a limit is spent: the first blocks of all experts come first.
+
+    An expert's own features reach as far as its blocks are read without a gap, and what the first
+    blocks get wrong no later one can mend: benchmarks/read_budget.py compares other orders.
+    """
+    return (unit.block, unit.module, unit.expert)
+
+
+ORDER: Callable[[Unit], tuple[int, ...]] = first_blocks_first
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """What is read of each expert.
+
+    Attributes:
+        limit: Most bytes that may be read; None: any.
+        full: Bytes of a full read.
+        least: Bytes that no plan can do without.
+        order: Name of the order in which the limit was spent.
+        planned: Expert -> place -> bytes.
+        omitted: Expert -> tensors that the merged model stands in for, by its names.
+    """
+
+    limit: int | None
+    full: int
+    least: int
+    order: str
+    planned: Mapping[str, Mapping[str, int]]
+    omitted: Mapping[str, Sequence[str]]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are read in all."""
+        return sum(sum(places.values()) for places in self.planned.values())
+
+
+def reading_of(
+    expert: int,
+    visits: Iterable[Visit],
+    blocks: Sequence[str],
+    keys: Mapping[str, str],
+    nbytes: Callable[[str], int],
+) -> Reading:
+    """Sort what one expert's visits read into units.
+
+    Args:
+        expert: The expert's place in the pool.
+        visits: What is loaded, in order.
+        blocks: All blocks in forward order.
+        keys: The merged model's name of a tensor -> the expert's; tied names share one.
+        nbytes: Size of a tensor by the expert's name.
+
+    Returns:
+        The units. A tensor that is shared between modules, or lies in no block, is always read.
+    """
+    units = _units(expert, blocks, keys)
+    needed: dict[str, int] = {}
+    modules: dict[Unit, dict[str, int]] = {}
+    names: dict[Unit, list[str]] = {}
+    for visit in visits:
+        needed.setdefault(visit.place, 0)
+        for name in {keys[name]: name for name in visit.names}.values():
+            unit = units.get(name)
+            if unit is None:
+                needed[visit.place] += nbytes(keys[name])
+                continue
+            places = modules.setdefault(unit, {})
+            places[visit.place] = places.get(visit.place, 0) + nbytes(keys[name])
+            if name not in names.setdefault(unit, []):
+                names[unit].append(name)
+    return Reading(needed, modules, names)
+
+
+def _units(expert: int, blocks: Sequence[str], keys: Mapping[str, str]) -> dict[str, Unit]:
+    """Each block tensor's unit; tensors that several modules share have none."""
+    owners: dict[str, set[str]] = {}
+    for name, key in keys.items():
+        owners.setdefault(key, set()).add(name.rpartition(".")[0])
+    found: dict[str, Unit] = {}
+    for index, block in enumerate(blocks):
+        inside = [name for name in keys if name.startswith(f"{block}.")]
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in inside))
+        for name in inside:
+            if len(owners[keys[name]]) == 1:
+                found[name] = Unit(expert, index, modules.index(name.rpartition(".")[0]))
+    return found
+
+
+def make_plan(readings: Mapping[str, Reading], limit: int | None) -> ReadPlan:
+    """Spend a limit on units, in the fixed order, until the next one does not fit.
+
+    A larger limit reads all that a smaller one does, and more.
+
+    Args:
+        readings: Expert -> its reads without a limit.
+        limit: Most bytes to read; None: any.
+
+    Returns:
+        The plan; its bytes are never above the limit.
+
+    Raises:
+        CalibrationError: If the limit is below what every plan reads, naming that.
+    """
+    experts = list(readings)
+    costs = {
+        unit: sum(places.values())
+        for reading in readings.values()
+        for unit, places in reading.modules.items()
+    }
+    least = sum(sum(reading.needed.values()) for reading in readings.values())
+    full = least + sum(costs.values())
+    if limit is not None and limit < least:
+        raise CalibrationError(
+            f"method.expert_read_budget allows {limit} bytes, but {least} are needed at least: "
+            f"what leads to the blocks, of each of the {len(experts)} experts (a full read takes "
+            f"{full}). Raise it, or set method.mix_alpha=0 and method.log_drift=false, with which "
+            "experts do not run and only calibrated modules are read"
+        )
+    left = full - least if limit is None else limit - least
+    taken: set[Unit] = set()
+    for unit in sorted(costs, key=ORDER):
+        left -= costs[unit]
+        if left < 0:
+            break
+        taken.add(unit)
+    planned = {
+        expert: _by_place(reading, {unit for unit in reading.modules if unit in taken})
+        for expert, reading in readings.items()
+    }
+    omitted = {
+        expert: [
+            name for unit in reading.modules if unit not in taken for name in reading.names[unit]
+        ]
+        for expert, reading in readings.items()
+    }
+    return ReadPlan(limit, full, least, ORDER.__name__, planned, omitted)
+
+
+def _by_place(reading: Reading, taken: set[Unit]) -> dict[str, int]:
+    places = dict(reading.needed)
+    for unit in taken:
+        for place, nbytes in reading.modules[unit].items():
+            places[place] += nbytes
+    return places
+
+
+def plan_hash(plan: ReadPlan, depends: Mapping[str, Any]) -> str:
+    """SHA-256 of a plan and what the calibration depends on besides, as canonical JSON.
+
+    Args:
+        plan: The plan.
+        depends: JSON-able values.
+    """
+    content = {
+        "limit": plan.limit,
+        "planned": plan.planned,
+        "omitted": {expert: list(names) for expert, names in plan.omitted.items()},
+        **depends,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
