@@ -1,7 +1,7 @@
 """FeatCal as a FusionBench method: where pools, task pools and mergers meet the loop."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.boundary.evaluation import Evaluation
+from fusion_bench_featcal.boundary.fusing import checked_fusing, start_upstream
 from fusion_bench_featcal.boundary.loggers import log_reports
 from fusion_bench_featcal.boundary.options import (
     FUSION_BENCH_KEYS,
@@ -30,13 +31,21 @@ from fusion_bench_featcal.boundary.pool_models import (
     load_pool_model,
     pool_source,
 )
-from fusion_bench_featcal.boundary.program import check_upstream, prepare_run, upstream_model
+from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
+from fusion_bench_featcal.boundary.reads import (
+    BY_ITSELF,
+    EARLIER,
+    FUSED,
+    check_read_budgets,
+    upstream_reads,
+)
 from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
 from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.calibration_data import calibration_batches, image_counts
 from fusion_bench_featcal.checkpoints import check_checkpoints
 from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL, Cost, measure, prepare_directory
+from fusion_bench_featcal.engine.merging import UpstreamMerge
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -52,7 +61,14 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """
 
     _config_mapping = BaseAlgorithm._config_mapping | {
-        name: name for name in (*FeatCalSettings.names(), "base_method", "presets", "compare_with")
+        name: name
+        for name in (
+            *FeatCalSettings.names(),
+            "base_method",
+            "presets",
+            "compare_with",
+            "fuse_merge",
+        )
     }
 
     def __init__(
@@ -61,6 +77,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         base_method: Any = None,
         presets: Mapping[str, Mapping[str, Any]] | None = None,
         compare_with: Sequence[str] | None = None,
+        fuse_merge: bool | str = "auto",
         **settings: Any,
     ) -> None:
         """Check everything that can be checked before a model is loaded.
@@ -71,6 +88,9 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 the model pool brings, else none.
             compare_with: References to evaluate: `base`, `experts`, `merged`; None: what the model
                 pool brings, else `merged`.
+            fuse_merge: `auto`: FusionBench's simple average and task arithmetic, where base and
+                experts lie in files, share the calibration's reads; False: mergers run by
+                themselves.
             **settings: Fields of `FeatCalSettings`.
 
         Raises:
@@ -83,6 +103,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self.base_method = base_method
         self.presets = plain(presets)
         self.compare_with = plain(compare_with)
+        self.fuse_merge = checked_fusing(fuse_merge)
+        self._how = BY_ITSELF
         checked_choices(self.settings, self.presets, self.compare_with, {})
         for name, value in self.settings.as_dict().items():
             setattr(self, name, value)
@@ -136,12 +158,26 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         }
         results = self._start_results(modelpool)
         self._add_base_and_experts(results, modelpool, choices.compare_with)
-        merged = upstream_model(self._program, self.base_method, modelpool)
-        if MERGED in choices.compare_with:
-            results.add_reference(results.upstream, merged, plain(self.base_method))
-        model, evaluation = self._add_calibrated(
-            FEATCAL, self.settings, modelpool, merged, batches[FEATCAL], results
+        merged, merging = start_upstream(
+            self._program,
+            self.base_method,
+            modelpool,
+            self.settings,
+            fuse=self.fuse_merge,
+            processes=self.fabric.world_size,
         )
+
+        def add_merged() -> None:
+            if MERGED in choices.compare_with:
+                results.add_reference(results.upstream, merged, plain(self.base_method))
+
+        self._how = BY_ITSELF if merging is None else EARLIER
+        if merging is None:
+            add_merged()
+        model, evaluation = self._add_calibrated(
+            FEATCAL, self.settings, modelpool, merged, batches[FEATCAL], results,
+            fused=merging, merged_is_done=add_merged,
+        )  # fmt: skip
         for name, settings in presets.items():
             self._add_calibrated(name, settings, modelpool, merged, batches[name], results)
         images.close()
@@ -159,6 +195,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 "name it, or set method.anchor_rho to 1"
             )
         check_pool_models(modelpool)
+        check_read_budgets(modelpool, runs)
 
     def _start_results(self, modelpool: BaseModelPool) -> RunResults:
         return RunResults(
@@ -190,9 +227,13 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         merged: nn.Module,
         batches: Mapping[str, Iterable[Any]],
         results: RunResults,
+        fused: UpstreamMerge | None = None,
+        merged_is_done: Callable[[], None] | None = None,
     ) -> tuple[nn.Module, Evaluation | None]:
-        """Calibrate, measure and report one row."""
-        result, cost = self._calibrate(settings, modelpool, merged, batches)
+        """Calibrate, measure and report one row; a fused merger is done in between."""
+        result, cost = self._calibrate(settings, modelpool, merged, batches, fused)
+        if fused is not None and merged_is_done is not None:
+            merged_is_done()
         evaluation = results.add_calibrated(name, result, settings, cost, modelpool.model_names)
         return result.model, evaluation
 
@@ -202,6 +243,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         modelpool: BaseModelPool,
         merged: nn.Module,
         batches: Mapping[str, Iterable[Any]],
+        fused: UpstreamMerge | None = None,
     ) -> tuple[CalibrationResult, Cost]:
         """Calibrate the merged model with some settings, and measure it."""
         log.info("calibrating with %s", settings.as_dict())
@@ -218,9 +260,15 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 settings,
                 device=self.fabric.device,
                 autocast=self.fabric.autocast,
+                merging=fused,
             )
-        cost.more["expert_bytes"] = result.log.expert_bytes
         cost.more |= image_counts(batches)
+        how = self._how if fused is None else FUSED
+        result.reads["upstream"] = upstream_reads(modelpool, self.base_method, how)
+        cost.more["expert_bytes"] = result.reads["totals"]["experts_read"]
+        planned = result.reads["totals"]["experts_planned"]
+        if planned is not None:
+            cost.more["expert_bytes_planned"] = planned
         for record in result.log.of_kind("resumed"):
             cost.more["restored_blocks"] = record["blocks"]
         return result, cost

@@ -4,7 +4,7 @@ import copy
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from fusion_bench_featcal.engine.ahead import expect_after
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
 from fusion_bench_featcal.engine.kernels import choose_kernel, using_kernel, with_kernel
 from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.engine.merging import FusedMerge, UpstreamMerge
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
+from fusion_bench_featcal.engine.reading import plan_reads, reads_manifest
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.run import Autocast, Modes, Run
 from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
@@ -27,6 +29,7 @@ from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
+from fusion_bench_featcal.reads.ledger import LedgerSource, ReadLedger, stage_place
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -37,10 +40,12 @@ class CalibrationResult:
     Attributes:
         model: The calibrated model: class, dtype and device of the merged one.
         log: Records of every block.
+        reads: What was planned and what was read, see docs/read_budget.md.
     """
 
     model: nn.Module
     log: CalibrationLog
+    reads: dict[str, Any] = field(default_factory=dict)
 
 
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
@@ -57,6 +62,7 @@ def calibrate(
     autocast: Autocast | None = None,
     progress: bool = True,
     in_place: bool = False,
+    merging: UpstreamMerge | None = None,
 ) -> CalibrationResult:
     """Calibrate a merged model (Algorithm 1).
 
@@ -64,8 +70,8 @@ def calibrate(
     block sees what the updated block produces.
 
     Args:
-        merged: The merged model. It is not changed (but see `in_place`); its hooks, if any, go
-            with the copy.
+        merged: The merged model. It is not changed (but by `in_place` and `merging`); its hooks,
+            if any, go with the copy.
         base: The base model; None drops lambda for biases and norms and needs `anchor_rho` 1.
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
@@ -78,6 +84,8 @@ def calibrate(
         progress: Whether to show a progress bar.
         in_place: Whether the merged model is used up, which saves a copy of it. A run that fails
             then leaves it partly calibrated.
+        merging: An upstream merger to run on the way; then `merged` has the weights that it begins
+            with, and becomes the merged model.
 
     Returns:
         The calibrated model and the log.
@@ -88,6 +96,8 @@ def calibrate(
             would change the base or an expert.
     """
     check_inputs(base, experts, batches, settings)
+    if in_place and merging is not None:
+        raise ValueError("merging completes the merged model, which in_place would use up")
     if in_place and any(model is merged for model in (base, *experts.values())):
         raise ValueError("in_place needs a merged model that is neither the base nor an expert")
     checkpoints = open_checkpoints(settings)
@@ -95,9 +105,11 @@ def calibrate(
     view = view_of(resolved)
     shown = view.shown(merged)
 
+    ledger, sources = ReadLedger(), dict[str, LedgerSource]()
+
     def reader(name: str, source: nn.Module | ExpertSource, role: str = "expert") -> ExpertModel:
-        read = checkpoints.watched(name, view.source(source_of(source)))
-        return ExpertModel(name, read, model, role=role)
+        sources[name] = LedgerSource(name, view.source(source_of(source)), ledger)
+        return ExpertModel(name, checkpoints.watched(name, sources[name]), model, role=role)
 
     stages = resolved.stages(shown)
     modules = find_all_modules(shown, stages, settings)
@@ -120,19 +132,30 @@ def calibrate(
         stages=stages,
         modules=modules,
         checkpoints=checkpoints,
+        reads=ledger,
+        merges=merging is not None,
     )
-    run.log.add("engine", {"linear_kernel": kernel})
+    if merging is not None:
+        run.prepare = FusedMerge(merging, shown, run, sources)
     autocast_off = torch.autocast(_device_of(model).type, enabled=False)
     with autocast_off, using_kernel(kernel), run.progress:
-        models = [*(["_pretrained_"] if base is not None else []), *experts]
-        checkpoints.compare(
-            lambda: describe_run(
-                shown, resolved, stages, settings, models, run.autocast, kernel, _device_of(model)
-            )
-        )
+        plan = plan_reads(run, sources, shown.state_dict())
+        run.log.add("engine", {"linear_kernel": kernel})
+        _compare_with_kept(run, shown, kernel, merging)
         _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in experts})
     modes.restore(run.model)
-    return CalibrationResult(view.restored(run.model).to(home), run.log)
+    reads = reads_manifest(run, plan)
+    return CalibrationResult(view.restored(run.model).to(home), run.log, reads)
+
+
+def _compare_with_kept(
+    run: Run, shown: nn.Module, kernel: str, merging: UpstreamMerge | None
+) -> None:
+    """See that kept blocks, if there are any, are of this very run."""
+    models = [*(["_pretrained_"] if run.base is not None else []), *run.experts]
+    device, upstream = _device_of(run.model), None if merging is None else dict(merging.description)
+    parts = (run.family, run.stages, run.settings, models, run.autocast, kernel, device)
+    run.checkpoints.compare(lambda: describe_run(shown, *parts) | {"upstream": upstream})
 
 
 def _run_blocks(run: Run, tasks: Tasks) -> None:
@@ -143,10 +166,12 @@ def _run_blocks(run: Run, tasks: Tasks) -> None:
     store = run.checkpoints
     tasks = {task: store.watched_samples(task, batches) for task, batches in tasks.items()}
     for index, stage in enumerate(run.stages):
+        run.enter(stage_place(index))
         finished = all(map(store.has, stage))
         streams = skip_stage(run, tasks) if finished else begin_stage(run, index, tasks)
         store.start()
         for block in stage:
+            run.enter(block)
             if store.has(block):
                 _restore_block(run, block, {} if finished else streams)
             else:
@@ -199,7 +224,6 @@ def _collect(
 ) -> dict[str, Any]:
     """Sum one task's module inputs over its batches and fold them into the block's sums."""
     start, expert = time.perf_counter(), run.experts[task]
-    read_before = expert.bytes_read
     sites = run.modules[block].sites
     demo = run.settings.token_weights == "demo_last_block" and block == run.stages[-1][-1]
     drift: list[DriftSums] = []
@@ -236,7 +260,7 @@ def _collect(
         "rows": rows,
         **_drift_record("before", drift),
         "seconds": time.perf_counter() - start,
-        "expert_bytes": expert.bytes_read - read_before,
+        "expert_bytes": run.reads.read(task, block),
     }
 
 

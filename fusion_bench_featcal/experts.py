@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ class ExpertSource(Protocol):
     """A readable set of named tensors: one model's weights.
 
     A source may have a method `expect(names)` besides: it is told which tensors will be read next.
+    `nbytes(name)`, how many bytes reading a tensor takes, is needed for read budgets only.
     """
 
     def names(self) -> set[str]:
@@ -57,6 +60,10 @@ class InMemoryExpert:
         """Shape of one tensor."""
         return tuple(self._tensors[name].shape)
 
+    def nbytes(self, name: str) -> int:
+        """Size of one tensor in memory."""
+        return self._tensors[name].numel() * self._tensors[name].element_size()
+
     def tensor(self, name: str) -> Tensor:
         """One tensor of the module itself."""
         return self._tensors[name]
@@ -84,12 +91,15 @@ class SafetensorsExpert:
         self._files: dict[str, Path] = {}
         self._ranges = TensorRanges()
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         for file in _safetensors_files(Path(path)):
             try:
                 with safe_open(file, framework="pt") as handle:
                     for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
                         self._files[name] = file
-                        self._shapes[name] = tuple(handle.get_slice(name).get_shape())
+                        header = handle.get_slice(name)
+                        self._shapes[name] = tuple(header.get_shape())
+                        self._dtypes[name] = str(header.get_dtype())
             except Exception as error:  # safetensors raises its own class, not a built-in one
                 raise CalibrationError(
                     f"{file} is no readable safetensors file: {error}"
@@ -102,6 +112,15 @@ class SafetensorsExpert:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from the file's header."""
         return self._shapes[name]
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype of one tensor as the file's header has it: `F32`, `BF16`."""
+        return self._dtypes[name]
+
+    def nbytes(self, name: str) -> int:
+        """Size of one tensor in the file, from its header."""
+        bits = re.search(r"\d+", self._dtypes[name])  # BOOL has none and takes a byte
+        return math.prod(self._shapes[name]) * int(bits[0] if bits else 8) // 8
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.
@@ -145,10 +164,29 @@ def _safetensors_files(path: Path) -> list[Path]:
     raise FileNotFoundError(f"{path} holds neither model.safetensors nor an index of shards")
 
 
+def known_bytes(source: ExpertSource, name: str) -> int:
+    """How many bytes reading a tensor takes.
+
+    Raises:
+        CalibrationError: If the source does not tell.
+    """
+    try:
+        return int(source.nbytes(name))  # type: ignore[attr-defined]
+    except AttributeError as error:  # of this source, or of one that it wraps
+        raise CalibrationError(
+            f"{error}: it would tell how many bytes a tensor takes, by which "
+            "method.expert_read_budget plans what to read; add it, or set that to null"
+        ) from error
+
+
 class ExpertModel:
     """An expert as a runnable copy of the merged model's structure, empty but for what is loaded.
 
     Parameters live on the meta device until `loaded` brings some in, in the merged model's dtype.
+
+    Attributes:
+        module: The runnable copy.
+        keys: Name in the merged model's `state_dict` -> name in the source.
     """
 
     def __init__(
@@ -169,10 +207,22 @@ class ExpertModel:
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
         wanted = like.state_dict()
-        self._keys = pair_names(name, role, source, wanted, aliases(like))
+        self.keys = pair_names(name, role, source, wanted, aliases(like))
         self._like = {name: (tensor.dtype, tensor.device) for name, tensor in wanted.items()}
         self.module = _hollow_copy(like)
-        self.bytes_read = 0
+
+    def stored(self, name: str) -> Tensor:
+        """One tensor under the merged model's name, as it is stored.
+
+        Raises:
+            CalibrationError: If it holds NaN or infinity.
+        """
+        stored = self._source.tensor(self.keys[name])
+        if not all_finite(stored):
+            raise CalibrationError(
+                f"{self._label}: tensor {name!r} has NaN or infinite values. Check {self._setting}"
+            )
+        return stored
 
     def tensor(self, name: str) -> Tensor:
         """One tensor under the merged model's name, in its dtype and on its device.
@@ -180,12 +230,7 @@ class ExpertModel:
         Raises:
             CalibrationError: If it holds NaN or infinity.
         """
-        stored = self._source.tensor(self._keys[name])
-        self.bytes_read += stored.numel() * stored.element_size()
-        if not all_finite(stored):
-            raise CalibrationError(
-                f"{self._label}: tensor {name!r} has NaN or infinite values. Check {self._setting}"
-            )
+        stored = self.stored(name)
         dtype, device = self._like[name]
         tensor = stored.to(device=device, dtype=dtype)
         # A memory-mapped tensor may start anywhere, and matrix products round differently by
@@ -199,7 +244,15 @@ class ExpertModel:
         Args:
             names: Names in the merged model's `state_dict`.
         """
-        tell_expected(self._source, {self._keys[name] for name in names})
+        tell_expected(self._source, {self.keys[name] for name in names})
+
+    def nbytes(self, name: str) -> int:
+        """How many bytes reading one tensor, by the merged model's name, takes.
+
+        Raises:
+            CalibrationError: If the source does not tell.
+        """
+        return known_bytes(self._source, self.keys[name])
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
@@ -220,9 +273,9 @@ class ExpertModel:
                 is_parameter = leaf in module._parameters
                 slot: dict[str, Any] = module._parameters if is_parameter else module._buffers
                 replaced.append((slot, leaf, slot[leaf]))
-                if self._keys[name] not in read:
-                    read[self._keys[name]] = self.tensor(name)
-                tensor = read[self._keys[name]]
+                if self.keys[name] not in read:
+                    read[self.keys[name]] = self.tensor(name)
+                tensor = read[self.keys[name]]
                 slot[leaf] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
             yield self.module
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.experts import ExpertSource, SafetensorsExpert
+from fusion_bench_featcal.experts import ExpertSource, SafetensorsExpert, known_bytes
 from fusion_bench_featcal.fetching import tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -58,6 +58,13 @@ class LoraExpert:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor."""
         return self._base.shape(name)
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of one tensor of the base and, where it is adapted, of the adapter's two."""
+        module = self._adapted.get(name)
+        ends = () if module is None else (_A, _B)
+        adapter = sum(self._weights.nbytes(f"{_PREFIX}{module}{end}") for end in ends)
+        return adapter + known_bytes(self._base, name)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, with the adapter's share where it has one; in the base's dtype."""

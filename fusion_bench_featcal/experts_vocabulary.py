@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts import ExpertSource, known_bytes
 from fusion_bench_featcal.fetching import tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -39,6 +39,13 @@ class CommonRows:
         if self._is_cut(name):
             return (min(first, self._rows), *rest)
         return self._source.shape(name)
+
+    def nbytes(self, name: str) -> int:
+        """Size of one tensor, as it is seen."""
+        stored = known_bytes(self._source, name)
+        if not self._is_cut(name):
+            return stored
+        return stored * self.shape(name)[0] // self._source.shape(name)[0]
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as it is seen."""

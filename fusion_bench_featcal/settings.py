@@ -3,8 +3,10 @@
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 TOKEN_WEIGHTS = ("uniform", "demo_last_block")
@@ -13,6 +15,12 @@ DECODER_ROWS = ("all", "targets")
 STREAM_EXPERTS = ("auto", True, False)
 LINEAR_KERNELS = ("auto", "torch", "onednn")
 CALIBRATION_TARGETS = ("labels", "generated")
+READ_UNITS = {"B": 1} | {
+    prefix + end: base**power
+    for end, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+_AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(READ_UNITS)}|%)")
 
 
 class CalibrationError(RuntimeError):
@@ -57,6 +65,9 @@ class FeatCalSettings:
             that family's options (`{name: replay, blocks: [encoder.*]}`), or a Family object.
         stream_experts: `auto` reads experts block by block where they are safetensors files and
             loads them whole elsewhere; True insists on files; False loads them whole.
+        expert_read_budget: Most bytes of expert weights to read: a number, or a text with a unit
+            (`800MB`, `1.5 GiB`) or a share of a full read (`50%`). Where it falls short, the merged
+            model's weights stand in for the expert's. None: no limit.
         log_drift: Whether each block's drift is measured before and after (costs the expert's
             forward pass when `mix_alpha` is 0).
         linear_kernel: What multiplies float32 matrices on the CPU: `torch` (its default, MKL),
@@ -92,6 +103,7 @@ class FeatCalSettings:
     max_length: int | None = None
     family: Any = "auto"
     stream_experts: bool | str = "auto"
+    expert_read_budget: float | str | None = None
     log_drift: bool = True
     linear_kernel: str = "auto"
     checkpoint_dir: str | None = None
@@ -108,6 +120,11 @@ class FeatCalSettings:
         ]
         if self.resume is True and self.checkpoint_dir is None:
             problems.append("resume needs method.checkpoint_dir, the folder that keeps the blocks")
+        if self.stream_experts is False and self.expert_read_budget is not None:
+            problems.append(
+                "expert_read_budget needs experts that are read block by block, and "
+                "method.stream_experts=false loads them whole; set it to auto"
+            )
         if problems:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
         for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps"):
@@ -145,6 +162,31 @@ class FeatCalSettings:
         if not isinstance(self.family, str):
             values["family"] = _describe_family(self.family)
         return values
+
+
+def budget_in_bytes(budget: float | str, full: int) -> int:
+    """A read budget as a number of bytes, rounded down.
+
+    Args:
+        budget: The setting `expert_read_budget`.
+        full: Bytes of a full read, of which a percentage is a share.
+    """
+    if not isinstance(budget, str):
+        return int(budget)
+    number, unit = _amount(budget)
+    return int(number * full / 100 if unit == "%" else number * READ_UNITS[unit])
+
+
+def _amount(text: str) -> tuple[Fraction, str]:
+    match = _AMOUNT.fullmatch(text)
+    return (Fraction(match[1]), match[2]) if match else (Fraction(0), "")
+
+
+def _is_budget_or_none(value: Any) -> bool:
+    if not isinstance(value, str):
+        return value is None or (_is_number(value) and value >= 1 and value == int(value))
+    number, unit = _amount(value)
+    return number > 0 and (unit != "%" or number <= 100) and bool(unit)
 
 
 def _describe_family(family: Any) -> Any:
@@ -209,6 +251,12 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         lambda value: value is not None and value != "",
     ),
     ("stream_experts", *_one_of(STREAM_EXPERTS)),
+    (
+        "expert_read_budget",
+        "null, a whole number of bytes >= 1, an amount such as 800MB or 1.5GiB (units B, KB to TB, "
+        "KiB to TiB), or a share of a full read up to 100%, such as 50%",
+        _is_budget_or_none,
+    ),
     ("log_drift", *_BOOLEAN),
     ("linear_kernel", *_one_of(LINEAR_KERNELS)),
     ("checkpoint_dir", "null or a folder's path", _is_folder_or_none),

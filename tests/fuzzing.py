@@ -85,6 +85,7 @@ _WRONG: dict[str, tuple[Any, ...]] = {
     "max_length": (1, 0, "long"),
     "family": (None, "", "clop", {"name": "replay"}, {"name": "replay", "blocks": "h"}, 7),
     "stream_experts": ("yes", 1, None),
+    "expert_read_budget": (0, "half", "120%", [5]),
     "log_drift": (None, "true"),
     "linear_kernel": ("mkl", True),
     "checkpoint_dir": ("", 5),

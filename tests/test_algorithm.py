@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Comp
             "method=featcal",
             "modelpool=clip-vit-mini_TA6",
             f"method.samples_per_task={SAMPLES}",
-            "method.presets={anchor: {ridge_lambda: 1.0e6}}",
+            "method.presets={anchor: {ridge_lambda: 1.0e6, expert_read_budget: 50%}}",
             "fabric/loggers=csv_logger",
             f"path.log_dir={folder}/log",
             'merged_model_save_path="{log_dir}/calibrated"',
@@ -43,8 +43,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Comp
 def test_run_leaves_what_the_contract_lists(run) -> None:
     log_dir, _ = run
     for name in ("report.json", "report.csv", "report.md", "items.npz", "config_resolved.yaml",
-                 "calibration_log.jsonl", "calibration_log.anchor.jsonl",
-                 "program_report.json"):  # fmt: skip
+                 "calibration_log.jsonl", "calibration_log.anchor.jsonl", "reads.json",
+                 "reads.anchor.json", "program_report.json"):  # fmt: skip
         assert (log_dir / name).is_file(), name
     assert not list(log_dir.rglob("*.part"))
 
@@ -126,6 +126,24 @@ def test_saved_model_loads_with_plain_transformers_and_gives_the_reported_accura
         chosen = (features @ torch.nn.functional.normalize(head, dim=-1).T).argmax(-1)
     correct = chosen.numpy() == np.array([item["label"] for item in data])
     assert correct.mean() == pytest.approx(Report.load(log_dir).rows["featcal"]["mini_greek"])
+
+
+def test_manifest_of_reads(run) -> None:
+    log_dir, result = run
+    report = Report.load(log_dir)
+    reads = json.loads((log_dir / "reads.json").read_text())
+    assert reads["upstream"]["how"] == "fused"
+    assert "task_arithmetic shares the calibration's reads" in result.stdout + result.stderr
+    read = reads["totals"]["experts_read"]
+    assert read == reads["totals"]["experts_planned"] == reads["plan"]["full"]
+    assert report.cost["featcal"]["expert_bytes"] == read
+    half = json.loads((log_dir / "reads.anchor.json").read_text())
+    assert half["upstream"]["how"] == "earlier"
+    assert half["plan"]["limit"] == half["plan"]["full"] // 2
+    read = half["totals"]["experts_read"]
+    assert 0.45 * half["plan"]["full"] < read <= half["plan"]["limit"]
+    assert report.cost["featcal:anchor"]["expert_bytes"] == read
+    assert report.settings["featcal:anchor"]["expert_read_budget"] == "50%"
 
 
 def test_huge_lambda_is_task_arithmetic_at_twice_the_scale(run) -> None:

@@ -1,6 +1,7 @@
 """The method without the command: pools in Python, and what it refuses before any work."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.boundary.options import checked_choices
 from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.comparison.methods import FeatCal
 from fusion_bench_featcal.suites import image
 
 AVERAGE = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
@@ -166,6 +168,29 @@ def test_checkpoints_of_presets_lie_apart_and_are_resumed(tmp_path: Path) -> Non
 def test_preset_has_no_folder_of_its_own_choice() -> None:
     with pytest.raises(ValueError, match=r"presets\.weak\.checkpoint_dir.*method\.checkpoint_dir"):
         FeatCalAlgorithm(presets={"weak": {"checkpoint_dir": "elsewhere"}})
+
+
+def test_read_budget_is_refused_where_an_expert_is_loaded_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    model = CLIPVisionModel.from_pretrained(image.path("mini_greek"))
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    models = {"_pretrained_": image.path(), "mini_greek": str(folder)}
+    refusal = r"method\.expert_read_budget cannot be kept: expert 'mini_greek'.*loaded whole"
+    merger = {"_target_": "unused"}
+    with pytest.raises(CalibrationError, match=refusal):
+        FeatCalAlgorithm(base_method=merger, expert_read_budget="50%").run(
+            suite_pool(models=models)
+        )
+    presets = {"half": {"expert_read_budget": "50%"}}
+    with pytest.raises(CalibrationError, match=refusal):
+        FeatCalAlgorithm(base_method=merger, presets=presets).run(suite_pool(models=models))
+    inputs: Any = SimpleNamespace(
+        modelpool=suite_pool(models=models), processor=image.load_processor(),
+        fabric=SimpleNamespace(device=torch.device("cpu")),
+    )  # fmt: skip
+    with pytest.raises(CalibrationError, match=refusal):
+        FeatCal(expert_read_budget="50%", samples_per_task=4).check(inputs)
 
 
 def test_expert_of_another_width_is_named_before_merging(tmp_path: Path) -> None:

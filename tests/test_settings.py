@@ -13,7 +13,7 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings, ReplayFamily
 
 METHOD = Path(__file__).parents[1] / "config" / "method"
 # on the algorithm, not on the calibration
-ALGORITHM_KEYS = {"_target_", "_recursive_", "defaults", "presets", "compare_with"}
+ALGORITHM_KEYS = {"_target_", "_recursive_", "defaults", "presets", "compare_with", "fuse_merge"}
 
 # the public defaults: other programs rely on them
 DEFAULTS = {
@@ -35,6 +35,7 @@ DEFAULTS = {
     "max_length": None,
     "family": "auto",
     "stream_experts": "auto",
+    "expert_read_budget": None,
     "log_drift": True,
     "linear_kernel": "auto",
     "checkpoint_dir": None,
@@ -139,6 +140,17 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("max_length", "512", "integer"),
     ("stream_experts", "yes", "auto, True, False"),
     ("stream_experts", 1, "auto, True, False"),
+    ("expert_read_budget", 0, "null, a whole number of bytes >= 1"),
+    ("expert_read_budget", -5, ">= 1"),
+    ("expert_read_budget", 1.5, "whole number"),
+    ("expert_read_budget", True, "whole number"),
+    ("expert_read_budget", INF, "whole number"),
+    ("expert_read_budget", "0MB", "800MB or 1.5GiB"),
+    ("expert_read_budget", "800", "units B, KB to TB, KiB to TiB"),
+    ("expert_read_budget", "800mb", "800MB"),
+    ("expert_read_budget", "half", "50%"),
+    ("expert_read_budget", "101%", "up to 100%"),
+    ("expert_read_budget", "-50%", "50%"),
     ("family", None, "family"),
     ("family", "", "family"),
 ]

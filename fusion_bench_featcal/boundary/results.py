@@ -1,6 +1,7 @@
 """The results of one run: evaluates models as they come, reports them when all are done."""
 
 import atexit
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from fusion_bench_featcal.compare import (
     describe_device,
     versions,
 )
+from fusion_bench_featcal.compare.files import write_atomic
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -121,6 +123,8 @@ class RunResults:
         if self._log_dir is not None:
             preset = name.removeprefix(FEATCAL).replace(":", ".")
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
+            manifest = json.dumps(result.reads, indent=1) + "\n"
+            write_atomic(self._log_dir / f"reads{preset}.json", manifest, "path.log_dir")
         drawn = {"samples": settings.samples_per_task, "split": settings.calibration_split}
         return self.add_made(
             name,

@@ -20,15 +20,8 @@ from fusion_bench_featcal.settings import FeatCalSettings
 _SHORT = 32  # hexadecimal digits: 128 bits, beyond any accident
 _PACKAGES = ("torch", "transformers", "safetensors")
 # Parts of this package that make a block's parameters from weights and samples.
-_CODE = (
-    "core",
-    "engine",
-    "families",
-    "checkpoints",
-    "calibration.py",
-    "experts.py",
-    "experts_pairing.py",
-)
+_CODE = ("core", "engine", "families", "checkpoints", "reads", "calibration.py", "experts.py")
+_CODE += ("experts_pairing.py",)
 # Settings without a part in the result: samples and weights are compared themselves.
 # What `linear_kernel` came to is told under `precision`.
 _WITHOUT_EFFECT = {"checkpoint_dir", "resume", "stream_experts", "family", "linear_kernel"}
@@ -194,6 +187,7 @@ _LABELS = {
     "models": "base and experts (modelpool.models)",
     "family": "method.family: ",
     "merged": "merged model's ",
+    "upstream": "fused upstream merger (method.base_method, method.fuse_merge) ",
     "precision": "precision: ",
     "software": "version of ",
     "machine": "",

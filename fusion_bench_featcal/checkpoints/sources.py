@@ -33,6 +33,10 @@ class WatchedSource:
         """Shape of one tensor."""
         return self._source.shape(name)
 
+    def nbytes(self, name: str) -> int:
+        """How many bytes reading a tensor takes."""
+        return self._source.nbytes(name)
+
     def tensor(self, name: str) -> Tensor:
         """One tensor, as the source gives it."""
         tensor = self._source.tensor(name)

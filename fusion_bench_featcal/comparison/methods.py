@@ -10,6 +10,7 @@ from torch import nn
 
 from fusion_bench_featcal.boundary.options import checked_settings
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_input_processor, pool_source
+from fusion_bench_featcal.boundary.reads import check_read_budgets
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.families import check_family
@@ -105,9 +106,10 @@ class FeatCal:
         """Open the calibration data; see that there is a base if anchors need it.
 
         Raises:
-            CalibrationError: If data or base are missing.
+            CalibrationError: If data or base are missing, or a read budget cannot be kept.
         """
         self._batches(inputs)
+        check_read_budgets(inputs.modelpool, [self._settings])
         if not inputs.modelpool.has_pretrained and self._settings.anchor_rho != 1:
             raise CalibrationError(
                 f"the pool has no base model (modelpool.models.{BASE_MODEL}), which anchors need: "

@@ -44,6 +44,11 @@ class Site:
         outputs, inputs = self.oriented(model.get_parameter(self.weight_name)).shape
         return 2 * outputs <= inputs
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its parameters."""
+        return (self.weight_name, self.bias_name) if self.has_bias else (self.weight_name,)
+
     def oriented(self, weight: Tensor) -> Tensor:
         """A stored weight as `[out, in]`, or such a weight as it is stored (its own inverse)."""
         return weight.T if self.transposed else weight

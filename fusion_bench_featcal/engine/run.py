@@ -13,6 +13,7 @@ from fusion_bench_featcal.engine.modules import BlockModules
 from fusion_bench_featcal.engine.recording import Recorder
 from fusion_bench_featcal.experts import ExpertModel, names_under
 from fusion_bench_featcal.families import Family
+from fusion_bench_featcal.reads.ledger import ReadLedger, stage_place
 from fusion_bench_featcal.settings import FeatCalSettings
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -20,7 +21,12 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class Run:
-    """Everything a calibration works with; `model` is the one thing it changes."""
+    """Everything a calibration works with; `model` is the one thing it changes.
+
+    Attributes:
+        merges: Whether the merged model is completed on the way; then each place is prepared.
+        prepare: Called with every place before its first visit.
+    """
 
     model: nn.Module
     base: ExpertModel | None
@@ -34,6 +40,45 @@ class Run:
     modules: dict[str, BlockModules]
     checkpoints: Checkpoints | NoCheckpoints = field(default_factory=NoCheckpoints)
     recorder: Recorder = field(default_factory=Recorder)
+    reads: ReadLedger = field(default_factory=ReadLedger)
+    merges: bool = False
+    prepare: Callable[[str], None] | None = None
+
+    def enter(self, place: str) -> None:
+        """Come to a block, or to what comes before a stage's blocks."""
+        self.reads.place = place
+        if self.prepare is not None:
+            self.prepare(place)
+
+    @property
+    def places(self) -> list[str]:
+        """All places in order."""
+        return [
+            place
+            for index, stage in enumerate(self.stages)
+            for place in (stage_place(index), *stage)
+        ]
+
+    def needed_at(self, place: str) -> list[str]:
+        """Names of the expert's tensors that a place's visits need."""
+        if place in self.modules:
+            return self.needed_by(place)
+        index = self.places_of_stages[place]
+        return self.leading_to(index) if self.uses_expert_features else []
+
+    @property
+    def places_of_stages(self) -> dict[str, int]:
+        """Place before a stage's blocks -> the stage."""
+        return {stage_place(index): index for index in range(len(self.stages))}
+
+    def merged_at(self) -> dict[str, list[str]]:
+        """Place -> names of the tensors that are merged there: every one, and tied ones once."""
+        tensors = self.model.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        names = [name for name, tensor in tensors.items() if first[id(tensor)] == name]
+        blocks = {block: names_under(names, [block]) for block in self.modules}
+        inside = {name for found in blocks.values() for name in found}
+        return {stage_place(0): [name for name in names if name not in inside], **blocks}
 
     @property
     def uses_expert_features(self) -> bool:
@@ -41,8 +86,19 @@ class Run:
         return self.settings.mix_alpha > 0 or self.settings.log_drift
 
     def needed_by(self, block: str) -> list[str]:
-        """Names of the expert's tensors that one block's visit needs."""
+        """Names of the expert's tensors that one block's visit needs: all where it runs."""
+        if not self.uses_expert_features:
+            return self.calibrated_in(block)
         return needed_by(self.model, self.family, block)
+
+    def calibrated_in(self, block: str) -> list[str]:
+        """Names of a block's parameters that get new values."""
+        return [
+            name
+            for site in self.modules[block].sites
+            for name in site.names
+            if site.kind == "norm" or name == site.weight_name or self.settings.calibrate_bias
+        ]
 
     def leading_to(self, stage_index: int) -> list[str]:
         """Names of the expert's tensors that lead to a stage."""

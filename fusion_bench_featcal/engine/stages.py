@@ -23,7 +23,6 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
         run.progress.set_description(f"FeatCal inputs · {task}")
         expect_after_inputs(run, index, task)
         streams[task] = []
-        read_before = run.experts[task].bytes_read
         with run.experts[task].loaded(stem if run.uses_expert_features else ()) as expert_model:
             for batch in batches:
                 batch.cal = batch.exp = None  # what an earlier stage ended with is no longer needed
@@ -36,7 +35,7 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
                         if run.uses_expert_features:
                             begun.exp = run.family.begin(expert_model, inputs, first)
                 streams[task].append(begun)
-        read = run.experts[task].bytes_read - read_before
+        read = run.reads.read(task, run.reads.place)
         run.log.add("inputs", {"task": task, "stage": index, "expert_bytes": read})
     return streams
 

@@ -150,6 +150,11 @@ class UnfusedSource:
         first, *rest = self._source.shape(self._slices[name][0])
         return (first // 3, *rest)
 
+    def nbytes(self, name: str) -> int:
+        """Size of one tensor or slice."""
+        stored, parts = self._slices.get(name, (name,))[0], 3 if name in self._slices else 1
+        return self._source.nbytes(stored) // parts
+
     def tensor(self, name: str) -> Tensor:
         """One tensor or slice."""
         if name not in self._slices:

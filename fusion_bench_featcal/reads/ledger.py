@@ -76,7 +76,7 @@ class LedgerSource:
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Hold a tensor that was read with the whole model, and enter it as read now."""
-        self._ledger.enter_read(self._model, self.nbytes(name))
+        self._enter_read(name, tensor)
         self.hold(name, tensor)
 
     def release(self, name: str | None = None) -> None:
@@ -107,9 +107,12 @@ class LedgerSource:
             self._ledger.enter_served(self._model, _size(tensor))
             return tensor
         tensor = self._source.tensor(name)
+        self._enter_read(name, tensor)
+        return tensor
+
+    def _enter_read(self, name: str, tensor: Tensor) -> None:
         known = hasattr(self._source, "nbytes")
         self._ledger.enter_read(self._model, self.nbytes(name) if known else _size(tensor))
-        return tensor
 
 
 def _size(tensor: Tensor) -> int:

@@ -1,0 +1,77 @@
+"""What a run reads of its pool's files, as far as FusionBench's side of it goes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fusion_bench import BaseModelPool
+from torch import nn
+
+from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, MERGED_MODEL, file_source
+from fusion_bench_featcal.boundary.results import method_name
+from fusion_bench_featcal.experts import ExpertSource, known_bytes
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+BY_ITSELF, FUSED, EARLIER = "by itself", "fused", "earlier"
+
+
+def check_read_budgets(modelpool: BaseModelPool, runs: Sequence[FeatCalSettings]) -> None:
+    """Refuse a read budget where an expert in files would be loaded whole.
+
+    Args:
+        modelpool: The pool.
+        runs: Settings of the calibrations to come.
+
+    Raises:
+        CalibrationError: Naming the expert and the setting.
+    """
+    if all(settings.expert_read_budget is None for settings in runs):
+        return
+    for name in modelpool.model_names:
+        if isinstance(modelpool._models[name], nn.Module):
+            continue  # in memory anyway
+        if _source_or_none(modelpool, name) is None:
+            raise CalibrationError(
+                f"method.expert_read_budget cannot be kept: expert {name!r} "
+                f"({modelpool._models[name]!r}) has no safetensors files to read block by block, "
+                f"so it is loaded whole. Save it as safetensors (modelpool.models.{name}), or set "
+                "method.expert_read_budget=null"
+            )
+
+
+def upstream_reads(modelpool: BaseModelPool, base_method: Any, how: str) -> dict[str, Any]:
+    """What the upstream merger reads, for the manifest of reads.
+
+    Args:
+        modelpool: The pool.
+        base_method: `method.base_method`; None: the pool's own merged model is loaded.
+        how: `by itself`; `fused`, with this calibration's reads; or `earlier`, with those of
+            another calibration of the run.
+
+    Returns:
+        `merger`, `how`, and `files`: model -> bytes of its files that are read besides, as their
+        headers tell, None where it has none of a known kind.
+    """
+    merger = None if base_method is None else method_name(base_method)
+    names: list[str] = []
+    if merger is None:
+        names = [MERGED_MODEL]
+    elif how == BY_ITSELF or (how == FUSED and merger == "task_arithmetic"):
+        names = [BASE_MODEL] if modelpool.has_pretrained else []
+    if merger is not None and how == BY_ITSELF:
+        names += modelpool.model_names
+    files = {name: _file_bytes(modelpool, name) for name in names}
+    return {"merger": merger, "how": how, "files": files}
+
+
+def _file_bytes(modelpool: BaseModelPool, name: str) -> int | None:
+    if isinstance(modelpool._models[name], nn.Module):
+        return 0
+    source = _source_or_none(modelpool, name)
+    return None if source is None else sum(known_bytes(source, n) for n in source.names())
+
+
+def _source_or_none(modelpool: BaseModelPool, name: str) -> ExpertSource | None:
+    try:
+        return file_source(modelpool, name)
+    except FileNotFoundError:  # files of another kind
+        return None
