@@ -128,6 +128,7 @@ def random_case(seed: int) -> Case:
         ),
         "log_drift": draw([True, False]),
         "linear_kernel": draw(["auto", "torch", "onednn"]),
+        "expert_read_budget": draw([None, "100%", f"{generator.randrange(1, 100)}%", "1GB", 1]),
         "seed": generator.randrange(100),
     }
     if not isinstance(workload.families[0], str):
