@@ -1,10 +1,12 @@
 """What was read: bytes by model and place, and the sources that enter it."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
+
+from fusion_bench_featcal.fetching import tell_expected
 
 
 def stage_place(index: int) -> str:
@@ -97,6 +99,11 @@ class LedgerSource:
     def nbytes(self, name: str) -> int:
         """How many bytes reading a tensor takes: none where another stands in."""
         return 0 if name in self._instead else self._source.nbytes(name)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Pass on which tensors will be read next: none that is held or stood in for."""
+        wanted = [name for name in names if name not in self._held and name not in self._instead]
+        tell_expected(self._source, wanted)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, read and entered, or held, or what stands in for it."""
