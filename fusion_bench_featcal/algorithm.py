@@ -25,11 +25,18 @@ from fusion_bench_featcal.boundary.options import (
 )
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
+    PoolSources,
     check_pool_experts,
     check_pool_models,
     load_input_processor,
     load_pool_model,
     pool_source,
+)
+from fusion_bench_featcal.boundary.processes import (
+    announcing,
+    join_processes,
+    share_model,
+    share_saving,
 )
 from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
 from fusion_bench_featcal.boundary.reads import (
@@ -46,6 +53,7 @@ from fusion_bench_featcal.calibration_data import calibration_batches, image_cou
 from fusion_bench_featcal.checkpoints import check_checkpoints
 from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL, Cost, measure, prepare_directory
 from fusion_bench_featcal.engine.merging import UpstreamMerge
+from fusion_bench_featcal.engine.processes import OneProcess, Processes
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -108,17 +116,20 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         checked_choices(self.settings, self.presets, self.compare_with, {})
         for name, value in self.settings.as_dict().items():
             setattr(self, name, value)
+        self._processes: Processes = OneProcess()
         super().__init__(**meta)
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
         program = self._program
-        if program is None:
+        self._processes = join_processes(self)
+        if program is None or self._processes.rank > 0:
             return
-        prepare_run(program, self.log_dir)
-        if program.merged_model_save_path is not None:
-            path = Path(program.merged_model_save_path.replace("{log_dir}", str(self.log_dir)))
-            prepare_directory(path.parent, "merged_model_save_path")
+        with announcing(self._processes):
+            prepare_run(program, self.log_dir)
+            if program.merged_model_save_path is not None:
+                path = Path(program.merged_model_save_path.replace("{log_dir}", str(self.log_dir)))
+                prepare_directory(path.parent, "merged_model_save_path")
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, calibrate, evaluate and report.
@@ -133,13 +144,18 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             CalibrationError: If the run cannot go on; nothing half-written is left behind.
         """
-        if self.fabric.world_size > 1:
-            raise CalibrationError("FeatCal runs on one device so far: set fabric.devices=1")
+        if self._processes.size == 1:  # it was not started by a program
+            self._processes = join_processes(self)
+        with announcing(self._processes):
+            return self._run(modelpool, first=self._processes.rank == 0)
+
+    def _run(self, modelpool: BaseModelPool, *, first: bool) -> nn.Module:
+        """Run in one of several processes; all but the first only help to calibrate."""
         suite = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
         choices = checked_choices(self.settings, self.presets, self.compare_with, suite)
         presets = {f"{FEATCAL}:{name}": value for name, value in choices.presets.items()}
         for settings in (self.settings, *presets.values()):
-            check_checkpoints(settings)
+            check_checkpoints(settings, self._processes)
         self._check_pool(modelpool, [self.settings, *presets.values()])
         processor = load_input_processor(modelpool)
         # Data sets are opened before a merger that may take hours.
@@ -157,18 +173,21 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             for name, settings in {FEATCAL: self.settings, **presets}.items()
         }
         results = self._start_results(modelpool)
-        self._add_base_and_experts(results, modelpool, choices.compare_with)
-        merged, merging = start_upstream(
-            self._program,
-            self.base_method,
-            modelpool,
-            self.settings,
-            fuse=self.fuse_merge,
-            processes=self.fabric.world_size,
-        )
+        merged = merging = None
+        if first:
+            self._add_base_and_experts(results, modelpool, choices.compare_with)
+            merged, merging = start_upstream(
+                self._program,
+                self.base_method,
+                modelpool,
+                self.settings,
+                fuse=self.fuse_merge,
+                processes=self._processes.size,
+            )
+        merged = share_model(merged, self._processes, self.fabric.device, "method.base_method")
 
         def add_merged() -> None:
-            if MERGED in choices.compare_with:
+            if first and MERGED in choices.compare_with:
                 results.add_reference(results.upstream, merged, plain(self.base_method))
 
         self._how = BY_ITSELF if merging is None else EARLIER
@@ -181,8 +200,10 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         for name, settings in presets.items():
             self._add_calibrated(name, settings, modelpool, merged, batches[name], results)
         images.close()
-        results.finish(self._program, model, evaluation)
-        log_reports(self.fabric, [results.report])
+        share_saving(self._program, self._processes)
+        if first:
+            results.finish(self._program, model, evaluation)
+            log_reports(self.fabric, [results.report])
         modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]
         return model
 
@@ -255,12 +276,13 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             result = calibrate(
                 merged,
                 base,
-                {task: pool_source(modelpool, task, stream_experts=stream) for task in tasks},
+                PoolSources(modelpool, tasks, stream_experts=stream),
                 batches,
                 settings,
                 device=self.fabric.device,
                 autocast=self.fabric.autocast,
                 merging=fused,
+                processes=self._processes,
             )
         cost.more |= image_counts(batches)
         how = self._how if fused is None else FUSED
@@ -269,6 +291,9 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         planned = result.reads["totals"]["experts_planned"]
         if planned is not None:
             cost.more["expert_bytes_planned"] = planned
+        if self._processes.size > 1:
+            cost.more["processes"] = self._processes.size
+            cost.more["exchanged_bytes"] = self._processes.exchanged_bytes
         for record in result.log.of_kind("resumed"):
             cost.more["restored_blocks"] = record["blocks"]
         return result, cost

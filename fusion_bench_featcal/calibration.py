@@ -11,21 +11,40 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fusion_bench_featcal.checkpoints import describe_run, open_checkpoints
+from fusion_bench_featcal.checkpoints import (
+    describe_run,
+    describe_settings,
+    glimpse,
+    open_checkpoints,
+)
 from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
 from fusion_bench_featcal.engine.ahead import expect_after
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
-from fusion_bench_featcal.engine.kernels import choose_kernel, using_kernel, with_kernel
+from fusion_bench_featcal.engine.kernels import (
+    agreed_kernel,
+    choose_kernel,
+    using_kernel,
+    with_kernel,
+)
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.merging import FusedMerge, UpstreamMerge
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
+from fusion_bench_featcal.engine.processes import (
+    OneProcess,
+    Processes,
+    announced,
+    check_agreement,
+)
 from fusion_bench_featcal.engine.reading import plan_reads, reads_manifest
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.run import Autocast, Modes, Run
 from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
-from fusion_bench_featcal.engine.stages import Streams, Tasks, begin_stage, skip_stage
+from fusion_bench_featcal.engine.shares import Shares
+from fusion_bench_featcal.engine.stages import Streams, Tasks, begin_together, skip_stage
 from fusion_bench_featcal.engine.task_sums import TaskSums
+from fusion_bench_featcal.engine.together import combine_task, solve_together
+from fusion_bench_featcal.engine.visits import Visit, task_record
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
@@ -48,6 +67,7 @@ class CalibrationResult:
     reads: dict[str, Any] = field(default_factory=dict)
 
 
+@announced
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
 @torch.no_grad()
 def calibrate(
@@ -63,6 +83,7 @@ def calibrate(
     progress: bool = True,
     in_place: bool = False,
     merging: UpstreamMerge | None = None,
+    processes: Processes | None = None,
 ) -> CalibrationResult:
     """Calibrate a merged model (Algorithm 1).
 
@@ -86,9 +107,12 @@ def calibrate(
             then leaves it partly calibrated.
         merging: An upstream merger to run on the way; then `merged` has the weights that it begins
             with, and becomes the merged model.
+        processes: The processes that work on this calibration together: all of them call this with
+            the same arguments, each on its own device. Each works on its share of the tasks; it
+            asks for no other experts and no other samples. None: this process alone.
 
     Returns:
-        The calibrated model and the log.
+        The calibrated model and the log, the same in every process.
 
     Raises:
         CalibrationError: If the run cannot go on; the message names the place and the setting.
@@ -100,7 +124,9 @@ def calibrate(
         raise ValueError("merging completes the merged model, which in_place would use up")
     if in_place and any(model is merged for model in (base, *experts.values())):
         raise ValueError("in_place needs a merged model that is neither the base nor an expert")
-    checkpoints = open_checkpoints(settings)
+    processes = processes or OneProcess()
+    shares = Shares(tuple(experts), processes.rank, processes.size)
+    checkpoints = open_checkpoints(settings, processes)
     resolved = resolve_family(settings.family if family is None else family, merged)
     view = view_of(resolved)
     shown = view.shown(merged)
@@ -113,24 +139,38 @@ def calibrate(
 
     stages = resolved.stages(shown)
     modules = find_all_modules(shown, stages, settings)
+    check_agreement(
+        processes,
+        settings=describe_settings(settings),
+        tasks=shares.tasks,
+        blocks=stages,
+        weights=lambda: glimpse(shown),
+    )
+    processes.prepare(shares.groups())
     # Without gradients autocast keeps no copies of weights, which would be stale after an update.
     home, modes = _device_of(merged), Modes.of(shown)
     model = shown if in_place else copy.deepcopy(shown)
     model = model.to(device or home).eval().requires_grad_(False)
     kernel = choose_kernel(checkpoints.kernel() or settings.linear_kernel, _device_of(model))
+    kernel = agreed_kernel(processes.gather(kernel))
     run = Run(
         model=model,
         base=None if base is None else reader("_pretrained_", base, "base model"),
-        experts={task: reader(task, expert) for task, expert in experts.items()},
+        experts={task: reader(task, experts[task]) for task in shares.mine},
         family=resolved,
         settings=settings,
         autocast=with_kernel(kernel, autocast or nullcontext),
         progress=tqdm(
-            total=len(modules) * len(experts), disable=not progress, leave=False, unit="visit"
+            total=len(modules) * len(shares.mine),
+            disable=not progress or processes.rank > 0,
+            leave=False,
+            unit="visit",
         ),
         log=CalibrationLog(family=resolved.name),
         stages=stages,
         modules=modules,
+        shares=shares,
+        processes=processes,
         checkpoints=checkpoints,
         reads=ledger,
         merges=merging is not None,
@@ -142,7 +182,7 @@ def calibrate(
         plan = plan_reads(run, sources, shown.state_dict())
         run.log.add("engine", {"linear_kernel": kernel})
         _compare_with_kept(run, shown, kernel, merging)
-        _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in experts})
+        _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in shares.mine})
     modes.restore(run.model)
     reads = reads_manifest(run, plan)
     return CalibrationResult(view.restored(run.model).to(home), run.log, reads)
@@ -152,7 +192,7 @@ def _compare_with_kept(
     run: Run, shown: nn.Module, kernel: str, merging: UpstreamMerge | None
 ) -> None:
     """See that kept blocks, if there are any, are of this very run."""
-    models = [*(["_pretrained_"] if run.base is not None else []), *run.experts]
+    models = [*(["_pretrained_"] if run.base is not None else []), *run.shares.tasks]
     device, upstream = _device_of(run.model), None if merging is None else dict(merging.description)
     parts = (run.family, run.stages, run.settings, models, run.autocast, kernel, device)
     run.checkpoints.compare(lambda: describe_run(shown, *parts) | {"upstream": upstream})
@@ -164,11 +204,14 @@ def _run_blocks(run: Run, tasks: Tasks) -> None:
     Blocks that an earlier run left behind are restored in place of being calibrated.
     """
     store = run.checkpoints
-    tasks = {task: store.watched_samples(task, batches) for task, batches in tasks.items()}
+    tasks = {
+        task: run.shares.cut(task, store.watched_samples(task, batches))
+        for task, batches in tasks.items()
+    }
     for index, stage in enumerate(run.stages):
         run.enter(stage_place(index))
         finished = all(map(store.has, stage))
-        streams = skip_stage(run, tasks) if finished else begin_stage(run, index, tasks)
+        streams = skip_stage(run, tasks) if finished else begin_together(run, index, tasks)
         store.start()
         for block in stage:
             run.enter(block)
@@ -178,6 +221,7 @@ def _run_blocks(run: Run, tasks: Tasks) -> None:
                 updates = _calibrate_block(run, block, streams)
                 store.keep(block, run.model, updates, run.log)
         tasks = streams
+    run.processes.gather(None)  # none ends well while another still fails
     store.finish(run.log)
 
 
@@ -203,25 +247,28 @@ def _calibrate_block(run: Run, block: str, streams: Streams) -> list[str]:
     Returns:
         Names of the block's new parameters.
     """
-    start = time.perf_counter()
-    sums = BlockSums(block, run.modules[block].sites, run.model, run.base, run.settings)
-    records = {task: _collect(run, block, task, streams[task], sums) for task in streams}
+    start, sums = time.perf_counter(), None
+    if run.shares.leads:
+        sums = BlockSums(block, run.modules[block].sites, run.model, run.base, run.settings)
+    visits = {task: _collect(run, block, task, streams[task], sums) for task in streams}
     with exact_products():
-        updates, module_records = sums.solve()
+        updates, module_records = solve_together(sums, run.model, run.processes, run.shares)
     load_updates(run.model, block, updates)
     for task, batches in streams.items():
-        records[task] |= _advance(run, block, batches)
-        run.log.add("task", records[task])
+        visits[task].after = _advance(run, block, batches)
+    told = run.processes.gather((visits, time.perf_counter() - start))
+    for task, parts in run.shares.collected([theirs for theirs, _ in told]).items():
+        run.log.add("task", task_record(block, task, parts))
     for record in module_records:
         run.log.add("module", record)
-    left = list(run.modules[block].left)
-    run.log.add("block", {"block": block, "seconds": time.perf_counter() - start, "left": left})
+    seconds, left = max(taken for _, taken in told), list(run.modules[block].left)
+    run.log.add("block", {"block": block, "seconds": seconds, "left": left})
     return list(updates)
 
 
 def _collect(
-    run: Run, block: str, task: str, batches: list[Batch], into: BlockSums
-) -> dict[str, Any]:
+    run: Run, block: str, task: str, batches: list[Batch], into: BlockSums | None
+) -> Visit:
     """Sum one task's module inputs over its batches and fold them into the block's sums."""
     start, expert = time.perf_counter(), run.experts[task]
     sites = run.modules[block].sites
@@ -238,7 +285,8 @@ def _collect(
             demo_weights=demo,
             mix_alpha=run.settings.mix_alpha,
             expert=expert_model,
-            batches=len(batches),
+            # processes that share a task must sum alike, however many batches each has
+            batches=0 if run.shares.divided else len(batches),
         )
         for batch in batches:
             hidden, _, cal = _run_recorded(run, run.model, block, batch.cal, to_end=False)
@@ -251,17 +299,17 @@ def _collect(
             with exact_products():
                 sums.add(run.model, cal, exp, batch.valid, batch.other)
         with exact_products():
-            into.add(sums, expert_model)
+            combine_task(sums, _device_of(run.model), run.processes, run.shares)
+            if into is not None:
+                into.add(sums, expert_model)
     run.progress.update()
-    return {
-        "block": block,
-        "task": task,
-        "samples": sum(batch.samples for batch in batches),
-        "rows": rows,
-        **_drift_record("before", drift),
-        "seconds": time.perf_counter() - start,
-        "expert_bytes": run.reads.read(task, block),
-    }
+    return Visit(
+        samples=sum(batch.samples for batch in batches),
+        rows=rows,
+        seconds=time.perf_counter() - start,
+        expert_bytes=run.reads.read(task, block),
+        before=drift,
+    )
 
 
 def _run_expert(run: Run, expert: nn.Module, block: str, batch: Batch) -> Recording:
@@ -301,7 +349,7 @@ def _run_recorded(
     return hidden, following, recording
 
 
-def _advance(run: Run, block: str, batches: list[Batch]) -> dict[str, Any]:
+def _advance(run: Run, block: str, batches: list[Batch]) -> list[DriftSums]:
     """Run the updated block, whose outputs the next block receives; the drift that is left."""
     drift: list[DriftSums] = []
     last = block == run.stages[-1][-1]
@@ -313,16 +361,7 @@ def _advance(run: Run, block: str, batches: list[Batch]) -> dict[str, Any]:
         if run.settings.log_drift and batch.exp_hidden is not None:
             drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
         batch.exp_hidden = None
-    return _drift_record("after", drift)
-
-
-def _drift_record(when: str, drift: list[DriftSums]) -> dict[str, float | None]:
-    """Mean L2 drift over rows, and root mean square drift relative to the expert's features."""
-    if not drift:
-        return {f"drift_{when}": None, f"relative_drift_{when}": None}
-    norms, squares, expert_squares, rows = (sum(column) for column in zip(*drift, strict=True))
-    relative = (squares / expert_squares) ** 0.5 if expert_squares > 0 else None
-    return {f"drift_{when}": norms / rows, f"relative_drift_{when}": relative}
+    return drift
 
 
 def _rows(hidden: Tensor, valid: Tensor | None) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fusion_bench.modelpool import BaseModelPool
@@ -82,6 +83,38 @@ def pool_source(
                 f"{why}. Set method.stream_experts=auto to load it whole"
             )
     return load_pool_model(modelpool, name)
+
+
+class PoolSources(Mapping[str, Any]):
+    """Experts as calibration reads them, each opened when it is asked for."""
+
+    def __init__(
+        self, modelpool: BaseModelPool, tasks: Sequence[str], *, stream_experts: bool | str
+    ) -> None:
+        """Name the experts.
+
+        Args:
+            modelpool: The pool.
+            tasks: Their names in it.
+            stream_experts: The setting, see `pool_source`.
+        """
+        self._modelpool = modelpool
+        self._tasks = list(tasks)
+        self._stream = stream_experts
+
+    def __getitem__(self, task: str) -> nn.Module | ExpertSource:
+        """One expert, as `pool_source` gives it."""
+        if task not in self._tasks:
+            raise KeyError(task)
+        return pool_source(self._modelpool, task, stream_experts=self._stream)
+
+    def __iter__(self) -> Iterator[str]:
+        """The experts' names."""
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        """Number of experts."""
+        return len(self._tasks)
 
 
 def file_source(modelpool: BaseModelPool, name: str) -> ExpertSource | None:

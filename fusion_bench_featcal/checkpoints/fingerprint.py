@@ -83,6 +83,15 @@ def digest_tensor(tensor: Tensor) -> str:
     return found.hexdigest()[:_SHORT]
 
 
+def glimpse(model: nn.Module) -> str:
+    """Digest of a few values of each of a model's tensors: what tells two models apart quickly."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().reshape(-1)
+        _update(found, name, flat[:: max(1, len(flat) // 256)])
+    return found.hexdigest()[:_SHORT]
+
+
 class InputsDigest:
     """Digest of a stream of model inputs."""
 
@@ -183,6 +192,7 @@ def _describe_machine(device: torch.device) -> dict[str, Any]:
 
 _LABELS = {
     "format": "format of the files",
+    "processes": "number of processes (fabric.devices x fabric.num_nodes)",
     "settings": "method.",
     "models": "base and experts (modelpool.models)",
     "family": "method.family: ",

@@ -70,6 +70,22 @@ def take_recent(sources: Mapping[str, WatchedSource]) -> dict[str, dict[str, str
     return {model: source.take_recent() for model, source in sources.items()}
 
 
+def joined_reads(
+    told: Iterable[Mapping[str, Mapping[str, str]]], models: Iterable[str]
+) -> dict[str, dict[str, str]]:
+    """What several processes read, as one that read everything would tell it.
+
+    Args:
+        told: What `take_recent` gave in each process.
+        models: All models in order.
+    """
+    joined: dict[str, dict[str, str]] = {}
+    for reads in told:
+        for model, digests in reads.items():
+            joined[model] = dict(sorted((joined.get(model, {}) | digests).items()))
+    return {model: joined[model] for model in models if model in joined}
+
+
 def changed_models(
     sources: Mapping[str, WatchedSource], reads: Mapping[str, Mapping[str, str]]
 ) -> Iterable[str]:

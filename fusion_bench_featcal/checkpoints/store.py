@@ -23,9 +23,11 @@ from fusion_bench_featcal.checkpoints.fingerprint import (
     describe_settings,
     differences,
 )
+from fusion_bench_featcal.checkpoints.none import NoCheckpoints
 from fusion_bench_featcal.checkpoints.sources import (
     WatchedSource,
     changed_models,
+    joined_reads,
     take_recent,
 )
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -34,44 +36,6 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 1
 _RUN = "run.json"
-
-
-class NoCheckpoints:
-    """Keeps nothing and restores nothing: a calibration without `checkpoint_dir`."""
-
-    def watched(self, name: str, source: Any) -> Any:
-        """The source itself."""
-        return source
-
-    def watched_samples(self, task: str, batches: Iterable[Any]) -> Iterable[Any]:
-        """The batches themselves."""
-        return batches
-
-    def kernel(self) -> str | None:
-        """No run has begun."""
-        return None
-
-    def compare(self, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """There is nothing to compare with."""
-
-    def start(self) -> None:
-        """There is nothing to begin."""
-
-    def has(self, block: str) -> bool:
-        """No block is kept."""
-        return False
-
-    def restore(self, block: str, model: nn.Module, run_log: Any) -> None:
-        """Never called: no block is kept."""
-
-    def confirm(self, block: str) -> None:
-        """Never called: no block is kept."""
-
-    def keep(self, block: str, model: nn.Module, names: Iterable[str], run_log: Any) -> None:
-        """Keep nothing."""
-
-    def finish(self, run_log: Any) -> None:
-        """There is nothing to tell."""
 
 
 class Checkpoints:
@@ -83,12 +47,14 @@ class Checkpoints:
     twice for a fingerprint.
     """
 
-    def __init__(self, folder: Path, *, resume: bool) -> None:
+    def __init__(self, folder: Path, *, resume: bool, processes: Any = None) -> None:
         """Open a folder.
 
         Args:
             folder: The folder; made if it is not there.
             resume: Whether blocks that are there may be used.
+            processes: The processes that work on the calibration (`engine.processes`): each opens
+                the folder, and the first one writes. None: this one alone.
 
         Raises:
             CalibrationError: If it cannot be written, its `run.json` is missing or damaged, or it
@@ -102,6 +68,9 @@ class Checkpoints:
                 f"method.checkpoint_dir {folder} holds the checkpoints of a run. Set "
                 "method.resume=true to go on with it, or choose another folder, or remove this one"
             )
+        self._gather = (lambda value: [value]) if processes is None else processes.gather
+        self._writes = processes is None or processes.rank == 0
+        self._size = 1 if processes is None else processes.size
         self._then: dict[str, Any] = {}
         self._key = ""
         if kept and not (folder / _RUN).exists():
@@ -148,7 +117,7 @@ class Checkpoints:
         Raises:
             CalibrationError: If it differs, with the differences, or a manifest is damaged.
         """
-        self._now = {"format": _FORMAT, **describe()}
+        self._now = {"format": _FORMAT, "processes": self._size, **describe()}
         if self._then:
             machine = self._now.pop("machine", None)
             self._refuse(differences(self._then, self._now))
@@ -157,6 +126,12 @@ class Checkpoints:
         blocks = [block for stage in self._now.get("blocks", []) for block in stage]
         self._places = {block: place for place, block in enumerate(blocks)}
         self._manifests = self._find_blocks() if self._then else {}
+        for rank, seen in enumerate(self._gather((self._key, list(self._manifests)))):
+            if seen != (self._key, list(self._manifests)):
+                raise CalibrationError(
+                    f"process {rank} sees other checkpoints in method.checkpoint_dir {self.folder} "
+                    "than this one: it must be a folder of a file system that all machines share"
+                )
 
     def _find_blocks(self) -> dict[str, dict[str, Any]]:
         """The manifests of the finished blocks, up to the first that is missing."""
@@ -178,14 +153,22 @@ class Checkpoints:
         """
         if "samples" in self._now:
             return
-        self._now["samples"] = {task: digest.text() for task, digest in self._samples.items()}
+        told = self._gather({task: digest.text() for task, digest in self._samples.items()})
+        found = {task: text for theirs in told for task, text in theirs.items()}
+        models = self._now.get("models", list(found))
+        self._now["samples"] = {task: found[task] for task in models if task in found}
         if self._then:
             self._refuse(differences(self._then, {"samples": self._now["samples"]}))
-        elif (self.folder / _RUN).exists():
-            raise CalibrationError(
-                f"another run has begun to use method.checkpoint_dir {self.folder}; choose another"
-            )
-        else:
+        if self._writes:
+            self._begin_to_write()
+
+    def _begin_to_write(self) -> None:
+        if not self._then:
+            if (self.folder / _RUN).exists():
+                raise CalibrationError(
+                    f"another run has begun to use method.checkpoint_dir {self.folder}; choose "
+                    "another"
+                )
             self._key = write_manifest(self.folder / _RUN, self._now)
         for block in self._places:  # a block after one that is missing is calibrated anew
             if not self.has(block):
@@ -229,7 +212,9 @@ class Checkpoints:
         Raises:
             CalibrationError: If not, naming them.
         """
-        self._refuse([*changed_models(self._sources, self._manifests[block]["reads"])])
+        reads = self._manifests[block]["reads"]
+        own = {model: read for model, read in reads.items() if model in self._sources}
+        self._refuse([*changed_models(self._sources, own)])
         take_recent(self._sources)
 
     def keep(self, block: str, model: nn.Module, names: Iterable[str], run_log: Any) -> None:
@@ -244,15 +229,17 @@ class Checkpoints:
         Raises:
             CalibrationError: If it cannot be written.
         """
-        tensors = {name: model.get_parameter(name) for name in names}
-        content = {
-            "run": self._key,
-            "block": block,
-            "digest": write_tensors(self._path(block, "safetensors"), tensors),
-            "reads": take_recent(self._sources),
-            "records": run_log.records[self._logged :],
-        }
-        write_manifest(self._path(block, "json"), content)
+        told = self._gather(take_recent(self._sources))
+        if self._writes:
+            tensors = {name: model.get_parameter(name) for name in names}
+            content = {
+                "run": self._key,
+                "block": block,
+                "digest": write_tensors(self._path(block, "safetensors"), tensors),
+                "reads": joined_reads(told, self._now["models"]),
+                "records": run_log.records[self._logged :],
+            }
+            write_manifest(self._path(block, "json"), content)
         self._logged = len(run_log.records)
 
     def finish(self, run_log: Any) -> None:
@@ -273,22 +260,33 @@ class Checkpoints:
             )
 
 
-def open_checkpoints(settings: FeatCalSettings) -> Checkpoints | NoCheckpoints:
+def open_checkpoints(
+    settings: FeatCalSettings, processes: Any = None
+) -> Checkpoints | NoCheckpoints:
     """The checkpoints that settings ask for.
+
+    Args:
+        settings: Settings.
+        processes: The processes that work on the calibration; None: this one alone.
 
     Raises:
         CalibrationError: As `Checkpoints`.
     """
     if settings.checkpoint_dir is None:
         return NoCheckpoints()
-    return Checkpoints(Path(settings.checkpoint_dir), resume=settings.resume)
+    folder = Path(settings.checkpoint_dir)
+    return Checkpoints(folder, resume=settings.resume, processes=processes)
 
 
-def check_checkpoints(settings: FeatCalSettings) -> None:
+def check_checkpoints(settings: FeatCalSettings, processes: Any = None) -> None:
     """Refuse, before any work, a folder that a run with these settings cannot use.
+
+    Args:
+        settings: Settings.
+        processes: The processes that will work on the calibration; None: this one alone.
 
     Raises:
         CalibrationError: As `Checkpoints`; also if kept blocks were made with other settings.
     """
-    checkpoints = open_checkpoints(settings)
+    checkpoints = open_checkpoints(settings, processes)
     checkpoints.compare(lambda: {"settings": describe_settings(settings)})

@@ -2,7 +2,8 @@
 
 from fusion_bench_featcal.core.cholesky import UnsolvedError
 from fusion_bench_featcal.core.drift import drift_norm_sum
-from fusion_bench_featcal.core.folded import FoldedLinear, FoldedNorm
+from fusion_bench_featcal.core.folded import FoldedLinear
+from fusion_bench_featcal.core.folded_norm import FoldedNorm
 from fusion_bench_featcal.core.moments import (
     LinearMoments,
     NormMoments,

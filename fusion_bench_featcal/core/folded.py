@@ -18,13 +18,8 @@ from fusion_bench_featcal.core.cholesky import (
     solve_dtype,
     solve_factorised,
 )
-from fusion_bench_featcal.core.moments import (
-    LinearMoments,
-    NormMoments,
-    frobenius_norm,
-    weight_of_norm,
-)
-from fusion_bench_featcal.core.solve import Affine, LinearSolution, solve_affine
+from fusion_bench_featcal.core.moments import LinearMoments, frobenius_norm, weight_of_norm
+from fusion_bench_featcal.core.solve import LinearSolution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +164,32 @@ class FoldedLinear:
         part.gram_norms = dict(self.gram_norms)
         return part
 
+    def tensors(self) -> list[Tensor]:
+        """The sums, to which those of further tasks may be added in place, in a fixed order.
+
+        What the anchor adds is in them then. No task can be folded in any more; the number of
+        tensors and their shapes depend on the modules alone.
+        """
+        for name, right in self._right.items():
+            right += self._from_anchor(name)
+        self._shift, self._whole, self._system = None, set(), None
+        assert self._gram is not None  # there is at least one task
+        assert self._weighted_mean_cal is not None
+        biases = [self._bias_right[name] for name in self._anchors if name in self._bias_right]
+        rights = [self._right[name] for name in self._anchors]
+        return [self._gram, self._weighted_mean_cal, *rights, *biases]
+
+    def adopt(self, weights: Mapping[str, float], norms: Mapping[str, float]) -> None:
+        """Take over the weights and gram norms of all tasks whose sums were added.
+
+        Args:
+            weights: `w_i` of each task.
+            norms: `|G_i|_F` of each.
+        """
+        assert self._gram is not None  # there is at least one task
+        self.task_weights = {task: self._gram.new_tensor(w) for task, w in weights.items()}
+        self.gram_norms = dict(norms)
+
     def solve(self, name: str, *, ridge_lambda: float) -> LinearSolution:
         """Calibrated weight of one module (Eq. 17).
 
@@ -249,47 +270,6 @@ class FoldedLinear:
             self._system = (factor, system, condition)
             self._system_key = (ridge_lambda, dtype)
         return self._system
-
-
-class FoldedNorm:
-    """Running sums for one LayerNorm's gain and shift (Eqs. 56-59)."""
-
-    def __init__(self) -> None:
-        """Start with no task."""
-        self._sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        self._tasks = 0
-
-    def add(self, moments: NormMoments, expert_affine: Affine) -> None:
-        """Fold one task in.
-
-        Args:
-            moments: Its sums over all its rows.
-            expert_affine: Its expert's gain and shift, `[d]` each.
-        """
-        wide = solve_dtype(moments.sum_z.device)
-        weight = moments.weight.to(wide)
-        second, first = moments.sum_z_sq.to(wide) / weight, moments.sum_z.to(wide) / weight
-        gain, shift = (part.to(wide) for part in expert_affine)
-        new = (second, first, second * gain + first * shift, first * gain + shift)
-        if self._sums is not None:
-            new = tuple(old + added for old, added in zip(self._sums, new, strict=True))
-        self._sums = new  # type: ignore[assignment]
-        self._tasks += 1
-
-    def solve(self, anchor: Affine | None, *, ridge_lambda: float, eps: float) -> Affine:
-        """Calibrated gain and shift (Eqs. 57-59), as `solve_norm` returns them."""
-        assert self._sums is not None  # a solve follows at least one task
-        second, first, right_gain, right_shift = self._sums
-        return solve_affine(
-            second,
-            first,
-            self._tasks,
-            right_gain,
-            right_shift,
-            anchor,
-            ridge_lambda=ridge_lambda,
-            eps=eps,
-        )
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -18,9 +18,17 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 DEAD_TASK_RATIO = 1e-6
 """A task whose gram norm is below this share of the median task's would swamp the bias."""
 
+Tally = tuple[float, float]
+"""A task's weight and gram norm for the modules of one group."""
+
 
 class BlockSums:
-    """Running sums of one block over tasks, and its solve."""
+    """Running sums of one block over tasks, and its solve.
+
+    Attributes:
+        linear: Sums by group of linear modules (their names) that share their inputs.
+        norm: Sums by LayerNorm.
+    """
 
     def __init__(
         self,
@@ -50,8 +58,9 @@ class BlockSums:
             if s.has_bias and base is not None
         }
         self._has_base = base is not None
-        self._linear: dict[tuple[str, ...], FoldedLinear] = {}
-        self._norm: dict[str, FoldedNorm] = {}
+        self.linear: dict[tuple[str, ...], FoldedLinear] = {}
+        self.norm: dict[str, FoldedNorm] = {}
+        self._groups: dict[str, list[tuple[str, ...]]] = {}
 
     def _anchor(self, name: str, base: ExpertModel | None, site: Site | None) -> Tensor:
         rho = self._settings.anchor_rho
@@ -71,13 +80,11 @@ class BlockSums:
             CalibrationError: If a sum is empty or not finite.
         """
         sums.check()
-        if not self._linear:
-            self._linear = {names: self._empty(names) for names in sums.linear}
-        parts = common_parts(self._linear, sums.linear)
-        self._linear = {
-            names: self._linear[mine] if names == mine else self._linear[mine].restricted(names)
-            for names, mine, _ in parts
-        }
+        if not self.linear:
+            self.linear = {names: self._empty(names) for names in sums.linear}
+        self._groups[sums.task] = list(sums.linear)
+        parts = common_parts(self.linear, sums.linear)
+        self.restrict([names for names, _, _ in parts])
         means = {theirs: sums.linear[theirs].means() for theirs in sums.linear}
         for names, _, theirs in parts:
             weights = {name: self._expert_weight(expert, name) for name in names}
@@ -87,7 +94,7 @@ class BlockSums:
                 if self._sites[name].has_bias and self._settings.calibrate_bias
             }
             try:
-                self._linear[names].add_means(sums.task, means[theirs], weights, biases)
+                self.linear[names].add_means(sums.task, means[theirs], weights, biases)
             except ZeroDivisionError as error:  # only where eps is 0 and every input is too
                 raise CalibrationError(
                     f"task {sums.task}, block {self._block}, module {names[0]}: {error}. Check "
@@ -95,7 +102,40 @@ class BlockSums:
                 ) from error
         for name, moments in sums.norm.items():
             affine = self._affine(expert, name)
-            self._norm.setdefault(name, FoldedNorm()).add(moments, affine)
+            self.norm.setdefault(name, FoldedNorm()).add(moments, affine)
+
+    def restrict(self, parts: Sequence[tuple[str, ...]]) -> None:
+        """Let fewer modules share their sums.
+
+        Args:
+            parts: Groups of modules, each within one of the groups there are.
+        """
+        groups = {name: (names, sums) for names, sums in self.linear.items() for name in names}
+        self.linear = {
+            part: sums if part == names else sums.restricted(part)
+            for part in parts
+            for names, sums in [groups[part[0]]]
+        }
+
+    def tallies(self) -> dict[str, dict[tuple[str, ...], Tally]]:
+        """Each task's weight and gram norm for every group of modules that it had."""
+        sums = {name: folded for names, folded in self.linear.items() for name in names}
+        return {
+            task: {
+                names: (
+                    float(sums[names[0]].task_weights[task]),
+                    sums[names[0]].gram_norms[task],
+                )
+                for names in groups
+            }
+            for task, groups in self._groups.items()
+        }
+
+    def cost(self, names: Sequence[str]) -> float:
+        """What solving some modules that share their inputs takes, in multiplications."""
+        width = self._anchors[names[0]].shape[1]
+        outputs = sum(self._anchors[name].shape[0] for name in names)
+        return width**3 / 6 + outputs * width**2
 
     def _empty(self, names: tuple[str, ...]) -> FoldedLinear:
         anchors = {name: self._anchors[name] for name in names}
@@ -121,9 +161,9 @@ class BlockSums:
         """
         updates: dict[str, Tensor] = {}
         records: list[dict[str, Any]] = []
-        while self._linear:  # a group's sums and factor are let go when it is solved
-            names = next(iter(self._linear))
-            folded = self._linear.pop(names)
+        while self.linear:  # a group's sums and factor are let go when it is solved
+            names = next(iter(self.linear))
+            folded = self.linear.pop(names)
             self._refuse_dead_tasks(names[0], folded.gram_norms)
             for name in names:
                 try:
@@ -134,7 +174,7 @@ class BlockSums:
                         f"(now {self._settings.ridge_lambda}) or method.samples_per_task "
                         f"(now {self._settings.samples_per_task})"
                     ) from error
-        for name, folded_norm in self._norm.items():
+        for name, folded_norm in self.norm.items():
             anchor = (self._anchors[name], self._bias_anchors[name]) if self._has_base else None
             gain, shift = folded_norm.solve(
                 anchor, ridge_lambda=self._settings.ridge_lambda, eps=self._settings.eps

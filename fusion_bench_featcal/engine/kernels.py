@@ -46,6 +46,11 @@ def choose_kernel(wanted: str, device: torch.device) -> str:
     return ONEDNN if speed_up() >= WORTH_IT else TORCH
 
 
+def agreed_kernel(chosen: Sequence[str]) -> str:
+    """What several processes that chose for themselves all use."""
+    return ONEDNN if set(chosen) == {ONEDNN} else TORCH
+
+
 @cache
 def onednn_works() -> bool:
     """Whether torch's oneDNN operator is there and multiplies rightly."""

@@ -134,6 +134,13 @@ class LinearSums:
         cross = [] if self._cross is None else [self._cross]
         return all(map(all_finite, (self._gram, *cross, *self._reached.values())))
 
+    def tensors(self) -> list[Tensor]:
+        """The sums over all rows, to which those of further rows may be added in place."""
+        self.close()
+        cross = [] if self._cross is None else [self._cross]
+        sums = [self.weight, self._sum_cal, self._sum_shift, self._gram]
+        return [*sums, *cross, *self._reached.values()]
+
     def means(self) -> TaskMeans:
         """Means over all rows. The sums are used up: this ends them."""
         self.close()

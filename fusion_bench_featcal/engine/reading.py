@@ -46,21 +46,26 @@ def plan_reads(
         CalibrationError: If the limit cannot be kept.
     """
     plan = _make(run, sources)
-    for expert, names in (plan.omitted if plan is not None else {}).items():
-        keys = run.experts[expert].keys
-        sources[expert].serve({keys[name]: merged[name] for name in names})
+    omitted = {} if plan is None else plan.omitted
+    for task, expert in run.experts.items():
+        stood_in = {expert.keys[name]: merged[name] for name in omitted.get(task, ())}
+        sources[task].serve(stood_in)
     run.log.add("plan", _record(run, plan))
     return plan
 
 
 def _make(run: Run, sources: Mapping[str, LedgerSource]) -> ReadPlan | None:
     budget = run.settings.expert_read_budget
+    mine: dict[str, Reading] | None = None
     try:
-        readings = _readings(run, sources)
+        mine = _readings(run, sources)
     except CalibrationError:
         if budget is not None:
             raise
+    told = [theirs for theirs in run.processes.gather(mine) if theirs is not None]
+    if len(told) < run.processes.size:
         return None
+    readings = {task: parts[0] for task, parts in run.shares.collected(told).items()}
     full = make_plan(readings, None)
     return full if budget is None else make_plan(readings, budget_in_bytes(budget, full.full))
 
@@ -71,8 +76,9 @@ def _readings(run: Run, sources: Mapping[str, LedgerSource]) -> dict[str, Readin
     visits = [Visit(place, [*merged.get(place, ()), *run.needed_at(place)]) for place in run.places]
     blocks = list(chain.from_iterable(run.stages))
     found: dict[str, Reading] = {}
-    for place, (name, expert) in enumerate(run.experts.items()):
+    for name, expert in run.experts.items():
         sizes = {key: known_bytes(sources[name], key) for key in expert.keys.values()}
+        place = run.shares.tasks.index(name)
         found[name] = reading_of(place, visits, blocks, expert.keys, sizes.__getitem__)
     return found
 
@@ -85,21 +91,31 @@ def reads_manifest(run: Run, plan: ReadPlan | None) -> dict[str, Any]:
         plan: Its plan.
 
     Returns:
-        The manifest; docs/read_budget.md explains its entries.
+        The manifest; docs/read_budget.md explains its entries. Of several processes, each one tells
+        of the tasks that it leads, the first one of the base.
     """
-    names = list(run.experts)
     planned = {} if plan is None else plan.planned
+    mine = {
+        name: {
+            "places": _places(run, name, planned.get(name)),
+            "read": run.reads.read(name),
+            "served": run.reads.served(name),
+        }
+        for name in run.experts
+    }
+    told = run.shares.collected(run.processes.gather(mine))
+    experts = {name: parts[0] for name, parts in told.items()}
     manifest: dict[str, Any] = {
         "format": 1,
         "budget": run.settings.expert_read_budget,
         "plan": None if plan is None else _describe_plan(run, plan),
-        "experts": {name: _places(run, name, planned.get(name)) for name in names},
+        "experts": {name: found["places"] for name, found in experts.items()},
         "base": None if run.base is None else _places(run, BASE, _planned_of_base(run, run.base)),
         "totals": {
-            "experts_read": sum(map(run.reads.read, names)),
+            "experts_read": sum(found["read"] for found in experts.values()),
             "experts_planned": None if plan is None else plan.bytes,
             "base_read": run.reads.read(BASE),
-            "merged_stood_in": sum(map(run.reads.served, names)),
+            "merged_stood_in": sum(found["served"] for found in experts.values()),
             "output": sum(map(_bytes_of(run), _new_parameters(run))),
         },
     }
@@ -127,7 +143,7 @@ def _hash(run: Run, plan: ReadPlan) -> str:
         "modules": {
             block: [site.name for site in found.sites] for block, found in run.modules.items()
         },
-        "experts": list(run.experts),
+        "experts": list(run.shares.tasks),
         "order": plan.order,
     }
     return plan_hash(plan, depends)

@@ -10,7 +10,9 @@ from torch import nn
 from fusion_bench_featcal.checkpoints import Checkpoints, NoCheckpoints
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import BlockModules
+from fusion_bench_featcal.engine.processes import OneProcess, Processes
 from fusion_bench_featcal.engine.recording import Recorder
+from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.experts import ExpertModel, names_under
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.reads.ledger import ReadLedger, stage_place
@@ -22,6 +24,8 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 @dataclass
 class Run:
     """Everything a calibration works with; `model` is the one thing it changes.
+
+    `experts` and the progress bar are those of the tasks that this process works on.
 
     Attributes:
         merges: Whether the merged model is completed on the way; then each place is prepared.
@@ -38,6 +42,8 @@ class Run:
     log: CalibrationLog
     stages: list[list[str]]
     modules: dict[str, BlockModules]
+    shares: Shares
+    processes: Processes = field(default_factory=OneProcess)
     checkpoints: Checkpoints | NoCheckpoints = field(default_factory=NoCheckpoints)
     recorder: Recorder = field(default_factory=Recorder)
     reads: ReadLedger = field(default_factory=ReadLedger)

@@ -40,6 +40,16 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
     return streams
 
 
+def begin_together(run: Run, index: int, tasks: Tasks) -> Streams:
+    """Begin a stage with this process's samples, and log it for those of all processes."""
+    known = len(run.log.records)
+    streams = begin_stage(run, index, tasks)
+    mine = {record["task"]: record for record in run.log.records[known:]}
+    told = run.shares.collected(run.processes.gather(mine))
+    run.log.records[known:] = [records[0] for records in told.values()]
+    return streams
+
+
 def skip_stage(run: Run, tasks: Tasks) -> Streams:
     """Take every task's samples past a stage whose blocks are all restored: nothing has to run."""
     several = len(run.stages) > 1

@@ -181,6 +181,22 @@ class TaskSums:
         weights[:, 0] = 1.0
         return (weights if valid is None else weights * valid).reshape(-1)
 
+    def restrict(self, parts: Iterable[tuple[str, ...]]) -> None:
+        """Let fewer modules share their sums: groups of them, each within one that there is."""
+        known = {name: names for names in self.linear for name in names}
+        self.linear = {
+            part: self.linear[known[part[0]]]
+            if part == known[part[0]]
+            else self.linear[known[part[0]]].restricted(part)
+            for part in parts
+        }
+
+    def tensors(self) -> list[Tensor]:
+        """The sums, to which those of further rows may be added in place, in a fixed order."""
+        linear = [tensor for sums in self.linear.values() for tensor in sums.tensors()]
+        norm = [t for m in self.norm.values() for t in (m.sum_z, m.sum_z_sq, m.weight)]
+        return linear + norm
+
     def check(self) -> None:
         """Refuse sums over nothing, and sums with NaN or infinity.
 

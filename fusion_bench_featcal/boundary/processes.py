@@ -1,0 +1,151 @@
+"""Several processes of one FusionBench program: what they share, and what only the first one does.
+
+Calibration is shared. All else that FusionBench does (merging, evaluating, reporting, saving) is
+written for one process or spreads its data in its own way, so the first process does it with a
+Fabric of its own, while the others wait.
+"""
+
+import copy
+import logging
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+
+from fusion_bench_featcal.engine.processes import OneProcess, Processes, TorchProcesses
+from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
+
+
+def join_processes(algorithm: Any) -> Processes:
+    """The processes that Fabric has started, of which each works alone from now on.
+
+    The program, its pools and the method get a Fabric of this process alone. Only the first
+    process keeps loggers, a log directory and a task pool.
+
+    Args:
+        algorithm: The method, of which all processes call this.
+
+    Returns:
+        The processes, for what they do together.
+
+    Raises:
+        CalibrationError: If Fabric's strategy spreads models over processes.
+    """
+    fabric = algorithm.fabric
+    if fabric.world_size == 1:
+        return OneProcess()
+    if not isinstance(fabric.strategy, DDPStrategy):
+        raise CalibrationError(
+            f"with {fabric.world_size} processes FeatCal needs fabric.strategy=ddp (or auto), not "
+            f"{type(fabric.strategy).__name__}: each process holds the whole model"
+        )
+    processes = TorchProcesses()
+    alone = _fabric_alone(fabric, first=processes.rank == 0)
+    program = algorithm._program
+    pools = [getattr(program, name, None) for name in ("modelpool", "taskpool")]
+    for part in (algorithm, program, *pools):
+        if hasattr(part, "_fabric_instance"):
+            part._fabric_instance = alone
+    if program is not None and processes.rank > 0:
+        program.taskpool = None
+    log.info("process %d of %d on %s", processes.rank, processes.size, alone.device)
+    return processes
+
+
+def _fabric_alone(fabric: Any, *, first: bool) -> Any:
+    """A Fabric of this process alone, on its device and in its precision."""
+    strategy = SingleDeviceStrategy(
+        device=fabric.device, accelerator=fabric.accelerator, precision=fabric._precision
+    )
+    return lightning.Fabric(strategy=strategy, loggers=fabric.loggers if first else None)
+
+
+@contextmanager
+def announcing(processes: Processes) -> Iterator[None]:
+    """Context whose errors end the other processes too."""
+    try:
+        yield
+    except Exception as error:
+        processes.announce(error)
+        raise
+
+
+def share_model(
+    model: nn.Module | None, processes: Processes, device: torch.device, setting: str
+) -> nn.Module:
+    """Give every process the model that the first one has.
+
+    Args:
+        model: The model; None in all processes but the first.
+        processes: The processes.
+        device: Over which tensors travel: this process's own.
+        setting: What made the model, for the message.
+
+    Returns:
+        The model; the others have it on the CPU.
+
+    Raises:
+        CalibrationError: If its structure cannot be sent, naming the setting.
+    """
+    if processes.size == 1:
+        assert model is not None
+        return model
+    told = processes.gather(None if model is None else _packed(model, setting))
+    shared = pickle.loads(told[0]) if model is None else model
+    for tensor in _stored(shared):
+        if model is None:
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
+        travelling = tensor.detach().to(device).contiguous()
+        processes.broadcast(travelling, 0)
+        if model is None:
+            tensor.data.copy_(travelling)
+    return shared
+
+
+def _stored(model: nn.Module) -> list[Tensor]:
+    """Parameters and persistent buffers, tied ones once."""
+    return list({id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
+
+
+def _packed(model: nn.Module, setting: str) -> bytes:
+    """A model without the values of its parameters: each is one zero, seen at every place."""
+    stand_ins: dict[int, Any] = {}
+    for tensor in _stored(model):
+        empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+    try:
+        return pickle.dumps(copy.deepcopy(model, dict(stand_ins)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise CalibrationError(
+            f"{setting} returned a {type(model).__name__} that cannot be sent to other processes: "
+            f"{error}. Set fabric.devices=1, or save it first and calibrate it as "
+            "modelpool.models._merged_ with method.base_method=null"
+        ) from error
+
+
+def share_saving(program: Any, processes: Processes) -> None:
+    """Let the first process save what the method returns, and all end as it does.
+
+    Args:
+        program: The running FusionBench program, or None.
+        processes: The processes.
+    """
+    if program is None or processes.size == 1:
+        return
+    save = program.save_merged_model
+
+    def save_once(merged_model: Any) -> None:
+        with announcing(processes):
+            if processes.rank == 0:
+                save(merged_model)
+            processes.gather(None)
+
+    program.save_merged_model = save_once

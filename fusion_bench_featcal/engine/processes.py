@@ -1,0 +1,225 @@
+"""Several processes that work on one calibration, and what they tell each other.
+
+Every exchange of tensors follows a `gather`, in which each process says that it is well. A process
+that fails announces it in its next one, so that all end with the same error and none waits for
+ever.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusion_bench_featcal.settings import CalibrationError
+
+Value = TypeVar("Value")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+PATIENCE = timedelta(days=7)
+"""How long a process waits for the others: one of them may be evaluating models meanwhile. A
+process that ended is noticed at once, by its closed connections."""
+
+
+class OtherProcessError(CalibrationError):
+    """Another process failed, and all know of it."""
+
+
+class LostProcessError(OtherProcessError):
+    """Another process does not answer."""
+
+
+class Processes(Protocol):
+    """What a calibration needs of the processes that work on it.
+
+    Attributes:
+        rank: This process's number, from 0.
+        size: Number of processes.
+        exchanged_bytes: Bytes of the tensors that this process helped to add up or to spread.
+    """
+
+    rank: int
+    size: int
+    exchanged_bytes: int
+
+    def prepare(self, groups: Iterable[Sequence[int]]) -> None:
+        """Make ready to exchange tensors within groups of processes; all call it alike."""
+        ...
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every process's value, by rank. All processes wait for each other here.
+
+        Raises:
+            OtherProcessError: If a process announces an error, or is lost.
+        """
+        ...
+
+    def announce(self, error: BaseException) -> None:
+        """Tell the others, in place of the next `gather`, that this process fails."""
+        ...
+
+    def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
+        """Add up a tensor over some processes, in place in process `to`; spent in the others."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill a tensor with what it holds in process `source`."""
+        ...
+
+
+class OneProcess:
+    """A calibration in one process: there is nobody to talk to."""
+
+    rank = 0
+    size = 1
+    exchanged_bytes = 0
+
+    def prepare(self, groups: Iterable[Sequence[int]]) -> None:
+        """There are no groups."""
+
+    def gather(self, value: Value) -> list[Value]:
+        """The value."""
+        return [value]
+
+    def announce(self, error: BaseException) -> None:
+        """There is nobody to tell."""
+
+    def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
+        """It is the sum."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """It is filled."""
+
+
+class TorchProcesses:
+    """The processes of an initialised `torch.distributed`.
+
+    Tensors go over its default backend (gloo for CPUs, NCCL for CUDA), all else over gloo.
+    """
+
+    def __init__(self, *, patience: timedelta = PATIENCE) -> None:
+        """Join; all processes do.
+
+        Args:
+            patience: How long a process waits for another one that is alive.
+        """
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.exchanged_bytes = 0
+        self._patience = patience
+        self._words = dist.new_group(backend="gloo", timeout=patience)
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): None}
+        self._announced: BaseException | None = None
+
+    def prepare(self, groups: Iterable[Sequence[int]]) -> None:
+        """Make ready to exchange tensors within groups of processes; all call it alike."""
+        with self._contact():
+            for ranks in map(tuple, groups):
+                if len(ranks) > 1 and ranks not in self._groups:
+                    self._groups[ranks] = dist.new_group(list(ranks), timeout=self._patience)
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every process's value, by rank. All processes wait for each other here.
+
+        Raises:
+            OtherProcessError: If a process announces an error, or is lost.
+        """
+        return self._exchange(None, value)
+
+    def _exchange(self, failure: str | None, value: Any) -> list[Any]:
+        told: list[Any] = [None] * self.size
+        with self._contact():
+            dist.all_gather_object(told, (failure, value), group=self._words)
+        for rank, (theirs, _) in enumerate(told):
+            if theirs is not None:
+                raise OtherProcessError(f"{theirs} (process {rank} of {self.size} ended with this)")
+        return [value for _, value in told]
+
+    def announce(self, error: BaseException) -> None:
+        """Tell the others, in place of the next `gather`, that this process fails.
+
+        An error is announced once; one that came from another process is known already.
+        """
+        if isinstance(error, OtherProcessError) or error is self._announced:
+            return
+        self._announced = error
+        known = isinstance(error, CalibrationError)
+        try:
+            self._exchange(str(error) if known else f"{type(error).__name__}: {error}", None)
+        except OtherProcessError:  # that is this one, or one that failed at the same time
+            return
+
+    def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
+        """Add up a tensor over some processes, in place in process `to`; spent in the others."""
+        if len(ranks) == 1:
+            return
+        buffer = tensor.contiguous()
+        with self._contact():
+            dist.reduce(buffer, dst=to, group=self._groups[tuple(ranks)])
+        if self.rank == to and buffer is not tensor:
+            tensor.copy_(buffer)
+        self.exchanged_bytes += buffer.numel() * buffer.element_size()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill a tensor, contiguous, with what it holds in process `source`."""
+        with self._contact():
+            dist.broadcast(tensor, src=source)
+        self.exchanged_bytes += tensor.numel() * tensor.element_size()
+
+    @contextmanager
+    def _contact(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what all backends raise when a connection breaks
+            raise LostProcessError(
+                f"process {self.rank} of {self.size} has lost contact with another one, which was "
+                f"ended or has lost its machine ({error}). Start all of them again: with "
+                "method.checkpoint_dir and method.resume=true a run goes on after its last whole "
+                "block"
+            ) from error
+
+
+def announced(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a function's errors end the other processes too, if it is called with `processes`."""
+
+    @wraps(work)
+    def announcing(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return work(*args, **kwargs)
+        except Exception as error:
+            processes: Any = kwargs.get("processes")
+            if processes is not None:
+                processes.announce(error)
+            raise
+
+    return announcing
+
+
+def check_agreement(processes: Processes, **facts: Any) -> None:
+    """Refuse processes that were not started alike.
+
+    Args:
+        processes: The processes.
+        **facts: What must be the same in all of them, by what it is called; or a function that
+            finds it out.
+
+    Raises:
+        CalibrationError: If it is not, naming it.
+    """
+    if processes.size == 1:
+        return
+    found = {name: fact() if callable(fact) else fact for name, fact in facts.items()}
+    for rank, theirs in enumerate(told := processes.gather(found)):
+        names = [name for name, value in theirs.items() if value != told[0][name]]
+        if names:
+            raise CalibrationError(
+                f"process {rank} was started with other {' and '.join(names)} than process 0. "
+                "Give all processes the same command, configuration and files"
+            )

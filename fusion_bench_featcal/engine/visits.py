@@ -1,0 +1,59 @@
+"""What is told about one task's visit to one block."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusion_bench_featcal.core.drift import DriftSums
+from fusion_bench_featcal.engine.shares import interleaved
+
+
+@dataclass(kw_only=True)
+class Visit:
+    """What one process has to tell about its batches of a task.
+
+    Attributes:
+        samples: Number of samples.
+        rows: Number of positions that count.
+        seconds: How long they took.
+        expert_bytes: Bytes of the expert that were read.
+        before: Drift before the update, batch by batch; empty where it is not logged.
+        after: Drift after it.
+    """
+
+    samples: int
+    rows: int
+    seconds: float
+    expert_bytes: int
+    before: list[DriftSums]
+    after: list[DriftSums] = field(default_factory=list)
+
+
+def task_record(block: str, task: str, parts: Sequence[Visit]) -> dict[str, Any]:
+    """The log record of a task in a block.
+
+    Args:
+        block: The block.
+        task: The task.
+        parts: What each of its processes has to tell; the first is the leader, whose time and
+            bytes stand for all.
+    """
+    return {
+        "block": block,
+        "task": task,
+        "samples": sum(part.samples for part in parts),
+        "rows": sum(part.rows for part in parts),
+        **_drift_record("before", interleaved([part.before for part in parts])),
+        "seconds": parts[0].seconds,
+        "expert_bytes": parts[0].expert_bytes,
+        **_drift_record("after", interleaved([part.after for part in parts])),
+    }
+
+
+def _drift_record(when: str, drift: Sequence[DriftSums]) -> dict[str, float | None]:
+    """Mean L2 drift over rows, and root mean square drift relative to the expert's features."""
+    if not drift:
+        return {f"drift_{when}": None, f"relative_drift_{when}": None}
+    norms, squares, expert_squares, rows = (sum(column) for column in zip(*drift, strict=True))
+    relative = (squares / expert_squares) ** 0.5 if expert_squares > 0 else None
+    return {f"drift_{when}": norms / rows, f"relative_drift_{when}": relative}
