@@ -1,0 +1,78 @@
+"""Functions that run in several real processes, joined by gloo, and never wait for ever."""
+
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fusion_bench_featcal.engine.processes import TorchProcesses
+
+Work = Callable[[TorchProcesses], Any]
+
+
+def in_processes(size: int, work: Work, *, seconds: float = 60.0) -> list[Any]:
+    """Run a function in several processes.
+
+    Args:
+        size: Their number.
+        work: What each does; what it returns must be picklable.
+        seconds: After which they are killed, and this fails.
+
+    Returns:
+        What each returned, by rank; the exception where it raised one; the signal's number, as a
+        negative integer, where it was killed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        children = [_start(rank, size, work, folder) for rank in range(size)]
+        statuses = _wait(children, time.monotonic() + seconds)
+        return [_result(folder / str(rank), status) for rank, status in enumerate(statuses)]
+
+
+def _start(rank: int, size: int, work: Work, folder: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        store = dist.FileStore(str(folder / "store"), size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
+        try:
+            result = work(TorchProcesses(patience=timedelta(seconds=60)))
+        except Exception as error:
+            traceback.print_exc()
+            result = error
+        (folder / str(rank)).write_bytes(pickle.dumps(result))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _wait(children: list[int], deadline: float) -> list[int]:
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(children):
+        for child in set(children) - set(statuses):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                statuses[child] = status
+        if time.monotonic() > deadline:
+            for child in set(children) - set(statuses):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            raise AssertionError(f"{len(children) - len(statuses)} processes hang")
+        time.sleep(0.01)
+    return [statuses[child] for child in children]
+
+
+def _result(path: Path, status: int) -> Any:
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else pickle.loads(path.read_bytes())
