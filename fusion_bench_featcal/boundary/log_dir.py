@@ -1,19 +1,27 @@
 """The log directory, checked before Hydra makes it."""
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from fusion_bench_featcal.compare import prepare_directory
 
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+
 
 class LogDirectoryCheck(Callback):
-    """Refuses a log directory that cannot be made or written, naming the setting."""
+    """Refuses a log directory that cannot be made or written, naming the setting.
+
+    Of several processes only the first one keeps a log directory: its default name holds the time,
+    which others would read a second later.
+    """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Make the log directory, as Hydra would a moment later.
+        """Make the log directory, as Hydra would a moment later; or see that there is none.
 
         Args:
             config: The whole config, Hydra's node included.
@@ -22,7 +30,32 @@ class LogDirectoryCheck(Callback):
         Raises:
             ReportError: If a file is in its place or it cannot be written.
         """
+        if is_helper(os.environ):
+            _log_to_console_only(config)
+            return
         # The folder's default name holds the time, which needs Hydra's own config; Hydra sets it
         # itself a moment later.
         HydraConfig.instance().set_config(config)
         prepare_directory(config.hydra.run.dir)
+
+
+def is_helper(environment: Mapping[str, str]) -> bool:
+    """Whether whoever started this process says that it is not the first of several.
+
+    Args:
+        environment: Environment variables, as Fabric, torchrun and Slurm set them.
+    """
+    own = next((environment[name] for name in _RANKS if name in environment), "0")
+    return int(own) > 0 or int(environment.get("NODE_RANK", "0")) > 0
+
+
+def _log_to_console_only(config: DictConfig) -> None:
+    """Let Hydra make no folder and no file."""
+    with open_dict(config.hydra):
+        config.hydra.run.dir = "."
+        config.hydra.output_subdir = None
+        logging = config.hydra.job_logging
+        files = [name for name, handler in logging.handlers.items() if "filename" in handler]
+        for name in files:
+            del logging.handlers[name]
+        logging.root.handlers = [name for name in logging.root.handlers if name not in files]
