@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fusion_bench_featcal.checkpoints import (
-    describe_run,
-    describe_settings,
-    glimpse,
-    open_checkpoints,
-)
+from fusion_bench_featcal.checkpoints import describe_run, open_checkpoints
 from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
 from fusion_bench_featcal.engine.ahead import expect_after
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
@@ -30,12 +25,7 @@ from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.merging import FusedMerge, UpstreamMerge
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
-from fusion_bench_featcal.engine.processes import (
-    OneProcess,
-    Processes,
-    announced,
-    check_agreement,
-)
+from fusion_bench_featcal.engine.processes import OneProcess, Processes, announced
 from fusion_bench_featcal.engine.reading import plan_reads, reads_manifest
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.run import Autocast, Modes, Run
@@ -43,7 +33,7 @@ from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_sample
 from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.engine.stages import Streams, Tasks, begin_together, skip_stage
 from fusion_bench_featcal.engine.task_sums import TaskSums
-from fusion_bench_featcal.engine.together import combine_task, solve_together
+from fusion_bench_featcal.engine.together import begin_sharing, combine_task, solve_together
 from fusion_bench_featcal.engine.visits import Visit, task_record
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import resolve_family
@@ -139,14 +129,7 @@ def calibrate(
 
     stages = resolved.stages(shown)
     modules = find_all_modules(shown, stages, settings)
-    check_agreement(
-        processes,
-        settings=describe_settings(settings),
-        tasks=shares.tasks,
-        blocks=stages,
-        weights=lambda: glimpse(shown),
-    )
-    processes.prepare(shares.groups())
+    begin_sharing(processes, shares, settings, stages, shown)
     # Without gradients autocast keeps no copies of weights, which would be stale after an update.
     home, modes = _device_of(merged), Modes.of(shown)
     model = shown if in_place else copy.deepcopy(shown)

@@ -19,7 +19,22 @@ Work = Callable[[TorchProcesses], Any]
 
 
 def in_processes(size: int, work: Work, *, seconds: float = 60.0) -> list[Any]:
-    """Run a function in several processes.
+    """Run a function in several processes that are joined; otherwise as `in_forks`."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def join(rank: int) -> Any:
+            store = dist.FileStore(f"{folder}/store", size)
+            patience = timedelta(seconds=seconds)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=patience
+            )
+            return work(TorchProcesses(patience=patience))
+
+        return in_forks(size, join, seconds=seconds)
+
+
+def in_forks(size: int, work: Callable[[int], Any], *, seconds: float = 60.0) -> list[Any]:
+    """Run a function in several processes, given each one's rank.
 
     Args:
         size: Their number.
@@ -32,23 +47,19 @@ def in_processes(size: int, work: Work, *, seconds: float = 60.0) -> list[Any]:
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        children = [_start(rank, size, work, folder) for rank in range(size)]
+        children = [_start(rank, work, folder) for rank in range(size)]
         statuses = _wait(children, time.monotonic() + seconds)
         return [_result(folder / str(rank), status) for rank, status in enumerate(statuses)]
 
 
-def _start(rank: int, size: int, work: Work, folder: Path) -> int:
+def _start(rank: int, work: Callable[[int], Any], folder: Path) -> int:
     child = os.fork()
     if child:
         return child
     try:
-        store = dist.FileStore(str(folder / "store"), size)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
-        )
         try:
-            result = work(TorchProcesses(patience=timedelta(seconds=60)))
-        except Exception as error:
+            result = work(rank)
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
             result = error
         (folder / str(rank)).write_bytes(pickle.dumps(result))

@@ -46,7 +46,7 @@ def killed(suite: Suite, folder: Path, size: int, *, rank: int, after: int) -> l
 
 @pytest.mark.parametrize(
     ("make", "size", "rank", "after"),
-    [(clip_suite, 2, 1, 1), (clip_suite, 5, 4, 1), (t5_suite, 2, 0, 1), (t5_suite, 2, 1, 3)],
+    [(clip_suite, 2, 0, 1), (clip_suite, 4, 3, 1), (t5_suite, 2, 1, 3)],
 )
 def test_resumed_run_ends_with_the_same_bits(
     make: Callable[[], Suite], size: int, rank: int, after: int, tmp_path: Path
@@ -71,24 +71,22 @@ def test_resumed_run_ends_with_the_same_bits(
 def test_checkpoints_hold_what_those_of_one_process_hold(tmp_path: Path):
     suite = clip_suite()
     run(suite, OneProcess(), checkpoint_dir=str(tmp_path / "one"))
-    together(suite, tmp_path / "three", 3)
     together(suite, tmp_path / "five", 5)
 
     def kept(folder: str, name: str) -> dict[str, Any]:
         return json.loads((tmp_path / folder / name).read_text())
 
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
-    for folder, size in {"three": 3, "five": 5}.items():
-        assert sorted(path.name for path in (tmp_path / folder).iterdir()) == names
-        one, several = kept("one", "run.json"), kept(folder, "run.json")
-        assert (one.pop("processes"), several.pop("processes")) == (1, size)
-        del one["checksum"], several["checksum"]
+    assert sorted(path.name for path in (tmp_path / "five").iterdir()) == names
+    one, several = kept("one", "run.json"), kept("five", "run.json")
+    assert (one.pop("processes"), several.pop("processes")) == (1, 5)
+    del one["checksum"], several["checksum"]
+    assert several == one
+    assert list(several["samples"]) == list(one["samples"])
+    for name in ("block-0000.json", "block-0001.json"):
+        one, several = kept("one", name)["reads"], kept("five", name)["reads"]
         assert several == one
-        assert list(several["samples"]) == list(one["samples"])
-        for name in ("block-0000.json", "block-0001.json"):
-            one, several = kept("one", name), kept(folder, name)
-            assert several["reads"] == one["reads"]
-            assert list(several["reads"]) == list(one["reads"])
+        assert list(several) == list(one)
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path):

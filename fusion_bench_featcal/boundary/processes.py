@@ -50,7 +50,8 @@ def join_processes(algorithm: Any) -> Processes:
     alone = _fabric_alone(fabric, first=processes.rank == 0)
     program = algorithm._program
     pools = [getattr(program, name, None) for name in ("modelpool", "taskpool")]
-    for part in (algorithm, program, *pools):
+    parts: list[Any] = [algorithm, program, *pools]
+    for part in parts:
         if hasattr(part, "_fabric_instance"):
             part._fabric_instance = alone
     if program is not None and processes.rank > 0:
@@ -98,7 +99,7 @@ def share_model(
         assert model is not None
         return model
     told = processes.gather(None if model is None else _packed(model, setting))
-    shared = pickle.loads(told[0]) if model is None else model
+    shared = pickle.loads(told[0] or b"") if model is None else model
     for tensor in _stored(shared):
         if model is None:
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)

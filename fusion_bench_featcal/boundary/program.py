@@ -45,9 +45,17 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
 
     Raises:
         ReportError: If the directory cannot be written.
+        CalibrationError: If the program runs in several processes, of which only featcal makes
+            something.
     """
     if program is None:
         return
+    fabric = getattr(program, "fabric", None)
+    if fabric is not None and fabric.world_size > 1:
+        raise CalibrationError(
+            f"this method runs in one process, not in {fabric.world_size}: set fabric.devices=1 "
+            "(method=featcal runs in several)"
+        )
     take_default_taskpool(program)
     if log_dir is not None:
         folder = prepare_directory(log_dir)

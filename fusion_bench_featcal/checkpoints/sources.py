@@ -82,7 +82,7 @@ def joined_reads(
     joined: dict[str, dict[str, str]] = {}
     for reads in told:
         for model, digests in reads.items():
-            joined[model] = dict(sorted((joined.get(model, {}) | digests).items()))
+            joined[model] = dict(sorted({**joined.get(model, {}), **digests}.items()))
     return {model: joined[model] for model in models if model in joined}
 
 

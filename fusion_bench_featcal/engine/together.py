@@ -6,13 +6,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.checkpoints import describe_settings, glimpse
 from fusion_bench_featcal.engine.block import BlockSums, Tally
-from fusion_bench_featcal.engine.processes import Processes
+from fusion_bench_featcal.engine.processes import Processes, check_agreement
 from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.engine.task_sums import TaskSums, common_parts
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 Names = tuple[str, ...]
+
+
+def begin_sharing(
+    processes: Processes,
+    shares: Shares,
+    settings: FeatCalSettings,
+    stages: Sequence[Sequence[str]],
+    merged: nn.Module,
+) -> None:
+    """See that all processes were started alike, and make ready to add up tensors.
+
+    Raises:
+        CalibrationError: If they were not, naming what differs.
+    """
+    check_agreement(
+        processes,
+        settings=describe_settings(settings),
+        tasks=shares.tasks,
+        blocks=stages,
+        weights=lambda: glimpse(merged),
+    )
+    processes.prepare(shares.groups())
 
 
 def solve_together(
