@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_bench_featcal.calibration import CalibrationResult, calibrate
     from fusion_bench_featcal.engine.log import CalibrationLog
+    from fusion_bench_featcal.engine.processes import TorchProcesses
     from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, SafetensorsExpert
     from fusion_bench_featcal.families import Family, ReplayFamily
     from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -23,6 +24,7 @@ _EXPORTS = {
     "InMemoryExpert": "experts",
     "ReplayFamily": "families",
     "SafetensorsExpert": "experts",
+    "TorchProcesses": "engine.processes",
     "calibrate": "calibration",
 }
 
@@ -36,6 +38,7 @@ __all__ = [
     "InMemoryExpert",
     "ReplayFamily",
     "SafetensorsExpert",
+    "TorchProcesses",
     "calibrate",
 ]
 
