@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from calibrations import assert_same
@@ -21,7 +22,7 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.boundary.log_dir import is_helper
-from fusion_bench_featcal.boundary.processes import share_model
+from fusion_bench_featcal.boundary.processes import fabric_alone, share_model, share_saving
 from fusion_bench_featcal.boundary.program import prepare_run
 from fusion_bench_featcal.compare import Report
 from fusion_bench_featcal.engine.processes import OtherProcessError, Processes
@@ -175,3 +176,26 @@ def test_model_that_cannot_be_sent_names_the_merger() -> None:
     for error in in_processes(2, work):
         with pytest.raises(CalibrationError, match=r"method.base_method returned .*devices=1"):
             raise error
+
+
+def test_model_that_cannot_be_saved_ends_all() -> None:
+    def work(processes: Processes) -> None:
+        def save(_: Any) -> None:
+            raise OSError("the disk is full")
+
+        program = SimpleNamespace(save_merged_model=save)
+        share_saving(program, processes)
+        program.save_merged_model(None)
+
+    first, second = in_processes(2, work)
+    assert isinstance(first, OSError)
+    assert isinstance(second, OtherProcessError) and "OSError: the disk is full" in str(second)
+
+
+def test_each_process_works_in_the_precision_that_was_chosen() -> None:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    alone = fabric_alone(fabric, first=False)
+    assert alone.world_size == 1 and alone.device == fabric.device and not alone.loggers
+    with alone.autocast():
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+        assert torch.is_autocast_enabled("cpu")

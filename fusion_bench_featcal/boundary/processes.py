@@ -47,7 +47,7 @@ def join_processes(algorithm: Any) -> Processes:
             f"{type(fabric.strategy).__name__}: each process holds the whole model"
         )
     processes = TorchProcesses()
-    alone = _fabric_alone(fabric, first=processes.rank == 0)
+    alone = fabric_alone(fabric, first=processes.rank == 0)
     program = algorithm._program
     pools = [getattr(program, name, None) for name in ("modelpool", "taskpool")]
     parts: list[Any] = [algorithm, program, *pools]
@@ -60,8 +60,13 @@ def join_processes(algorithm: Any) -> Processes:
     return processes
 
 
-def _fabric_alone(fabric: Any, *, first: bool) -> Any:
-    """A Fabric of this process alone, on its device and in its precision."""
+def fabric_alone(fabric: Any, *, first: bool) -> Any:
+    """A Fabric of this process alone, on its device and in its precision.
+
+    Args:
+        fabric: The Fabric of all processes.
+        first: Whether this is the first of them, which keeps the loggers.
+    """
     strategy = SingleDeviceStrategy(
         device=fabric.device, accelerator=fabric.accelerator, precision=fabric._precision
     )
