@@ -13,9 +13,11 @@ from fusion_bench_featcal.comparison import (
     AnchorOnly,
     CellInputs,
     Chain,
+    ComparisonAlgorithm,
     FeatCal,
     FeatureCorrection,
 )
+from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.suites import image
 
@@ -103,6 +105,32 @@ def test_correction_after_featcal_is_one_cell() -> None:
     model = chain.post_merge(merged(), given)
     assert chain.samples(model, TASKS)["mini_greek"] == {"samples": SAMPLES, "split": "train"}
     assert len(chain.added(model)) == 2
+
+
+@pytest.mark.parametrize("keeps", ["nothing", "memory", "disk"])
+def test_cells_share_processed_images_where_asked_to(keeps: str, tmp_path: Path) -> None:
+    folder = str(tmp_path) if keeps == "disk" else None
+    given, number = inputs(), SAMPLES * len(TASKS)
+    given.images = ImageCache(10 if keeps == "memory" else 0, folder)
+    cells = {
+        "surgery": correction("surgery", steps=1, stream="calibration"),
+        "ridge": correction("ridge_surgery"),
+        "test stream": correction("surgery", steps=1),
+    }
+    found = {}
+    for name, cell in cells.items():
+        cell.post_merge(merged(), given)
+        found[name] = dict(given.images.take_counts())
+    shared = "images_processed" if keeps == "nothing" else f"images_from_{keeps}"
+    assert found["ridge"] == {shared: number}
+    assert found["surgery"] == found["test stream"] == {"images_processed": number}
+
+
+def test_comparison_checks_where_images_are_kept() -> None:
+    with pytest.raises(ValueError, match=r"method\.pixel_cache_mb must be .*>= 0, got -1"):
+        ComparisonAlgorithm(pixel_cache_mb=-1)
+    with pytest.raises(ValueError, match=r"method\.cache_dir must be .*folder"):
+        ComparisonAlgorithm(cache_dir="")
 
 
 def test_correction_before_featcal_is_named() -> None:
