@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from fusion_bench_featcal.checkpoints import describe_run, open_checkpoints
 from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
+from fusion_bench_featcal.engine.activations import open_activations
 from fusion_bench_featcal.engine.ahead import expect_after
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
 from fusion_bench_featcal.engine.kernels import (
@@ -28,7 +29,7 @@ from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.processes import OneProcess, Processes, announced
 from fusion_bench_featcal.engine.reading import plan_reads, reads_manifest
 from fusion_bench_featcal.engine.recording import Recording
-from fusion_bench_featcal.engine.run import Autocast, Modes, Run
+from fusion_bench_featcal.engine.run import Autocast, Modes, Run, room_of_a_visit
 from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
 from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.engine.stages import Streams, Tasks, begin_together, skip_stage
@@ -157,11 +158,14 @@ def calibrate(
         checkpoints=checkpoints,
         reads=ledger,
         merges=merging is not None,
+        activations=open_activations(
+            settings, _device_of(model), lambda: room_of_a_visit(model, modules)
+        ),
     )
     if merging is not None:
         run.prepare = FusedMerge(merging, shown, run, sources)
     autocast_off = torch.autocast(_device_of(model).type, enabled=False)
-    with autocast_off, using_kernel(kernel), run.progress:
+    with autocast_off, using_kernel(kernel), run.progress, run.activations:
         plan = plan_reads(run, sources, shown.state_dict())
         run.log.add("engine", {"linear_kernel": kernel})
         _compare_with_kept(run, shown, kernel, merging)
@@ -212,7 +216,7 @@ def _restore_block(run: Run, block: str, streams: Streams) -> None:
     """Load what an earlier run made of a block, and run the samples through it as that run did."""
     run.checkpoints.restore(block, run.model, run.log)
     for task, batches in streams.items():
-        run.progress.set_description(f"FeatCal {block} · {task} (restored)")
+        run.at(f"{block} · {task} (restored)")
         names = run.needed_by(block) if run.uses_expert_features else ()
         with run.experts[task].loaded(names) as expert_model:
             for batch in batches:
@@ -234,10 +238,12 @@ def _calibrate_block(run: Run, block: str, streams: Streams) -> list[str]:
     if run.shares.leads:
         sums = BlockSums(block, run.modules[block].sites, run.model, run.base, run.settings)
     visits = {task: _collect(run, block, task, streams[task], sums) for task in streams}
+    run.at(f"{block} · solve")
     with exact_products():
         updates, module_records = solve_together(sums, run.model, run.processes, run.shares)
     load_updates(run.model, block, updates)
     for task, batches in streams.items():
+        run.at(f"{block} · {task} (update)")
         visits[task].after = _advance(run, block, batches)
     told = run.processes.gather((visits, time.perf_counter() - start))
     for task, parts in run.shares.collected([theirs for theirs, _ in told]).items():
@@ -258,7 +264,7 @@ def _collect(
     demo = run.settings.token_weights == "demo_last_block" and block == run.stages[-1][-1]
     drift: list[DriftSums] = []
     rows = 0
-    run.progress.set_description(f"FeatCal {block} · {task}")
+    run.at(f"{block} · {task}")
     expect_after(run, block, task)
     with expert.loaded(run.needed_by(block)) as expert_model:
         sums = TaskSums(

@@ -14,6 +14,7 @@ CALIBRATION_SPLITS = ("train", "val", "test")
 DECODER_ROWS = ("all", "targets")
 STREAM_EXPERTS = ("auto", True, False)
 LINEAR_KERNELS = ("auto", "torch", "onednn")
+ACTIVATIONS = ("auto", "device", "host", "disk")
 CALIBRATION_TARGETS = ("labels", "generated")
 READ_UNITS = {"B": 1} | {
     prefix + end: base**power
@@ -73,6 +74,11 @@ class FeatCalSettings:
         linear_kernel: What multiplies float32 matrices on the CPU: `torch` (its default, MKL),
             `onednn`, or `auto`: oneDNN where a short probe finds it much faster. They round
             otherwise; a resumed run keeps what it began with.
+        activations: Where samples' features wait between blocks: on the `device`, in `host` memory
+            (pinned beside a GPU), in files on `disk` that are mapped when they are read, or `auto`:
+            the first of these with room. Changes memory, not results.
+        activations_dir: Folder for these files, in which every run has one of its own that is
+            removed at its end; None: where the system keeps temporary files.
         checkpoint_dir: Folder that keeps every finished block, so that an interrupted run can go
             on; None: nothing is kept.
         resume: Whether to go on from the blocks that `checkpoint_dir` keeps. Without any the run
@@ -106,6 +112,8 @@ class FeatCalSettings:
     expert_read_budget: float | str | None = None
     log_drift: bool = True
     linear_kernel: str = "auto"
+    activations: str = "auto"
+    activations_dir: str | None = None
     checkpoint_dir: str | None = None
     resume: bool = False
     decode_workers: int | str = "auto"
@@ -129,7 +137,7 @@ class FeatCalSettings:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
         for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps"):
             object.__setattr__(self, name, float(getattr(self, name)))
-        for name in ("checkpoint_dir", "cache_dir"):
+        for name in ("activations_dir", "cache_dir", "checkpoint_dir"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         if self.modules is not None:
@@ -259,6 +267,8 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     ("log_drift", *_BOOLEAN),
     ("linear_kernel", *_one_of(LINEAR_KERNELS)),
+    ("activations", *_one_of(ACTIVATIONS)),
+    ("activations_dir", "null or a folder's path", _is_folder_or_none),
     ("checkpoint_dir", "null or a folder's path", _is_folder_or_none),
     ("resume", *_BOOLEAN),
     (

@@ -88,6 +88,8 @@ _WRONG: dict[str, tuple[Any, ...]] = {
     "expert_read_budget": (0, "half", "120%", [5]),
     "log_drift": (None, "true"),
     "linear_kernel": ("mkl", True),
+    "activations": ("disc", None, True),
+    "activations_dir": ("", 5),
     "checkpoint_dir": ("", 5),
     "resume": (True, "yes"),
     "decode_workers": (-1, 1.5, "many", None),
@@ -129,6 +131,7 @@ def random_case(seed: int) -> Case:
         "log_drift": draw([True, False]),
         "linear_kernel": draw(["auto", "torch", "onednn"]),
         "expert_read_budget": draw([None, "100%", f"{generator.randrange(1, 100)}%", "1GB", 1]),
+        "activations": draw(["auto", "device", "host", "disk"]),
         "seed": generator.randrange(100),
     }
     if not isinstance(workload.families[0], str):

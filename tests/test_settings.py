@@ -38,6 +38,8 @@ DEFAULTS = {
     "expert_read_budget": None,
     "log_drift": True,
     "linear_kernel": "auto",
+    "activations": "auto",
+    "activations_dir": None,
     "checkpoint_dir": None,
     "resume": False,
     "decode_workers": "auto",
@@ -117,6 +119,10 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("calibrate_norm", "yes", "true or false"),
     ("log_drift", None, "true or false"),
     ("linear_kernel", "mkl", "one of auto, torch, onednn"),
+    ("activations", "gpu", "auto, device, host, disk"),
+    ("activations", None, "auto, device, host, disk"),
+    ("activations_dir", "", "folder"),
+    ("activations_dir", 7, "folder"),
     ("checkpoint_dir", "", "folder"),
     ("checkpoint_dir", 3, "folder"),
     ("resume", "yes", "true or false"),
@@ -184,6 +190,7 @@ AT_THE_EDGE: list[tuple[str, Any]] = [
     ("calibration_split", "val"),
     ("stream_experts", True),
     ("stream_experts", False),
+    ("activations", "disk"),
     ("family", {"name": "replay", "blocks": ["h.*"]}),
 ]
 

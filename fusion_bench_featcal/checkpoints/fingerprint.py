@@ -24,8 +24,18 @@ _CODE = ("core", "engine", "families", "checkpoints", "reads", "calibration.py",
 _CODE += ("experts_pairing.py",)
 # Settings without a part in the result: samples and weights are compared themselves.
 # What `linear_kernel` came to is told under `precision`.
-_WITHOUT_EFFECT = {"checkpoint_dir", "resume", "stream_experts", "family", "linear_kernel"}
-_WITHOUT_EFFECT |= {"decode_workers", "pixel_cache_mb", "cache_dir"}
+_WITHOUT_EFFECT = {
+    "activations",
+    "activations_dir",
+    "cache_dir",
+    "checkpoint_dir",
+    "decode_workers",
+    "family",
+    "linear_kernel",
+    "pixel_cache_mb",
+    "resume",
+    "stream_experts",
+}
 _TRANSIENT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 

@@ -1,6 +1,6 @@
 """What one calibration works with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.checkpoints import Checkpoints, NoCheckpoints
+from fusion_bench_featcal.engine.activations import STAY, Activations
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import BlockModules
 from fusion_bench_featcal.engine.processes import OneProcess, Processes
@@ -86,6 +87,14 @@ class Run:
         inside = {name for found in blocks.values() for name in found}
         return {stage_place(0): [name for name in names if name not in inside], **blocks}
 
+    activations: Activations = STAY
+    place: str = "the start"
+
+    def at(self, place: str) -> None:
+        """Say what is worked on now: to who watches, and to messages."""
+        self.place = place
+        self.progress.set_description(f"FeatCal {place}")
+
     @property
     def uses_expert_features(self) -> bool:
         """Whether experts run at all: a target without their share needs only their weights."""
@@ -109,6 +118,18 @@ class Run:
     def leading_to(self, stage_index: int) -> list[str]:
         """Names of the expert's tensors that lead to a stage."""
         return leading_to(self.model, self.family, self.stages, stage_index)
+
+
+def room_of_a_visit(model: nn.Module, modules: Mapping[str, BlockModules]) -> int:
+    """Bytes that the largest block may need beside the samples' features, generously.
+
+    The expert's block, anchors, sums, systems and new parameters: twelve times the block.
+    """
+
+    def size(block: str) -> int:
+        return sum(p.numel() * p.element_size() for p in model.get_submodule(block).parameters())
+
+    return 12 * max(map(size, modules), default=0)
 
 
 def needed_by(model: nn.Module, family: Family, block: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.engine.activations import STAY, Activations
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
@@ -15,23 +16,67 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 class Batch:
     """One batch of a task on its way through the blocks.
 
+    What it carries from block to block waits where `waits` puts it: to set one of `cal`, `exp` and
+    `exp_hidden` is to put it away, to read it to fetch it, and to begin fetching the next batch's.
+
     Attributes:
         inputs: The model's inputs, kept only where a later stage begins from them.
         samples: Number of samples.
         valid: 1 for positions that count, 0 for padding; None: all count.
         other: The same for modules that receive other rows, by the end of their names.
-        cal: What the next block of the calibrated model receives.
-        exp: What the next block of the expert receives; None where expert features are not used.
-        exp_hidden: The expert's output of the block in hand.
+        waits: Where features wait between blocks.
+        following: The task's next batch.
+        keeps_hidden: Whether `exp_hidden` is kept: only drift is measured from it.
     """
 
     inputs: Any
     samples: int
     valid: Tensor | None = None
     other: Mapping[str, Tensor | None] = field(default_factory=dict)
-    cal: Any = None
-    exp: Any = None
-    exp_hidden: Tensor | None = None
+    waits: Activations = field(default=STAY, repr=False)
+    following: "Batch | None" = field(default=None, repr=False)
+    keeps_hidden: bool = True
+    _slots: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def cal(self) -> Any:
+        """What the next block of the calibrated model receives."""
+        return self._fetched("cal")
+
+    @cal.setter
+    def cal(self, value: Any) -> None:
+        self._put_away("cal", value)
+
+    @property
+    def exp(self) -> Any:
+        """What the expert's next block receives; None where expert features are not used."""
+        return self._fetched("exp")
+
+    @exp.setter
+    def exp(self, value: Any) -> None:
+        self._put_away("exp", value)
+
+    @property
+    def exp_hidden(self) -> Tensor | None:
+        """The expert's output of the block in hand."""
+        return self._fetched("exp_hidden")
+
+    @exp_hidden.setter
+    def exp_hidden(self, value: Tensor | None) -> None:
+        self._put_away("exp_hidden", value if self.keeps_hidden else None)
+
+    def _put_away(self, slot: str, value: Any) -> None:
+        self.waits.keep_hot(self, slot, value)
+        # What was there goes afterwards: masks that come back are stored in it.
+        self._slots[slot] = self.waits.put(value)
+
+    def _fetched(self, slot: str) -> Any:
+        value = self.waits.hot(self, slot)
+        if value is None:
+            value = self.waits.fetch(self._slots.get(slot))
+        if self.following is not None:
+            self.waits.prefetch(self.following._slots.get(slot))
+        return value
 
     def find_rows(self, family: Any, inputs: Any, stage_index: int, decoder_rows: str) -> None:
         """Ask a family which rows of a stage count.

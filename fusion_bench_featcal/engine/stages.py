@@ -20,14 +20,14 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
     device = next(run.model.parameters()).device
     streams: Streams = {}
     for task, batches in tasks.items():
-        run.progress.set_description(f"FeatCal inputs · {task}")
+        run.at(f"inputs · {task}")
         expect_after_inputs(run, index, task)
         streams[task] = []
         with run.experts[task].loaded(stem if run.uses_expert_features else ()) as expert_model:
             for batch in batches:
                 batch.cal = batch.exp = None  # what an earlier stage ended with is no longer needed
                 inputs = to_device(batch.inputs, device)
-                begun = Batch(batch.inputs if len(run.stages) > 1 else None, batch.samples)
+                begun = _begun(run, batch, streams[task])
                 with naming_task(task):
                     begun.find_rows(run.family, inputs, index, run.settings.decoder_rows)
                     with run.autocast():
@@ -38,6 +38,19 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
         read = run.reads.read(task, run.reads.place)
         run.log.add("inputs", {"task": task, "stage": index, "expert_bytes": read})
     return streams
+
+
+def _begun(run: Run, batch: Batch, before: list[Batch]) -> Batch:
+    """A batch at the beginning of a stage, which the last one before it knows of."""
+    begun = Batch(
+        batch.inputs if len(run.stages) > 1 else None,
+        batch.samples,
+        waits=run.activations,
+        keeps_hidden=run.settings.log_drift,
+    )
+    if before:
+        before[-1].following = begun
+    return begun
 
 
 def begin_together(run: Run, index: int, tasks: Tasks) -> Streams:

@@ -1,0 +1,315 @@
+"""Places where tensors wait: where they are, in host memory beside a device, in mapped files."""
+
+import mmap
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.settings import CalibrationError
+
+
+class Kept:
+    """A tensor that waits.
+
+    Attributes:
+        nbytes: What it takes where it waits.
+    """
+
+    nbytes: int
+
+    def start(self) -> None:
+        """Begin to fetch it."""
+
+    def tensor(self) -> Tensor:
+        """The tensor, as it was, on its device."""
+        raise NotImplementedError
+
+
+class Place(Protocol):
+    """Somewhere tensors can wait."""
+
+    @property
+    def name(self) -> str:
+        """What logs call it."""
+        ...
+
+    def open(self) -> None:
+        """Prepare to take tensors in."""
+        ...
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Take a tensor in."""
+        ...
+
+    def close(self) -> None:
+        """Let everything go."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lay in memory.
+
+    Attributes:
+        sizes: Its shape, with repetitions (expanded dimensions).
+        order: Its dimensions by falling stride.
+    """
+
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def unpacked(self, data: Tensor) -> Tensor:
+        """Entries as `packed` gave them, laid out as the tensor was."""
+        back = [self.order.index(dimension) for dimension in range(len(self.order))]
+        return data.permute(back).expand(self.sizes)
+
+
+def packed(tensor: Tensor) -> tuple[Tensor, Layout]:
+    """A tensor's entries once each, contiguous, and how they lay.
+
+    Nothing is copied where they lie side by side.
+    """
+    once = tensor.detach()
+    for dimension in range(tensor.ndim):
+        if tensor.stride(dimension) == 0:
+            once = once.narrow(dimension, 0, 1)
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: -once.stride(d)))
+    return once.permute(order).contiguous(), Layout(tuple(tensor.shape), order)
+
+
+@dataclass(frozen=True)
+class _Same(Kept):
+    value: Tensor
+    nbytes: int
+
+    def tensor(self) -> Tensor:
+        return self.value
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Tensors stay where they are, and are counted."""
+
+    name: str
+
+    def open(self) -> None:
+        """Nothing is to be done."""
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Hold the tensor."""
+        return _Same(tensor, tensor.nbytes)
+
+    def close(self) -> None:
+        """Nothing is to be done."""
+
+
+class Transfers:
+    """Copies between a device and host memory, made at once."""
+
+    def to_host(self, source: Tensor, buffer: Tensor) -> None:
+        """Copy what has been computed on the device by then."""
+        buffer.copy_(source)
+
+    def to_device(self, buffer: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """Copy back, after all copies before; the tensor, and what `wait` takes."""
+        return buffer.to(device, copy=True), None
+
+    def wait(self, copied: Any, tensor: Tensor) -> None:
+        """Let what is computed next wait for the copy into this tensor."""
+
+
+class CudaTransfers(Transfers):
+    """Copies on a stream of their own, beside the computation; the host waits for none of them.
+
+    Buffers are pinned: torch's allocator of pinned memory remembers which copies still read one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the stream."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def to_host(self, source: Tensor, buffer: Tensor) -> None:
+        """Queue a copy; the source's memory is not used again before it is made."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            buffer.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)
+
+    def to_device(self, buffer: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """Queue a copy into memory of the copying stream."""
+        with torch.cuda.stream(self._stream):
+            tensor = buffer.to(device, non_blocking=True)
+        return tensor, self._stream.record_event()
+
+    def wait(self, copied: Any, tensor: Tensor) -> None:
+        """Let the computing stream wait, and the allocator know that it uses the tensor."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(copied)
+        tensor.record_stream(current)
+
+
+class HostPlace:
+    """Host memory beside a device: pinned for CUDA, so that copies run beside the computation."""
+
+    name = "host memory"
+
+    def __init__(self, device: torch.device, transfers: Transfers | None = None) -> None:
+        """Prepare.
+
+        Args:
+            device: The device.
+            transfers: Makes the copies; None: as fits the device.
+        """
+        self._device = device
+        self.pinned = device.type == "cuda"
+        self.transfers = transfers or (CudaTransfers(device) if self.pinned else Transfers())
+
+    def open(self) -> None:
+        """Nothing is to be done."""
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Copy a tensor of the device; one of another is held as it is."""
+        if tensor.device.type != self._device.type:
+            return _Same(tensor, tensor.nbytes)
+        return _InHost(self, tensor)
+
+    def close(self) -> None:
+        """Nothing is to be done: memory goes with what waits in it."""
+
+
+class _InHost(Kept):
+    def __init__(self, place: HostPlace, tensor: Tensor) -> None:
+        self._transfers, self._device = place.transfers, tensor.device
+        data, self._layout = packed(tensor)
+        self._buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=place.pinned)
+        self.nbytes = self._buffer.nbytes
+        self._transfers.to_host(data, self._buffer)
+        self._coming: tuple[Tensor, Any] | None = None
+
+    def start(self) -> None:
+        if self._coming is None:
+            self._coming = self._transfers.to_device(self._buffer, self._device)
+
+    def tensor(self) -> Tensor:
+        self.start()
+        assert self._coming is not None
+        (data, copied), self._coming = self._coming, None
+        self._transfers.wait(copied, data)
+        return self._layout.unpacked(data)
+
+
+class DiskPlace:
+    """Files, one a tensor, in a folder of this run's own: raw entries, mapped when they are read.
+
+    They are written by ordinary writes (a full disk is an error then, where a mapping's would end
+    the process) and never again: a tensor that replaces another gets a new file. Mappings are
+    private: what a block writes into its inputs does not reach the file.
+    """
+
+    name = "files"
+
+    def __init__(self, folder: str | None) -> None:
+        """Prepare; nothing is made yet.
+
+        Args:
+            folder: Where the run's folder is made; None: where the system keeps temporary files.
+        """
+        self._parent = folder
+        self._own: Path | None = None
+        self._count = 0
+
+    def open(self) -> None:
+        """Make the folder, if there is none yet.
+
+        Raises:
+            CalibrationError: If it cannot be made.
+        """
+        if self._own is not None:
+            return
+        try:
+            if self._parent is not None:
+                os.makedirs(self._parent, exist_ok=True)
+            self._own = Path(tempfile.mkdtemp(prefix="featcal-", dir=self._parent))
+        except OSError as error:
+            raise CalibrationError(
+                f"no folder for activations can be made: {error}. Set method.activations_dir to a "
+                "folder that can be written, or method.activations to device"
+            ) from error
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Write a tensor to a new file.
+
+        Raises:
+            CalibrationError: If it cannot be written: most likely the disk is full.
+        """
+        self.open()
+        assert self._own is not None
+        self._count += 1
+        path = self._own / f"{self._count}.raw"
+        data, layout = packed(tensor)
+        try:
+            _write(path, data)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise CalibrationError(
+                f"activations cannot be written to {self._own}: {error.strerror or error}. Set "
+                "method.activations_dir to a folder on another disk, method.activations to device "
+                "or host, or lower method.samples_per_task"
+            ) from error
+        return _OnDisk(path, data.dtype, tuple(data.shape), layout, tensor.device)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+
+
+def _write(path: Path, data: Tensor) -> None:
+    entries: Any = data.reshape(-1).cpu().view(torch.uint8).numpy()
+    with open(path, "xb") as file:
+        file.write(entries)
+
+
+class _OnDisk(Kept):
+    """A tensor in a file, which goes with it."""
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        layout: Layout,
+        device: torch.device,
+    ) -> None:
+        self._path, self._dtype, self._shape = path, dtype, shape
+        self._layout, self._device = layout, device
+        self.nbytes = path.stat().st_size
+        self._mapped: np.memmap | None = None
+
+    def __del__(self) -> None:
+        with suppress(OSError):  # the whole folder may be gone
+            self._path.unlink(missing_ok=True)
+
+    def start(self) -> None:
+        """Map the file and have the system read it."""
+        if self._mapped is None:
+            self._mapped = np.memmap(self._path, np.uint8, mode="c")
+            own: Any = getattr(self._mapped, "_mmap", None)
+            if hasattr(mmap, "MADV_WILLNEED") and own is not None:
+                own.madvise(mmap.MADV_WILLNEED)
+
+    def tensor(self) -> Tensor:
+        self.start()
+        entries, self._mapped = self._mapped, None
+        data = torch.from_numpy(entries).view(self._dtype).reshape(self._shape)
+        return self._layout.unpacked(data.to(self._device))

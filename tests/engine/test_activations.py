@@ -1,0 +1,225 @@
+"""Features that wait elsewhere come back as they were, and leave nothing behind."""
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrations import PAPER, assert_identical, replay, run_fast
+from tiny_decoders import decoder_suite
+from tiny_models import clip_suite, normal, residual_suite
+from tiny_t5 import REPLAY, t5_suite
+from torch import Tensor
+
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.engine import activations, places
+from fusion_bench_featcal.engine.activations import Activations, open_activations
+from fusion_bench_featcal.engine.places import DiskPlace, HostPlace, OnDevice, Transfers
+from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.families.base import BlockCall
+
+CPU = torch.device("cpu")
+SUITES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "clip": (clip_suite, {}),
+    "t5": (t5_suite, {}),
+    "llama": (decoder_suite, {}),
+    "replay": (residual_suite, {"family": "own"}),
+    "replay_t5": (t5_suite, {"family": REPLAY}),
+}
+
+
+class LateTransfers(Transfers):
+    """Copies that are made only when somebody waits for them, as on a stream of its own."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[Tensor, Tensor]] = []
+        self.done = 0
+        self.started_before_needed = 0
+
+    def to_host(self, source: Tensor, buffer: Tensor) -> None:
+        buffer.fill_(0)
+        self.queue.append((source.clone(), buffer))
+
+    def to_device(self, buffer: Tensor, device: torch.device) -> tuple[Tensor, int]:
+        tensor = torch.zeros_like(buffer)
+        self.queue.append((buffer, tensor))
+        return tensor, len(self.queue)
+
+    def wait(self, copied: int, tensor: Tensor) -> None:
+        self.started_before_needed += copied < len(self.queue)
+        for source, target in self.queue[self.done : copied]:
+            target.copy_(source)
+        self.done = max(self.done, copied)
+
+
+@pytest.fixture(params=["disk", "host"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    chosen = (
+        DiskPlace(str(tmp_path)) if request.param == "disk" else HostPlace(CPU, LateTransfers())
+    )
+    with Activations([chosen]) as opened:
+        yield opened
+
+
+def run(name: str, **more: Any) -> Any:
+    make, settings = SUITES[name]
+    suite = make().to(torch.float32)
+    if settings.get("family") == "own":
+        settings = {"family": replay(suite)}
+    options: dict[str, Any] = settings | more
+    return run_fast(suite, PAPER, **options).model
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_place_has_no_part_in_the_result(name: str, tmp_path: Path, monkeypatch: Any):
+    wanted = run(name, activations="device")
+    for choice in ("disk", "host", "auto"):
+        assert_identical(run(name, activations=choice, activations_dir=tmp_path), wanted)
+    assert list(tmp_path.iterdir()) == []
+    transfers = LateTransfers()
+    host = Activations([HostPlace(CPU, transfers)])
+    monkeypatch.setattr("fusion_bench_featcal.calibration.open_activations", lambda *_: host)
+    assert_identical(run(name), wanted)
+    assert transfers.started_before_needed
+
+
+def test_auto_takes_the_first_place_with_room(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(activations, "free_bytes", lambda _: 1500)
+    settings = FeatCalSettings(activations_dir=str(tmp_path))
+    with open_activations(settings, CPU, lambda: 500) as opened:
+        first, second = opened.put(normal(0, 100)), opened.put(normal(1, 100))
+        assert isinstance(second, places._OnDisk)
+        assert torch.equal(opened.fetch(first), normal(0, 100))
+        assert torch.equal(opened.fetch(second), normal(1, 100))
+        assert opened.peak == {"memory": 800, "files": 800}
+        del first
+        assert not isinstance(opened.put(normal(2, 100)), places._OnDisk)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_in_memory_calibrates_from_files(monkeypatch: Any):
+    wanted = run("clip")
+    monkeypatch.setattr(activations, "free_bytes", lambda _: 0)
+    assert_identical(run("clip"), wanted)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        normal(0, 3, 4, 5),
+        normal(1, 3, 4, 5).transpose(0, 2),
+        normal(2, 6, 8)[::2, 1:5],
+        normal(3, 2, 1, 4).expand(2, 3, 4),
+        normal(4, 1).reshape(()),
+        normal(5, 7).to(torch.bfloat16),
+        normal(6, 3, 3) > 0,
+        torch.arange(5),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)} {tensor.stride()}",
+)
+def test_tensor_comes_back_in_its_layout(store: Activations, tensor: Tensor):
+    found = store.fetch(store.put(tensor))
+    assert found is not tensor
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor)
+    assert found.clone().stride() == tensor.clone().stride()
+
+
+def test_nested_calls_keep_their_structure(store: Activations):
+    mask = torch.ones(2, 3)
+    call = BlockCall(normal(0, 2, 3), (None, (mask, "text")), {"mask": mask, "more": [mask, 4]})
+    found = store.fetch(store.put(call))
+    assert torch.equal(found.hidden, call.hidden)
+    assert found.args[0] is None
+    assert found.args[1][1] == "text"
+    assert found.kwargs["more"][1] == 4
+    assert torch.equal(found.kwargs["mask"], mask)
+
+
+def test_equal_objects_are_stored_once(store: Activations):
+    mask = torch.ones(100)
+    first = store.put({"a": mask, "b": [mask]})
+    size = max(store.peak.values())
+    assert size == mask.nbytes
+    again = store.put(store.fetch(first))  # as a block hands its mask on
+    assert max(store.peak.values()) == size
+    changed = store.fetch(again)["a"]
+    changed.add_(1)
+    assert torch.equal(store.fetch(store.put(changed)), mask + 1)
+    assert torch.equal(store.fetch(first)["a"], mask)
+
+
+def test_files_go_with_what_they_hold(tmp_path: Path):
+    with Activations([DiskPlace(str(tmp_path))]) as opened:
+        kept = [opened.put(normal(i, 10)) for i in range(3)]
+        (folder,) = tmp_path.iterdir()
+        assert len(list(folder.iterdir())) == 3
+        del kept[0]
+        assert len(list(folder.iterdir())) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_begin_to_fetch_the_next_one():
+    transfers = LateTransfers()
+    opened = Activations([HostPlace(CPU, transfers)])
+    second = Batch(None, 1, waits=opened)
+    first = Batch(None, 1, waits=opened, following=second)
+    for index, batch in enumerate((first, second)):
+        batch.cal = normal(index, 5)
+    assert torch.equal(first.cal, normal(0, 5))
+    queued = len(transfers.queue)
+    assert torch.equal(second.cal, normal(1, 5))
+    assert len(transfers.queue) == queued
+
+
+def test_what_was_just_put_away_is_still_at_hand():
+    transfers = LateTransfers()
+    batch = Batch(None, 1, waits=Activations([HostPlace(CPU, transfers)]))
+    value = normal(0, 5)
+    batch.exp_hidden = value
+    assert batch.exp_hidden is value
+    batch.exp_hidden = None
+    assert batch.exp_hidden is None
+
+
+def test_hidden_features_are_kept_for_drift_only():
+    batch = Batch(None, 1, keeps_hidden=False)
+    batch.exp_hidden = normal(0, 5)
+    assert batch.exp_hidden is None
+
+
+def test_files_go_after_an_error_too(tmp_path: Path):
+    suite = residual_suite()
+    suite.inputs["task_1"][0][0, 0] = float("nan")
+    with pytest.raises(CalibrationError, match="NaN"):
+        run_fast(suite, family=replay(suite), activations="disk", activations_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_names_the_settings(tmp_path: Path, monkeypatch: Any):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(places, "_write", full)
+    with pytest.raises(
+        CalibrationError,
+        match=r"No space left.*method\.activations_dir.*method\.samples_per_task",
+    ):
+        run("clip", activations="disk", activations_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CalibrationError, match=r"no folder.*method\.activations_dir"):
+        run("clip", activations="disk", activations_dir=tmp_path / "file")
+
+
+def test_host_and_device_are_one_on_a_cpu():
+    for choice in ("device", "host"):
+        assert open_activations(FeatCalSettings(activations=choice), CPU).in_place
+    on_cpu = HostPlace(torch.device("meta"), Transfers()).keep(normal(0, 3))
+    assert torch.equal(on_cpu.tensor(), normal(0, 3))
+    assert OnDevice("memory").keep(normal(0, 3)).nbytes == 24
