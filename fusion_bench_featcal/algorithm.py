@@ -23,6 +23,7 @@ from fusion_bench_featcal.boundary.options import (
     checked_settings,
     plain,
 )
+from fusion_bench_featcal.boundary.plan_run import log_plan
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
     PoolSources,
@@ -273,10 +274,13 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             base = None
             if modelpool.has_pretrained:
                 base = pool_source(modelpool, BASE_MODEL, stream_experts=stream)
+            experts = PoolSources(modelpool, tasks, stream_experts=stream)
+            held = isinstance(base, nn.Module) + experts.held() // self._processes.size
+            log_plan(merged, settings, len(tasks), self.fabric.device, held=held)
             result = calibrate(
                 merged,
                 base,
-                PoolSources(modelpool, tasks, stream_experts=stream),
+                experts,
                 batches,
                 settings,
                 device=self.fabric.device,

@@ -1,6 +1,5 @@
 """FeatCal's loop: repair a merged model block by block in forward order (Algorithm 1)."""
 
-import copy
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -23,13 +22,14 @@ from fusion_bench_featcal.engine.kernels import (
     with_kernel,
 )
 from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.engine.memory import naming_memory
 from fusion_bench_featcal.engine.merging import FusedMerge, UpstreamMerge
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.processes import OneProcess, Processes, announced
 from fusion_bench_featcal.engine.reading import plan_reads, reads_manifest
 from fusion_bench_featcal.engine.recording import Recording
-from fusion_bench_featcal.engine.run import Autocast, Modes, Run, room_of_a_visit
+from fusion_bench_featcal.engine.run import Autocast, Modes, Run, copied, room_of_a_visit
 from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
 from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.engine.stages import Streams, Tasks, begin_together, skip_stage
@@ -39,6 +39,7 @@ from fusion_bench_featcal.engine.visits import Visit, task_record
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
+from fusion_bench_featcal.plan.advice import memory_advice
 from fusion_bench_featcal.reads.ledger import LedgerSource, ReadLedger, stage_place
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -133,8 +134,7 @@ def calibrate(
     begin_sharing(processes, shares, settings, stages, shown)
     # Without gradients autocast keeps no copies of weights, which would be stale after an update.
     home, modes = _device_of(merged), Modes.of(shown)
-    model = shown if in_place else copy.deepcopy(shown)
-    model = model.to(device or home).eval().requires_grad_(False)
+    model = copied(shown, torch.device(device or home), in_place=in_place)
     kernel = choose_kernel(checkpoints.kernel() or settings.linear_kernel, _device_of(model))
     kernel = agreed_kernel(processes.gather(kernel))
     run = Run(
@@ -165,7 +165,8 @@ def calibrate(
     if merging is not None:
         run.prepare = FusedMerge(merging, shown, run, sources)
     autocast_off = torch.autocast(_device_of(model).type, enabled=False)
-    with autocast_off, using_kernel(kernel), run.progress, run.activations:
+    explained = naming_memory(_device_of(model), lambda: run.place, lambda: memory_advice(run))
+    with autocast_off, using_kernel(kernel), run.progress, explained, run.activations:
         plan = plan_reads(run, sources, shown.state_dict())
         run.log.add("engine", {"linear_kernel": kernel})
         _compare_with_kept(run, shown, kernel, merging)

@@ -14,6 +14,7 @@ from fusion_bench_featcal import __version__
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.compare.find import Found
+    from fusion_bench_featcal.plan.rates import Rates
 
 _RUN_HELP = "log directory of a run, or a folder with several below it"
 
@@ -118,6 +119,42 @@ def preflight_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def plan_command(options: argparse.Namespace) -> int:
+    """Predict time, memory, bytes read and files of a calibration before anything is loaded."""
+    import json
+
+    from fusion_bench_featcal.boundary.plan_run import run_request
+    from fusion_bench_featcal.plan.levers import with_levers
+    from fusion_bench_featcal.plan.prediction import predict
+    from fusion_bench_featcal.plan.show import show_plan
+    from fusion_bench_featcal.settings import CalibrationError
+
+    lengths = {"length": options.length, "target_length": options.target_length}
+    try:
+        request = run_request(options.words, device=options.device, **lengths)
+        rates = _rates(options.rates, options.device)
+        plan = with_levers(request, rates, predict(request, rates))
+    except (ValueError, CalibrationError, RuntimeError) as error:
+        raise UsageError(str(error)) from error
+    if options.json:
+        print(json.dumps(plan.as_dict(), indent=1))
+    else:
+        show_plan(plan)
+    return 0
+
+
+def _rates(path: str | None, device: str) -> "Rates":
+    """The machine's rates: from a file if it is there, else measured, and kept in it."""
+    from fusion_bench_featcal.plan.rates import Rates, measure_rates
+
+    if path is not None and Path(path).is_file():
+        return Rates.read(path)
+    rates = measure_rates(device)
+    if path is not None:
+        rates.write(path)
+    return rates
+
+
 def suite_build_command(options: argparse.Namespace) -> int:
     """Train a bundled suite again, from the data in the package."""
     chosen = {"tasks": options.task} if options.task else {}
@@ -199,6 +236,17 @@ def _parser() -> argparse.ArgumentParser:
     preflight.add_argument("--tasks", type=int, default=8, help="tasks, without a pool (8)")
     preflight.add_argument("--length", type=int, help="tokens a sample (max_length, else 512)")
     preflight.add_argument("--target-length", type=int, default=8, help="tokens a target (8)")
+    plan = _command(commands, "plan", plan_command)
+    plan.add_argument(
+        "words", nargs="+", metavar="WORD", help="words of a run: modelpool=... method=featcal ..."
+    )
+    plan.add_argument("--length", type=int, help="tokens a text (max_length, else 512)")
+    plan.add_argument("--target-length", type=int, default=8, help="tokens a target (8)")
+    plan.add_argument("--device", default="cpu", help="where to calibrate: cpu (default), cuda")
+    plan.add_argument(
+        "--rates", metavar="FILE", help="the machine's rates: read from there, or kept there"
+    )
+    plan.add_argument("--json", action="store_true", help="print everything as JSON")
     suite = commands.add_parser("suite", help="build, check or locate the bundled suites")
     _add_suite_commands(suite.add_subparsers(title="commands", required=True, metavar="COMMAND"))
     return parser

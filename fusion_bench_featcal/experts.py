@@ -92,7 +92,7 @@ class SafetensorsExpert:
         self._ranges = TensorRanges()
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
-        for file in _safetensors_files(Path(path)):
+        for file in safetensors_files(Path(path)):
             try:
                 with safe_open(file, framework="pt") as handle:
                     for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
@@ -140,7 +140,7 @@ class SafetensorsExpert:
         self._ranges.fetch((name, self._files[name]) for name in names if name in self._files)
 
 
-def _safetensors_files(path: Path) -> list[Path]:
+def safetensors_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint.
 
     Raises:
@@ -209,7 +209,7 @@ class ExpertModel:
         wanted = like.state_dict()
         self.keys = pair_names(name, role, source, wanted, aliases(like))
         self._like = {name: (tensor.dtype, tensor.device) for name, tensor in wanted.items()}
-        self.module = _hollow_copy(like)
+        self.module = hollow_copy(like)
 
     def stored(self, name: str) -> Tensor:
         """One tensor under the merged model's name, as it is stored.
@@ -291,7 +291,7 @@ def names_under(names: Iterable[str], modules: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(prefixes)]
 
 
-def _hollow_copy(model: nn.Module) -> nn.Module:
+def hollow_copy(model: nn.Module) -> nn.Module:
     """The model's structure with parameters and persistent buffers on the meta device.
 
     Buffers that no checkpoint stores (position ids, rotary frequencies) are copied: they belong to

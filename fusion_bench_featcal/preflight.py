@@ -73,10 +73,15 @@ def empty_model(location: str) -> nn.Module:
         The model, in the dtype that its configuration names.
 
     Raises:
-        ValueError: If there is no such configuration (naming those in the package), or it is of no
-            language model.
+        ValueError: If there is no such configuration (naming those in the package), or it is
+            neither of a language model nor of CLIP.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        CLIPVisionModel,
+    )
 
     known = KNOWN / location.rstrip("/").rsplit("/", 1)[-1]
     place = location if Path(location).is_dir() or not known.is_dir() else str(known)
@@ -88,6 +93,9 @@ def empty_model(location: str) -> nn.Module:
             f"no configuration {location!r} ({str(error).splitlines()[0]}); give a folder with "
             f"config.json, a hub id, or one of {names}"
         ) from error
+    if config.model_type in ("clip", "clip_vision_model"):
+        with torch.device("meta"):
+            return CLIPVisionModel(getattr(config, "vision_config", config)).eval()
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
     with torch.device("meta"):

@@ -108,6 +108,16 @@ class PoolSources(Mapping[str, Any]):
             raise KeyError(task)
         return pool_source(self._modelpool, task, stream_experts=self._stream)
 
+    def held(self) -> int:
+        """How many of them would be whole models in memory."""
+        return len(self) if self._stream is False else sum(map(self._is_whole, self))
+
+    def _is_whole(self, task: str) -> bool:
+        try:
+            return file_source(self._modelpool, task) is None
+        except FileNotFoundError:  # other files than safetensors
+            return True
+
     def __iter__(self) -> Iterator[str]:
         """The experts' names."""
         return iter(self._tasks)

@@ -5,7 +5,9 @@ from typing import Any
 
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_featcal.preflight import Preflight, empty_model, preflight
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -27,16 +29,9 @@ def preflight_run(
     Raises:
         ValueError: If the pool names no base model, or its configuration cannot be found.
     """
-    folder = str(get_default_config_path())
-    words = list(overrides)
-    if not any(word.startswith("method=") for word in words):
-        words.append("method=featcal")
-    with initialize_config_dir(folder, version_base=None):
-        config = compose("fabric_model_fusion", overrides=words)
+    method, models = compose_run(overrides)
     known = FeatCalSettings.names()
-    method: Any = OmegaConf.to_container(config.method, resolve=True)
     settings = FeatCalSettings(**{key: value for key, value in method.items() if key in known})
-    models: Any = OmegaConf.to_container(config.modelpool.models, resolve=True)
     base = models.get("_pretrained_")
     if isinstance(base, dict):
         base = base.get("pretrained_model_name_or_path")
@@ -50,3 +45,29 @@ def preflight_run(
         length=length or settings.max_length or 512,
         target_length=target_length,
     )
+
+
+def compose_run(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The method's keys and the pool's models of a run.
+
+    Args:
+        overrides: Words of the command line; without `method=` the method is featcal.
+
+    Returns:
+        Both as plain values.
+
+    Raises:
+        ValueError: If the words compose no run with a model pool.
+    """
+    folder = str(get_default_config_path())
+    words = list(overrides)
+    if not any(word.startswith("method=") for word in words):
+        words.append("method=featcal")
+    try:
+        with initialize_config_dir(folder, version_base=None):
+            config = compose("fabric_model_fusion", overrides=words)
+        method: Any = OmegaConf.to_container(config.method, resolve=True)
+        models: Any = OmegaConf.to_container(config.modelpool.models, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"{' '.join(words)}: {str(error).splitlines()[0]}") from error
+    return method, models

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.engine.memory import free_bytes
-from fusion_bench_featcal.engine.places import DiskPlace, HostPlace, Kept, OnDevice, Place
+from fusion_bench_featcal.engine.places import KEPT, DiskPlace, HostPlace, Kept, OnDevice, Place
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -75,15 +75,15 @@ class Activations:
 
     def fetch(self, value: Any) -> Any:
         """What was put away, on its device again."""
-        return value if self.in_place else _mapped(value, Kept, self._tensor)
+        return value if self.in_place else _mapped(value, KEPT, self._tensor)
 
     def prefetch(self, value: Any) -> None:
         """Begin to fetch what will be asked for soon."""
         if not self.in_place:
-            _mapped(value, Kept, lambda kept: kept.start())
+            _mapped(value, KEPT, lambda kept: kept.start())
 
     def keep_hot(self, owner: Any, slot: str, value: Any) -> None:
-        """Hold what an owner just put away until another owner's turn: it may ask at once."""
+        """Hold what an owner put away or fetched until another's turn: it may ask again."""
         if self.in_place:
             return
         if self._hot[0] is not owner:
@@ -91,7 +91,7 @@ class Activations:
         self._hot[1][slot] = value
 
     def hot(self, owner: Any, slot: str) -> Any:
-        """What the owner put away in its turn, if it still is; else None."""
+        """What the owner put away or fetched in its turn, if it still is; else None."""
         if self.in_place:
             return None
         if self._hot[0] is not owner:
@@ -182,7 +182,7 @@ HOST_SHARE = 0.7
 """Share of free host memory that `auto` fills beside a GPU: pinned pages cannot be given back."""
 
 
-def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def _mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
     """A nested value with everything of a kind changed."""
     if isinstance(value, kind):
         return change(value)

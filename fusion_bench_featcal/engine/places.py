@@ -16,21 +16,21 @@ from torch import Tensor
 from fusion_bench_featcal.settings import CalibrationError
 
 
-class Kept:
-    """A tensor that waits.
+class Kept(Protocol):
+    """A tensor that waits."""
 
-    Attributes:
-        nbytes: What it takes where it waits.
-    """
-
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """What it takes where it waits."""
+        ...
 
     def start(self) -> None:
         """Begin to fetch it."""
+        ...
 
     def tensor(self) -> Tensor:
         """The tensor, as it was, on its device."""
-        raise NotImplementedError
+        ...
 
 
 class Place(Protocol):
@@ -86,9 +86,12 @@ def packed(tensor: Tensor) -> tuple[Tensor, Layout]:
 
 
 @dataclass(frozen=True)
-class _Same(Kept):
+class _Same:
     value: Tensor
     nbytes: int
+
+    def start(self) -> None:
+        pass
 
     def tensor(self) -> Tensor:
         return self.value
@@ -111,22 +114,38 @@ class OnDevice:
         """Nothing is to be done."""
 
 
-class Transfers:
-    """Copies between a device and host memory, made at once."""
+class Transfers(Protocol):
+    """Copies between a device and host memory."""
 
     def to_host(self, source: Tensor, buffer: Tensor) -> None:
         """Copy what has been computed on the device by then."""
-        buffer.copy_(source)
+        ...
 
     def to_device(self, buffer: Tensor, device: torch.device) -> tuple[Tensor, Any]:
         """Copy back, after all copies before; the tensor, and what `wait` takes."""
-        return buffer.to(device, copy=True), None
+        ...
 
     def wait(self, copied: Any, tensor: Tensor) -> None:
         """Let what is computed next wait for the copy into this tensor."""
+        ...
 
 
-class CudaTransfers(Transfers):
+class PlainTransfers:
+    """Copies that are made at once."""
+
+    def to_host(self, source: Tensor, buffer: Tensor) -> None:
+        """Copy."""
+        buffer.copy_(source)
+
+    def to_device(self, buffer: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """Copy back."""
+        return buffer.to(device, copy=True), None
+
+    def wait(self, copied: Any, tensor: Tensor) -> None:
+        """The copy is made already."""
+
+
+class CudaTransfers:
     """Copies on a stream of their own, beside the computation; the host waits for none of them.
 
     Buffers are pinned: torch's allocator of pinned memory remembers which copies still read one.
@@ -171,7 +190,7 @@ class HostPlace:
         """
         self._device = device
         self.pinned = device.type == "cuda"
-        self.transfers = transfers or (CudaTransfers(device) if self.pinned else Transfers())
+        self.transfers = transfers or (CudaTransfers(device) if self.pinned else PlainTransfers())
 
     def open(self) -> None:
         """Nothing is to be done."""
@@ -186,7 +205,7 @@ class HostPlace:
         """Nothing is to be done: memory goes with what waits in it."""
 
 
-class _InHost(Kept):
+class _InHost:
     def __init__(self, place: HostPlace, tensor: Tensor) -> None:
         self._transfers, self._device = place.transfers, tensor.device
         data, self._layout = packed(tensor)
@@ -280,7 +299,7 @@ def _write(path: Path, data: Tensor) -> None:
         file.write(entries)
 
 
-class _OnDisk(Kept):
+class _OnDisk:
     """A tensor in a file, which goes with it."""
 
     def __init__(
@@ -313,3 +332,7 @@ class _OnDisk(Kept):
         entries, self._mapped = self._mapped, None
         data = torch.from_numpy(entries).view(self._dtype).reshape(self._shape)
         return self._layout.unpacked(data.to(self._device))
+
+
+KEPT = (_Same, _InHost, _OnDisk)
+"""Whatever waits in one of these places."""

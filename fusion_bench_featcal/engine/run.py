@@ -1,15 +1,18 @@
 """What one calibration works with."""
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from fusion_bench_featcal.checkpoints import Checkpoints, NoCheckpoints
 from fusion_bench_featcal.engine.activations import STAY, Activations
 from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.engine.memory import naming_memory
 from fusion_bench_featcal.engine.modules import BlockModules
 from fusion_bench_featcal.engine.processes import OneProcess, Processes
 from fusion_bench_featcal.engine.recording import Recorder
@@ -26,7 +29,8 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 class Run:
     """Everything a calibration works with; `model` is the one thing it changes.
 
-    `experts` and the progress bar are those of the tasks that this process works on.
+    `experts` and the progress bar are those of the tasks that this process works on; `place` says
+    what is worked on, `example` is the first batch's inputs without entries.
 
     Attributes:
         merges: Whether the merged model is completed on the way; then each place is prepared.
@@ -89,6 +93,7 @@ class Run:
 
     activations: Activations = STAY
     place: str = "the start"
+    example: Any = None
 
     def at(self, place: str) -> None:
         """Say what is worked on now: to who watches, and to messages."""
@@ -118,6 +123,21 @@ class Run:
     def leading_to(self, stage_index: int) -> list[str]:
         """Names of the expert's tensors that lead to a stage."""
         return leading_to(self.model, self.family, self.stages, stage_index)
+
+
+def copied(model: nn.Module, device: torch.device, *, in_place: bool = False) -> nn.Module:
+    """The model that will be calibrated, on its device: a copy of the merged one, or itself.
+
+    Raises:
+        CalibrationError: If there is no memory for it.
+    """
+    advice = (
+        "The merged model and a copy of it must fit: merge in a narrower dtype (bfloat16), set "
+        "method.stream_experts=true, or choose another device (fabric.accelerator)"
+    )
+    with naming_memory(device, lambda: "the copy of the merged model", lambda: advice):
+        model = model if in_place else copy.deepcopy(model)
+        return model.to(device).eval().requires_grad_(False)
 
 
 def room_of_a_visit(model: nn.Module, modules: Mapping[str, BlockModules]) -> int:

@@ -26,7 +26,6 @@ class Batch:
         other: The same for modules that receive other rows, by the end of their names.
         waits: Where features wait between blocks.
         following: The task's next batch.
-        keeps_hidden: Whether `exp_hidden` is kept: only drift is measured from it.
     """
 
     inputs: Any
@@ -35,7 +34,6 @@ class Batch:
     other: Mapping[str, Tensor | None] = field(default_factory=dict)
     waits: Activations = field(default=STAY, repr=False)
     following: "Batch | None" = field(default=None, repr=False)
-    keeps_hidden: bool = True
     _slots: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -63,7 +61,7 @@ class Batch:
 
     @exp_hidden.setter
     def exp_hidden(self, value: Tensor | None) -> None:
-        self._put_away("exp_hidden", value if self.keeps_hidden else None)
+        self._put_away("exp_hidden", value)
 
     def _put_away(self, slot: str, value: Any) -> None:
         self.waits.keep_hot(self, slot, value)
@@ -74,6 +72,7 @@ class Batch:
         value = self.waits.hot(self, slot)
         if value is None:
             value = self.waits.fetch(self._slots.get(slot))
+            self.waits.keep_hot(self, slot, value)
         if self.following is not None:
             self.waits.prefetch(self.following._slots.get(slot))
         return value

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from fusion_bench_featcal.engine.ahead import expect_after_inputs
 from fusion_bench_featcal.engine.run import Run
 from fusion_bench_featcal.engine.samples import Batch, naming_task, to_device
@@ -25,6 +27,8 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
         streams[task] = []
         with run.experts[task].loaded(stem if run.uses_expert_features else ()) as expert_model:
             for batch in batches:
+                if run.example is None:
+                    run.example = to_device(batch.inputs, torch.device("meta"))
                 batch.cal = batch.exp = None  # what an earlier stage ended with is no longer needed
                 inputs = to_device(batch.inputs, device)
                 begun = _begun(run, batch, streams[task])
@@ -46,7 +50,6 @@ def _begun(run: Run, batch: Batch, before: list[Batch]) -> Batch:
         batch.inputs if len(run.stages) > 1 else None,
         batch.samples,
         waits=run.activations,
-        keeps_hidden=run.settings.log_drift,
     )
     if before:
         before[-1].following = begun

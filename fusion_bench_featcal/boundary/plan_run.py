@@ -1,0 +1,168 @@
+"""The plan of a run that is named as on FusionBench's command line, from configs and headers."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from fusion_bench_featcal.boundary.options import checked_settings
+from fusion_bench_featcal.boundary.preflight_pool import compose_run
+from fusion_bench_featcal.experts import hollow_copy, safetensors_files
+from fusion_bench_featcal.plan.prediction import Plan, Request, predict
+from fusion_bench_featcal.plan.rates import Rates, measure_rates
+from fusion_bench_featcal.plan.show import one_line, warnings_of
+from fusion_bench_featcal.preflight import empty_model
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+LENGTH = 512
+"""Tokens of a text where `method.max_length` does not tell."""
+
+_PLAIN = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
+_ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def run_request(
+    overrides: Sequence[str],
+    *,
+    length: int | None = None,
+    target_length: int = 8,
+    device: torch.device | str = "cpu",
+) -> Request:
+    """What a run's plan is made from.
+
+    Args:
+        overrides: Words of the command line, such as `modelpool=clip-vit-base-patch32_TA8`.
+        length: Tokens of a text; None: `method.max_length`, else 512.
+        target_length: Tokens of an encoder-decoder's target.
+        device: Where to calibrate.
+
+    Returns:
+        The request.
+
+    Raises:
+        ValueError: If the words name no run, or the base model's configuration cannot be found.
+    """
+    method, models = compose_run(overrides)
+    settings = settings_among(method)
+    model = empty_model(location_of(models.get("_pretrained_", models.get("_merged_"))))
+    experts = [entry for name, entry in models.items() if not name.startswith("_")]
+    if not experts:
+        raise ValueError("modelpool.models names no expert")
+    return Request(
+        model=model,
+        settings=settings,
+        tasks=len(experts),
+        length=length or settings.max_length or LENGTH,
+        target_length=target_length,
+        held=sum(not _streams(entry, settings) for entry in models.values()),
+        itemsize=_itemsize(experts[0]),
+        device=torch.device(device),
+    )
+
+
+def settings_among(method: Mapping[str, Any]) -> FeatCalSettings:
+    """The settings among a method's keys.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+    known = FeatCalSettings.names()
+    return checked_settings({key: value for key, value in method.items() if key in known})
+
+
+def location_of(entry: Any) -> str:
+    """The folder or hub id of a model pool's entry.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    keys = ("pretrained_model_name_or_path", "base_model_path")
+    if isinstance(entry, Mapping):
+        entry = next((entry[key] for key in keys if key in entry), None)
+    if not isinstance(entry, str):
+        raise ValueError(
+            "modelpool.models._pretrained_ names no folder or hub id, from whose config the plan "
+            "is made"
+        )
+    return entry
+
+
+def _streams(entry: Any, settings: FeatCalSettings) -> bool:
+    """Whether calibration reads a model block by block, as far as its entry tells."""
+    if settings.stream_experts is False:
+        return False
+    if isinstance(entry, Mapping):
+        is_adapter = "peft_model_path" in entry
+        return is_adapter or ("pretrained_model_name_or_path" in entry and not set(entry) - _PLAIN)
+    return isinstance(entry, str) and not (Path(entry).is_dir() and not _files(Path(entry)))
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return safetensors_files(folder)
+    except (OSError, CalibrationError):
+        return []
+
+
+def _itemsize(entry: Any) -> int | None:
+    """Bytes of a number in an expert's files, from a header; None: not known."""
+    try:
+        with safe_open(_files(Path(location_of(entry)))[0], framework="pt") as handle:
+            names = list(handle.keys())
+            return _ITEMSIZES.get(handle.get_slice(names[0]).get_dtype())
+    except (ValueError, OSError, IndexError, SafetensorError):
+        return None
+
+
+def log_plan(
+    merged: nn.Module,
+    settings: FeatCalSettings,
+    tasks: int,
+    device: torch.device,
+    *,
+    held: int = 0,
+    length: int | None = None,
+) -> Plan | None:
+    """Say at the start of a run what it will take, and warn where that is more than there is.
+
+    Args:
+        merged: The merged model.
+        settings: Settings.
+        tasks: Number of tasks.
+        device: Where to calibrate.
+        held: Number of models that are loaded whole.
+        length: Tokens of a text; None: `method.max_length`, else 512.
+
+    Returns:
+        The plan; None where none can be made, which is no reason not to run.
+    """
+    try:
+        length = length or settings.max_length or LENGTH
+        request = Request(
+            hollow_copy(merged).to("meta"), settings, tasks, length, held=held, device=device
+        )
+        plan = predict(request, _quick_rates(device))
+    except Exception as error:  # a model of unknown inputs: the calibration itself will tell
+        log.debug("no plan of time and memory: %s", error)
+        return None
+    log.info(one_line(plan))
+    for warning in warnings_of(plan):
+        log.warning(warning)
+    return plan
+
+
+_RATES: dict[tuple[str, int], Rates] = {}
+
+
+def _quick_rates(device: torch.device) -> Rates:
+    """The device's rates, measured once in a process."""
+    key = (str(device), torch.get_num_threads())
+    if key not in _RATES:
+        _RATES[key] = measure_rates(device, quick=True)
+    return _RATES[key]

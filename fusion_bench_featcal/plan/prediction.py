@@ -1,0 +1,233 @@
+"""What a calibration will take, put together before it begins."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from fusion_bench_featcal.engine.activations import HOST_SHARE
+from fusion_bench_featcal.engine.memory import free_bytes
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.plan.constants import Constants, constants
+from fusion_bench_featcal.plan.memory import Memory, predict_memory, read_bytes
+from fusion_bench_featcal.plan.rates import Rates
+from fusion_bench_featcal.plan.seconds import Machine, predict_stages
+from fusion_bench_featcal.plan.work import Work, count_work
+from fusion_bench_featcal.settings import FeatCalSettings
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be predicted.
+
+    Attributes:
+        model: The merged model's structure, on the meta device.
+        settings: Settings.
+        tasks: Number of tasks.
+        length: Tokens of a text; models of images do not heed it.
+        target_length: Tokens of an encoder-decoder's target.
+        held: Number of models (experts, base) that are loaded whole.
+        itemsize: Bytes of a number in the experts' files; None: as in the model.
+        device: Where to calibrate.
+    """
+
+    model: nn.Module
+    settings: FeatCalSettings
+    tasks: int
+    length: int = 512
+    target_length: int = 8
+    held: int = 0
+    itemsize: int | None = None
+    device: torch.device = CPU
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A setting that lowers something.
+
+    Attributes:
+        setting: The change.
+        seconds: Predicted time with it.
+        host: Predicted host memory with it.
+        gpu: Predicted device memory with it; None for a CPU.
+        same_model: Whether the calibrated model stays the same.
+    """
+
+    setting: str
+    seconds: float
+    host: int
+    gpu: int | None
+    same_model: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prediction; sizes in bytes.
+
+    Attributes:
+        model: The model's class.
+        family: Its family.
+        device: Type of the device.
+        threads: Threads that the rates were measured with.
+        tasks: Number of tasks.
+        samples: Samples of each.
+        stages: Seconds by step, for each stage.
+        host: Peak of host memory: this process with its libraries, the merged model, and the run.
+        gpu: Peak of device memory; None for a CPU.
+        waiting: Where features wait: `device`, `host`, `disk` -> bytes at their fullest.
+        parts: What the memory is for.
+        own: Memory that this process takes now, with the libraries that a run needs too.
+        read: Bytes that are read from experts.
+        disk: Bytes of files: waiting features, and blocks that `checkpoint_dir` keeps.
+        free_host: What is free now, beside this process.
+        free_gpu: What is free on the device; None for a CPU.
+        widest: The module with the largest statistics.
+        levers: Which setting lowers what.
+    """
+
+    model: str
+    family: str
+    device: str
+    threads: int
+    tasks: int
+    samples: int
+    stages: tuple[Mapping[str, float], ...]
+    host: int
+    gpu: int | None
+    own: int
+    waiting: Mapping[str, int]
+    parts: Mapping[str, int]
+    read: int
+    disk: int
+    free_host: int
+    free_gpu: int | None
+    widest: str
+    levers: tuple[Lever, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """All steps of all stages."""
+        return sum(sum(stage.values()) for stage in self.stages)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        return {**asdict(self), "seconds": self.seconds}
+
+
+def predict(request: Request, rates: Rates) -> Plan:
+    """Predict a calibration.
+
+    Args:
+        request: What is to be predicted.
+        rates: The device's rates.
+
+    Returns:
+        The plan, which says nothing of other settings yet.
+
+    Raises:
+        CalibrationError: If the model cannot be calibrated.
+        ValueError: If its inputs cannot be told, or no family knows it.
+    """
+    work, chosen = count(request), constants()
+    settings, device, tasks = request.settings, request.device, request.tasks
+    held = request.held * work.model
+    memory = predict_memory(work, settings, tasks, chosen, experts_held=held)
+    own = psutil.Process().memory_info().rss
+    free_host, free_gpu = free_bytes(CPU) or 0, None if device.type == "cpu" else free_bytes(device)
+    waiting = _waiting(request, memory, chosen, free_host, free_gpu)
+    host = own + work.model + held + waiting["host"]
+    on_device = memory.peak - held + waiting["device"]
+    files = sum(block.parameters for block in work.blocks) if settings.checkpoint_dir else 0
+    return Plan(
+        model=type(request.model).__name__,
+        family=resolve_family(settings.family, request.model).name,
+        device=device.type,
+        threads=rates.threads,
+        tasks=tasks,
+        samples=settings.samples_per_task,
+        stages=tuple(predict_stages(work, settings, tasks, Machine(rates, chosen))),
+        host=host + (on_device if device.type == "cpu" else memory.parts["block"]),
+        gpu=None if device.type == "cpu" else on_device,
+        own=own,
+        waiting=waiting,
+        parts=memory.parts,
+        read=read_bytes(work, settings, tasks),
+        disk=waiting["disk"] + files,
+        free_host=free_host,
+        free_gpu=free_gpu,
+        widest=_widest(work),
+    )
+
+
+def count(request: Request) -> Work:
+    """What the requested calibration does to one batch."""
+    settings = request.settings
+    size = min(settings.batch_size, settings.samples_per_task)
+    inputs = example_inputs(request.model, size, request.length, request.target_length)
+    stored = None
+    if request.itemsize is not None:
+        tensors = request.model.state_dict()
+        stored = {name: t.numel() * request.itemsize for name, t in tensors.items()}
+    return count_work(request.model, inputs, settings, stored=stored)
+
+
+def example_inputs(model: nn.Module, samples: int, length: int, target_length: int) -> Any:
+    """A batch of a model's inputs without entries.
+
+    Args:
+        model: The model.
+        samples: Samples in the batch.
+        length: Tokens of a text.
+        target_length: Tokens of an encoder-decoder's target.
+
+    Returns:
+        The inputs, on the meta device.
+
+    Raises:
+        ValueError: If they cannot be told from the model's config.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(
+            f"{type(model).__name__} has no config that tells its inputs; featcal plan knows the "
+            "models of transformers"
+        )
+    if hasattr(config, "image_size"):
+        side, channels = config.image_size, getattr(config, "num_channels", 3)
+        return {"pixel_values": torch.empty(samples, channels, side, side, device="meta")}
+    ids = torch.empty(samples, length, dtype=torch.long, device="meta")
+    if getattr(config, "is_encoder_decoder", False):
+        return {"input_ids": ids, "labels": ids.new_empty(samples, target_length)}
+    return {"input_ids": ids}
+
+
+def _widest(work: Work) -> str:
+    """The calibrated linear module with the largest statistics, as a pattern names it."""
+    groups = [group for block in work.blocks for group in block.groups]
+    group = max(groups, key=lambda g: (g.width, sum(g.outputs)), default=None)
+    return group.names[0].rsplit(".", 1)[-1] if group else ""
+
+
+def _waiting(
+    request: Request, memory: Memory, chosen: Constants, free_host: int, free_gpu: int | None
+) -> dict[str, int]:
+    """Where features wait, as `engine.activations` chooses."""
+    total, choice = memory.parts["activations"], request.settings.activations
+    waiting: dict[str, int] = dict.fromkeys(("device", "host", "disk"), 0)
+    if request.device.type == "cpu":
+        room = max(0, free_host - memory.peak) if choice == "auto" else total
+        waiting["device"] = 0 if choice == "disk" else min(total, room)
+    elif choice in ("auto", "device"):
+        room = max(0, (free_gpu or 0) - memory.peak) if choice == "auto" else total
+        waiting["device"] = min(total, room)
+    if request.device.type != "cpu" and choice in ("auto", "host"):
+        room = int(HOST_SHARE * free_host) if choice == "auto" else total
+        waiting["host"] = min(total - waiting["device"], room)
+    left = memory.carried - round((waiting["device"] + waiting["host"]) / chosen.carried)
+    waiting["disk"] = max(0, left)
+    return waiting

@@ -1,0 +1,250 @@
+"""What a calibration will do, block by block, counted on a model without weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
+from fusion_bench_featcal.engine.run import leading_to, needed_by
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.families.views import view_of
+from fusion_bench_featcal.plan.counting import Counts, counted, size_of
+from fusion_bench_featcal.settings import FeatCalSettings
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear modules that share an input.
+
+    Attributes:
+        width: Features of the input.
+        outputs: Features of each module's output.
+        rows: Rows in one batch.
+        names: Names of the modules inside the block.
+    """
+
+    width: int
+    outputs: tuple[int, ...]
+    rows: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """One block.
+
+    Attributes:
+        name: Its name.
+        counts: One pass of one batch.
+        groups: Its calibrated linear modules.
+        norms: Width and rows of its calibrated norms.
+        parameters: Bytes of its parameters.
+        read: Bytes that a visit reads from an expert.
+        anchored: Bytes of parameters that have an anchor.
+        hidden: Bytes of its output, for one batch.
+        calls: Bytes that one batch carries to the next block, on one side.
+    """
+
+    name: str
+    counts: Counts
+    groups: tuple[Group, ...]
+    norms: tuple[tuple[int, int], ...]
+    parameters: int
+    read: int
+    anchored: int
+    hidden: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One stage.
+
+    Attributes:
+        stem: One batch, up to the first block.
+        read: Bytes that are read from an expert for it.
+        calls: Bytes that one batch carries to the first block, on one side.
+        blocks: Its blocks.
+    """
+
+    stem: Counts
+    read: int
+    calls: int
+    blocks: tuple[BlockWork, ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a calibration will do to one batch of one task, and what there is once.
+
+    Attributes:
+        stages: The stages.
+        batch: Samples in a batch.
+        inputs: Bytes of a batch's inputs.
+        model: Bytes of the model.
+        itemsize: Bytes of a number in the model.
+        replays: Whether both sides carry one and the same, the model's inputs.
+    """
+
+    stages: tuple[StageWork, ...]
+    batch: int
+    inputs: int
+    model: int
+    itemsize: int = 4
+    replays: bool = False
+
+    @property
+    def entry(self) -> int:
+        """Bytes of a number in the sums: float32 at least."""
+        return max(4, self.itemsize)
+
+    @property
+    def blocks(self) -> list[BlockWork]:
+        """All blocks."""
+        return [block for stage in self.stages for block in stage.blocks]
+
+
+def count_work(
+    model: nn.Module,
+    inputs: Any,
+    settings: FeatCalSettings,
+    *,
+    stored: Mapping[str, int] | None = None,
+) -> Work:
+    """Count what a calibration does to one batch.
+
+    Args:
+        model: The merged model's structure, on the meta device.
+        inputs: One batch of its inputs, on the meta device, without masks.
+        settings: `family`, `modules`, `calibrate_norm` and `anchor_rho` are used.
+        stored: Bytes of each tensor in an expert's files; None: as in the model.
+
+    Returns:
+        The counts.
+
+    Raises:
+        CalibrationError: If the model cannot be calibrated.
+        ValueError: If there is no family for it.
+    """
+    family = resolve_family(settings.family, model)
+    shown = view_of(family).shown(model)
+    stages = family.stages(shown)
+    modules = find_all_modules(shown, stages, settings)
+    sizes = {n: t.numel() * t.element_size() for n, t in shown.state_dict().items()}
+    read = sizes | {name: size for name, size in (stored or {}).items() if name in sizes}
+    found: list[StageWork] = []
+    with torch.device("meta"):
+        for index, stage in enumerate(stages):
+            first = stage[0]
+            call, stem = counted(lambda f=first: family.begin(shown, inputs, f))
+            leading = _size(read, leading_to(shown, family, stages, index), shown)
+            calls = size_of(call)
+            blocks: list[BlockWork] = []
+            for block in stage:
+                needed = _size(read, needed_by(shown, family, block), shown)
+                work, call = _count_block(shown, family, block, call, modules[block], needed)
+                blocks.append(work)
+            found.append(StageWork(stem, leading, calls, tuple(blocks)))
+    first_sample = next(v for v in _values(inputs) if isinstance(v, Tensor))
+    total = sum(p.numel() * p.element_size() for p in shown.parameters())
+    itemsize = next(shown.parameters()).element_size()
+    return Work(
+        tuple(found), len(first_sample), size_of(inputs), total, itemsize, family.whole_model
+    )
+
+
+@dataclass
+class _Seen:
+    """Inputs of a block's modules, in one pass."""
+
+    keys: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)
+
+    def note(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        value = args[0] if args else next(iter(kwargs.values()))
+        self.alive.append(value)  # the engine keeps it too, until it is summed
+        self.keys[name] = (*self.keys.get(name, ()), (id(value), value._version))
+        self.rows[name] = self.rows.get(name, 0) + value.shape[:-1].numel()
+
+
+def _count_block(
+    model: nn.Module, family: Any, block: str, call: Any, modules: BlockModules, needed: int
+) -> tuple[BlockWork, Any]:
+    seen = _Seen()
+    handles = [
+        model.get_submodule(site.name).register_forward_pre_hook(
+            lambda _, args, kwargs, name=site.name: seen.note(name, args, kwargs),
+            with_kwargs=True,
+        )
+        for site in modules.sites
+    ]
+    try:
+        (hidden, following), counts = counted(lambda: family.step(model, block, call))
+    finally:
+        for handle in handles:
+            handle.remove()
+    shapes = {
+        s.name: tuple(s.oriented(model.get_parameter(s.weight_name)).shape) for s in modules.sites
+    }
+    together: dict[Any, list[str]] = {}
+    for site in modules.sites:
+        if site.kind == "linear" and site.name in seen.keys:
+            together.setdefault(seen.keys[site.name], []).append(site.name)
+    groups = tuple(
+        Group(
+            shapes[names[0]][1],
+            tuple(shapes[n][0] for n in names),
+            seen.rows[names[0]],
+            tuple(n.removeprefix(f"{block}.") for n in names),
+        )
+        for names in together.values()
+    )
+    own = [(s, s.weight_name) for s in modules.sites]
+    own += [(s, s.bias_name) for s in modules.sites if s.has_bias]
+    parameters = model.get_submodule(block).parameters()
+    work = BlockWork(
+        name=block,
+        counts=counts,
+        groups=groups,
+        norms=tuple(
+            (shapes[s.name][0], seen.rows[s.name]) for s in modules.sites if s.kind == "norm"
+        ),
+        parameters=sum(p.numel() * p.element_size() for p in parameters),
+        read=needed,
+        anchored=sum(model.get_parameter(n).numel() * 4 for _, n in own),
+        hidden=size_of(hidden),
+        calls=size_of(following),
+    )
+    return work, following
+
+
+def _size(sizes: Mapping[str, int], names: Sequence[str], model: nn.Module) -> int:
+    """Bytes of the named tensors, tied ones once."""
+    tensors = model.state_dict(keep_vars=True)
+    distinct = {id(tensors[name]): name for name in names}
+    return sum(sizes[name] for name in distinct.values())
+
+
+def _values(inputs: Any) -> list[Any]:
+    if isinstance(inputs, Mapping):
+        return list(inputs.values())
+    return list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+
+
+def without_masks(inputs: Any) -> Any:
+    """A batch on the meta device without masks: their entries decide nothing that is counted.
+
+    Models look at a mask's entries, which the meta device does not have.
+    """
+    if isinstance(inputs, Mapping):
+        kept = {k: v for k, v in inputs.items() if not k.endswith("attention_mask")}
+        return {key: _empty(value) for key, value in kept.items()}
+    return tuple(map(_empty, inputs)) if isinstance(inputs, tuple | list) else _empty(inputs)
+
+
+def _empty(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value

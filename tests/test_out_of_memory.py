@@ -1,0 +1,162 @@
+"""Errors of lacking memory say where it ran out and which setting to lower."""
+
+import errno
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrations import PAPER, replay, run_fast, settings_of
+from tiny_models import clip_suite, residual_suite
+from torch import nn
+
+from fusion_bench_featcal import CalibrationError, calibrate
+from fusion_bench_featcal.engine.memory import free_bytes, is_out_of_memory
+from fusion_bench_featcal.engine.places import DiskPlace
+
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
+)
+LACKING: list[Callable[[], Exception]] = [
+    lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    lambda: RuntimeError(ALLOCATOR),
+    MemoryError,
+    lambda: OSError(errno.ENOMEM, "Cannot allocate memory"),
+]
+
+
+def raise_in(module: nn.Module, error: Exception, calls: int = 0) -> None:
+    """Let a module raise once it has run so many times."""
+    ran = []
+
+    def fail(_: nn.Module, args: tuple[Any, ...]) -> None:
+        ran.append(1)
+        if len(ran) > calls and not args[0].is_meta:
+            raise error
+
+    module.register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize("make", LACKING, ids=lambda make: type(make()).__name__)
+def test_place_and_settings_are_named(make: Callable[[], Exception]):
+    suite = clip_suite()
+    error = make()
+    raise_in(suite.merged.get_submodule(suite.blocks[1] + ".mlp.fc1"), error)
+    with pytest.raises(CalibrationError) as raised:
+        run_fast(suite)
+    message = str(raised.value)
+    assert raised.value.__cause__ is error
+    assert f"out of memory (cpu) at {suite.blocks[1]} · task_0" in message
+    assert "method.activations=disk" in message
+    assert "method.batch_size" in message
+    assert "method.modules" in message
+
+
+def test_features_on_disk_are_not_advised_twice(tmp_path: Path):
+    suite = clip_suite()
+    raise_in(suite.merged.get_submodule(suite.blocks[0]), MemoryError())
+    with pytest.raises(CalibrationError, match=r"method\.batch_size") as raised:
+        run_fast(suite, activations="disk", activations_dir=tmp_path)
+    assert "activations=disk" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_before_any_sample_was_seen_all_settings_are_named():
+    suite = residual_suite()
+
+    class NoRoom(list):
+        def __iter__(self) -> Iterator[Any]:
+            raise MemoryError
+
+    settings = settings_of(PAPER, suite, samples_per_task=4)
+    inputs = {"task_0": NoRoom(), "task_1": NoRoom()}
+    with pytest.raises(CalibrationError, match=r"inputs · task_0.*samples_per_task"):
+        calibrate(
+            suite.merged,
+            suite.base,
+            suite.experts,
+            inputs,
+            settings,
+            replay(suite),
+            progress=False,
+        )
+
+
+def test_model_that_does_not_fit_twice(monkeypatch: Any):
+    suite = residual_suite()
+
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(nn.Module, "to", no_room)
+    with pytest.raises(CalibrationError, match=r"copy of the merged model.*stream_experts"):
+        run_fast(suite, family=replay(suite))
+
+
+def test_other_errors_pass_as_they_are():
+    suite = clip_suite()
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    raise_in(suite.merged.get_submodule(suite.blocks[0]), error, calls=1)
+    with pytest.raises(RuntimeError) as raised:
+        run_fast(suite)
+    assert raised.value is error
+    assert not is_out_of_memory(ValueError("memory"))
+
+
+def test_finished_blocks_stay_whole(tmp_path: Path):
+    suite = clip_suite()
+    whole = run_fast(suite).model
+    raise_in(suite.merged.get_submodule(suite.blocks[1]), MemoryError())
+    with pytest.raises(CalibrationError, match="out of memory"):
+        run_fast(suite, checkpoint_dir=tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+    resumed = run_fast(clip_suite(), checkpoint_dir=tmp_path, resume=True).model
+    for name, value in resumed.state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+
+
+def test_free_memory_is_told():
+    free = free_bytes(torch.device("cpu"))
+    assert free is not None and free > 0
+    assert free_bytes(torch.device("meta")) is None
+    assert DiskPlace(None).name == "files"
+
+
+_LIMITED = """
+import resource, sys, torch, transformers.pytorch_utils
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.relu(block(x).repeat(1, 4000)).reshape(len(x), 4000, 256).mean(1)
+        return x
+
+torch.manual_seed(0)
+model = Net()
+settings = FeatCalSettings(
+    samples_per_task=512, batch_size=512, family={"name": "replay", "blocks": ["blocks.*"]}
+)
+def data():
+    yield torch.randn(512, 256)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
+try:
+    calibrate(model, model, {"one": model}, {"one": data()}, settings, progress=False)
+except CalibrationError as error:
+    print(error)
+"""
+
+
+def test_memory_that_really_runs_out():
+    done = subprocess.run([sys.executable, "-c", _LIMITED], capture_output=True, text=True)
+    assert "out of memory (cpu) at blocks." in done.stdout, done.stdout + done.stderr
+    assert "method." in done.stdout
