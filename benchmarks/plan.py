@@ -1,10 +1,10 @@
 """Are predicted time, memory and bytes within 25 % of what is measured?
 
-    python benchmarks/plan.py [--fit] [--quick]
+    python benchmarks/plan.py [--fit] [--quick] [--keep FILE]
 
 Random models are written to a temporary folder; each is calibrated by a process of its own, which
-measures this machine's rates beforehand. `--fit` calibrates the shapes of `plan_shapes.FIT` and
-writes the constants of the cost model that fit them best. Then those of `plan_shapes.CHECK`, other
+measures this machine's rates before and after. `--fit` calibrates the shapes of `plan_shapes.FIT`
+and writes the constants of the cost model that fit them best. Then those of `plan_shapes.CHECK`, other
 shapes, are predicted and calibrated. Seconds are CPU time, user and system, on one thread; memory
 is how far the resident set rose above its level with the merged model.
 """
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,20 @@ from fusion_bench_featcal import SafetensorsExpert, calibrate
 from fusion_bench_featcal.compare.measure import measure
 from fusion_bench_featcal.plan.constants import Constants, constants
 from fusion_bench_featcal.plan.memory import predict_memory, read_bytes
-from fusion_bench_featcal.plan.rates import Rates, measure_rates
+from fusion_bench_featcal.plan.rates import Points, Rates, measure_rates
 from fusion_bench_featcal.plan.seconds import Machine, predict_seconds
 from fusion_bench_featcal.plan.work import Work, count_work, without_masks
 
-SECONDS = ("passes", "moments", "folds", "solves", "call_seconds", "visit_seconds", "byte_seconds")
+SECONDS = (
+    "passes",
+    "elements",
+    "moments",
+    "folds",
+    "solves",
+    "call_seconds",
+    "visit_seconds",
+    "byte_seconds",
+)
 BYTES = ("memory_bytes", "carried", "visited")
 TIE = 0.03  # how strongly fitted constants are drawn to where they start
 WITHIN = 0.25
@@ -62,7 +71,7 @@ def predicted(shape: Shape, rates: Rates, chosen: Constants) -> dict[str, float]
 
 
 def measured(shape: Shape, folder: Path) -> dict[str, Any]:
-    """Calibrate, in this process: seconds, bytes above the start, bytes read, the rates before."""
+    """Calibrate, in this process: seconds, bytes above the start, bytes read, the rates."""
     small = replace(shape, width=128, blocks=1, tasks=1, samples=4, tokens=16, activations="device")
     run(small, load := make_model(small), {"task_0": load}, load)
     rates = measure_rates()
@@ -75,15 +84,27 @@ def measured(shape: Shape, folder: Path) -> dict[str, Any]:
     before, start = psutil.Process().memory_info().rss, cpu_seconds()
     with measure() as cost:
         result = run(shape, merged, experts, base)
+    seconds = cpu_seconds() - start
     assert isinstance(cost.peak_rss_bytes, int)
     return {
-        "seconds": cpu_seconds() - start,
+        "seconds": seconds,
         "wall": cost.seconds,
         "memory": cost.peak_rss_bytes - before,
         "method": cost.peak_rss_method,
         "read": result.log.expert_bytes,
-        "rates": asdict(rates),
+        "rates": asdict(mean(rates, measure_rates())),
     }
+
+
+def mean(before: Rates, after: Rates) -> Rates:
+    """Mean rates: other programs may take their share of the machine in between."""
+
+    def between(first: Points, second: Points) -> Points:
+        pairs = zip(first, second, strict=True)
+        return tuple((size, (one * other) ** 0.5) for (size, one), (_, other) in pairs)
+
+    kinds = [f.name for f in fields(Rates) if isinstance(getattr(before, f.name), tuple)]
+    return replace(before, **{k: between(getattr(before, k), getattr(after, k)) for k in kinds})
 
 
 def run(shape: Shape, merged: Any, experts: Any, base: Any) -> Any:
@@ -111,9 +132,24 @@ def measure_apart(shape: Shape, repeats: int) -> dict[str, Any]:
             )
             found.append(json.loads(done.stdout.splitlines()[-1]))
     best = min(found, key=lambda one: one["seconds"])
-    best["rates"] = Rates(**{k: points(v) for k, v in best["rates"].items()})
     print(f"measured: {shape.name}: {best['seconds']:.1f} s", file=sys.stderr, flush=True)
     return best
+
+
+def measure_all(shapes: Sequence[Shape], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure shapes; with `--keep` those that the file has not got yet."""
+    file = Path(options.keep) if options.keep else None
+    kept = json.loads(file.read_text()) if file and file.is_file() else {}
+    found = []
+    for shape in shapes:
+        if shape.dumps() not in kept:
+            kept[shape.dumps()] = measure_apart(shape, options.repeats)
+            if file:
+                file.write_text(json.dumps(kept))
+        one = dict(kept[shape.dumps()])
+        one["rates"] = Rates(**{k: points(v) for k, v in one["rates"].items()})
+        found.append(one)
+    return found
 
 
 def points(value: Any) -> Any:
@@ -176,6 +212,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=2, help="runs of a shape; the quickest counts"
     )
+    parser.add_argument("--keep", help="file that keeps what was measured, to fit it once more")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -188,12 +225,12 @@ def main() -> None:
     chosen = constants()
     if options.fit:
         shapes = FIT[::step]
-        runs = [measure_apart(shape, options.repeats) for shape in shapes]
+        runs = measure_all(shapes, options)
         chosen = fit(shapes, runs)
         chosen.write()
         print("\n".join(["Fitted on", "", *table(shapes, runs, chosen), ""]))
     shapes = CHECK[::step]
-    runs = [measure_apart(shape, options.repeats) for shape in shapes]
+    runs = measure_all(shapes, options)
     print("\n".join(["Checked on", "", *table(shapes, runs, chosen), ""]))
     plans = [predicted(s, one["rates"], chosen) for s, one in zip(shapes, runs, strict=True)]
     for key in ("seconds", "memory", "read"):

@@ -132,7 +132,7 @@ def plan_command(options: argparse.Namespace) -> int:
     lengths = {"length": options.length, "target_length": options.target_length}
     try:
         request = run_request(options.words, device=options.device, **lengths)
-        rates = _rates(options.rates, options.device)
+        rates = _rates(options.rates, options.device, request.settings.linear_kernel)
         plan = with_levers(request, rates, predict(request, rates))
     except (ValueError, CalibrationError, RuntimeError) as error:
         raise UsageError(str(error)) from error
@@ -143,13 +143,13 @@ def plan_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rates(path: str | None, device: str) -> "Rates":
+def _rates(path: str | None, device: str, linear_kernel: str) -> "Rates":
     """The machine's rates: from a file if it is there, else measured, and kept in it."""
     from fusion_bench_featcal.plan.rates import Rates, measure_rates
 
     if path is not None and Path(path).is_file():
         return Rates.read(path)
-    rates = measure_rates(device)
+    rates = measure_rates(device, linear_kernel=linear_kernel)
     if path is not None:
         rates.write(path)
     return rates

@@ -60,4 +60,4 @@ def test_command_takes_a_configuration(capsys):
 
 def test_unknown_configuration_names_those_there_are(capsys):
     assert main(["preflight", "./nowhere"]) == 2
-    assert "Llama-3.1-8B-Instruct, Llama-3.2-3B-Instruct, flan-t5-base" in capsys.readouterr().err
+    assert "Llama-3.2-3B-Instruct, clip-vit-base-patch16" in capsys.readouterr().err

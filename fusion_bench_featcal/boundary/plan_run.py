@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def log_plan(
         request = Request(
             hollow_copy(merged).to("meta"), settings, tasks, length, held=held, device=device
         )
-        plan = predict(request, _quick_rates(device))
+        plan = predict(request, _quick_rates(device, settings.linear_kernel))
     except Exception as error:  # a model of unknown inputs: the calibration itself will tell
         log.debug("no plan of time and memory: %s", error)
         return None
@@ -157,12 +158,7 @@ def log_plan(
     return plan
 
 
-_RATES: dict[tuple[str, int], Rates] = {}
-
-
-def _quick_rates(device: torch.device) -> Rates:
+@cache
+def _quick_rates(device: torch.device, linear_kernel: str) -> Rates:
     """The device's rates, measured once in a process."""
-    key = (str(device), torch.get_num_threads())
-    if key not in _RATES:
-        _RATES[key] = measure_rates(device, quick=True)
-    return _RATES[key]
+    return measure_rates(device, linear_kernel=linear_kernel, quick=True)

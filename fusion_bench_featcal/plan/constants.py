@@ -13,7 +13,8 @@ class Constants:
     """Fitted numbers; a factor says how many times what was counted and measured it really takes.
 
     Attributes:
-        passes: Factor of block passes.
+        passes: Factor of the products in block passes.
+        elements: Factor of what else they do, entry by entry.
         moments: Factor of sums over rows.
         folds: Factor of adding a task's sums to the block's.
         solves: Factor of factorisations and solves.
@@ -26,6 +27,7 @@ class Constants:
     """
 
     passes: float = 1.0
+    elements: float = 1.0
     moments: float = 1.0
     folds: float = 1.0
     solves: float = 1.0

@@ -35,7 +35,8 @@ def with_levers(request: Request, rates: Rates, plan: Plan) -> Plan:
 
 
 def _lowers(plan: Plan, other: Plan) -> bool:
-    pairs = [(plan.seconds, other.seconds), (plan.host, other.host), (plan.gpu, other.gpu)]
+    hosts = (plan.host - plan.own, other.host - other.own)
+    pairs = [(plan.seconds, other.seconds), hosts, (plan.gpu, other.gpu)]
     return any(new < (1 - WORTH) * old for old, new in pairs if old and new is not None)
 
 

@@ -118,7 +118,7 @@ def _fold_transient(group: Group) -> int:
 
 
 def _solving(group: Group, settings: FeatCalSettings, entry: int) -> int:
-    size = 8 if solves_wide(settings) else entry
+    size = 8 if solves_wide(settings, entry) else entry
     return size * (3 * group.width**2 + 5 * max(group.outputs) * group.width)
 
 

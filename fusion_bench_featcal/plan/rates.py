@@ -3,22 +3,33 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
+
+from fusion_bench_featcal.engine.kernels import choose_kernel, using_kernel, with_kernel
+from fusion_bench_featcal.engine.products import (
+    COLUMN_BLOCKS,
+    SMALL,
+    add_lower_gram,
+    add_product,
+)
 
 Points = tuple[tuple[float, float], ...]
 """Pairs of a size and a rate, by rising size."""
 
 _ROWS = 1024
-_QUICK = 600.0
-_QUICK_ENTRIES = 2**20
-"""Sizes above these are left out of a quick measurement."""
+"""Rows of the operands."""
+
+_ALWAYS_NEW = 2**25
+"""From so many bytes on the C library asks the system for every tensor's memory."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +39,12 @@ class Rates:
     Attributes:
         device: Its type.
         threads: Threads of the CPU.
+        kernel: What multiplies float32 matrices (`method.linear_kernel`).
         linear: Floating point operations a second of `X W'` in float32, by the geometric mean of
             the three sizes.
         low: The same in bfloat16.
-        gram: The same of `X' X` in float32 that is added to a sum.
+        gram: The same of half grams `X' X` that are added to a sum, in float32.
+        cross: The same of whole products `X' Y` that are.
         attention: Of fused attention, by number of keys.
         wide: Of products in float64.
         factor: Of Cholesky factorisations in float32, by width.
@@ -45,9 +58,11 @@ class Rates:
 
     device: str
     threads: int
+    kernel: str
     linear: Points
     low: Points
     gram: Points
+    cross: Points
     attention: Points
     wide: Points
     factor: Points
@@ -89,47 +104,50 @@ class Rates:
             raise ValueError(f"{path} holds no rates of a machine: {error}") from error
 
 
-def measure_rates(device: torch.device | str = "cpu", *, quick: bool = False) -> Rates:
+def measure_rates(
+    device: torch.device | str = "cpu", *, linear_kernel: str = "auto", quick: bool = False
+) -> Rates:
     """Measure a device.
 
     Args:
         device: The device.
+        linear_kernel: The setting.
         quick: Whether a tenth of a second has to do: large sizes are left out.
 
     Returns:
         Its rates, of CPU time where there is one thread, else of wall-clock time.
     """
     device = torch.device(device)
-    generator = torch.Generator().manual_seed(0)
-    repeats = 1 if quick else 3
-
-    def make(*shape: int, wide: bool = False) -> torch.Tensor:
-        dtype = torch.float64 if wide and device.type != "mps" else torch.float32
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    def rate(work: float, run: Callable[[], Any]) -> float:
-        return work / _seconds(run, device, repeats)
-
-    kinds: Mapping[str, tuple[tuple[int, ...], Callable[..., tuple[float, float]]]] = {
-        "linear": ((64, 128, 256, 512, 1024), lambda d: _linear(d, make, rate)),
-        "low": ((128, 512), lambda d: _linear(d, make, rate, torch.bfloat16)),
-        "gram": ((64, 128, 256, 512, 1024), lambda d: _gram(d, make, rate)),
-        "attention": ((16, 64, 256), lambda s: _attention(s, make, rate)),
-        "wide": ((128, 512), lambda d: _wide(d, make, rate)),
-        "factor": ((64, 256, 768), lambda d: _factor(d, make, rate, wide=False)),
-        "factor_wide": ((64, 256, 768), lambda d: _factor(d, make, rate, wide=True)),
-        "solve": ((64, 256, 768), lambda d: _solve(d, make, rate, wide=False)),
-        "solve_wide": ((64, 256, 768), lambda d: _solve(d, make, rate, wide=True)),
-        "moved": ((2**14, 2**17, 2**20, 2**21, 2**22, 2**23), lambda n: _moved(n, make, rate)),
-        "costly": ((2**14, 2**17, 2**20, 2**22), lambda n: _costly(n, make, rate)),
-    }
-    measured: dict[str, Points] = {}
-    for kind, (sizes, measure) in kinds.items():
-        limit = _QUICK_ENTRIES if kind in ("moved", "costly") else _QUICK
-        chosen = [size for size in sizes if not quick or size <= limit]
-        measured[kind] = tuple(measure(size) for size in chosen)
+    kernel = choose_kernel(linear_kernel, device)
+    with torch.no_grad(), using_kernel(kernel), with_kernel(kernel, nullcontext)():
+        measured = {
+            kind: tuple(measure(size, _Bench(device, 1 if quick else 3)) for size in chosen)
+            for kind, (measure, sizes) in _KINDS.items()
+            if (chosen := [s for s in sizes if not quick or s <= _limit(kind)])
+        }
     transfer = _transfer(device) if device.type == "cuda" else 0.0
-    return Rates(device.type, torch.get_num_threads(), transfer=transfer, **measured)
+    return Rates(device.type, torch.get_num_threads(), kernel, transfer=transfer, **measured)
+
+
+def _limit(kind: str) -> int:
+    """The largest size of a quick measurement."""
+    return 2**20 if kind in ("moved", "costly") else 600
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Makes operands on a device, and measures what is done with them."""
+
+    device: torch.device
+    repeats: int
+
+    def make(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        generator = torch.Generator().manual_seed(sum(shape))
+        dtype = torch.float32 if self.device.type == "mps" else dtype
+        return torch.randn(*shape, generator=generator).to(self.device, dtype)
+
+    def rate(self, work: float, run: Callable[[], Any]) -> float:
+        return work / _seconds(run, self.device, self.repeats)
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -153,60 +171,101 @@ def _seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> floa
     return best
 
 
-def _linear(
-    d: int, make: Any, rate: Any, dtype: torch.dtype = torch.float32
-) -> tuple[float, float]:
-    rows, weight, bias = (part.to(dtype) for part in (make(_ROWS // 2, d), make(d, d), make(d)))
-    flops = 2 * len(rows) * d * d
+def gram_flops(rows: float, width: int) -> float:
+    """Operations of a half gram: its strips reach over the diagonal."""
+    strip = max(SMALL, -(-width // COLUMN_BLOCKS))
+    stops = [min(start + strip, width) for start in range(0, width, strip)]
+    return 2.0 * rows * sum((stop - start) * stop for start, stop in pairwise([0, *stops]))
+
+
+def _linear(d: int, bench: _Bench, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    shapes = ((_ROWS // 2, d), (d, d), (d,))
+    rows, weight, bias = (bench.make(*shape, dtype=dtype) for shape in shapes)
     size = (len(rows) * d * d) ** (1 / 3)
-    return size, rate(flops, lambda: functional.linear(rows, weight, bias))
+    return size, bench.rate(2 * len(rows) * d * d, lambda: functional.linear(rows, weight, bias))
 
 
-def _gram(d: int, make: Any, rate: Any) -> tuple[float, float]:
-    width = min(d, max(128, -(-d // 6)))
-    rows, into = make(2 * _ROWS, d), make(width, d)
-    size = (len(rows) * width * d) ** (1 / 3)
-    return size, rate(2 * len(rows) * width * d, lambda: into.addmm_(rows[:, :width].T, rows))
+def _low(d: int, bench: _Bench) -> tuple[float, float]:
+    return _linear(d, bench, torch.bfloat16)
 
 
-def _attention(keys: int, make: Any, rate: Any) -> tuple[float, float]:
+def _wide(d: int, bench: _Bench) -> tuple[float, float]:
+    return _linear(d, bench, torch.float64)
+
+
+def _gram(d: int, bench: _Bench) -> tuple[float, float]:
+    rows, into = bench.make(_ROWS, d), bench.make(d, d)
+    size = (len(rows) * d * d) ** (1 / 3)
+    return size, bench.rate(gram_flops(len(rows), d), lambda: add_lower_gram(into, rows, rows))
+
+
+def _cross(d: int, bench: _Bench) -> tuple[float, float]:
+    left, right, into = bench.make(_ROWS, d), bench.make(_ROWS, d), bench.make(d, d)
+    size = (len(left) * d * d) ** (1 / 3)
+    return size, bench.rate(2 * len(left) * d * d, lambda: add_product(into, left, right))
+
+
+def _attention(keys: int, bench: _Bench) -> tuple[float, float]:
     heads, width = 12, 64
-    parts = [make(4, heads, keys, width) for _ in range(3)]
+    q, k, v = (bench.make(4, heads, keys, width) for _ in range(3))
     flops = 4 * 4 * heads * keys * keys * width
-    return keys, rate(flops, lambda: functional.scaled_dot_product_attention(*parts))
+    return keys, bench.rate(flops, lambda: functional.scaled_dot_product_attention(q, k, v))
 
 
-def _wide(d: int, make: Any, rate: Any) -> tuple[float, float]:
-    left, right = make(d, d, wide=True), make(d, d, wide=True)
-    return d, rate(2 * d**3, lambda: left @ right)
-
-
-def _system(d: int, make: Any, wide: bool) -> torch.Tensor:
-    rows = make(d, d, wide=wide)
+def _system(d: int, bench: _Bench, dtype: torch.dtype) -> Tensor:
+    rows = bench.make(d, d, dtype=dtype)
     return rows @ rows.T / d + torch.eye(d, dtype=rows.dtype, device=rows.device)
 
 
-def _factor(d: int, make: Any, rate: Any, *, wide: bool) -> tuple[float, float]:
-    system = _system(d, make, wide)
-    return d, rate(d**3 / 3, lambda: torch.linalg.cholesky_ex(system))
+def _factor(d: int, bench: _Bench, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    system = _system(d, bench, dtype)
+    return d, bench.rate(d**3 / 3, lambda: torch.linalg.cholesky_ex(system))
 
 
-def _solve(d: int, make: Any, rate: Any, *, wide: bool) -> tuple[float, float]:
-    factor = torch.linalg.cholesky(_system(d, make, wide))
-    right = make(d, d, wide=wide)
-    return d, rate(2 * d**3, lambda: torch.cholesky_solve(right.T, factor))
+def _factor_wide(d: int, bench: _Bench) -> tuple[float, float]:
+    return _factor(d, bench, torch.float64)
 
 
-def _moved(entries: int, make: Any, rate: Any) -> tuple[float, float]:
-    left, right = make(entries), make(entries)
-    return 12.0 * entries, rate(12 * entries, lambda: left + right)
+def _solve(d: int, bench: _Bench, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    factor = torch.linalg.cholesky(_system(d, bench, dtype))
+    right = bench.make(d, d, dtype=dtype)
+    return d, bench.rate(2 * d**3, lambda: torch.cholesky_solve(right.T, factor))
 
 
-def _costly(entries: int, make: Any, rate: Any) -> tuple[float, float]:
-    values = make(entries)
-    return 8.0 * entries, rate(8 * entries, lambda: torch.sigmoid(values))
+def _solve_wide(d: int, bench: _Bench) -> tuple[float, float]:
+    return _solve(d, bench, torch.float64)
+
+
+def _moved(entries: int, bench: _Bench) -> tuple[float, float]:
+    left, right = bench.make(entries), bench.make(entries)
+    # Memory that the system hands out anew for every large tensor costs more than its use.
+    into = None if left.nbytes >= _ALWAYS_NEW else torch.empty_like(left)
+    return 12.0 * entries, bench.rate(12 * entries, lambda: torch.add(left, right, out=into))
+
+
+def _costly(entries: int, bench: _Bench) -> tuple[float, float]:
+    values = bench.make(entries)
+    return 8.0 * entries, bench.rate(8 * entries, lambda: torch.sigmoid(values))
 
 
 def _transfer(device: torch.device) -> float:
     host = torch.empty(2**24, dtype=torch.uint8, pin_memory=True)
     return host.nbytes / _seconds(lambda: host.to(device, non_blocking=True), device, 3)
+
+
+_WIDTHS, _FEW_WIDTHS = (64, 128, 256, 512, 1024), (64, 256, 768)
+_KINDS: Mapping[str, tuple[Callable[[int, _Bench], tuple[float, float]], Sequence[int]]] = {
+    "linear": (_linear, _WIDTHS),
+    "low": (_low, (128, 512)),
+    "wide": (_wide, (128, 512)),
+    "gram": (_gram, _WIDTHS),
+    "cross": (_cross, _WIDTHS),
+    "attention": (_attention, (16, 64, 256)),
+    "factor": (_factor, _FEW_WIDTHS),
+    "factor_wide": (_factor_wide, _FEW_WIDTHS),
+    "solve": (_solve, _FEW_WIDTHS),
+    "solve_wide": (_solve_wide, _FEW_WIDTHS),
+    "moved": (_moved, (2**14, 2**17, 2**20, 2**22, 2**23)),
+    "costly": (_costly, (2**14, 2**17, 2**20, 2**22)),
+}
+"""What is measured, at which sizes."""

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.cholesky import SINGLE_LAMBDA
 from fusion_bench_featcal.engine.linear_sums import CHUNK_ROWS
-from fusion_bench_featcal.engine.products import COLUMN_BLOCKS, SMALL
 from fusion_bench_featcal.plan.constants import Constants
 from fusion_bench_featcal.plan.counting import Counts
-from fusion_bench_featcal.plan.rates import Rates
+from fusion_bench_featcal.plan.rates import Rates, gram_flops
 from fusion_bench_featcal.plan.work import BlockWork, Group, Work
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -16,9 +15,9 @@ STEPS = ("reading", "stem", "passes", "moments", "folds", "solves", "update")
 """Steps in the order in which a block meets them."""
 
 # Passes over memory, in entries of a row or of a matrix, that the engine makes beside products.
-_CAL_PASSES, _EXP_PASSES, _NORM_PASSES, _DRIFT_PASSES = 6, 8, 14, 10
+_CAL_PASSES, _EXP_PASSES, _NORM_PASSES, _DRIFT_PASSES = 4, 6, 14, 10
 _GRAM_PASSES, _SHIFT_PASSES, _RIGHT_PASSES = 12, 9, 6
-_SYSTEM_PASSES, _SOLUTION_PASSES = 12, 12
+_SYSTEM_PASSES, _SOLUTION_PASSES, _RESIDUAL_PASSES = 8, 8, 3
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,12 @@ class Machine:
             total += self.products(kind, flops, (n * k * m) ** (1 / 3))
         for (heads, queries, keys, width), times in counts.attention.items():
             total += self.products("attention", 4.0 * times * heads * queries * keys * width, keys)
-        if counts.calls:
-            typical = counts.moved / counts.calls
-            plain = counts.moved - counts.costly
-            total += plain / self.rates.at("moved", max(typical, 1.0))
-            total += counts.costly / self.rates.at("costly", max(typical, 1.0))
-        return self.constants.passes * total + self.constants.call_seconds * counts.calls
+        typical = max(counts.moved / max(counts.calls, 1), 1.0)
+        elements = (counts.moved - counts.costly) / self.rates.at("moved", typical)
+        elements += counts.costly / self.rates.at("costly", typical)
+        constants = self.constants
+        beside = constants.elements * elements + constants.call_seconds * counts.calls
+        return constants.passes * total + beside
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,9 @@ def predict_stages(
             total["reading"] += amounts.both * tasks * _reading(stage.read, machine)
         for block in stage.blocks:
             one = machine.one_pass(block.counts, work.itemsize)
-            total["passes"] += sides * runs * one
+            short = one if amounts.drift else machine.one_pass(block.until_last, work.itemsize)
+            expert = short if block is stage.blocks[-1] else one
+            total["passes"] += runs * (short + amounts.both * expert)
             total["update"] += runs * one if block is not last or amounts.drift else 0.0
             for name, seconds in _block_seconds(block, settings, amounts, machine, work).items():
                 total[name] += seconds
@@ -156,22 +157,18 @@ def _reading(size: int, machine: Machine) -> float:
 def _moments(group: Group, rows: float, amounts: Amounts, machine: Machine, entry: int) -> float:
     """One task's sums over the rows that reach a group."""
     width, chunk = group.width, min(rows, CHUNK_ROWS)
-    total = 0.0
-    strip = max(SMALL, -(-width // COLUMN_BLOCKS))
-    for start in range(0, width, strip):
-        stop = min(start + strip, width)
-        size = (chunk * (stop - start) * stop) ** (1 / 3)
-        total += machine.products("gram", 2.0 * rows * (stop - start) * stop, size)
+    size = (chunk * width * width) ** (1 / 3)
+    total = machine.products("gram", gram_flops(rows, width), size)
     passes = _CAL_PASSES + (_EXP_PASSES if amounts.mixes else 0)
     total += rows / max(chunk, 1) * machine.moved(passes * entry * chunk * width)
     if not amounts.mixes:
         return total
     if not few(group):
-        size = (chunk * width * width) ** (1 / 3)
-        return total + machine.products("gram", 2.0 * rows * width * width, size)
+        return total + machine.products("cross", 2.0 * rows * width * width, size)
     for outputs in group.outputs:
         size = (chunk * outputs * width) ** (1 / 3)
-        total += machine.products("gram", 4.0 * rows * outputs * width, size)
+        total += machine.products("linear", 2.0 * rows * outputs * width, size)
+        total += machine.products("cross", 2.0 * rows * outputs * width, size)
     return total
 
 
@@ -192,16 +189,17 @@ def _folds(group: Group, amounts: Amounts, machine: Machine, entry: int) -> floa
 def _solves(group: Group, settings: FeatCalSettings, machine: Machine, entry: int) -> float:
     """The factor of a group's system, and every module's solution."""
     width, square = group.width, group.width**2
-    wide = solves_wide(settings)
-    kinds = ("factor_wide", "solve_wide", "wide") if wide else ("factor", "solve", "linear")
+    wide = solves_wide(settings, entry)
+    kinds = ("factor_wide", "solve_wide") if wide else ("factor", "solve")
     bytes_each = 8 if wide else entry
     total = machine.products(kinds[0], width**3 / 3, width)
     total += _SYSTEM_PASSES * machine.moved(bytes_each * square)
     for outputs in group.outputs:
         flops, size = 2.0 * outputs * square, (outputs * square) ** (1 / 3)
-        total += machine.products(kinds[1], flops, width) + machine.products(kinds[2], flops, size)
+        total += machine.products(kinds[1], flops, width)
         total += machine.products("linear", flops, size)  # what the anchor adds
         total += _SOLUTION_PASSES * machine.moved(bytes_each * outputs * width)
+        total += machine.moved(_RESIDUAL_PASSES * 8 * (square + 2 * outputs * width))
     return total
 
 
@@ -210,8 +208,6 @@ def few(group: Group) -> bool:
     return 2 * sum(group.outputs) <= group.width
 
 
-def solves_wide(settings: FeatCalSettings) -> bool:
-    """Whether systems are solved in float64."""
-    import torch
-
-    return solve_dtype(torch.device("cpu")) == torch.float64
+def solves_wide(settings: FeatCalSettings, entry: int) -> bool:
+    """Whether systems are solved in float64, as `core.folded` chooses for sums of so many bytes."""
+    return entry == 8 or settings.ridge_lambda < SINGLE_LAMBDA

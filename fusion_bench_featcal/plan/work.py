@@ -1,7 +1,7 @@
 """What a calibration will do, block by block, counted on a model without weights."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
 from fusion_bench_featcal.engine.run import leading_to, needed_by
 from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.families.base import stop_forward, stoppable
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.plan.counting import Counts, counted, size_of
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -39,6 +40,7 @@ class BlockWork:
     Attributes:
         name: Its name.
         counts: One pass of one batch.
+        until_last: A pass that ends with the last module's input, where the family allows it.
         groups: Its calibrated linear modules.
         norms: Width and rows of its calibrated norms.
         parameters: Bytes of its parameters.
@@ -50,6 +52,7 @@ class BlockWork:
 
     name: str
     counts: Counts
+    until_last: Counts
     groups: tuple[Group, ...]
     norms: tuple[tuple[int, int], ...]
     parameters: int
@@ -143,10 +146,17 @@ def count_work(
             leading = _size(read, leading_to(shown, family, stages, index), shown)
             calls = size_of(call)
             blocks: list[BlockWork] = []
-            for block in stage:
+            known: dict[Any, BlockWork] = {}
+            for place, block in enumerate(stage):
                 needed = _size(read, needed_by(shown, family, block), shown)
+                kind = _kind_of(shown, block, modules[block])
+                if kind in known:
+                    blocks.append(replace(known[kind], name=block, read=needed))
+                    continue
                 work, call = _count_block(shown, family, block, call, modules[block], needed)
                 blocks.append(work)
+                if place and not family.whole_model:  # a stage's first block may do more
+                    known[kind] = work
             found.append(StageWork(stem, leading, calls, tuple(blocks)))
     first_sample = next(v for v in _values(inputs) if isinstance(v, Tensor))
     total = sum(p.numel() * p.element_size() for p in shown.parameters())
@@ -156,6 +166,12 @@ def count_work(
     )
 
 
+def _kind_of(model: nn.Module, block: str, modules: BlockModules) -> Any:
+    """What makes two blocks do the same: their parameters' shapes, and what is calibrated."""
+    shapes = tuple((n, tuple(p.shape)) for n, p in model.get_submodule(block).named_parameters())
+    return shapes, tuple(site.name.removeprefix(block) for site in modules.sites)
+
+
 @dataclass
 class _Seen:
     """Inputs of a block's modules, in one pass."""
@@ -163,30 +179,29 @@ class _Seen:
     keys: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     alive: list[Tensor] = field(default_factory=list)
+    stop_after: int | None = None
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         value = args[0] if args else next(iter(kwargs.values()))
         self.alive.append(value)  # the engine keeps it too, until it is summed
         self.keys[name] = (*self.keys.get(name, ()), (id(value), value._version))
         self.rows[name] = self.rows.get(name, 0) + value.shape[:-1].numel()
+        if len(self.alive) == self.stop_after:
+            raise stop_forward()
 
 
 def _count_block(
     model: nn.Module, family: Any, block: str, call: Any, modules: BlockModules, needed: int
 ) -> tuple[BlockWork, Any]:
+    names = [site.name for site in modules.sites]
     seen = _Seen()
-    handles = [
-        model.get_submodule(site.name).register_forward_pre_hook(
-            lambda _, args, kwargs, name=site.name: seen.note(name, args, kwargs),
-            with_kwargs=True,
-        )
-        for site in modules.sites
-    ]
-    try:
-        (hidden, following), counts = counted(lambda: family.step(model, block, call))
-    finally:
-        for handle in handles:
-            handle.remove()
+    (hidden, following), counts = _recorded(
+        model, names, seen, lambda: family.step(model, block, call)
+    )
+    until_last = counts
+    if getattr(family, "same_calls", False):
+        short = _Seen(stop_after=len(seen.alive))
+        _, until_last = _recorded(model, names, short, lambda: family.step(model, block, call))
     shapes = {
         s.name: tuple(s.oriented(model.get_parameter(s.weight_name)).shape) for s in modules.sites
     }
@@ -209,6 +224,7 @@ def _count_block(
     work = BlockWork(
         name=block,
         counts=counts,
+        until_last=until_last,
         groups=groups,
         norms=tuple(
             (shapes[s.name][0], seen.rows[s.name]) for s in modules.sites if s.kind == "norm"
@@ -220,6 +236,28 @@ def _count_block(
         calls=size_of(following),
     )
     return work, following
+
+
+def _recorded(
+    model: nn.Module, names: Sequence[str], seen: _Seen, step: Callable[[], Any]
+) -> tuple[Any, Counts]:
+    """Count a pass of which the named modules' inputs are noted."""
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: seen.note(name, args, kwargs), with_kwargs=True
+        )
+        for name in names
+    ]
+
+    def run() -> Any:
+        with stoppable():
+            return step()
+
+    try:
+        return counted(run)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _size(sizes: Mapping[str, int], names: Sequence[str], model: nn.Module) -> int:

@@ -1,0 +1,92 @@
+"""`featcal plan` from the words of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CLIPVisionConfig, CLIPVisionModel
+
+from fusion_bench_featcal.boundary.plan_run import run_request
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.plan.rates import Rates
+
+
+@pytest.fixture
+def known(rates: Rates, tmp_path: Path) -> str:
+    """A file with a machine's rates."""
+    rates.write(tmp_path / "rates.json")
+    return str(tmp_path / "rates.json")
+
+
+def test_a_suite_and_its_overrides(
+    known: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "modelpool=clip-vit-mini_TA6", "method=featcal", "method.samples_per_task=32"]
+    assert main([*words, "--rates", known, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["tasks"], plan["samples"], plan["family"]) == (6, 32, "clip")
+    assert main([*words, "--rates", known]) == 0
+    shown = capsys.readouterr().out
+    assert "6 tasks x 32 samples" in shown
+    assert "samples_per_task=16" in shown
+
+
+def test_rates_are_measured_and_kept(
+    known: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = []
+
+    def measure(device: str, *, linear_kernel: str) -> Rates:
+        asked.append((device, linear_kernel))
+        return Rates.read(known)
+
+    monkeypatch.setattr("fusion_bench_featcal.plan.rates.measure_rates", measure)
+    kept = tmp_path / "kept.json"
+    words = ["plan", "modelpool=clip-vit-mini_alphabets2", "method.linear_kernel=torch"]
+    assert main([*words, "--json", "--rates", str(kept)]) == 0
+    assert asked == [("cpu", "torch")]
+    assert Rates.read(kept) == Rates.read(known)
+
+
+def write_experts(folder: Path, dtype: torch.dtype) -> list[str]:
+    config = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=16,
+    )
+    for name in ("base", "one", "two"):
+        CLIPVisionModel(config).to(dtype).save_pretrained(folder / name)
+    models = f"{{_pretrained_: {folder}/base, one: {folder}/one, two: {folder}/two}}"
+    return ["modelpool=clip-vit-mini_TA6", "~modelpool.models", f"+modelpool.models={models}"]
+
+
+def test_headers_tell_the_experts_precision(tmp_path: Path):
+    words = write_experts(tmp_path, torch.float16)
+    request = run_request(words)
+    assert (request.tasks, request.itemsize, request.held) == (2, 2, 0)
+    assert run_request([*words, "method.stream_experts=false"]).held == 3
+    (tmp_path / "two" / "model.safetensors").unlink()
+    assert run_request(words).held == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["modelpool=nothing_like_it"], "nothing_like_it"),
+        (["modelpool=clip-vit-mini_TA6", "method.mix_alpha=2"], "method.mix_alpha must be"),
+        (["modelpool=clip-vit-mini_TA6", "modelpool.models._pretrained_=nowhere"], "nowhere"),
+        (["modelpool=open-clip-vit-mini_TA6"], "names no folder or hub id"),
+        (["modelpool=clip-vit-mini_TA6", "method.modules=[nothing]"], "matches no module"),
+        (["modelpool=clip-vit-mini_TA6", "method.family=llama"], "no decoder layers"),
+    ],
+)
+def test_mistakes_are_named(
+    known: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["plan", *words, "--rates", known]) == 2
+    assert message in capsys.readouterr().err
