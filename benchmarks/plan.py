@@ -4,9 +4,9 @@
 
 Random models are written to a temporary folder; each is calibrated by a process of its own, which
 measures this machine's rates before and after. `--fit` calibrates the shapes of `plan_shapes.FIT`
-and writes the constants of the cost model that fit them best. Then those of `plan_shapes.CHECK`, other
-shapes, are predicted and calibrated. Seconds are CPU time, user and system, on one thread; memory
-is how far the resident set rose above its level with the merged model.
+and writes the constants of the cost model that fit them best. Then those of `plan_shapes.CHECK`,
+other shapes, are predicted and calibrated. Seconds are CPU time, user and system, on one thread;
+memory is how far the resident set rose above its level with the merged model.
 """
 
 import argparse

@@ -69,5 +69,5 @@ def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, Request, bool]
         shorter = replace(request, length=half, settings=settings.replace(max_length=half))
         yield f"max_length={half}", shorter, False
     if settings.modules is None and plan.widest:
-        widest = plan.widest
-        yield f"modules=['!{widest}']", with_settings(modules=[f"!{widest}"]), False
+        without = [f"!{name}" for name in plan.widest]
+        yield f"modules={without}", with_settings(modules=without), False

@@ -86,7 +86,7 @@ class Plan:
         disk: Bytes of files: waiting features, and blocks that `checkpoint_dir` keeps.
         free_host: What is free now, beside this process.
         free_gpu: What is free on the device; None for a CPU.
-        widest: The module with the largest statistics.
+        widest: The modules with the largest statistics, which share an input.
         levers: Which setting lowers what.
     """
 
@@ -106,7 +106,7 @@ class Plan:
     disk: int
     free_host: int
     free_gpu: int | None
-    widest: str
+    widest: tuple[str, ...]
     levers: tuple[Lever, ...] = ()
 
     @property
@@ -206,11 +206,11 @@ def example_inputs(model: nn.Module, samples: int, length: int, target_length: i
     return {"input_ids": ids}
 
 
-def _widest(work: Work) -> str:
-    """The calibrated linear module with the largest statistics, as a pattern names it."""
+def _widest(work: Work) -> tuple[str, ...]:
+    """The calibrated linear modules with the largest statistics, as patterns name them."""
     groups = [group for block in work.blocks for group in block.groups]
     group = max(groups, key=lambda g: (g.width, sum(g.outputs)), default=None)
-    return group.names[0].rsplit(".", 1)[-1] if group else ""
+    return tuple(name.rsplit(".", 1)[-1] for name in group.names) if group else ()
 
 
 def _waiting(

@@ -167,7 +167,9 @@ def _moments(group: Group, rows: float, amounts: Amounts, machine: Machine, entr
         return total + machine.products("cross", 2.0 * rows * width * width, size)
     for outputs in group.outputs:
         size = (chunk * outputs * width) ** (1 / 3)
-        total += machine.products("linear", 2.0 * rows * outputs * width, size)
+        # From the expert's own outputs its weight meets the gram, else every row.
+        met = width if from_outputs(group, rows) else rows
+        total += machine.products("linear", 2.0 * met * outputs * width, size)
         total += machine.products("cross", 2.0 * rows * outputs * width, size)
     return total
 
@@ -206,6 +208,11 @@ def _solves(group: Group, settings: FeatCalSettings, machine: Machine, entry: in
 def few(group: Group) -> bool:
     """Whether cross moments are summed from outputs, as `engine.linear_sums.outputs_are_few`."""
     return 2 * sum(group.outputs) <= group.width
+
+
+def from_outputs(group: Group, rows: float) -> bool:
+    """Whether they come from the expert's outputs, as `engine.linear_sums.rows_are_many`."""
+    return few(group) and group.outputs_noted and rows > group.width
 
 
 def solves_wide(settings: FeatCalSettings, entry: int) -> bool:

@@ -25,12 +25,15 @@ class Group:
         outputs: Features of each module's output.
         rows: Rows in one batch.
         names: Names of the modules inside the block.
+        outputs_noted: Whether an expert's outputs of these modules are there to be summed: its pass
+            runs to the block's end, in the sums' dtype.
     """
 
     width: int
     outputs: tuple[int, ...]
     rows: int
     names: tuple[str, ...] = ()
+    outputs_noted: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,15 @@ def count_work(
             blocks: list[BlockWork] = []
             known: dict[Any, BlockWork] = {}
             for place, block in enumerate(stage):
+                last = block == stage[-1]
                 needed = _size(read, needed_by(shown, family, block), shown)
-                kind = _kind_of(shown, block, modules[block])
+                kind = last, _kind_of(shown, block, modules[block])
                 if kind in known:
                     blocks.append(replace(known[kind], name=block, read=needed))
                     continue
-                work, call = _count_block(shown, family, block, call, modules[block], needed)
+                work, call = _count_block(
+                    shown, family, block, call, modules[block], needed, last=last
+                )
                 blocks.append(work)
                 if place and not family.whole_model:  # a stage's first block may do more
                     known[kind] = work
@@ -191,7 +197,14 @@ class _Seen:
 
 
 def _count_block(
-    model: nn.Module, family: Any, block: str, call: Any, modules: BlockModules, needed: int
+    model: nn.Module,
+    family: Any,
+    block: str,
+    call: Any,
+    modules: BlockModules,
+    needed: int,
+    *,
+    last: bool,
 ) -> tuple[BlockWork, Any]:
     names = [site.name for site in modules.sites]
     seen = _Seen()
@@ -215,6 +228,7 @@ def _count_block(
             tuple(shapes[n][0] for n in names),
             seen.rows[names[0]],
             tuple(n.removeprefix(f"{block}.") for n in names),
+            outputs_noted=not last and hidden.element_size() >= 4,
         )
         for names in together.values()
     )

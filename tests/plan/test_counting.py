@@ -64,7 +64,7 @@ def test_decoders_cross_attention_receives_the_encoders_rows():
     encoder, decoder = work.stages
     assert (len(encoder.blocks), len(decoder.blocks)) == (3, 4)
     cross = ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")
-    assert Group(64, (24, 24), 20, cross) in decoder.blocks[0].groups
+    assert Group(64, (24, 24), 20, cross, outputs_noted=True) in decoder.blocks[0].groups
     assert Group(10, (64,), 6, ("layer.2.DenseReluDense.wo",)) in decoder.blocks[3].groups
     assert [block.name for block in decoder.blocks] == [f"decoder.block.{i}" for i in range(4)]
     assert encoder.stem.flops == 0

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def write_experts(folder: Path, dtype: torch.dtype) -> list[str]:
         patch_size=16,
     )
     for name in ("base", "one", "two"):
-        CLIPVisionModel(config).to(dtype).save_pretrained(folder / name)
+        model: Any = CLIPVisionModel(config)
+        model.to(dtype).save_pretrained(folder / name)
     models = f"{{_pretrained_: {folder}/base, one: {folder}/one, two: {folder}/two}}"
     return ["modelpool=clip-vit-mini_TA6", "~modelpool.models", f"+modelpool.models={models}"]
 

@@ -114,7 +114,11 @@ def test_levers_lower_something_and_are_shown(rates: Rates):
     plan = with_levers(request, rates, predict(request, rates))
     found = {lever.setting: lever for lever in plan.levers}
     assert {"stream_experts=true", "activations=disk", "max_length=32"} <= set(found)
-    assert {"samples_per_task=32", "mix_alpha=0 log_drift=false", "modules=['!q']"} <= set(found)
+    assert {
+        "samples_per_task=32",
+        "mix_alpha=0 log_drift=false",
+        "modules=['!wi_0', '!wi_1']",
+    } <= set(found)
     assert found["activations=disk"].host < plan.host
     assert found["activations=disk"].same_model
     assert found["stream_experts=true"].host == plan.host - plan.parts["experts"]
