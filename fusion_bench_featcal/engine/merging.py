@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.engine.run import Run
-from fusion_bench_featcal.reads.ledger import LedgerSource
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class FusedMerge:
         upstream: UpstreamMerge,
         merged: nn.Module,
         run: Run,
-        sources: Mapping[str, LedgerSource],
     ) -> None:
         """Prepare the merge; nothing is read yet.
 
@@ -47,11 +45,10 @@ class FusedMerge:
             upstream: The merger.
             merged: The model that becomes the merged one, in place.
             run: The run, whose model gets the same weights.
-            sources: Each expert's weights.
         """
         self._upstream = upstream
         self._run = run
-        self._sources = {task: sources[task] for task in run.experts}
+        self._sources = {task: run.sources[task] for task in run.experts}
         self._merged = merged.state_dict()
         self._model = run.model.state_dict()
         self._places = run.merged_at()

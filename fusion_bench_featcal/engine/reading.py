@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.engine.run import Run
+from fusion_bench_featcal.engine.start import BASE
 from fusion_bench_featcal.experts import ExpertModel, known_bytes
-from fusion_bench_featcal.reads.ledger import LedgerSource
 from fusion_bench_featcal.reads.plan import (
     Reading,
     ReadPlan,
@@ -19,7 +19,6 @@ from fusion_bench_featcal.reads.plan import (
 )
 from fusion_bench_featcal.settings import CalibrationError, budget_in_bytes
 
-BASE = "_pretrained_"
 # Settings that a plan's hash covers: they draw the samples and weigh the update.
 _HASHED = (
     "calibration_split", "samples_per_task", "seed", "ridge_lambda", "mix_alpha", "anchor_rho",
@@ -27,16 +26,13 @@ _HASHED = (
 )  # fmt: skip
 
 
-def plan_reads(
-    run: Run, sources: Mapping[str, LedgerSource], merged: Mapping[str, Tensor]
-) -> ReadPlan | None:
+def plan_reads(run: Run, merged: Mapping[str, Tensor]) -> ReadPlan | None:
     """Plan what is read of each expert; the merged model stands in for the rest from now on.
 
     The log gets the plan in short.
 
     Args:
         run: The run, which has read nothing yet.
-        sources: Each expert's weights.
         merged: The merged model's tensors, which stay as they are.
 
     Returns:
@@ -45,20 +41,20 @@ def plan_reads(
     Raises:
         CalibrationError: If the limit cannot be kept.
     """
-    plan = _make(run, sources)
+    plan = _make(run)
     omitted = {} if plan is None else plan.omitted
     for task, expert in run.experts.items():
         stood_in = {expert.keys[name]: merged[name] for name in omitted.get(task, ())}
-        sources[task].serve(stood_in)
+        run.sources[task].serve(stood_in)
     run.log.add("plan", _record(run, plan))
     return plan
 
 
-def _make(run: Run, sources: Mapping[str, LedgerSource]) -> ReadPlan | None:
+def _make(run: Run) -> ReadPlan | None:
     budget = run.settings.expert_read_budget
     mine: dict[str, Reading] | None = None
     try:
-        mine = _readings(run, sources)
+        mine = _readings(run)
     except CalibrationError:
         if budget is not None:
             raise
@@ -70,14 +66,14 @@ def _make(run: Run, sources: Mapping[str, LedgerSource]) -> ReadPlan | None:
     return full if budget is None else make_plan(readings, budget_in_bytes(budget, full.full))
 
 
-def _readings(run: Run, sources: Mapping[str, LedgerSource]) -> dict[str, Reading]:
+def _readings(run: Run) -> dict[str, Reading]:
     """Each expert's reads without a limit."""
     merged = run.merged_at() if run.merges else {}
     visits = [Visit(place, [*merged.get(place, ()), *run.needed_at(place)]) for place in run.places]
     blocks = list(chain.from_iterable(run.stages))
     found: dict[str, Reading] = {}
     for name, expert in run.experts.items():
-        sizes = {key: known_bytes(sources[name], key) for key in expert.keys.values()}
+        sizes = {key: known_bytes(run.sources[name], key) for key in expert.keys.values()}
         place = run.shares.tasks.index(name)
         found[name] = reading_of(place, visits, blocks, expert.keys, sizes.__getitem__)
     return found

@@ -19,7 +19,7 @@ from fusion_bench_featcal.engine.recording import Recorder
 from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.experts import ExpertModel, names_under
 from fusion_bench_featcal.families import Family
-from fusion_bench_featcal.reads.ledger import ReadLedger, stage_place
+from fusion_bench_featcal.reads.ledger import LedgerSource, ReadLedger, stage_place
 from fusion_bench_featcal.settings import FeatCalSettings
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -33,6 +33,8 @@ class Run:
     what is worked on, `example` is the first batch's inputs without entries.
 
     Attributes:
+        sources: The weights that base and experts read, whose reads are counted.
+        kernel: What multiplies float32 matrices on the CPU.
         merges: Whether the merged model is completed on the way; then each place is prepared.
         prepare: Called with every place before its first visit.
     """
@@ -40,8 +42,10 @@ class Run:
     model: nn.Module
     base: ExpertModel | None
     experts: dict[str, ExpertModel]
+    sources: dict[str, LedgerSource]
     family: Family
     settings: FeatCalSettings
+    kernel: str
     autocast: Autocast
     progress: Any
     log: CalibrationLog
@@ -54,6 +58,11 @@ class Run:
     reads: ReadLedger = field(default_factory=ReadLedger)
     merges: bool = False
     prepare: Callable[[str], None] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where is computed."""
+        return device_of(self.model)
 
     def enter(self, place: str) -> None:
         """Come to a block, or to what comes before a stage's blocks."""
@@ -138,6 +147,11 @@ def copied(model: nn.Module, device: torch.device, *, in_place: bool = False) ->
     with naming_memory(device, lambda: "the copy of the merged model", lambda: advice):
         model = model if in_place else copy.deepcopy(model)
         return model.to(device).eval().requires_grad_(False)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next(model.parameters()).device
 
 
 def room_of_a_visit(model: nn.Module, modules: Mapping[str, BlockModules]) -> int:

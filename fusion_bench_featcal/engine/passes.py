@@ -1,0 +1,117 @@
+"""Passes of one task's samples through one block, of the calibrated model and of the expert."""
+
+import time
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
+from fusion_bench_featcal.engine.ahead import expect_after
+from fusion_bench_featcal.engine.block import BlockSums
+from fusion_bench_featcal.engine.precision import exact_products
+from fusion_bench_featcal.engine.recording import Recording
+from fusion_bench_featcal.engine.run import Run
+from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.engine.task_sums import TaskSums
+from fusion_bench_featcal.engine.together import combine_task
+from fusion_bench_featcal.engine.visits import Visit
+
+
+def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSums | None) -> Visit:
+    """Sum one task's module inputs over its batches and fold them into the block's sums."""
+    start, expert = time.perf_counter(), run.experts[task]
+    sites = run.modules[block].sites
+    demo = run.settings.token_weights == "demo_last_block" and block == run.stages[-1][-1]
+    drift: list[DriftSums] = []
+    rows = 0
+    run.at(f"{block} · {task}")
+    expect_after(run, block, task)
+    with expert.loaded(run.needed_by(block)) as expert_model:
+        sums = TaskSums(
+            block,
+            task,
+            sites,
+            demo_weights=demo,
+            mix_alpha=run.settings.mix_alpha,
+            expert=expert_model,
+            # processes that share a task must sum alike, however many batches each has
+            batches=0 if run.shares.divided else len(batches),
+        )
+        for batch in batches:
+            hidden, _, cal = _run_recorded(run, run.model, block, batch.cal, to_end=False)
+            exp = None
+            if run.uses_expert_features:
+                exp = run_expert(run, expert_model, block, batch)
+            if run.settings.log_drift and batch.exp_hidden is not None:
+                drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
+            rows += _rows(batch.cal.hidden if hidden is None else hidden, batch.valid)
+            with exact_products():
+                sums.add(run.model, cal, exp, batch.valid, batch.other)
+        with exact_products():
+            combine_task(sums, run.device, run.processes, run.shares)
+            if into is not None:
+                into.add(sums, expert_model)
+    run.progress.update()
+    return Visit(
+        samples=sum(batch.samples for batch in batches),
+        rows=rows,
+        seconds=time.perf_counter() - start,
+        expert_bytes=run.reads.read(task, block),
+        before=drift,
+    )
+
+
+def run_expert(run: Run, expert: nn.Module, block: str, batch: Batch) -> Recording:
+    """Run the expert's block on a batch; what its modules received.
+
+    Some modules compute otherwise where they have hooks: a restored block runs with them too.
+    """
+    last = any(block == stage[-1] for stage in run.stages)
+    hidden, batch.exp, recording = _run_recorded(run, expert, block, batch.exp, to_end=not last)
+    batch.exp_hidden = hidden if run.settings.log_drift else None
+    return recording
+
+
+def _run_recorded(
+    run: Run, model: nn.Module, block: str, call: Any, *, to_end: bool
+) -> tuple[Any, Any, Recording]:
+    """Run a block; its output and what the next receives, None where the pass could end before.
+
+    With `to_end` false nobody needs them but the drift's record.
+    """
+
+    def step() -> tuple[Any, Any]:
+        with run.autocast():
+            return run.family.step(model, block, call)
+
+    sites = run.modules[block].sites
+    may_stop = getattr(run.family, "same_calls", False)
+    needs_output = to_end or run.settings.log_drift or not may_stop
+    output, recording = run.recorder.record(
+        model,
+        [site.name for site in sites],
+        step,
+        needs_output=needs_output,
+        outputs_of=[site.name for site in sites if site.narrows(model)] if to_end else (),
+    )
+    hidden, following = output or (None, None)
+    return hidden, following, recording
+
+
+def advance(run: Run, block: str, batches: list[Batch]) -> list[DriftSums]:
+    """Run the updated block, whose outputs the next block receives; the drift that is left."""
+    drift: list[DriftSums] = []
+    last = block == run.stages[-1][-1]
+    for batch in batches:
+        if last and not run.settings.log_drift:
+            break
+        with run.autocast():
+            hidden, batch.cal = run.family.step(run.model, block, batch.cal)
+        if run.settings.log_drift and batch.exp_hidden is not None:
+            drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
+        batch.exp_hidden = None
+    return drift
+
+
+def _rows(hidden: Tensor, valid: Tensor | None) -> int:
+    return hidden.shape[:-1].numel() if valid is None else int((valid > 0).sum())
