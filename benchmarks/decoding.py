@@ -10,6 +10,7 @@ memory is the largest growth of the resident set meanwhile; batches are let go a
 
 import argparse
 import io
+import os
 import platform
 import sys
 import tempfile
@@ -21,6 +22,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+# A process that is forked from one with OpenMP threads hangs at its first parallel operation.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import psutil
