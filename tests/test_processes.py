@@ -9,7 +9,7 @@ import pytest
 import torch
 from calibrations import PAPER, assert_same, cast, replay, settings_of
 from process_group import in_processes
-from tiny_models import Suite, clip_suite, gpt2_suite, normal
+from tiny_models import Suite, clip_suite, gpt2_suite
 from tiny_t5 import ROUNDING, t5_suite
 from tricky_models import SharesSometimes, stack_suite
 
@@ -66,15 +66,14 @@ def assert_one_model(found: list[CalibrationResult]) -> None:
             assert torch.equal(value, first[name]), name
 
 
-def shares_sometimes() -> Suite:
-    """Its second task's modules share no inputs, its first one's do in the first batch only."""
-    suite = stack_suite(SharesSometimes)
-    suite.inputs["task_1"] = [batch[:1] for batch in suite.inputs["task_1"][0].split(1)]
-    size = len(suite.inputs["task_1"])
-    suite.inputs["task_0"] = [normal(9, size - 1, 4), normal(8, 1, 4)]
+def shares_sometimes(*sizes: int) -> Suite:
+    """Its second task's modules share no inputs, its first one's do in batches of more than two."""
+    suite = stack_suite(SharesSometimes, sizes=sizes)
+    suite.inputs["task_1"] = list(torch.cat(suite.inputs["task_1"]).split(1))
     return suite
 
 
+SHARING = {"family": replay(stack_suite(SharesSometimes))}
 CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], float]] = {
     # more processes than tasks: a task's batches are divided, and one process may have none
     "clip": (clip_suite, {}, (2, 5), 1e-12),
@@ -83,12 +82,8 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], flo
     "no expert features": (clip_suite, {"mix_alpha": 0.0, "log_drift": False}, (4,), 1e-12),
     "t5": (t5_suite, {}, (2, 3), ROUNDING),
     "gpt2": (gpt2_suite, {"family": replay(gpt2_suite()), "modules": ["h.1.*"]}, (2,), 1e-12),
-    "groups differ": (
-        shares_sometimes,
-        {"family": replay(stack_suite(SharesSometimes))},
-        (2, 4),
-        1e-12,
-    ),
+    "tasks share otherwise": (lambda: shares_sometimes(5, 3), SHARING, (2,), 1e-12),
+    "batches share otherwise": (lambda: shares_sometimes(5, 1), SHARING, (4,), 1e-12),
 }
 
 
