@@ -3,9 +3,10 @@
 from fusion_bench_featcal.engine.run import Run
 from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.plan.constants import constants
+from fusion_bench_featcal.plan.inputs import without_masks
 from fusion_bench_featcal.plan.memory import predict_memory
 from fusion_bench_featcal.plan.show import advice
-from fusion_bench_featcal.plan.work import count_work, without_masks
+from fusion_bench_featcal.plan.work import count_work
 
 GENERAL = (
     "Lower method.batch_size or method.samples_per_task, or set method.activations=disk or "

@@ -12,6 +12,7 @@ from fusion_bench_featcal.engine.activations import HOST_SHARE
 from fusion_bench_featcal.engine.memory import free_bytes
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan.constants import Constants, constants
+from fusion_bench_featcal.plan.inputs import example_inputs
 from fusion_bench_featcal.plan.memory import Memory, predict_memory, read_bytes
 from fusion_bench_featcal.plan.rates import Rates
 from fusion_bench_featcal.plan.seconds import Machine, predict_stages
@@ -174,36 +175,6 @@ def count(request: Request) -> Work:
         tensors = request.model.state_dict()
         stored = {name: t.numel() * request.itemsize for name, t in tensors.items()}
     return count_work(request.model, inputs, settings, stored=stored)
-
-
-def example_inputs(model: nn.Module, samples: int, length: int, target_length: int) -> Any:
-    """A batch of a model's inputs without entries.
-
-    Args:
-        model: The model.
-        samples: Samples in the batch.
-        length: Tokens of a text.
-        target_length: Tokens of an encoder-decoder's target.
-
-    Returns:
-        The inputs, on the meta device.
-
-    Raises:
-        ValueError: If they cannot be told from the model's config.
-    """
-    config: Any = getattr(model, "config", None)
-    if config is None:
-        raise ValueError(
-            f"{type(model).__name__} has no config that tells its inputs; featcal plan knows the "
-            "models of transformers"
-        )
-    if hasattr(config, "image_size"):
-        side, channels = config.image_size, getattr(config, "num_channels", 3)
-        return {"pixel_values": torch.empty(samples, channels, side, side, device="meta")}
-    ids = torch.empty(samples, length, dtype=torch.long, device="meta")
-    if getattr(config, "is_encoder_decoder", False):
-        return {"input_ids": ids, "labels": ids.new_empty(samples, target_length)}
-    return {"input_ids": ids}
 
 
 def _widest(work: Work) -> tuple[str, ...]:

@@ -218,20 +218,8 @@ def _count_block(
     shapes = {
         s.name: tuple(s.oriented(model.get_parameter(s.weight_name)).shape) for s in modules.sites
     }
-    together: dict[Any, list[str]] = {}
-    for site in modules.sites:
-        if site.kind == "linear" and site.name in seen.keys:
-            together.setdefault(seen.keys[site.name], []).append(site.name)
-    groups = tuple(
-        Group(
-            shapes[names[0]][1],
-            tuple(shapes[n][0] for n in names),
-            seen.rows[names[0]],
-            tuple(n.removeprefix(f"{block}.") for n in names),
-            outputs_noted=not last and hidden.element_size() >= 4,
-        )
-        for names in together.values()
-    )
+    linear = [s.name for s in modules.sites if s.kind == "linear" and s.name in seen.keys]
+    noted = not last and hidden.element_size() >= 4
     own = [(s, s.weight_name) for s in modules.sites]
     own += [(s, s.bias_name) for s in modules.sites if s.has_bias]
     parameters = model.get_submodule(block).parameters()
@@ -239,7 +227,7 @@ def _count_block(
         name=block,
         counts=counts,
         until_last=until_last,
-        groups=groups,
+        groups=_groups(block, linear, shapes, seen, noted),
         norms=tuple(
             (shapes[s.name][0], seen.rows[s.name]) for s in modules.sites if s.kind == "norm"
         ),
@@ -250,6 +238,29 @@ def _count_block(
         calls=size_of(following),
     )
     return work, following
+
+
+def _groups(
+    block: str,
+    linear: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    seen: _Seen,
+    outputs_noted: bool,
+) -> tuple[Group, ...]:
+    """The linear modules by the input that they share."""
+    together: dict[Any, list[str]] = {}
+    for name in linear:
+        together.setdefault(seen.keys[name], []).append(name)
+    return tuple(
+        Group(
+            width=shapes[names[0]][1],
+            outputs=tuple(shapes[name][0] for name in names),
+            rows=seen.rows[names[0]],
+            names=tuple(name.removeprefix(f"{block}.") for name in names),
+            outputs_noted=outputs_noted,
+        )
+        for names in together.values()
+    )
 
 
 def _recorded(
@@ -285,18 +296,3 @@ def _values(inputs: Any) -> list[Any]:
     if isinstance(inputs, Mapping):
         return list(inputs.values())
     return list(inputs) if isinstance(inputs, tuple | list) else [inputs]
-
-
-def without_masks(inputs: Any) -> Any:
-    """A batch on the meta device without masks: their entries decide nothing that is counted.
-
-    Models look at a mask's entries, which the meta device does not have.
-    """
-    if isinstance(inputs, Mapping):
-        kept = {k: v for k, v in inputs.items() if not k.endswith("attention_mask")}
-        return {key: _empty(value) for key, value in kept.items()}
-    return tuple(map(_empty, inputs)) if isinstance(inputs, tuple | list) else _empty(inputs)
-
-
-def _empty(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value

@@ -16,8 +16,9 @@ from torch import Tensor
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.engine import activations, places
 from fusion_bench_featcal.engine.activations import Activations, open_activations
-from fusion_bench_featcal.engine.places import DiskPlace, HostPlace, OnDevice, PlainTransfers
+from fusion_bench_featcal.engine.places import DiskPlace, HostPlace, OnDevice
 from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.engine.transfers import PlainTransfers
 from fusion_bench_featcal.families.base import BlockCall
 
 CPU = torch.device("cpu")

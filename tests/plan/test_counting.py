@@ -9,7 +9,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.plan.counting import counted, size_of
-from fusion_bench_featcal.plan.prediction import example_inputs
+from fusion_bench_featcal.plan.inputs import example_inputs
 from fusion_bench_featcal.plan.work import Group, count_work
 from fusion_bench_featcal.preflight import empty_model
 

@@ -25,13 +25,14 @@ from fusion_bench_featcal.engine.places import DiskPlace
 from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.plan import prediction
 from fusion_bench_featcal.plan.constants import Constants, constants
+from fusion_bench_featcal.plan.inputs import example_inputs, without_masks
 from fusion_bench_featcal.plan.levers import with_levers
 from fusion_bench_featcal.plan.memory import predict_memory, read_bytes
-from fusion_bench_featcal.plan.prediction import Request, example_inputs, predict
+from fusion_bench_featcal.plan.prediction import Request, predict
 from fusion_bench_featcal.plan.rates import Rates, measure_rates
 from fusion_bench_featcal.plan.seconds import STEPS, Machine, predict_seconds
 from fusion_bench_featcal.plan.show import advice, one_line, show_plan, warnings_of
-from fusion_bench_featcal.plan.work import count_work, without_masks
+from fusion_bench_featcal.plan.work import count_work
 from fusion_bench_featcal.preflight import empty_model
 
 CPU = torch.device("cpu")
