@@ -1,0 +1,160 @@
+"""The engine beside the straightforward implementation: time and peak memory, from one run.
+
+    python benchmarks/engine_speed.py --layers 2 --samples 32 --repeats 3
+    python benchmarks/engine_speed.py --layers 12 --samples 4 --repeats 1     # for peak memory
+
+Both sides run in turn, each in a process of its own, on the same stored models; what is measured
+begins with reading them and ends with the calibrated model. The least CPU seconds and wall seconds
+of several turns are compared (a machine that does something else besides gives the former more
+faithfully), the largest peak of resident memory, and the results.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import load_file, save_file
+from speed_models import Shape, load
+from straightforward import calibrate_plainly, gemm_rate
+from torch import nn
+
+from fusion_bench_featcal import SafetensorsExpert, calibrate
+
+SIDES = ("plain", "engine")
+
+
+def run_plain(shape: Shape, folder: Path, tasks: list[str]) -> nn.Module:
+    """The straightforward implementation."""
+    models = {name: load(shape, folder / name) for name in ("merged", "base", *tasks)}
+    merged, base = models.pop("merged"), models.pop("base")
+    data = {task: shape.batches(task) for task in tasks}
+    calibrate_plainly(merged, base, models, data, shape.settings())
+    return merged
+
+
+def run_engine(shape: Shape, folder: Path, tasks: list[str], log_drift: bool) -> nn.Module:
+    """The package's engine, experts streamed from their files."""
+    sources = {name: SafetensorsExpert(folder / name) for name in ("base", *tasks)}
+    return calibrate(
+        load(shape, folder / "merged"),
+        sources.pop("base"),
+        sources,
+        {task: shape.batches(task) for task in tasks},
+        shape.settings(log_drift=log_drift),
+        progress=False,
+        in_place=True,
+    ).model
+
+
+def child(side: str, shape: Shape, folder: Path, log_drift: bool) -> None:
+    """Run one side and print what it took as JSON."""
+    tasks = sorted(path.name for path in folder.glob("task_*"))
+    rate = gemm_rate(shape)
+    start, cpu = time.perf_counter(), time.process_time()
+    if side == "plain":
+        model = run_plain(shape, folder, tasks)
+    else:
+        model = run_engine(shape, folder, tasks, log_drift)
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    rate = max(rate, gemm_rate(shape))
+    save_file(
+        {n: p.contiguous() for n, p in model.named_parameters()}, folder / f"{side}.safetensors"
+    )
+    print(json.dumps({"wall": wall, "cpu": cpu, "peak": peak, "rate": rate}))
+
+
+def prepare(shape: Shape, folder: Path) -> None:
+    """Write the models, in a process that ends before anything is measured."""
+    code = "import sys; from pathlib import Path; from speed_models import Shape, write_models\n"
+    code += f"write_models({shape!r}, Path({str(folder)!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def measure(side: str, shape: Shape, folder: Path, log_drift: bool) -> dict[str, float]:
+    """One side's turn."""
+    command = [sys.executable, __file__, f"--side={side}", f"--folder={folder}", *shape.arguments()]
+    command += ["--log-drift"] if log_drift else []
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def largest_difference(folder: Path) -> tuple[float, str]:
+    """Largest relative difference of a parameter between the sides, in norm, and its name."""
+    one, other = (load_file(folder / f"{side}.safetensors") for side in SIDES)
+    return max(
+        (float((one[n].double() - other[n]).norm() / one[n].double().norm()), n) for n in one
+    )
+
+
+def table(shape: Shape, turns: dict[str, list[dict[str, float]]]) -> str:
+    """The sides in Markdown, and their ratios."""
+    least = {s: {k: min(t[k] for t in turns[s]) for k in ("wall", "cpu")} for s in SIDES}
+    peak = {s: max(t["peak"] for t in turns[s]) / 1e9 for s in SIDES}
+    lines = ["| | wall seconds | CPU seconds | peak RSS, GB |", "|---|--:|--:|--:|"]
+    names = {"plain": "straightforward", "engine": "this engine"}
+    for side in SIDES:
+        cells = f"{least[side]['wall']:.1f} | {least[side]['cpu']:.1f} | {peak[side]:.2f} |"
+        lines.append(f"| {names[side]} | {cells}")
+    plain, ours = least["plain"], least["engine"]
+    ratios = [plain["wall"] / ours["wall"], plain["cpu"] / ours["cpu"]]
+    ratios.append(peak["plain"] / peak["engine"])
+    lines.append("| **ratio** | " + " | ".join(f"**{ratio:.2f}**" for ratio in ratios) + " |")
+    rate = max(turn["rate"] for side in SIDES for turn in turns[side])
+    bound = shape.plain_flops() / rate
+    lines.append(
+        f"\nStraightforward: {shape.plain_flops() / 1e12:.2f} TFLOP at {rate / 1e9:.0f} GFLOP "
+        f"per CPU second take {bound:.1f} CPU seconds; it takes {plain['cpu'] / bound:.2f} times "
+        "that."
+    )
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    Shape.add_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=2, help="turns of each side")
+    parser.add_argument("--log-drift", action="store_true", help="the engine measures drift too")
+    parser.add_argument("--out", type=Path, help="also append the table to this Markdown file")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Let the sides take turns; print the comparison."""
+    options = parse()
+    shape = Shape.of(options)
+    if options.side:
+        child(options.side, shape, options.folder, options.log_drift)
+        return
+    with TemporaryDirectory() as folder:
+        prepare(shape, Path(folder))
+        turns: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        for _ in range(options.repeats):
+            for side in SIDES:
+                turns[side].append(measure(side, shape, Path(folder), options.log_drift))
+        difference, name = largest_difference(Path(folder))
+    report = (
+        f"{shape}, drift {'logged' if options.log_drift else 'not logged'}; {platform.machine()}, "
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}; "
+        f"least of {options.repeats}\n\n{table(shape, turns)}\n"
+        f"Largest relative difference of a parameter: {difference:.1e} ({name}).\n"
+    )
+    print(report)
+    if options.out:
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(f"\n{report}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Algorithm 1 written down plainly, for the engine to be measured against.
+
+    python benchmarks/straightforward.py --model vit-b-32 --samples 32
+
+Whole experts in memory; every module has its own statistics of every task, kept until the block is
+solved by LU in float32; whole blocks are run, the last one too. Only how a block is called is the
+package's (its families), so that both sides run the same forward passes. Run alone it prints its
+FLOPs, the measured GEMM rate, and how close it comes to the bound that the two make: it is meant to
+be plain, not slow. `engine_speed.py` compares the engine with it.
+"""
+
+import argparse
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from speed_models import BATCH, Shape, load, write_models
+from torch import Tensor, nn
+
+from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal.families import resolve_family
+
+Sums = list[Tensor]
+
+
+@contextmanager
+def inputs_of(model: nn.Module, names: Iterable[str]):
+    """Record, as rows, what the named modules receive."""
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str) -> Any:
+        return lambda _, args: seen.update({name: args[0].reshape(-1, args[0].shape[-1])})
+
+    handles = [model.get_submodule(n).register_forward_pre_hook(note(n)) for n in names]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def modules_of(model: nn.Module, block: str, kind: type[nn.Module]) -> list[str]:
+    """Names of a block's modules of one class."""
+    inside = model.get_submodule(block).named_modules()
+    return [f"{block}.{name}" for name, module in inside if isinstance(module, kind)]
+
+
+def add_linear(sums: Sums, x_cal: Tensor, x_exp: Tensor, mix: float) -> Sums:
+    """Add one batch to a module's sums (Eqs. 13, 51): gram, cross, sums of rows, count."""
+    width = x_cal.shape[1]
+    shapes = ((width, width), (width, width), (width,), (width,), ())
+    sums = sums or [torch.zeros(shape) for shape in shapes]
+    target = torch.lerp(x_cal, x_exp, mix)
+    sums[0].addmm_(x_cal.T, x_cal)
+    sums[1].addmm_(target.T, x_cal)
+    for total, new in zip(sums[2:], (x_cal.sum(0), target.sum(0), len(x_cal)), strict=True):
+        total += new
+    return sums
+
+
+def add_norm(sums: Sums, x_cal: Tensor, norm: nn.LayerNorm) -> Sums:
+    """Add one batch to a LayerNorm's sums (Eq. 56): squares, values, count."""
+    z = nn.functional.layer_norm(x_cal, x_cal.shape[-1:], eps=norm.eps)
+    sums = sums or [torch.zeros(z.shape[1]), torch.zeros(z.shape[1]), torch.zeros(())]
+    for total, new in zip(sums, ((z * z).sum(0), z.sum(0), len(z)), strict=True):
+        total += new
+    return sums
+
+
+def solve_linear(
+    sums: Mapping[str, Sums],
+    experts: Mapping[str, Any],
+    merged: Any,
+    base: Any,
+    settings: FeatCalSettings,
+) -> list[Tensor]:
+    """Weight and, where there is one, bias of a module (Eqs. 14, 17, 51-55)."""
+    rho, ridge_lambda, eps = settings.anchor_rho, settings.ridge_lambda, settings.eps
+    anchor = rho * merged.weight + (1 - rho) * base.weight
+    system = (ridge_lambda + eps) * torch.eye(anchor.shape[1])
+    right = ridge_lambda * anchor
+    task_weights = {}
+    for task, (gram, cross, _, _, count) in sums.items():
+        # the norm of row norms: torch's own float32 norm of a large matrix is 4e-4 off
+        norm = torch.linalg.vector_norm(torch.linalg.vector_norm(gram, dim=1)) / count
+        task_weights[task] = 1 / norm.clamp_min(eps)
+        system.add_(gram, alpha=float(task_weights[task] / count))
+        right.add_(experts[task].weight @ cross, alpha=float(task_weights[task] / count))
+    solved = torch.linalg.solve(system, right, left=False)
+    if merged.bias is None:
+        return [solved]
+    bias = ridge_lambda * (rho * merged.bias + (1 - rho) * base.bias)
+    for task, (_, _, sum_cal, sum_target, count) in sums.items():
+        wanted = experts[task].bias + experts[task].weight @ (sum_target / count)
+        bias = bias + task_weights[task] * (wanted - solved @ (sum_cal / count))
+    return [solved, bias / (sum(task_weights.values()) + ridge_lambda)]
+
+
+def solve_norm(
+    sums: Mapping[str, Sums],
+    experts: Mapping[str, Any],
+    merged: Any,
+    base: Any,
+    settings: FeatCalSettings,
+) -> list[Tensor]:
+    """Gain and shift of one LayerNorm (Eqs. 56-59)."""
+    rho, ridge_lambda = settings.anchor_rho, settings.ridge_lambda
+    a11 = ridge_lambda + sum(square / count for square, _, count in sums.values())
+    a12 = sum(total / count for _, total, count in sums.values())
+    a22 = ridge_lambda + len(sums)
+    gain = ridge_lambda * (rho * merged.weight + (1 - rho) * base.weight)
+    shift = ridge_lambda * (rho * merged.bias + (1 - rho) * base.bias)
+    for task, (square, total, count) in sums.items():
+        gain = gain + square / count * experts[task].weight + total / count * experts[task].bias
+        shift = shift + total / count * experts[task].weight + experts[task].bias
+    determinant = (a22 * a11 - a12 * a12).clamp_min(settings.eps)
+    return [(a22 * gain - a12 * shift) / determinant, (a11 * shift - a12 * gain) / determinant]
+
+
+def calibrate_block(
+    model: Any, base: Any, experts: Mapping[str, Any], streams: Any, block: str, plan: Any
+) -> None:
+    """One turn of Algorithm 1's loop; the streams move on to the next block."""
+    family, settings = plan
+    linear = modules_of(model, block, nn.Linear)
+    norms = modules_of(model, block, nn.LayerNorm) if settings.calibrate_norm else []
+    sums: dict[str, dict[str, Sums]] = {name: {} for name in [*linear, *norms]}
+    for task, pairs in streams.items():
+        for pair in pairs:
+            with inputs_of(model, [*linear, *norms]) as x_cal:
+                family.step(model, block, pair[0])
+            with inputs_of(experts[task], linear) as x_exp:
+                _, pair[1] = family.step(experts[task], block, pair[1])
+            for name in linear:
+                known = sums[name].get(task, [])
+                sums[name][task] = add_linear(known, x_cal[name], x_exp[name], settings.mix_alpha)
+            for name in norms:
+                known = sums[name].get(task, [])
+                sums[name][task] = add_norm(known, x_cal[name], model.get_submodule(name))
+    updates = {}
+    for name in sums:
+        sides = {task: experts[task].get_submodule(name) for task in experts}
+        solve = solve_linear if name in linear else solve_norm
+        merged = model.get_submodule(name)
+        updates[name] = solve(sums[name], sides, merged, base.get_submodule(name), settings)
+    for name, values in updates.items():
+        for parameter, value in zip(model.get_submodule(name).parameters(), values, strict=True):
+            parameter.copy_(value)
+    for pairs in streams.values():
+        for pair in pairs:
+            _, pair[0] = family.step(model, block, pair[0])
+
+
+@torch.no_grad()
+def calibrate_plainly(
+    merged: Any,
+    base: Any,
+    experts: Mapping[str, Any],
+    batches: Mapping[str, Any],
+    settings: FeatCalSettings,
+) -> None:
+    """Calibrate the merged model in place, stage by stage, block by block."""
+    family = resolve_family("auto", merged)
+    for stage in family.stages(merged):
+        streams = {
+            task: [[family.begin(m, b, stage[0]) for m in (merged, experts[task])] for b in data]
+            for task, data in batches.items()
+        }
+        for block in stage:
+            calibrate_block(merged, base, experts, streams, block, (family, settings))
+
+
+def main() -> None:
+    """Run it once; print FLOPs, GEMM rate, bound and how close it comes."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    shape = Shape.from_arguments(parser)
+    rate = gemm_rate(shape)
+    with TemporaryDirectory() as folder, torch.no_grad():
+        names = write_models(shape, Path(folder))
+        start = time.process_time()
+        models = {name: load(shape, Path(folder) / name) for name in names}
+        merged, base = models.pop("merged"), models.pop("base")
+        data = {task: shape.batches(task) for task in models}
+        calibrate_plainly(merged, base, models, data, shape.settings())
+        seconds = time.process_time() - start
+    rate = max(rate, gemm_rate(shape))
+    bound = shape.plain_flops() / rate
+    print(f"{shape}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"{shape.plain_flops() / 1e12:.2f} TFLOP, {rate / 1e9:.0f} GFLOP per CPU second")
+    print(f"{seconds:.1f} CPU seconds, bound {bound:.1f}: {seconds / bound:.2f} times the bound")
+
+
+def gemm_rate(shape: Shape, tries: int = 5) -> float:
+    """FLOP per CPU second of the widest linear map on one batch, the best of several."""
+    x, weight = (
+        torch.randn(BATCH * shape.tokens, shape.width),
+        torch.randn(shape.inner, shape.width),
+    )
+    seconds = []
+    for _ in range(tries):
+        start = time.process_time()
+        x @ weight.T
+        seconds.append(time.process_time() - start)
+    return 2 * x.numel() * shape.inner / min(seconds)
+
+
+if __name__ == "__main__":
+    main()
