@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], flo
     "one task": (lambda: clip_suite(tasks=1), {}, (3,), 1e-12),
     "float32": (lambda: clip_suite().to(torch.float32), {}, (2,), 1e-5),
     "no expert features": (clip_suite, {"mix_alpha": 0.0, "log_drift": False}, (4,), 1e-12),
-    "t5": (t5_suite, {}, (2, 3), ROUNDING),
+    "t5": (t5_suite, {}, (2,), ROUNDING),
     "gpt2": (gpt2_suite, {"family": replay(gpt2_suite()), "modules": ["h.1.*"]}, (2,), 1e-12),
     "tasks share otherwise": (lambda: shares_sometimes(5, 3), SHARING, (2,), 1e-12),
     "batches share otherwise": (lambda: shares_sometimes(5, 1), SHARING, (4,), 1e-12),
