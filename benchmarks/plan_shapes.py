@@ -87,6 +87,8 @@ FIT = [
     Shape("llama", 512, 2, 2, 32, 64, 8),
     Shape("llama", 1024, 2, 2, 16, 64, 8),
     Shape("clip", 512, 2, 4, 32, 49, mix_alpha=0.0, log_drift=False),
+    Shape("llama", 512, 3, 3, 48, 64, 8, mix_alpha=0.0),
+    Shape("llama", 896, 2, 2, 32, 48, 4),
 ]
 """Constants are fitted on these."""
 
