@@ -187,7 +187,7 @@ def test_read_budget_is_refused_where_an_expert_is_loaded_whole(tmp_path: Path) 
         FeatCalAlgorithm(base_method=merger, presets=presets).run(suite_pool(models=models))
     inputs: Any = SimpleNamespace(
         modelpool=suite_pool(models=models), processor=image.load_processor(),
-        fabric=SimpleNamespace(device=torch.device("cpu")),
+        fabric=SimpleNamespace(device=torch.device("cpu")), images=None,
     )  # fmt: skip
     with pytest.raises(CalibrationError, match=refusal):
         FeatCal(expert_read_budget="50%", samples_per_task=4).check(inputs)

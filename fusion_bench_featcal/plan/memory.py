@@ -124,6 +124,7 @@ def _solving(group: Group, settings: FeatCalSettings, entry: int) -> int:
 
 def read_bytes(work: Work, settings: FeatCalSettings, tasks: int) -> int:
     """Bytes that are read from experts, as the log counts them."""
-    both = settings.mix_alpha > 0 or settings.log_drift
-    stems = sum(stage.read for stage in work.stages) if both else 0
+    if settings.mix_alpha == 0 and not settings.log_drift:  # experts do not run
+        return tasks * sum(block.anchored for block in work.blocks)
+    stems = sum(stage.read for stage in work.stages)
     return tasks * (stems + sum(block.read for block in work.blocks))
