@@ -111,7 +111,7 @@ def test_float64_solves_are_predicted_where_lambda_is_small(rates: Rates):
 def test_levers_lower_something_and_are_shown(rates: Rates):
     model = t5_model(width=512).to("meta")
     settings = FeatCalSettings(samples_per_task=64, max_length=64)
-    request = Request(model, settings, tasks=3, length=64, held=4)
+    request = Request(model, settings, tasks=3, length=64, held=40)
     plan = with_levers(request, rates, predict(request, rates))
     found = {lever.setting: lever for lever in plan.levers}
     assert {"stream_experts=true", "activations=disk", "max_length=32"} <= set(found)
