@@ -61,7 +61,7 @@ def test_bytes_are_those_of_the_run(
     changes = {"samples_per_task": 2 * size, "batch_size": size, "mix_alpha": mix_alpha}
     settings = settings_of(PAPER, suite, log_drift=mix_alpha > 0, **changes)
     opened = Activations([DiskPlace(str(tmp_path))])
-    monkeypatch.setattr("fusion_bench_featcal.calibration.open_activations", lambda *_: opened)
+    monkeypatch.setattr("fusion_bench_featcal.engine.start.open_activations", lambda *_: opened)
     experts: dict[str, Any] = {}
     for task, expert in suite.experts.items():
         expert.save_pretrained(tmp_path.parent / name / task)  # type: ignore[operator]
