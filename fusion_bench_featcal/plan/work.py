@@ -1,7 +1,7 @@
 """What a calibration will do, block by block, counted on a model without weights."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
 from fusion_bench_featcal.engine.run import leading_to, needed_by
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.families.base import stop_forward, stoppable
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.plan.counting import Counts, counted, size_of
+from fusion_bench_featcal.plan.passes import Seen, recorded
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -152,7 +152,7 @@ def count_work(
             known: dict[Any, BlockWork] = {}
             for place, block in enumerate(stage):
                 last = block == stage[-1]
-                needed = _size(read, needed_by(shown, family, block), shown)
+                needed = _size(read, _needed(shown, family, block, modules[block], settings), shown)
                 kind = last, _kind_of(shown, block, modules[block])
                 if kind in known:
                     blocks.append(replace(known[kind], name=block, read=needed))
@@ -172,28 +172,24 @@ def count_work(
     )
 
 
+def _needed(
+    model: nn.Module, family: Any, block: str, modules: BlockModules, settings: FeatCalSettings
+) -> list[str]:
+    """What a visit reads: the whole block where the expert runs, else what gets new values."""
+    if settings.mix_alpha > 0 or settings.log_drift:
+        return needed_by(model, family, block)
+    return [
+        name
+        for site in modules.sites
+        for name in site.names
+        if site.kind == "norm" or name == site.weight_name or settings.calibrate_bias
+    ]
+
+
 def _kind_of(model: nn.Module, block: str, modules: BlockModules) -> Any:
     """What makes two blocks do the same: their parameters' shapes, and what is calibrated."""
     shapes = tuple((n, tuple(p.shape)) for n, p in model.get_submodule(block).named_parameters())
     return shapes, tuple(site.name.removeprefix(block) for site in modules.sites)
-
-
-@dataclass
-class _Seen:
-    """Inputs of a block's modules, in one pass."""
-
-    keys: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
-    alive: list[Tensor] = field(default_factory=list)
-    stop_after: int | None = None
-
-    def note(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        value = args[0] if args else next(iter(kwargs.values()))
-        self.alive.append(value)  # the engine keeps it too, until it is summed
-        self.keys[name] = (*self.keys.get(name, ()), (id(value), value._version))
-        self.rows[name] = self.rows.get(name, 0) + value.shape[:-1].numel()
-        if len(self.alive) == self.stop_after:
-            raise stop_forward()
 
 
 def _count_block(
@@ -207,14 +203,14 @@ def _count_block(
     last: bool,
 ) -> tuple[BlockWork, Any]:
     names = [site.name for site in modules.sites]
-    seen = _Seen()
-    (hidden, following), counts = _recorded(
+    seen = Seen()
+    (hidden, following), counts = recorded(
         model, names, seen, lambda: family.step(model, block, call)
     )
     until_last = counts
     if getattr(family, "same_calls", False):
-        short = _Seen(stop_after=len(seen.alive))
-        _, until_last = _recorded(model, names, short, lambda: family.step(model, block, call))
+        short = Seen(stop_after=len(seen.alive))
+        _, until_last = recorded(model, names, short, lambda: family.step(model, block, call))
     shapes = {
         s.name: tuple(s.oriented(model.get_parameter(s.weight_name)).shape) for s in modules.sites
     }
@@ -244,7 +240,7 @@ def _groups(
     block: str,
     linear: Sequence[str],
     shapes: Mapping[str, tuple[int, ...]],
-    seen: _Seen,
+    seen: Seen,
     outputs_noted: bool,
 ) -> tuple[Group, ...]:
     """The linear modules by the input that they share."""
@@ -261,28 +257,6 @@ def _groups(
         )
         for names in together.values()
     )
-
-
-def _recorded(
-    model: nn.Module, names: Sequence[str], seen: _Seen, step: Callable[[], Any]
-) -> tuple[Any, Counts]:
-    """Count a pass of which the named modules' inputs are noted."""
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: seen.note(name, args, kwargs), with_kwargs=True
-        )
-        for name in names
-    ]
-
-    def run() -> Any:
-        with stoppable():
-            return step()
-
-    try:
-        return counted(run)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _size(sizes: Mapping[str, int], names: Sequence[str], model: nn.Module) -> int:
