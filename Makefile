@@ -5,6 +5,7 @@ VENV ?= .venv
 NEWEST ?= .venv-newest
 OPEN_CLIP ?= .venv-open-clip
 PIP_ARGS ?=
+PYTEST_ARGS ?=
 RUNS ?= outputs/demo-full
 COMPARISONS ?= outputs/compare-full
 
@@ -59,7 +60,7 @@ test: $(VENV)/.installed ## run the tests: offline, on the CPU, in minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-newest: $(NEWEST)/.installed ## the same tests under the newest transformers 5.x
-	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 # Where torchvision fits torch, PYTHONPATH is not needed: see tests_open_clip/sitecustomize.py.
 test-open-clip: $(OPEN_CLIP)/.installed ## the tests that need open_clip, in an environment of their own

@@ -156,6 +156,7 @@ except CalibrationError as error:
 """
 
 
+@pytest.mark.slow
 def test_memory_that_really_runs_out():
     done = subprocess.run([sys.executable, "-c", _LIMITED], capture_output=True, text=True)
     assert "out of memory (cpu) at blocks." in done.stdout, done.stdout + done.stderr

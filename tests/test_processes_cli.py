@@ -39,6 +39,7 @@ UNMERGED = (
 )
 
 
+@pytest.mark.slow
 def test_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
     words = [*WORDS, *UNMERGED, "method=featcal", "fabric.devices=2"]
     words += [f"path.log_dir={tmp_path}/log", 'merged_model_save_path="{log_dir}/calibrated"']

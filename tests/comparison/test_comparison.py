@@ -175,6 +175,7 @@ comparison(folder, post_merging_methods=methods).run(model_pool())
 """
 
 
+@pytest.mark.slow
 def test_killed_comparison_resumes(tmp_path: Path) -> None:
     """Killed without warning in a cell; what was finished is not touched, the rest is made."""
     tests = Path(__file__).resolve().parents[1]

@@ -56,6 +56,7 @@ def pictures(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_kept_and_drawn_again(tmp_path: Path) -> None:
     folder = compare(tmp_path, Trained)
     first = pictures(folder)

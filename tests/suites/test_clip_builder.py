@@ -64,6 +64,7 @@ def test_its_checksums_hold(built):
     assert check(built[0]) == []
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_files_and_another_does_not(built, tmp_path):
     folder, _ = built
     # two steps under another seed start from other weights; nothing else tells the two builds apart
