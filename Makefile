@@ -5,7 +5,6 @@ VENV ?= .venv
 NEWEST ?= .venv-newest
 OPEN_CLIP ?= .venv-open-clip
 PIP_ARGS ?=
-PYTEST_ARGS ?=
 RUNS ?= outputs/demo-full
 COMPARISONS ?= outputs/compare-full
 
@@ -14,7 +13,7 @@ BIN := $(VENV)/bin
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full test test-newest test-open-clip lint types check build tables robust nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full test test-slow test-newest test-open-clip lint types check build tables robust nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,11 +55,14 @@ compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 
 tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's and compare-full's runs if there are any
 	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS)) $(if $(wildcard $(COMPARISONS)/tables),--comparisons $(COMPARISONS))
 
-test: $(VENV)/.installed ## run the tests: offline, on the CPU, in minutes
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+test: $(VENV)/.installed ## run the tests but the slowest: offline, on the CPU, in minutes
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow'
 
-test-newest: $(NEWEST)/.installed ## the same tests under the newest transformers 5.x
-	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+test-slow: $(VENV)/.installed ## the slowest tests, which test-newest runs too
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
+
+test-newest: $(NEWEST)/.installed ## all tests under the newest transformers 5.x
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 # Where torchvision fits torch, PYTHONPATH is not needed: see tests_open_clip/sitecustomize.py.
 test-open-clip: $(OPEN_CLIP)/.installed ## the tests that need open_clip, in an environment of their own
@@ -84,7 +86,7 @@ robust: $(VENV)/.installed ## kill and resume 50 runs, try 1000 random settings,
 	$(BIN)/python benchmarks/kills.py
 	$(BIN)/python benchmarks/fuzz.py
 
-nightly: check test-newest test-open-clip robust build demo-full ## everything
+nightly: check test-slow test-newest test-open-clip robust build demo-full ## everything
 
 clean: ## remove environments, builds and caches; run folders stay
 	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) build dist .pytest_cache .ruff_cache

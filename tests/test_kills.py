@@ -4,12 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 KILLS = Path(__file__).parents[1] / "benchmarks" / "kills.py"
 
 
-@pytest.mark.slow
 def test_killed_runs_resume_to_the_same_model():
     done = subprocess.run(
         [sys.executable, str(KILLS), "--kills", "8", "--without-suite"],
