@@ -1,6 +1,6 @@
 """What does asking for the next expert's block beforehand save when nothing is in the page cache?
 
-    python benchmarks/read_ahead.py [--turns 3] [--images 8] [--out FILE] [sizes as speed_models.py]
+    python benchmarks/read_ahead.py [--turns 3] [--samples 8] [--out FILE] [sizes]
 
 Random vision towers lie in safetensors files. Before a turn the system is told to drop their pages;
 one turn calibrates with sources that are never told what comes next, one with the package's own,
@@ -25,10 +25,10 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from speed_models import BATCH, EPS, LAMBDA, MIX, RHO, Shape, load_model, pixels, write_models
+from speed_models import Shape, load, write_models
 from torch import Tensor
 
-from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
+from fusion_bench_featcal import SafetensorsExpert, calibrate
 from fusion_bench_featcal.experts import ExpertModel
 
 MB = 1e6
@@ -90,19 +90,9 @@ def timed_reads() -> Iterator[list[float]]:
 def turn(shape: Shape, folder: Path, kind: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Seconds of one calibration, of them in reads, major faults; and its parameters."""
     tasks = [f"task_{index}" for index in range(shape.tasks)]
-    settings = FeatCalSettings(
-        ridge_lambda=LAMBDA,
-        mix_alpha=MIX,
-        anchor_rho=RHO,
-        eps=EPS,
-        batch_size=BATCH,
-        samples_per_task=shape.images,
-    )
-    merged = load_model(shape, folder / "merged")
-    batches = {
-        task: [{"pixel_values": part} for part in pixels(shape, task).split(BATCH)]
-        for task in tasks
-    }
+    settings = shape.settings(log_drift=True)
+    merged = load(shape, folder / "merged")
+    batches = {task: shape.batches(task) for task in tasks}
     start, faults = time.perf_counter(), major_faults()
     with timed_reads() as reads:
         model = calibrate(
@@ -166,7 +156,7 @@ def main() -> None:
     """Print the table, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     Shape.add_arguments(parser)
-    parser.set_defaults(images=8, layers=4)
+    parser.set_defaults(samples=8, layers=4)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--folder", help="where the models are written (the disk that is measured)")
     parser.add_argument("--out", type=Path)
@@ -179,7 +169,7 @@ def main() -> None:
         f"{torch.get_num_threads()} threads, {psutil.cpu_count()} cores, {platform.machine()}; "
         f"`python {' '.join(sys.argv)}`",
         "",
-        f"{shape.layers} blocks, width {shape.width}, {shape.tasks} tasks, {shape.images} images "
+        f"{shape.layers} blocks, width {shape.width}, {shape.tasks} tasks, {shape.samples} images "
         f"a task; {rows[0]}",
         *rows[1:],
     ]

@@ -23,15 +23,15 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from speed_models import BATCH, EPS, LAMBDA, MIX, RHO, Shape, load_model, pixels, write_models
+from speed_models import Shape, load, write_models
 
-from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
+from fusion_bench_featcal import SafetensorsExpert, calibrate
 from fusion_bench_featcal.compare import measure
 
 MB = 1e6
 FACTORS = {
     "tasks": (2, 4, 8, 16),
-    "images": (8, 16, 32, 64, 128),
+    "samples": (8, 16, 32, 64, 128),
     "width": (192, 384, 768),
     "layers": (2, 4, 8, 12),
 }
@@ -49,20 +49,10 @@ def points(base: Shape, factors: dict[str, tuple[int, ...]]) -> Iterator[tuple[s
 
 def calibrated(shape: Shape, folder: Path) -> dict[str, float]:
     """Seconds and bytes of one calibration, in a process of its own."""
-    merged = load_model(shape, folder / "merged")
+    merged = load(shape, folder / "merged")
     tasks = [f"task_{index}" for index in range(shape.tasks)]
-    batches: Any = {
-        task: [{"pixel_values": part} for part in pixels(shape, task).split(BATCH)]
-        for task in tasks
-    }
-    settings = FeatCalSettings(
-        ridge_lambda=LAMBDA,
-        mix_alpha=MIX,
-        anchor_rho=RHO,
-        eps=EPS,
-        batch_size=BATCH,
-        samples_per_task=shape.images,
-    )
+    batches: Any = {task: shape.batches(task) for task in tasks}
+    settings = shape.settings(log_drift=True)
     base = SafetensorsExpert(folder / "base")
     experts = {task: SafetensorsExpert(folder / task) for task in tasks}
     before = psutil.Process().memory_info().rss
@@ -128,7 +118,7 @@ def main() -> None:
     """Print the table, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     Shape.add_arguments(parser)
-    parser.set_defaults(layers=4, width=384, inner=1536, heads=6, tasks=4, images=16)
+    parser.set_defaults(layers=4, width=384, inner=1536, heads=6, tasks=4, samples=16)
     for factor in FACTORS:
         parser.add_argument(f"--vary-{factor}", type=int, nargs="+")
     parser.add_argument("--turns", type=int, default=1)
@@ -145,7 +135,7 @@ def main() -> None:
         f"`python {' '.join(sys.argv)}`",
         "",
         f"Base point: {base.layers} blocks of width {base.width}, {base.tokens} tokens, "
-        f"{base.tasks} tasks, {base.images} images a task; least of {options.turns} turns",
+        f"{base.tasks} tasks, {base.samples} images a task; least of {options.turns} turns",
         "",
         "| factor | value | s | to base | exponent | peak, MB | rise, MB | to base | exponent |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",

@@ -23,7 +23,7 @@ from fusion_bench_featcal.boundary.options import (
     checked_settings,
     plain,
 )
-from fusion_bench_featcal.boundary.plan_run import log_plan
+from fusion_bench_featcal.boundary.plan_run import log_plan, stored_itemsize
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
     PoolSources,
@@ -66,7 +66,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Merges with any FusionBench method, calibrates, and evaluates what is asked for beside it.
 
     Run by `fusion_bench method=featcal modelpool=...`; in Python, `run(modelpool)` returns the
-    calibrated model. Every key but the three named below is a `FeatCalSettings` field.
+    calibrated model. Every key but the four named below is a `FeatCalSettings` field.
     """
 
     _config_mapping = BaseAlgorithm._config_mapping | {
@@ -275,8 +275,17 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             if modelpool.has_pretrained:
                 base = pool_source(modelpool, BASE_MODEL, stream_experts=stream)
             experts = PoolSources(modelpool, tasks, stream_experts=stream)
-            held = isinstance(base, nn.Module) + experts.held() // self._processes.size
-            log_plan(merged, settings, len(tasks), self.fabric.device, held=held)
+            base_held = isinstance(base, nn.Module)
+            log_plan(
+                merged,
+                settings,
+                -(-len(tasks) // self._processes.size),
+                self.fabric.device,
+                held=base_held + experts.held() // self._processes.size,
+                loaded=1 + base_held,
+                itemsize=stored_itemsize(base),
+            )
+            exchanged = self._processes.exchanged_bytes
             result = calibrate(
                 merged,
                 base,
@@ -297,7 +306,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             cost.more["expert_bytes_planned"] = planned
         if self._processes.size > 1:
             cost.more["processes"] = self._processes.size
-            cost.more["exchanged_bytes"] = self._processes.exchanged_bytes
+            cost.more["exchanged_bytes"] = self._processes.exchanged_bytes - exchanged
         for record in result.log.of_kind("resumed"):
             cost.more["restored_blocks"] = record["blocks"]
         return result, cost

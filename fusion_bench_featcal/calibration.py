@@ -97,14 +97,15 @@ def calibrate(
 
     Raises:
         CalibrationError: If the run cannot go on; the message names the place and the setting.
-        ValueError: If the family is unknown, rho needs a base that is not there, or `in_place`
-            would change the base or an expert.
+        ValueError: If the family is unknown, rho needs a base that is not there, `in_place` would
+            change the base or an expert, or what is asked for does not go together.
     """
+    processes = processes or OneProcess()
     check_inputs(base, experts, batches, settings)
-    if in_place and merging is not None:
-        raise ValueError("merging completes the merged model, which in_place would use up")
-    if in_place and any(model is merged for model in (base, *experts.values())):
-        raise ValueError("in_place needs a merged model that is neither the base nor an expert")
+    if merging is not None:
+        _check_merging(settings, processes, in_place=in_place)
+    if in_place:
+        _check_in_place(merged, base, experts, settings)
     resolved = resolve_family(settings.family if family is None else family, merged)
     view = view_of(resolved)
     shown, home = view.shown(merged), device_of(merged)
@@ -119,20 +120,43 @@ def calibrate(
         autocast=autocast or nullcontext,
         progress=progress,
         in_place=in_place,
-        processes=processes or OneProcess(),
+        processes=processes,
     )
     if merging is not None:
         run.merges, run.prepare = True, FusedMerge(merging, shown, run)
     autocast_off = torch.autocast(run.device.type, enabled=False)
     explained = naming_memory(run.device, lambda: run.place, lambda: memory_advice(run))
-    with autocast_off, using_kernel(run.kernel), run.progress, explained, run.activations:
-        plan = plan_reads(run, shown.state_dict())
-        run.log.add("engine", {"linear_kernel": run.kernel})
-        _compare_with_kept(run, shown, merging)
-        _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in run.shares.mine})
-    modes.restore(run.model)
+    try:
+        with autocast_off, using_kernel(run.kernel), run.progress, explained, run.activations:
+            plan = plan_reads(run, shown.state_dict())
+            run.log.add("engine", {"linear_kernel": run.kernel})
+            _compare_with_kept(run, shown, merging)
+            _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in run.shares.mine})
+    finally:
+        modes.restore(run.model)
     reads = reads_manifest(run, plan)
     return CalibrationResult(view.restored(run.model).to(home), run.log, reads)
+
+
+def _check_merging(settings: FeatCalSettings, processes: Processes, *, in_place: bool) -> None:
+    if in_place:
+        raise ValueError("merging completes the merged model, which in_place would use up")
+    if processes.size > 1:
+        raise ValueError("merging needs all experts, of which each process reads only its own")
+    if settings.expert_read_budget is not None:
+        raise ValueError("merging reads every expert whole; set method.expert_read_budget to null")
+
+
+def _check_in_place(
+    merged: nn.Module, base: Any, experts: Mapping[str, Any], settings: FeatCalSettings
+) -> None:
+    if settings.expert_read_budget is not None:
+        raise ValueError(
+            "in_place uses up the merged weights, which method.expert_read_budget puts in place of "
+            "those that are not read; set one of them off"
+        )
+    if any(model is merged for model in (base, *experts.values())):
+        raise ValueError("in_place needs a merged model that is neither the base nor an expert")
 
 
 def _compare_with_kept(run: Run, shown: nn.Module, merging: UpstreamMerge | None) -> None:

@@ -156,6 +156,8 @@ def calibration_batches(
             )
     is_text = text_kind(modelpool) is not None
     cache = ImageCache(folder=settings.cache_dir) if images is None and not is_text else images
+    if is_text:
+        cache = None
     if cache is not None and cache.folder is not None and describe_processor(processor) is None:
         log.warning(
             "method.cache_dir has no effect: images are processed by %r, whose settings are not "

@@ -134,7 +134,8 @@ def plan_command(options: argparse.Namespace) -> int:
         request = run_request(options.words, device=options.device, **lengths)
         rates = _rates(options.rates, options.device, request.settings.linear_kernel)
         plan = with_levers(request, rates, predict(request, rates))
-    except (ValueError, CalibrationError, RuntimeError) as error:
+    # torch says by an assertion that it was built without the device
+    except (ValueError, CalibrationError, RuntimeError, AssertionError) as error:
         raise UsageError(str(error)) from error
     if options.json:
         print(json.dumps(plan.as_dict(), indent=1))
@@ -148,7 +149,10 @@ def _rates(path: str | None, device: str, linear_kernel: str) -> "Rates":
     from fusion_bench_featcal.plan.rates import Rates, measure_rates
 
     if path is not None and Path(path).is_file():
-        return Rates.read(path)
+        rates = Rates.read(path)
+        if rates.device != device.partition(":")[0]:
+            raise UsageError(f"{path} holds the rates of {rates.device}, not of {device}")
+        return rates
     rates = measure_rates(device, linear_kernel=linear_kernel)
     if path is not None:
         rates.write(path)

@@ -43,7 +43,7 @@ class FeatCalSettings:
         eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
             (Eqs. 14, 17), >= 0.
         samples_per_task: Calibration samples drawn for each task, >= 1.
-        batch_size: Samples that run through a block together, >= 1. Changes memory, not results.
+        batch_size: Samples that run through a block together, >= 1. Changes memory and rounding.
         seed: Seeds each task's own draw of samples, together with the task's name, >= 0.
         calibrate_bias: Whether biases are calibrated (Eqs. 51-55).
         calibrate_norm: Whether LayerNorm gains and shifts are calibrated (Eqs. 56-59).
@@ -76,7 +76,7 @@ class FeatCalSettings:
             otherwise; a resumed run keeps what it began with.
         activations: Where samples' features wait between blocks: on the `device`, in `host` memory
             (pinned beside a GPU), in files on `disk` that are mapped when they are read, or `auto`:
-            the first of these with room. Changes memory, not results.
+            the first of these with room. Changes memory and rounding.
         activations_dir: Folder for these files, in which every run has one of its own that is
             removed at its end; None: where the system keeps temporary files.
         checkpoint_dir: Folder that keeps every finished block, so that an interrupted run can go

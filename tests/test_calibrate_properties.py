@@ -25,7 +25,7 @@ from tiny_open_clip import tower_suite
 from tiny_t5 import t5_suite
 from torch import Tensor, nn
 
-from fusion_bench_featcal import FeatCalSettings, calibrate
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
 from fusion_bench_featcal.engine import linear_sums, task_sums
 
 
@@ -256,6 +256,21 @@ def test_in_place_refuses_to_change_the_base_or_an_expert():
     ):
         with pytest.raises(ValueError, match="in_place needs a merged model that is neither"):
             calibrate(suite.merged, base, experts, suite.inputs, settings, in_place=True)
+    limited = settings_of(PAPER, suite, expert_read_budget="50%")
+    with pytest.raises(ValueError, match=r"in_place uses up .*method\.expert_read_budget"):
+        calibrate(suite.merged, suite.base, suite.experts, suite.inputs, limited, in_place=True)
+
+
+def test_a_failed_run_gives_the_modes_back():
+    suite = clip_suite()
+    merged = copy.deepcopy(suite.merged).train()
+    spoilt = suite.inputs | {"task_0": [{"pixel_values": torch.full((7, 3, 8, 8), torch.nan)}]}
+    with pytest.raises(CalibrationError, match="NaN"):
+        calibrate(
+            merged, suite.base, suite.experts, spoilt, settings_of(PAPER, suite), in_place=True
+        )
+    assert merged.training
+    assert all(parameter.requires_grad for parameter in merged.parameters())
 
 
 def test_whole_numbers_are_as_good_as_fractions():

@@ -14,6 +14,7 @@ from tiny_t5 import ROUNDING, t5_suite
 from tricky_models import SharesSometimes, stack_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, calibrate
+from fusion_bench_featcal.core import FoldedLinear
 from fusion_bench_featcal.engine.processes import LostProcessError, OneProcess, Processes
 from fusion_bench_featcal.experts import InMemoryExpert
 
@@ -152,9 +153,18 @@ def fail_oddly(given: dict[str, Any], processes: Processes) -> None:
     given["batches"]["task_1"] = broken()
 
 
+def run_out_of_memory(given: dict[str, Any], processes: Processes) -> None:
+    def failing(self: Any) -> Any:
+        raise MemoryError("no room for the sums")
+
+    if processes.rank == 1:
+        FoldedLinear.tensors = failing  # type: ignore[method-assign]  # in this process alone
+
+
 @pytest.mark.parametrize(
     ("size", "change", "message"),
     [
+        (2, run_out_of_memory, r"no room for the sums|out of memory"),
         (2, spoil_task_1, r"task task_1, block .*inputs are NaN or infinite"),
         (5, spoil_task_1, r"task task_1, block .*inputs are NaN or infinite"),
         (2, stop_short, r"task task_1 has 4 calibration samples, fewer than"),

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from numbers import Real
 from typing import Any
 
@@ -154,7 +155,11 @@ def _prepare(base_method: Any, modelpool: BaseModelPool) -> tuple[nn.Module, Ups
         return f"the pool loads {type(model).__name__} objects, or merges a part of them only"
     if not _stored_alike(modelpool, names, model):
         return "the models are stored in different dtypes"
-    description = {"fused": method_name(base_method), "models": names}
+    description = {
+        "fused": method_name(base_method),
+        "models": names,
+        "fusion_bench": version("fusion_bench"),
+    }
     own, merge = names[0], _average
     if merger is TaskArithmeticAlgorithm:
         scale = plain(base_method)["scaling_factor"]

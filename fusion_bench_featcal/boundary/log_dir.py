@@ -55,7 +55,9 @@ def _log_to_console_only(config: DictConfig) -> None:
         config.hydra.run.dir = "."
         config.hydra.output_subdir = None
         logging = config.hydra.job_logging
-        files = [name for name, handler in logging.handlers.items() if "filename" in handler]
+        handlers, root = logging.get("handlers") or {}, logging.get("root") or {}
+        files = [name for name, handler in handlers.items() if "filename" in handler]
         for name in files:
-            del logging.handlers[name]
-        logging.root.handlers = [name for name in logging.root.handlers if name not in files]
+            del handlers[name]
+        if "handlers" in root:
+            root["handlers"] = [name for name in root["handlers"] if name not in files]

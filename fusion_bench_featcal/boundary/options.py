@@ -94,6 +94,8 @@ def _checked_presets(
                 f"{place}: a preset is a name of letters, digits, dots and dashes with a mapping "
                 f"of settings, got {name!r}: {changes!r}"
             )
+        if "fuse_merge" in changes:
+            raise ValueError(f"{place}.{name}.fuse_merge: set method.fuse_merge, for all presets")
         refuse_unknown_settings(changes, f"{place}.{name}")
         for key in {"checkpoint_dir", "resume"} & set(changes):
             raise ValueError(

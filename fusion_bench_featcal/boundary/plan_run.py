@@ -1,6 +1,7 @@
 """The plan of a run that is named as on FusionBench's command line, from configs and headers."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from fusion_bench_featcal.boundary.options import checked_settings
 from fusion_bench_featcal.boundary.preflight_pool import compose_run
-from fusion_bench_featcal.experts import hollow_copy, safetensors_files
+from fusion_bench_featcal.experts import hollow_copy, known_bytes, safetensors_files
 from fusion_bench_featcal.plan.prediction import Plan, Request, predict
 from fusion_bench_featcal.plan.rates import Rates, measure_rates
 from fusion_bench_featcal.plan.show import one_line, warnings_of
@@ -50,6 +51,11 @@ def run_request(
         ValueError: If the words name no run, or the base model's configuration cannot be found.
     """
     method, models = compose_run(overrides)
+    target = str(method.get("_target_", ""))
+    if not target.endswith(".FeatCalAlgorithm"):
+        raise ValueError(
+            f"there are plans of method=featcal only, not of {target or method.get('name')}"
+        )
     settings = settings_among(method)
     model = empty_model(location_of(models.get("_pretrained_", models.get("_merged_"))))
     experts = [entry for name, entry in models.items() if not name.startswith("_")]
@@ -65,6 +71,11 @@ def run_request(
         itemsize=_itemsize(experts[0]),
         device=torch.device(device),
     )
+
+
+def takes_text(model: nn.Module) -> bool:
+    """Whether a model's inputs are tokens."""
+    return getattr(model, "main_input_name", None) == "input_ids"
 
 
 def settings_among(method: Mapping[str, Any]) -> FeatCalSettings:
@@ -121,6 +132,15 @@ def _itemsize(entry: Any) -> int | None:
         return None
 
 
+def stored_itemsize(model: Any) -> int | None:
+    """Bytes of a number in a source's files, as its headers tell; None: not known."""
+    try:
+        name = min(model.names())
+        return known_bytes(model, name) // math.prod(model.shape(name))
+    except (AttributeError, ValueError, ZeroDivisionError, CalibrationError):
+        return None
+
+
 def log_plan(
     merged: nn.Module,
     settings: FeatCalSettings,
@@ -128,7 +148,8 @@ def log_plan(
     device: torch.device,
     *,
     held: int = 0,
-    length: int | None = None,
+    loaded: int = 1,
+    itemsize: int | None = None,
 ) -> Plan | None:
     """Say at the start of a run what it will take, and warn where that is more than there is.
 
@@ -137,17 +158,23 @@ def log_plan(
         settings: Settings.
         tasks: Number of tasks.
         device: Where to calibrate.
-        held: Number of models that are loaded whole.
-        length: Tokens of a text; None: `method.max_length`, else 512.
+        held: Number of models that are loaded whole beside the merged one.
+        loaded: Number of models that are in memory already, the merged one among them.
+        itemsize: Bytes of a number in the experts' files; None: as in the model.
 
     Returns:
-        The plan; None where none can be made, which is no reason not to run.
+        The plan; None where none can be made, which is no reason not to run: of texts whose length
+        nothing tells (`method.max_length`), or of a model of unknown inputs.
     """
     try:
-        length = length or settings.max_length or LENGTH
+        if settings.max_length is None and takes_text(merged):
+            return None
+        length = settings.max_length or LENGTH
+        model = hollow_copy(merged).to("meta")
         request = Request(
-            hollow_copy(merged).to("meta"), settings, tasks, length, held=held, device=device
-        )
+            model, settings, tasks, length, held=held, itemsize=itemsize, loaded=loaded,
+            device=device,
+        )  # fmt: skip
         plan = predict(request, _quick_rates(device, settings.linear_kernel))
     except Exception as error:  # a model of unknown inputs: the calibration itself will tell
         log.debug("no plan of time and memory: %s", error)

@@ -56,7 +56,8 @@ def upstream_reads(modelpool: BaseModelPool, base_method: Any, how: str) -> dict
     if merger is None:
         names = [MERGED_MODEL]
     elif how == BY_ITSELF or (how == FUSED and merger == "task_arithmetic"):
-        names = [BASE_MODEL] if modelpool.has_pretrained else []
+        reads_base = modelpool.has_pretrained and merger != "simple_average"
+        names = [BASE_MODEL] if reads_base else []
     if merger is not None and how == BY_ITSELF:
         names += modelpool.model_names
     files = {name: _file_bytes(modelpool, name) for name in names}

@@ -133,6 +133,9 @@ class RunResults:
             settings=settings.replace(
                 checkpoint_dir=None,
                 resume=False,
+                activations=FeatCalSettings.activations,
+                activations_dir=None,
+                stream_experts=FeatCalSettings.stream_experts,
                 decode_workers=FeatCalSettings.decode_workers,
                 pixel_cache_mb=FeatCalSettings.pixel_cache_mb,
                 cache_dir=None,

@@ -94,8 +94,9 @@ class FeatCal:
                 "checkpoint_dir: a comparison keeps whole cells, in method.results_dir; blocks are "
                 "kept by method=featcal"
             )
-        if self._settings.cache_dir is not None:
-            raise ValueError("cache_dir: set method.cache_dir, which all cells share")
+        for key in ("cache_dir", "pixel_cache_mb"):
+            if getattr(self._settings, key) != getattr(FeatCalSettings, key):
+                raise ValueError(f"{key}: set method.{key}, which all cells share")
 
     @property
     def settings(self) -> dict[str, Any]:

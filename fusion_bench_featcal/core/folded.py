@@ -67,6 +67,7 @@ class FoldedLinear:
         self._eps = eps
         self._system: tuple[Tensor, Tensor, float] | None = None
         self._system_key: tuple[float, torch.dtype] | None = None
+        self._needs_wide = False
         self._gram: Tensor | None = None
         self._shift: Tensor | None = None
         self._right: dict[str, Tensor] = {}
@@ -208,11 +209,12 @@ class FoldedLinear:
         """
         anchor = self._anchors[name]
         wide = solve_dtype(anchor.device)
-        if ridge_lambda >= SINGLE_LAMBDA and self._right[name].dtype != wide:
+        narrow = ridge_lambda >= SINGLE_LAMBDA and not self._needs_wide
+        if narrow and self._right[name].dtype != wide:
             try:
                 return self._solve_in(self._right[name].dtype, name, ridge_lambda)
             except UnsolvedError:
-                self._system = None  # half as wide as what is needed next
+                self._system, self._needs_wide = None, True
         return self._solve_in(wide, name, ridge_lambda)
 
     def _solve_in(self, dtype: torch.dtype, name: str, ridge_lambda: float) -> LinearSolution:

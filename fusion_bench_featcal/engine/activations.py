@@ -75,7 +75,16 @@ class Activations:
 
     def fetch(self, value: Any) -> Any:
         """What was put away, on its device again."""
-        return value if self.in_place else _mapped(value, KEPT, self._tensor)
+        if self.in_place:
+            return value
+        found: dict[int, Tensor] = {}  # one that is met twice stays one
+
+        def tensor(kept: Kept) -> Tensor:
+            if id(kept) not in found:
+                found[id(kept)] = self._tensor(kept)
+            return found[id(kept)]
+
+        return _mapped(value, KEPT, tensor)
 
     def prefetch(self, value: Any) -> None:
         """Begin to fetch what will be asked for soon."""
@@ -148,7 +157,10 @@ STAY = Activations()
 
 
 def open_activations(
-    settings: FeatCalSettings, device: torch.device, reserve: Callable[[], float] = lambda: 0
+    settings: FeatCalSettings,
+    device: torch.device,
+    reserve: Callable[[], float] = lambda: 0,
+    processes: int = 1,
 ) -> Activations:
     """The places that `method.activations` names.
 
@@ -157,6 +169,7 @@ def open_activations(
         device: Where blocks run.
         reserve: Bytes that a block's visit needs beside the samples' features; asked for under
             `auto` only.
+        processes: How many may share the host's memory.
 
     Returns:
         The places, as a context; to enter it makes the folder for files, if they come first.
@@ -169,7 +182,8 @@ def open_activations(
     if choice == "disk":
         return Activations([DiskPlace(folder)])
     memory = free_bytes(torch.device("cpu"))
-    host = UNLIMITED if memory is None else memory - (reserve() if device.type == "cpu" else 0)
+    own = reserve() if device.type == "cpu" else 0
+    host = UNLIMITED if memory is None else memory / processes - own
     if device.type == "cpu":
         return Activations([OnDevice("memory"), DiskPlace(folder)], [host, UNLIMITED])
     own = free_bytes(device)

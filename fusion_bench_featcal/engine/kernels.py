@@ -132,6 +132,12 @@ class _LinearThroughOnednn(TorchFunctionMode):
 
 
 def _fits(tensors: Sequence[Any]) -> bool:
+    """Whether oneDNN's operator computes what torch does, which it does not check."""
+    weight, bias = tensors[1], tensors[2] if len(tensors) > 2 else None
+    if weight.ndim != 2 or weight.shape[1] == 0:
+        return False
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
+        return False
     return not torch.is_autocast_enabled("cpu") and all(
         tensor is None
         or (isinstance(tensor, Tensor) and tensor.dtype == torch.float32 and tensor.is_cpu)

@@ -143,7 +143,9 @@ def _hooks(
         for name in modules
     ]
     handles += [
-        model.get_submodule(name).register_forward_hook(output_hook(name)) for name in outputs_of
+        # before what other hooks make of them
+        model.get_submodule(name).register_forward_hook(output_hook(name), prepend=True)
+        for name in outputs_of
     ]
     try:
         yield

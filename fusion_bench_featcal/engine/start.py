@@ -96,5 +96,7 @@ def start_run(
         processes=processes,
         checkpoints=checkpoints,
         reads=ledger,
-        activations=open_activations(settings, device, lambda: room_of_a_visit(model, modules)),
+        activations=open_activations(
+            settings, device, lambda: room_of_a_visit(model, modules), processes.size
+        ),
     )

@@ -66,8 +66,10 @@ def solve_together(
     parts = common_partition(list(groups) for groups in tallies.values())
     updates: dict[str, Tensor] = {}
     records: list[dict[str, Any]] = []
+    tensors = {} if sums is None else _summed(sums, parts)
+    processes.gather(None)  # what may fail comes before: none may miss when the others add up
     if sums is not None:
-        _bring_together(sums, parts, tallies, processes, shares)
+        _bring_together(sums, tensors, tallies, processes, shares)
         updates, records = sums.solve()
     solved = processes.gather((list(updates), records))
     order = [name for names in parts for name in names]
@@ -91,20 +93,26 @@ def common_partition(groupings: Iterable[Sequence[Names]]) -> list[Names]:
     return parts
 
 
+def _summed(sums: BlockSums, parts: Sequence[Names]) -> dict[Names, list[Tensor]]:
+    """The tensors to add up, of each group of modules."""
+    sums.restrict(parts)
+    return {names: sums.linear[names].tensors() for names in parts}
+
+
 def _bring_together(
     sums: BlockSums,
-    parts: Sequence[Names],
+    tensors: Mapping[Names, Sequence[Tensor]],
     tallies: Mapping[str, Mapping[Names, Tally]],
     processes: Processes,
     shares: Shares,
 ) -> None:
     """Add up all sums, each in the process that will solve with it; the others let it go."""
-    sums.restrict(parts)
+    parts = list(tensors)
     costs = [sums.cost(names) for names in parts] + [0.0] * len(sums.norm)
     owners = spread_costs(costs, shares.leaders)
     for names, owner in zip(parts, owners, strict=False):
         folded = sums.linear[names]
-        for tensor in folded.tensors():
+        for tensor in tensors[names]:
             processes.reduce(tensor, owner, shares.leaders)
         if owner != processes.rank:
             del sums.linear[names]
@@ -153,15 +161,13 @@ def _spread(
     processes: Processes,
 ) -> dict[str, Tensor]:
     """Give every process all new parameters, in the model's dtype."""
-    everything: dict[str, Tensor] = {}
-    for rank, names in enumerate(solved):
-        for name in names:
-            like = model.get_parameter(name)
-            value = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            if rank == processes.rank:
-                value.copy_(updates[name])
-            processes.broadcast(value, rank)
-            everything[name] = value
+    owners = {name: rank for rank, names in enumerate(solved) for name in names}
+    everything = {name: torch.empty_like(model.get_parameter(name)) for name in owners}
+    for name, value in updates.items():
+        everything[name].copy_(value)
+    processes.gather(None)  # as above
+    for name, rank in owners.items():
+        processes.broadcast(everything[name], rank)
     return everything
 
 

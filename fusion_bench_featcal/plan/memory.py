@@ -124,7 +124,6 @@ def _solving(group: Group, settings: FeatCalSettings, entry: int) -> int:
 
 def read_bytes(work: Work, settings: FeatCalSettings, tasks: int) -> int:
     """Bytes that are read from experts, as the log counts them."""
-    if settings.mix_alpha == 0 and not settings.log_drift:  # experts do not run
-        return tasks * sum(block.anchored for block in work.blocks)
-    stems = sum(stage.read for stage in work.stages)
+    runs = settings.mix_alpha > 0 or settings.log_drift
+    stems = sum(stage.read for stage in work.stages) if runs else 0
     return tasks * (stems + sum(block.read for block in work.blocks))

@@ -34,6 +34,7 @@ class Request:
         target_length: Tokens of an encoder-decoder's target.
         held: Number of models (experts, base) that are loaded whole.
         itemsize: Bytes of a number in the experts' files; None: as in the model.
+        loaded: Number of models, the merged one among them, that this process holds already.
         device: Where to calibrate.
     """
 
@@ -44,6 +45,7 @@ class Request:
     target_length: int = 8
     held: int = 0
     itemsize: int | None = None
+    loaded: int = 0
     device: torch.device = CPU
 
 
@@ -141,7 +143,8 @@ def predict(request: Request, rates: Rates) -> Plan:
     own = psutil.Process().memory_info().rss
     free_host, free_gpu = free_bytes(CPU) or 0, None if device.type == "cpu" else free_bytes(device)
     waiting = _waiting(request, memory, chosen, free_host, free_gpu)
-    host = own + work.model + held + waiting["host"]
+    to_come = (1 + request.held - request.loaded) * work.model
+    host = own + to_come + waiting["host"]
     on_device = memory.peak - held + waiting["device"]
     files = sum(block.parameters for block in work.blocks) if settings.checkpoint_dir else 0
     return Plan(

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.fetching import tell_expected
+from fusion_bench_featcal.settings import CalibrationError
 
 
 def stage_place(index: int) -> str:
@@ -118,8 +119,11 @@ class LedgerSource:
         return tensor
 
     def _enter_read(self, name: str, tensor: Tensor) -> None:
-        known = hasattr(self._source, "nbytes")
-        self._ledger.enter_read(self._model, self.nbytes(name) if known else _size(tensor))
+        try:
+            size = self.nbytes(name)
+        except (AttributeError, CalibrationError):  # this source, or one it wraps, does not tell
+            size = _size(tensor)
+        self._ledger.enter_read(self._model, size)
 
 
 def _size(tensor: Tensor) -> int:

@@ -84,6 +84,13 @@ def test_the_place_has_no_part_in_the_result(name: str, tmp_path: Path, monkeypa
     assert transfers.started_before_needed
 
 
+def test_a_tensor_that_is_met_twice_comes_back_as_one(store: Activations):
+    mask = normal(0, 5)
+    found = store.fetch(store.put({"key": mask, "value": mask, "other": mask.clone()}))
+    assert found["key"] is found["value"]
+    assert found["other"] is not found["key"]
+
+
 def test_auto_takes_the_first_place_with_room(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setattr(activations, "free_bytes", lambda _: 1500)
     settings = FeatCalSettings(activations_dir=str(tmp_path))

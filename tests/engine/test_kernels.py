@@ -97,6 +97,20 @@ def test_only_float32_linear_maps_outside_autocast_go_to_onednn(calls: list[tupl
 
 
 @needs_onednn
+def test_what_onednn_would_get_wrong_stays_with_torch():
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    bias = torch.randn(10)[::2]
+    odd = [(x, weight, bias), (x, weight, bias[:1].expand(5)), (x, weight, torch.tensor(2.0))]
+    odd += [(x, weight[0], None), (x[:, :0], weight[:, :0], bias)]
+    with torch.no_grad():
+        wanted = [functional.linear(*tensors) for tensors in odd]
+        with with_kernel(ONEDNN, lambda: torch.autocast("cpu", enabled=False))():
+            found = [functional.linear(*tensors) for tensors in odd]
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@needs_onednn
 def test_calibrations_agree_whatever_multiplies(calls: list[tuple[int, ...]]):
     suite = clip_suite().to(torch.float32)
     by_torch = run_fast(suite, linear_kernel="torch")

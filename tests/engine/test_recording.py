@@ -65,6 +65,19 @@ def test_a_pass_whose_output_nobody_needs_ends_with_the_last_input():
 
 
 @torch.no_grad()
+def test_outputs_are_noted_before_other_hooks_change_them():
+    block, x = Block(in_place=False), torch.randn(2, 3)
+
+    def triple(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        return 3 * output
+
+    block.first.register_forward_hook(triple)
+    _, recording = Recorder().record(block, NAMES, lambda: block(x), outputs_of=["first"])
+    wanted = x @ block.first.weight.T + block.first.bias
+    torch.testing.assert_close(recording.outputs["first"][0], wanted)
+
+
+@torch.no_grad()
 def test_inputs_of_inference_mode_have_no_version_and_are_copied():
     block = Block(in_place=False)
     with torch.inference_mode():

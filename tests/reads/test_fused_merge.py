@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, cast, replay, settings_of
+from calibrations import PAPER, assert_identical, cast, replay, settings_of
 from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from oracle import Knobs
@@ -29,6 +29,7 @@ from fusion_bench_featcal.boundary.pool_models import pool_source
 from fusion_bench_featcal.boundary.program import upstream_model
 from fusion_bench_featcal.checkpoints import Checkpoints
 from fusion_bench_featcal.engine.merging import UpstreamMerge
+from fusion_bench_featcal.engine.processes import OneProcess
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.suites import image
 
@@ -111,6 +112,25 @@ def test_fused_merge_has_fusion_benchs_bits_and_so_has_the_calibrated_model(
     for task, places in found.reads["experts"].items():
         for place, entry in places.items():
             assert entry["planned"] == entry["read"], (task, place)
+
+
+def test_what_does_not_go_with_merging_is_refused():
+    suite = clip_suite()
+    merged, merging, _ = merger("arithmetic", suite)
+
+    class Two(OneProcess):
+        size = 2
+
+    limited = settings_of(PAPER, suite, expert_read_budget="80%")
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("in_place would use up", {"in_place": True}),
+        ("each process reads only its own", {"processes": Two()}),
+        ("expert_read_budget to null", {"settings": limited}),
+    ]
+    for message, more in cases:
+        options: dict[str, Any] = {"settings": settings_of(PAPER, suite), "merging": merging} | more
+        with pytest.raises(ValueError, match=message):
+            calibrate(merged, suite.base, suite.experts, suite.inputs, **options)
 
 
 def test_each_expert_is_read_once_in_all():
