@@ -188,6 +188,7 @@ def test_failed_run_exits_nonzero_and_leaves_nothing_half_written(tmp_path: Path
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.slow
 def test_file_in_place_of_the_log_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     result = fusion_bench(

@@ -54,7 +54,14 @@ def slow_on_targets(suite: Suite, knobs: Knobs) -> nn.Module:
     ).model
 
 
-@pytest.mark.parametrize("make", MAKES)
+# One make of each arrangement of norms and projections; test-newest runs all of them.
+EACH_TIME = ("llama", "qwen3", "gemma2", "phi3")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make if make in EACH_TIME else pytest.param(make, marks=pytest.mark.slow) for make in MAKES],
+)
 def test_every_make_equals_the_oracle_and_replay(make: str):
     suite = decoder_suite(make, seed=1)
     found = run_fast(suite, TEXT).model

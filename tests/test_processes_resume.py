@@ -44,6 +44,7 @@ def killed(suite: Suite, folder: Path, size: int, *, rank: int, after: int) -> l
     return in_processes(size, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "size", "rank", "after"),
     [(clip_suite, 4, 0, 1), (t5_suite, 2, 1, 3)],

@@ -262,6 +262,7 @@ def test_nan_expert_is_named(models, tmp_path):
         merge(models | {"one": str(broken)}, SETTINGS["surgery"])
 
 
+@pytest.mark.slow
 def test_command_merges_corrects_evaluates_and_saves(tmp_path: Path):
     fusion_bench(
         [

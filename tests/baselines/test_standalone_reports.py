@@ -88,6 +88,7 @@ def test_part_of_another_method_reports_nothing(tmp_path: Path, post_merging: bo
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.slow
 def test_command_leaves_a_report_that_fits_a_comparisons(tmp_path: Path) -> None:
     fusion_bench(
         [

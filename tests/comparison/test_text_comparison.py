@@ -34,6 +34,7 @@ def task_pool(kind: str) -> TextTaskPool:
     return TextTaskPool(tests, tokenizer=text_tokenizer(kind), max_new_tokens=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(MAKERS))
 def test_default_grid_of_language_pools_has_no_failing_cell(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

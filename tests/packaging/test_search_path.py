@@ -62,6 +62,7 @@ def test_suite_resolver_gives_a_path_in_the_package():
     assert config.data == str(SUITE_ROOT / "images" / "mini_mnist.npz")
 
 
+@pytest.mark.slow
 def test_command_line_composes_in_an_empty_folder(tmp_path):
     command = [sys.executable, "-m", "fusion_bench.scripts.cli", *LITERAL, "dry_run=true"]
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
