@@ -109,12 +109,19 @@ class Shape:
         """FLOPs of the straightforward implementation's products and solves (LU: 2/3 d^3)."""
         with torch.device("meta"):
             model = build(self)
-        total = 0.0
+        total = self._stem_flops()
         stages = resolve_family("auto", model).stages(model)
         for stage, tokens in zip(stages, (self.tokens, self.target), strict=False):
             for block in stage:
                 total += self._block_flops(model.get_submodule(block), tokens)
         return total
+
+    def _stem_flops(self) -> float:
+        """Of images: patches, of the merged model and the expert."""
+        if self.kind != "clip":
+            return 0.0
+        rows = self.tasks * self.samples * (self.tokens - 1)
+        return 2 * 2 * rows * 3 * self.patch**2 * self.width
 
     def _block_flops(self, block: nn.Module, tokens: int) -> float:
         total, rows = 0.0, self.tasks * self.samples
