@@ -17,6 +17,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -87,9 +88,9 @@ def measure(side: str, shape: Shape, folder: Path, log_drift: bool) -> dict[str,
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def largest_difference(folder: Path) -> tuple[float, str]:
-    """Largest relative difference of a parameter between the sides, in norm, and its name."""
-    one, other = (load_file(folder / f"{side}.safetensors") for side in SIDES)
+def largest_difference(folder: Path, sides: Sequence[str] = SIDES) -> tuple[float, str]:
+    """Largest relative difference of a parameter between two sides, in norm, and its name."""
+    one, other = (load_file(folder / f"{side}.safetensors") for side in sides)
     return max(
         (float((one[n].double() - other[n]).norm() / one[n].double().norm()), n) for n in one
     )
@@ -150,9 +151,14 @@ def main() -> None:
         f"least of {options.repeats}\n\n{table(shape, turns)}\n"
         f"Largest relative difference of a parameter: {difference:.1e} ({name}).\n"
     )
+    publish(report, options.out)
+
+
+def publish(report: str, out: Path | None) -> None:
+    """Print a report, and append it to a file where there is one."""
     print(report)
-    if options.out:
-        with options.out.open("a", encoding="utf-8") as file:
+    if out:
+        with out.open("a", encoding="utf-8") as file:
             file.write(f"\n{report}")
 
 

@@ -22,8 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from engine_speed import prepare
-from safetensors.torch import load_file, save_file
+from engine_speed import largest_difference, prepare, publish
+from safetensors.torch import save_file
 from speed_models import Shape, load
 from torch import Tensor
 
@@ -147,16 +147,6 @@ def child(variant: str, shape: Shape, folder: Path) -> None:
     print(json.dumps({"cpu": seconds, "peak": peak}))
 
 
-def difference(folder: Path, variant: str) -> float:
-    """Largest relative difference of a parameter to those of the whole engine, in norm."""
-    ours = load_file(folder / "all.safetensors")
-    theirs = load_file(folder / f"{variant}.safetensors")
-    return max(
-        float((theirs[name].double() - value).norm() / value.double().norm())
-        for name, value in ours.items()
-    )
-
-
 def table(turns: dict[str, list[dict[str, float]]], folder: Path) -> str:
     """All variants in Markdown."""
     lines = [
@@ -168,7 +158,7 @@ def table(turns: dict[str, list[dict[str, float]]], folder: Path) -> str:
         peak = max(turn["peak"] for turn in found) / 1e9
         lines.append(
             f"| {PATCHES[name][0]} | {least[name]:.1f} | {least[name] / least['all']:.2f} | "
-            f"{peak:.2f} | {difference(folder, name):.0e} |"
+            f"{peak:.2f} | {largest_difference(folder, ('all', name))[0]:.0e} |"
         )
     return "\n".join(lines)
 
@@ -204,10 +194,7 @@ def main() -> None:
             f"{torch.get_num_threads()} threads, torch {torch.__version__}; least of "
             f"{options.repeats}; a ratio above 1 is what the step saves\n\n{table(turns, folder)}\n"
         )
-    print(report)
-    if options.out:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(f"\n{report}")
+    publish(report, options.out)
 
 
 if __name__ == "__main__":

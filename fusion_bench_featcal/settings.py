@@ -21,6 +21,18 @@ READ_UNITS = {"B": 1} | {
     for end, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
+SETTINGS_OF_THE_RUN = (
+    "activations",
+    "activations_dir",
+    "cache_dir",
+    "checkpoint_dir",
+    "decode_workers",
+    "pixel_cache_mb",
+    "resume",
+    "stream_experts",
+)
+"""What is kept where and how it is read: settings without a part in the calibrated model."""
+
 _AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(READ_UNITS)}|%)")
 
 
@@ -162,6 +174,12 @@ class FeatCalSettings:
             TypeError: If a name is no setting.
         """
         return dataclasses.replace(self, **changes)
+
+    def of_the_model(self) -> "FeatCalSettings":
+        """Copy in which everything without a part in the model has its default."""
+        return self.replace(
+            **{name: getattr(FeatCalSettings, name) for name in SETTINGS_OF_THE_RUN}
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values by name, fit for JSON and YAML."""

@@ -22,7 +22,7 @@ from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import BlockModules, Site, find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.recording import Recorder
-from fusion_bench_featcal.engine.run import Autocast, Modes, leading_to, needed_by
+from fusion_bench_featcal.engine.run import Autocast, Modes, device_of, leading_to, needed_by
 from fusion_bench_featcal.engine.samples import (
     Batch,
     check_inputs,
@@ -119,7 +119,7 @@ def merge_blockwise(
     settings = settings.replace(calibrate_norm=rule.weighs_gains, anchor_rho=1.0)
     check_inputs(base, experts, batches, settings)
     family = resolve_family(settings.family, base)
-    view, home = view_of(family), next(base.parameters()).device
+    view, home = view_of(family), device_of(base)
     base = view.shown(base)
     stages = family.stages(base)
     model = copy.deepcopy(base).to(device or home).eval().requires_grad_(False)
@@ -139,7 +139,7 @@ def merge_blockwise(
     _load_means(model, list(run.experts.values()))
     tasks = {task: take_samples(task, batches[task], settings) for task in experts}
     bar = tqdm(total=len(run.modules), disable=not progress, leave=False, unit="block")
-    with torch.autocast(next(model.parameters()).device.type, enabled=False), bar:
+    with torch.autocast(device_of(model).type, enabled=False), bar:
         for index, stage in enumerate(stages):
             tasks = streams = _begin_stage(run, stages, index, tasks)
             for block in stage:
@@ -164,7 +164,7 @@ def _begin_stage(
 ) -> dict[str, list[Batch]]:
     """Run every task's samples up to a stage's first block, in the model that feeds it."""
     stem = leading_to(run.model, run.family, stages, index)
-    device = next(run.model.parameters()).device
+    device = device_of(run.model)
     streams: dict[str, list[Batch]] = {}
     for task, batches in tasks.items():
         streams[task] = []
@@ -239,7 +239,7 @@ def _anchor(run: _Merging, site: Site) -> Tensor:
     """The parameter that unseen directions keep; before a block is solved, the model has means."""
     source = run.model if run.rule.anchor == "mean" else run.base
     parameter = source.get_parameter(site.weight_name).detach()
-    return parameter.to(next(run.model.parameters()).device)
+    return parameter.to(device_of(run.model))
 
 
 def _gram(run: _Merging, mean_gram: Tensor) -> Tensor:

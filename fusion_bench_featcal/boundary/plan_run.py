@@ -11,8 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from fusion_bench_featcal.boundary.options import checked_settings
-from fusion_bench_featcal.boundary.preflight_pool import compose_run
+from fusion_bench_featcal.boundary.preflight_pool import (
+    LENGTH,
+    compose_run,
+    location_of,
+    settings_among,
+)
 from fusion_bench_featcal.experts import hollow_copy, known_bytes, safetensors_files
 from fusion_bench_featcal.plan.prediction import Plan, Request, predict
 from fusion_bench_featcal.plan.rates import Rates, measure_rates
@@ -21,9 +25,6 @@ from fusion_bench_featcal.preflight import empty_model
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
-
-LENGTH = 512
-"""Tokens of a text where `method.max_length` does not tell."""
 
 _PLAIN = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
 _ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -76,33 +77,6 @@ def run_request(
 def takes_text(model: nn.Module) -> bool:
     """Whether a model's inputs are tokens."""
     return getattr(model, "main_input_name", None) == "input_ids"
-
-
-def settings_among(method: Mapping[str, Any]) -> FeatCalSettings:
-    """The settings among a method's keys.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
-    known = FeatCalSettings.names()
-    return checked_settings({key: value for key, value in method.items() if key in known})
-
-
-def location_of(entry: Any) -> str:
-    """The folder or hub id of a model pool's entry.
-
-    Raises:
-        ValueError: If it has none.
-    """
-    keys = ("pretrained_model_name_or_path", "base_model_path")
-    if isinstance(entry, Mapping):
-        entry = next((entry[key] for key in keys if key in entry), None)
-    if not isinstance(entry, str):
-        raise ValueError(
-            "modelpool.models._pretrained_ names no folder or hub id, from whose config the plan "
-            "is made"
-        )
-    return entry
 
 
 def _streams(entry: Any, settings: FeatCalSettings) -> bool:

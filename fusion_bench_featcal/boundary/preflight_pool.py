@@ -1,6 +1,6 @@
 """The preflight of a run that is named as on FusionBench's command line."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusion_bench.utils.hydra_utils import get_default_config_path
@@ -9,8 +9,12 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.boundary.options import checked_settings
 from fusion_bench_featcal.preflight import Preflight, empty_model, preflight
 from fusion_bench_featcal.settings import FeatCalSettings
+
+LENGTH = 512
+"""Tokens of a text where `method.max_length` does not tell."""
 
 
 def preflight_run(
@@ -30,19 +34,14 @@ def preflight_run(
         ValueError: If the pool names no base model, or its configuration cannot be found.
     """
     method, models = compose_run(overrides)
-    known = FeatCalSettings.names()
-    settings = FeatCalSettings(**{key: value for key, value in method.items() if key in known})
-    base = models.get("_pretrained_")
-    if isinstance(base, dict):
-        base = base.get("pretrained_model_name_or_path")
-    if not isinstance(base, str):
-        raise ValueError("modelpool.models._pretrained_ names no folder or hub id")
+    settings = settings_among(method)
+    base = location_of(models.get("_pretrained_"))
     tasks = sum(not name.startswith("_") for name in models)
     return preflight(
         empty_model(base),
         settings,
         tasks=tasks,
-        length=length or settings.max_length or 512,
+        length=length or settings.max_length or LENGTH,
         target_length=target_length,
     )
 
@@ -71,3 +70,29 @@ def compose_run(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"{' '.join(words)}: {str(error).splitlines()[0]}") from error
     return method, models
+
+
+def settings_among(method: Mapping[str, Any]) -> FeatCalSettings:
+    """The settings among a method's keys.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+    known = FeatCalSettings.names()
+    return checked_settings({key: value for key, value in method.items() if key in known})
+
+
+def location_of(entry: Any) -> str:
+    """The folder or hub id of a model pool's entry.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    keys = ("pretrained_model_name_or_path", "base_model_path")
+    if isinstance(entry, Mapping):
+        entry = next((entry[key] for key in keys if key in entry), None)
+    if not isinstance(entry, str):
+        raise ValueError(
+            "modelpool.models._pretrained_ names no folder or hub id, whose config is needed"
+        )
+    return entry

@@ -129,17 +129,7 @@ class RunResults:
         return self.add_made(
             name,
             result.model,
-            # What is kept where, and how images are read, has no part in the model.
-            settings=settings.replace(
-                checkpoint_dir=None,
-                resume=False,
-                activations=FeatCalSettings.activations,
-                activations_dir=None,
-                stream_experts=FeatCalSettings.stream_experts,
-                decode_workers=FeatCalSettings.decode_workers,
-                pixel_cache_mb=FeatCalSettings.pixel_cache_mb,
-                cache_dir=None,
-            ).as_dict(),
+            settings=settings.of_the_model().as_dict(),
             cost=cost,
             samples=dict.fromkeys(tasks, drawn),
             seed=settings.seed,

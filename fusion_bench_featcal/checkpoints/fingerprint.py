@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fusion_bench_featcal
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
 _SHORT = 32  # hexadecimal digits: 128 bits, beyond any accident
 _PACKAGES = ("torch", "transformers", "safetensors")
@@ -24,18 +24,7 @@ _CODE = ("core", "engine", "families", "checkpoints", "reads", "calibration.py",
 _CODE += ("experts_pairing.py",)
 # Settings without a part in the result: samples and weights are compared themselves.
 # What `linear_kernel` came to is told under `precision`.
-_WITHOUT_EFFECT = {
-    "activations",
-    "activations_dir",
-    "cache_dir",
-    "checkpoint_dir",
-    "decode_workers",
-    "family",
-    "linear_kernel",
-    "pixel_cache_mb",
-    "resume",
-    "stream_experts",
-}
+_WITHOUT_EFFECT = {*SETTINGS_OF_THE_RUN, "family", "linear_kernel"}
 _TRANSIENT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 

@@ -42,11 +42,7 @@ def expect_after_inputs(run: Run, stage_index: int, task: str) -> None:
 def _expect_block(run: Run, block: str) -> None:
     """A block begins with the base's part of its anchors; then comes the first task's visit."""
     if run.base is not None and run.settings.anchor_rho != 1:
-        names = [
-            name
-            for site in run.modules[block].sites
-            for name in (site.weight_name, *([site.bias_name] if site.has_bias else []))
-        ]
+        names = [name for site in run.modules[block].sites for name in site.names]
         run.base.expect(names)
     _first_expert(run).expect(run.needed_by(block))
 

@@ -58,6 +58,9 @@ class Run:
     reads: ReadLedger = field(default_factory=ReadLedger)
     merges: bool = False
     prepare: Callable[[str], None] | None = None
+    activations: Activations = STAY
+    place: str = "the start"
+    example: Any = None
 
     @property
     def device(self) -> torch.device:
@@ -99,10 +102,6 @@ class Run:
         blocks = {block: names_under(names, [block]) for block in self.modules}
         inside = {name for found in blocks.values() for name in found}
         return {stage_place(0): [name for name in names if name not in inside], **blocks}
-
-    activations: Activations = STAY
-    place: str = "the start"
-    example: Any = None
 
     def at(self, place: str) -> None:
         """Say what is worked on now: to who watches, and to messages."""

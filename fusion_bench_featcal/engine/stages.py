@@ -19,7 +19,6 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
     """
     first = run.stages[index][0]
     stem = run.leading_to(index)
-    device = next(run.model.parameters()).device
     streams: Streams = {}
     for task, batches in tasks.items():
         run.at(f"inputs · {task}")
@@ -30,7 +29,7 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
                 if run.example is None:
                     run.example = to_device(batch.inputs, torch.device("meta"))
                 batch.cal = batch.exp = None  # what an earlier stage ended with is no longer needed
-                inputs = to_device(batch.inputs, device)
+                inputs = to_device(batch.inputs, run.device)
                 begun = _begun(run, batch, streams[task])
                 with naming_task(task):
                     begun.find_rows(run.family, inputs, index, run.settings.decoder_rows)
