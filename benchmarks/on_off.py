@@ -67,6 +67,7 @@ def no_outputs() -> None:
 def short_chunks() -> None:
     """Rows are multiplied a few at a time."""
     linear_sums.CHUNK_ROWS = 256
+    linear_sums.DIRECT_ROWS = 1 << 30
 
 
 def double_solves() -> None:
@@ -104,7 +105,7 @@ PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "grams": ("whole grams", whole_grams),
     "cross": ("cross moments always", cross_moments),
     "outputs": ("expert's outputs unused", no_outputs),
-    "chunks": ("256 rows at a time", short_chunks),
+    "chunks": ("256 copied rows at a time", short_chunks),
     "solves": ("float64 solves", double_solves),
     "residuals": ("whole residuals", whole_residuals),
     "copies": ("inputs copied", copies),

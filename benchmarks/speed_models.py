@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,20 +91,9 @@ class Shape:
         }
         return FeatCalSettings(**(values | changes))
 
-    def batches(self, task: str) -> list[dict[str, Tensor]]:
-        """A task's inputs: noise, seeded by the task's number; no padding."""
-        generator = torch.Generator().manual_seed(int(task.removeprefix("task_")) + 1)
-        if self.kind == "clip":
-            pixels = (self.samples, 3, IMAGE_SIZE, IMAGE_SIZE)
-            data = {"pixel_values": torch.randn(pixels, generator=generator)}
-        else:
-            ids = torch.randint(VOCABULARY, (self.samples, self.length), generator=generator)
-            data = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if self.kind == "t5":
-            labels = (self.samples, self.target)
-            data["labels"] = torch.randint(VOCABULARY, labels, generator=generator)
-        split = {name: values.split(BATCH) for name, values in data.items()}
-        return [dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True)]
+    def batches(self, task: str) -> "Batches":
+        """A task's inputs, made anew whenever they are asked for."""
+        return Batches(self, task)
 
     def plain_flops(self) -> float:
         """FLOPs of the straightforward implementation's products and solves (LU: 2/3 d^3)."""
@@ -134,6 +124,31 @@ class Shape:
                 total += (self.tasks + 1) * 2 * m * d * d + 2 / 3 * d**3  # W_i C_i; the solve
         keys = tokens + (self.tokens if tokens != self.tokens else 0)  # a T5 decoder has both
         return total + 3 * 4 * rows * tokens * keys * self.width
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A task's inputs: noise, seeded by the task's number; no padding."""
+
+    shape: Shape
+    task: str
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Make them, batch by batch."""
+        shape = self.shape
+        generator = torch.Generator().manual_seed(int(self.task.removeprefix("task_")) + 1)
+        for start in range(0, shape.samples, BATCH):
+            size = min(BATCH, shape.samples - start)
+            if shape.kind == "clip":
+                pixels = (size, 3, IMAGE_SIZE, IMAGE_SIZE)
+                yield {"pixel_values": torch.randn(pixels, generator=generator)}
+                continue
+            ids = torch.randint(VOCABULARY, (size, shape.length), generator=generator)
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            if shape.kind == "t5":
+                labels = (size, shape.target)
+                batch["labels"] = torch.randint(VOCABULARY, labels, generator=generator)
+            yield batch
 
 
 def build(shape: Shape) -> Any:

@@ -3,7 +3,7 @@
 Memory is `O(d^2)` whatever the number of tasks. Tested equal to `core.solve`, the definition.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,16 +22,23 @@ from fusion_bench_featcal.core.moments import LinearMoments, frobenius_norm, wei
 from fusion_bench_featcal.core.solve import LinearSolution
 
 
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def _times_transposed(left: Tensor, right: Tensor) -> Tensor:
+    return left @ right.T
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskMeans:
     """Means over one task's rows of the inputs that some linear modules share.
 
-    The cross moment enters by its difference to the gram, `C = G + shift`: equal features of both
+    The cross moment enters by its difference to the gram, `C' = G + shift`: equal features of both
     models give exactly zero, and unlike ones a small matrix with a small error.
 
     Attributes:
         gram: `G`, `[d, d]`, symmetric.
-        shift: `C - G = alpha mean((x_exp - x_cal) x_cal')`, `[d, d]`; None: zero, or not needed.
+        shift: `(C - G)' = alpha mean(x_cal (x_exp - x_cal)')`, `[d, d]`; None: zero, or not needed.
         reached: `W_i C` of the modules for which it was summed itself, `[m, d]` by name.
         mean_cal: `mu_cal`, `[d]`.
         mean_target: `mu_tgt`, `[d]`.
@@ -54,19 +61,29 @@ class FoldedLinear:
     to be done.
     """
 
-    def __init__(self, anchors: Mapping[str, Tensor], *, mix_alpha: float, eps: float) -> None:
+    def __init__(
+        self,
+        anchors: Mapping[str, Tensor],
+        *,
+        mix_alpha: float,
+        eps: float,
+        times_transposed: Product = _times_transposed,
+    ) -> None:
         """Start with no task.
 
         Args:
             anchors: `W_anc` of each module by name, `[m, d]`, `d` alike for all.
             mix_alpha: alpha (Eq. 10).
             eps: Stabiliser of the matrix and floor of the norms.
+            times_transposed: What multiplies, `left right'` of two matrices.
         """
+        self._times_transposed = times_transposed
         self._anchors = dict(anchors)
         self._mix_alpha = mix_alpha
         self._eps = eps
         self._system: tuple[Tensor, Tensor, float] | None = None
         self._system_key: tuple[float, torch.dtype] | None = None
+        self._diagonal: Tensor | None = None
         self._needs_wide = False
         self._gram: Tensor | None = None
         self._shift: Tensor | None = None
@@ -98,7 +115,7 @@ class FoldedLinear:
         """
         means = TaskMeans(
             gram=moments.gram / moments.weight,
-            shift=self._mix_alpha * (moments.cross_exp - moments.gram) / moments.weight,
+            shift=self._mix_alpha * (moments.cross_exp - moments.gram).T / moments.weight,
             reached={},
             mean_cal=moments.sum_cal / moments.weight,
             mean_target=moments.mean_target(self._mix_alpha),
@@ -115,7 +132,7 @@ class FoldedLinear:
         """Fold one task in, given its means; otherwise as `add`."""
         if task in self.task_weights:
             raise ValueError(f"task {task!r} was folded before")
-        self._system = None
+        self._drop_system()
         norm = frobenius_norm(means.gram)
         weight = weight_of_norm(norm, self._eps)
         self._gram = _add_weighted(self._gram, means.gram, weight)
@@ -137,12 +154,15 @@ class FoldedLinear:
         self.gram_norms[task] = float(norm)
 
     def _right_side(self, name: str, means: TaskMeans, expert: Tensor, cross: Tensor) -> Tensor:
-        """One task's `W_i C_i`, without what `_from_anchor` will add for all tasks."""
+        """One task's `W_i C_i`, without what `_complete` will add for all tasks."""
+        times = self._times_transposed
         reached = means.reached.get(name)
         if name in self._whole:
-            return expert @ cross if reached is None else reached
+            return times(expert, cross) if reached is None else reached
         anchor = self._anchors[name].to(cross.dtype)
-        return (expert - anchor) @ cross if reached is None else reached - anchor @ means.gram
+        if reached is None:
+            return times(expert - anchor, cross)
+        return reached - times(anchor, means.gram)
 
     def restricted(self, names: Iterable[str]) -> "FoldedLinear":
         """A copy for some of the modules, which no longer share their input with the others.
@@ -153,8 +173,12 @@ class FoldedLinear:
         Returns:
             The same sums for these modules; tasks added to it do not reach this object.
         """
+        self._drop_system()
         part = FoldedLinear(
-            {name: self._anchors[name] for name in names}, mix_alpha=self._mix_alpha, eps=self._eps
+            {name: self._anchors[name] for name in names},
+            mix_alpha=self._mix_alpha,
+            eps=self._eps,
+            times_transposed=self._times_transposed,
         )
         part._gram, part._shift = _copy(self._gram), _copy(self._shift)
         part._whole = self._whole & set(part._anchors)
@@ -171,9 +195,8 @@ class FoldedLinear:
         What the anchor adds is in them then. No task can be folded in any more; the number of
         tensors and their shapes depend on the modules alone.
         """
-        for name, right in self._right.items():
-            right += self._from_anchor(name)
-        self._shift, self._whole, self._system = None, set(), None
+        self._drop_system()
+        self._complete()
         assert self._gram is not None  # there is at least one task
         assert self._weighted_mean_cal is not None
         biases = [self._bias_right[name] for name in self._anchors if name in self._bias_right]
@@ -214,14 +237,15 @@ class FoldedLinear:
             try:
                 return self._solve_in(self._right[name].dtype, name, ridge_lambda)
             except UnsolvedError:
-                self._system, self._needs_wide = None, True
+                self._drop_system()
+                self._needs_wide = True
         return self._solve_in(wide, name, ridge_lambda)
 
     def _solve_in(self, dtype: torch.dtype, name: str, ridge_lambda: float) -> LinearSolution:
         """Solve in one dtype."""
         factor, system, condition = self._factorised(ridge_lambda, dtype)
         anchor = self._anchors[name].to(dtype)
-        right = (self._right[name] + self._from_anchor(name)).to(dtype) - self._eps * anchor
+        right = self._right[name].to(dtype) - self._eps * anchor
         step, residual = solve_factorised(factor, system, right)
         return LinearSolution(
             weight=step.add_(anchor),
@@ -230,13 +254,15 @@ class FoldedLinear:
             condition=condition,
         )
 
-    def _from_anchor(self, name: str) -> Tensor:
-        """What the anchor adds to a module's right side, from the sums over all tasks."""
-        moment = self._gram if name in self._whole else self._shift
-        if moment is None:
-            return torch.zeros_like(self._right[name])
-        part = self._anchors[name].to(moment.dtype) @ moment
-        return -part if name in self._whole else part
+    def _complete(self) -> None:
+        """Add what the anchor adds to the right sides, from the sums over all tasks."""
+        assert self._gram is not None  # there is at least one task
+        for name, right in self._right.items():
+            moment = self._gram if name in self._whole else self._shift
+            if moment is not None:
+                part = self._times_transposed(self._anchors[name].to(moment.dtype), moment)
+                right.add_(part, alpha=-1 if name in self._whole else 1)
+        self._shift, self._whole = None, set()
 
     def solve_bias(
         self, name: str, weight: Tensor, anchor: Tensor | None, *, ridge_lambda: float
@@ -262,9 +288,15 @@ class FoldedLinear:
         return right / total
 
     def _factorised(self, ridge_lambda: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
-        """Factor, system and condition, computed once for all modules of the group."""
+        """Factor, system and condition, computed once for all modules of the group.
+
+        In the dtype of the sums the gram itself becomes the system, until `_drop_system`.
+        """
         if self._system is None or self._system_key != (ridge_lambda, dtype):
+            self._drop_system()
+            self._complete()
             assert self._gram is not None  # a solve follows at least one task
+            self._diagonal = self._gram.diagonal().clone()
             system = ridge_system(self._gram, ridge_lambda=ridge_lambda, eps=self._eps, dtype=dtype)
             factor, condition = factorise(
                 system, floor=ridge_lambda + self._eps, precision=self._gram.dtype
@@ -272,6 +304,12 @@ class FoldedLinear:
             self._system = (factor, system, condition)
             self._system_key = (ridge_lambda, dtype)
         return self._system
+
+    def _drop_system(self) -> None:
+        """Turn the system back into the gram."""
+        if self._diagonal is not None and self._gram is not None:
+            self._gram.diagonal().copy_(self._diagonal)
+        self._system = self._diagonal = None
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

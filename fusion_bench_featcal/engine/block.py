@@ -11,6 +11,7 @@ from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, e
 from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.core.moments import moment_dtype
 from fusion_bench_featcal.engine.modules import Site
+from fusion_bench_featcal.engine.products import times_transposed
 from fusion_bench_featcal.engine.task_sums import TaskSums, common_parts
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -139,7 +140,12 @@ class BlockSums:
 
     def _empty(self, names: tuple[str, ...]) -> FoldedLinear:
         anchors = {name: self._anchors[name] for name in names}
-        return FoldedLinear(anchors, mix_alpha=self._settings.mix_alpha, eps=self._settings.eps)
+        return FoldedLinear(
+            anchors,
+            mix_alpha=self._settings.mix_alpha,
+            eps=self._settings.eps,
+            times_transposed=times_transposed,
+        )
 
     def _expert_weight(self, expert: nn.Module, name: str) -> Tensor:
         site = self._sites[name]

@@ -9,15 +9,24 @@ from torch import Tensor
 from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.core.folded import TaskMeans
 from fusion_bench_featcal.core.moments import counted_rows, moment_dtype
-from fusion_bench_featcal.engine.products import add_lower_gram, add_product, fill_upper
+from fusion_bench_featcal.core.triangle import mirror_lower
+from fusion_bench_featcal.engine.products import (
+    add_lower_gram,
+    add_product,
+    columns_of,
+    times_transposed,
+)
 
-CHUNK_ROWS = 2048
+CHUNK_ROWS = 1024
 """Rows are gathered to so many before they are multiplied: short products are slow."""
+
+DIRECT_ROWS = 512
+"""A batch of so many rows is multiplied where it lies."""
 
 
 _Rows = tuple[tuple[Tensor, ...], Tensor | None]
 """Rows of the calibrated model and, where the expert is used, the difference of its own to them or
-its outputs; their weights."""
+the modules' outputs; their weights."""
 
 
 class LinearSums:
@@ -59,7 +68,7 @@ class LinearSums:
         self._sum_cal = self._zeros.new_zeros(width)
         self._sum_shift = self._zeros.new_zeros(width)
         self._from_outputs = from_outputs
-        self._chunk = _Chunk(shifts=not from_outputs)
+        self._chunk = _Chunk(shifts=not self._weights)
         self.weight = self._zeros.clone()
 
     @property
@@ -95,34 +104,34 @@ class LinearSums:
         parts, weights = counted_rows(parts, row_weights, self._zeros.dtype)
         if weights is not None and bool((weights == 1).all()):
             weights = None
-        if self._from_outputs:
+        if self._weights:
             sums = [p.sum(0) if weights is None else weights @ p for p in parts[:2]]
             self._sum_shift += sums[1] - sums[0]
-            parts = (parts[0], *parts[2:])
+            parts = (parts[0], *(parts[2:] if self._from_outputs else self._targets(*parts)))
         for rows in self._chunk.filled(parts, weights):
             self._absorb(*rows)
 
     def _absorb(self, parts: tuple[Tensor, ...], weights: Tensor | None) -> None:
-        """Multiply one chunk of rows."""
+        """Multiply some rows."""
         x_cal = parts[0]
         weighted = x_cal if weights is None else x_cal * weights[:, None]
         self.weight += len(x_cal) if weights is None else weights.sum()
         self._sum_cal += weighted.sum(0)
-        add_lower_gram(self._gram, weighted, x_cal)
-        if self._from_outputs:
+        columns = columns_of(x_cal)
+        weighted_columns = columns if weights is None else columns_of(weighted)
+        add_lower_gram(self._gram, weighted_columns, columns)
+        if self._weights:
             for name, output in zip(self._weights, parts[1:], strict=True):
-                add_product(self._reached[name], output, weighted)
-            return
-        if len(parts) == 1:
-            return
-        shift = parts[1]
-        self._sum_shift += (shift if weights is None else shift * weights[:, None]).sum(0)
-        if self._cross is not None:
-            add_product(self._cross, shift, weighted)
-            return
-        target = torch.add(x_cal, shift, alpha=self._alpha)
-        for name, weight in self._weights.items():
-            add_product(self._reached[name], target @ weight.T, weighted)
+                add_product(self._reached[name], columns_of(output), weighted_columns)
+        elif self._cross is not None:
+            shift = parts[1]
+            self._sum_shift += (shift if weights is None else shift * weights[:, None]).sum(0)
+            add_product(self._cross, weighted_columns, columns_of(shift))
+
+    def _targets(self, x_cal: Tensor, x_exp: Tensor) -> list[Tensor]:
+        """`W_i x_tgt` of each module."""
+        target = torch.lerp(x_cal, x_exp, self._alpha)
+        return [times_transposed(target, weight) for weight in self._weights.values()]
 
     def close(self) -> None:
         """Multiply the rows that still wait; `weight` counts all rows from then on."""
@@ -144,12 +153,12 @@ class LinearSums:
     def means(self) -> TaskMeans:
         """Means over all rows. The sums are used up: this ends them."""
         self.close()
-        fill_upper(self._gram)
+        mirror_lower(self._gram)
         self._gram.div_(self.weight)
         for name, sums in self._reached.items():
             sums.div_(self.weight)
             if self._from_outputs:
-                own = self._weights[name] @ self._gram
+                own = times_transposed(self._weights[name], self._gram)
                 sums.mul_(self._alpha).add_(own, alpha=1 - self._alpha)
         mean_cal = self._sum_cal / self.weight
         return TaskMeans(
@@ -164,7 +173,7 @@ class LinearSums:
         """A copy for some of the modules, whose later rows are not the others'."""
         self.close()  # rows in waiting are of all modules
         part = copy.deepcopy(self)
-        part._chunk = _Chunk(shifts=not self._from_outputs)
+        part._chunk = _Chunk(shifts=not self._weights)
         part._weights = {n: w for n, w in self._weights.items() if n in set(names)}
         part._reached = {n: part._reached[n] for n in part._weights}
         return part
@@ -198,9 +207,9 @@ class _Chunk:
         """Put rows in; yields every chunk that they fill."""
         start, total = 0, len(parts[0])
         while start < total:
-            if self._count == 0 and total - start >= CHUNK_ROWS:
-                stop = start + CHUNK_ROWS
-                rows = tuple(p[start:stop] for p in parts)
+            if self._count == 0 and total - start >= DIRECT_ROWS:
+                stop = total
+                rows = tuple(p[start:] for p in parts)
                 if self._shifts and len(rows) > 1:
                     rows = rows[0], rows[1] - rows[0]
                 yield rows, _cut(weights, start, stop)

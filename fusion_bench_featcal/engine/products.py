@@ -11,43 +11,50 @@ SMALL = 192
 """Narrower strips than this cost more than they save."""
 
 
+def times_transposed(left: Tensor, right: Tensor) -> Tensor:
+    """`left right'`.
+
+    Args:
+        left: `[m, n]`.
+        right: `[d, n]`, of the same dtype.
+
+    Returns:
+        `[m, d]`.
+    """
+    if multiplies_rows_by_onednn(left):
+        return multiply_transposed(left.contiguous(), right.contiguous())
+    return left @ right.T
+
+
+def columns_of(rows: Tensor) -> Tensor:
+    """Rows `[n, d]` as the sums below take them, `[d, n]`: laid out anew only for oneDNN."""
+    return rows.T.contiguous() if multiplies_rows_by_onednn(rows) else rows.T
+
+
 def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """`into += left' right`.
+    """`into += left right'`.
 
     Args:
         into: `[m, d]`.
-        left: Rows `[n, m]`.
-        right: Rows `[n, d]`.
+        left: `[m, n]`, from `columns_of`.
+        right: `[d, n]`, from `columns_of`.
     """
     if multiplies_rows_by_onednn(into):
-        into.add_(multiply_transposed(left.T.contiguous(), right.T.contiguous()))
+        into.add_(multiply_transposed(left, right))
     else:
-        into.addmm_(left.T, right)
+        into.addmm_(left, right.T)
 
 
 def add_lower_gram(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """`into += left' right` in the lower triangle, for a product that is symmetric.
+    """`into += left right'` in the lower triangle, for a product that is symmetric.
 
     Args:
         into: `[d, d]`; strips reach over the diagonal, what is above them is left as it is.
-        left: Rows `[n, d]`, each a multiple of the same row of `right`.
-        right: Rows `[n, d]`.
+        left: `[d, n]`, from `columns_of`; each column a multiple of the same column of `right`.
+        right: `[d, n]`, from `columns_of`.
     """
-    if multiplies_rows_by_onednn(into):
-        right_columns = right.T.contiguous()
-        left_columns = right_columns if left is right else left.T.contiguous()
-        for start, stop in _strips(len(into)):
-            strip = multiply_transposed(left_columns[start:stop], right_columns[:stop])
-            into[start:stop, :stop].add_(strip)
-        return
     for start, stop in _strips(len(into)):
-        into[start:stop, :stop].addmm_(left[:, start:stop].T, right[:, :stop])
-
-
-def fill_upper(matrix: Tensor) -> None:
-    """Copy the lower triangle, strip by strip, to the upper: the diagonal squares stay."""
-    for start, stop in _strips(len(matrix)):
-        matrix[:start, start:stop] = matrix[start:stop, :start].T
+        add_product(into[start:stop, :stop], left[start:stop], right[:stop])
 
 
 def _strips(width: int) -> list[tuple[int, int]]:

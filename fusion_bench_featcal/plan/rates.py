@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusion_bench_featcal.engine.kernels import choose_kernel, using_kernel, with_kernel
+from fusion_bench_featcal.core.cholesky import triangular_solves
 from fusion_bench_featcal.engine.products import (
     COLUMN_BLOCKS,
     SMALL,
@@ -196,13 +197,13 @@ def _wide(d: int, bench: _Bench) -> tuple[float, float]:
 def _gram(d: int, bench: _Bench) -> tuple[float, float]:
     rows, into = bench.make(_ROWS, d), bench.make(d, d)
     size = (len(rows) * d * d) ** (1 / 3)
-    return size, bench.rate(gram_flops(len(rows), d), lambda: add_lower_gram(into, rows, rows))
+    return size, bench.rate(gram_flops(len(rows), d), lambda: add_lower_gram(into, rows.T, rows.T))
 
 
 def _cross(d: int, bench: _Bench) -> tuple[float, float]:
     left, right, into = bench.make(_ROWS, d), bench.make(_ROWS, d), bench.make(d, d)
     size = (len(left) * d * d) ** (1 / 3)
-    return size, bench.rate(2 * len(left) * d * d, lambda: add_product(into, left, right))
+    return size, bench.rate(2 * len(left) * d * d, lambda: add_product(into, left.T, right.T))
 
 
 def _attention(keys: int, bench: _Bench) -> tuple[float, float]:
@@ -229,7 +230,7 @@ def _factor_wide(d: int, bench: _Bench) -> tuple[float, float]:
 def _solve(d: int, bench: _Bench, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
     factor = torch.linalg.cholesky(_system(d, bench, dtype))
     right = bench.make(d, d, dtype=dtype)
-    return d, bench.rate(2 * d**3, lambda: torch.cholesky_solve(right.T, factor))
+    return d, bench.rate(2 * d**3, lambda: triangular_solves(right, factor))
 
 
 def _solve_wide(d: int, bench: _Bench) -> tuple[float, float]:

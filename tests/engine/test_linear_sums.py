@@ -17,6 +17,7 @@ KNOBS = {"mix_alpha": ALPHA, "ridge_lambda": LAMBDA, "eps": 1e-8}
 def small_steps(monkeypatch: pytest.MonkeyPatch):
     """Chunks and strips small enough for a small problem to need several of each."""
     monkeypatch.setattr(linear_sums, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(linear_sums, "DIRECT_ROWS", 6)
     monkeypatch.setattr(products, "SMALL", 2)
 
 
@@ -56,7 +57,7 @@ def test_means_are_those_of_the_definition(kind: str):
         ]
         if expert_weights is None:
             assert found.shift is not None and not found.reached
-            pairs.append((found.gram + found.shift, wanted.cross(ALPHA)))
+            pairs.append((found.gram + found.shift, wanted.cross(ALPHA).T))
         else:
             assert found.shift is None
             pairs += [(found.reached[n], w @ wanted.cross(ALPHA)) for n, w in weights.items()]
