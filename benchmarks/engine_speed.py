@@ -17,11 +17,13 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from speed_models import Shape, load
 from straightforward import calibrate_plainly, gemm_rate
@@ -41,7 +43,9 @@ def run_plain(shape: Shape, folder: Path, tasks: list[str]) -> nn.Module:
     return merged
 
 
-def run_engine(shape: Shape, folder: Path, tasks: list[str], log_drift: bool) -> nn.Module:
+def run_engine(
+    shape: Shape, folder: Path, tasks: list[str], changes: Mapping[str, Any]
+) -> nn.Module:
     """The package's engine, experts streamed from their files."""
     sources = {name: SafetensorsExpert(folder / name) for name in ("base", *tasks)}
     return calibrate(
@@ -49,13 +53,13 @@ def run_engine(shape: Shape, folder: Path, tasks: list[str], log_drift: bool) ->
         sources.pop("base"),
         sources,
         {task: shape.batches(task) for task in tasks},
-        shape.settings(log_drift=log_drift),
+        shape.settings(**changes),
         progress=False,
         in_place=True,
     ).model
 
 
-def child(side: str, shape: Shape, folder: Path, log_drift: bool) -> None:
+def child(side: str, shape: Shape, folder: Path, changes: Mapping[str, Any]) -> None:
     """Run one side and print what it took as JSON."""
     tasks = sorted(path.name for path in folder.glob("task_*"))
     rate = gemm_rate(shape)
@@ -63,7 +67,7 @@ def child(side: str, shape: Shape, folder: Path, log_drift: bool) -> None:
     if side == "plain":
         model = run_plain(shape, folder, tasks)
     else:
-        model = run_engine(shape, folder, tasks, log_drift)
+        model = run_engine(shape, folder, tasks, changes)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     rate = max(rate, gemm_rate(shape))
@@ -80,10 +84,10 @@ def prepare(shape: Shape, folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
 
 
-def measure(side: str, shape: Shape, folder: Path, log_drift: bool) -> dict[str, float]:
+def measure(side: str, shape: Shape, folder: Path, changes: list[str]) -> dict[str, float]:
     """One side's turn."""
     command = [sys.executable, __file__, f"--side={side}", f"--folder={folder}", *shape.arguments()]
-    command += ["--log-drift"] if log_drift else []
+    command += [f"--set={change}" for change in changes]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -124,7 +128,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     Shape.add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=2, help="turns of each side")
-    parser.add_argument("--log-drift", action="store_true", help="the engine measures drift too")
+    parser.add_argument(
+        "--set", action="append", default=[], help="a setting of the engine: log_drift=true"
+    )
     parser.add_argument("--out", type=Path, help="also append the table to this Markdown file")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -136,17 +142,20 @@ def main() -> None:
     options = parse()
     shape = Shape.of(options)
     if options.side:
-        child(options.side, shape, options.folder, options.log_drift)
+        changes = dict(change.split("=") for change in options.set)
+        child(
+            options.side, shape, options.folder, {k: yaml.safe_load(v) for k, v in changes.items()}
+        )
         return
     with TemporaryDirectory() as folder:
         prepare(shape, Path(folder))
         turns: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for _ in range(options.repeats):
             for side in SIDES:
-                turns[side].append(measure(side, shape, Path(folder), options.log_drift))
+                turns[side].append(measure(side, shape, Path(folder), options.set))
         difference, name = largest_difference(Path(folder))
     report = (
-        f"{shape}, drift {'logged' if options.log_drift else 'not logged'}; {platform.machine()}, "
+        f"{shape}; {''.join(f'{change}, ' for change in options.set)}{platform.machine()}, "
         f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}; "
         f"least of {options.repeats}\n\n{table(shape, turns)}\n"
         f"Largest relative difference of a parameter: {difference:.1e} ({name}).\n"

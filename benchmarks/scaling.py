@@ -4,8 +4,8 @@
 
 Random vision towers in safetensors files, one factor at a time around a base point, a process for
 each point. Seconds are those of `calibrate`; memory is the largest resident set, and its rise over
-what was there before: libraries, merged model and images. The exponent is that between a row and
-the one before it: 1 is growth in proportion.
+what was there before: libraries and the merged model. The exponent is that between a row and the
+one before it: 1 is growth in proportion.
 """
 
 import argparse

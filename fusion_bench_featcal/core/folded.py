@@ -21,7 +21,6 @@ from fusion_bench_featcal.core.cholesky import (
 from fusion_bench_featcal.core.moments import LinearMoments, frobenius_norm, weight_of_norm
 from fusion_bench_featcal.core.solve import LinearSolution
 
-
 Product = Callable[[Tensor, Tensor], Tensor]
 
 

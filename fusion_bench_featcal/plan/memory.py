@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusion_bench_featcal.engine.linear_sums import CHUNK_ROWS
+from fusion_bench_featcal.engine.linear_sums import CHUNK_ROWS, DIRECT_ROWS
 from fusion_bench_featcal.plan.constants import Constants
 from fusion_bench_featcal.plan.seconds import few, solves_wide
 from fusion_bench_featcal.plan.work import BlockWork, Group, Work
@@ -107,10 +107,11 @@ def _folded(group: Group, mixes: bool) -> int:
 def _summed(group: Group, mixes: bool) -> int:
     """One task's sums, and the rows that wait to be multiplied."""
     sides, width = 1 + mixes, group.width
-    waiting = sides * CHUNK_ROWS * width
+    waiting = CHUNK_ROWS if group.rows < DIRECT_ROWS else 0
     if mixes and few(group):
-        return width**2 + 2 * sum(group.outputs) * width + waiting
-    return sides * width**2 + waiting
+        outputs = sum(group.outputs)
+        return width**2 + 2 * outputs * width + waiting * (width + outputs)
+    return sides * (width**2 + waiting * width)
 
 
 def _fold_transient(group: Group) -> int:
@@ -119,7 +120,8 @@ def _fold_transient(group: Group) -> int:
 
 def _solving(group: Group, settings: FeatCalSettings, entry: int) -> int:
     size = 8 if solves_wide(settings, entry) else entry
-    return size * (3 * group.width**2 + 5 * max(group.outputs) * group.width)
+    squares = 1 + (size != entry)  # the factor; in the sums' own dtype the gram is the system
+    return size * (squares * group.width**2 + 5 * max(group.outputs) * group.width)
 
 
 def read_bytes(work: Work, settings: FeatCalSettings, tasks: int) -> int:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusion_bench_featcal.engine.kernels import choose_kernel, using_kernel, with_kernel
 from fusion_bench_featcal.core.cholesky import triangular_solves
+from fusion_bench_featcal.engine.kernels import choose_kernel, using_kernel, with_kernel
 from fusion_bench_featcal.engine.products import (
     COLUMN_BLOCKS,
     SMALL,
