@@ -284,6 +284,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 held=base_held + experts.held() // self._processes.size,
                 loaded=1 + base_held,
                 itemsize=stored_itemsize(base),
+                fused=fused is not None,
             )
             exchanged = self._processes.exchanged_bytes
             result = calibrate(

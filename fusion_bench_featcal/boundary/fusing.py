@@ -85,7 +85,7 @@ def _why_not(
     """What keeps a merger from being fused; empty if nothing does."""
     if fuse is False:
         return "method.fuse_merge is false"
-    merger = _merger_class(base_method)
+    merger = merger_class(base_method)
     if merger is None:
         return "it is neither plain simple average nor plain task arithmetic"
     if processes > 1:
@@ -105,7 +105,8 @@ def _why_not(
     return ""
 
 
-def _merger_class(base_method: Any) -> type | None:
+def merger_class(base_method: Any) -> type | None:
+    """FusionBench's class of a plain simple average or task arithmetic; None of all others."""
     config = plain(base_method)
     if set(config) - _OPTIONS or "_target_" not in config:
         return None
@@ -145,7 +146,7 @@ def _prepare(base_method: Any, modelpool: BaseModelPool) -> tuple[nn.Module, Ups
     Experts are read from files in the dtype that the pool would load them in: that is known where
     all models are stored and configured alike.
     """
-    merger = _merger_class(base_method)
+    merger = merger_class(base_method)
     assert merger is not None
     names = _models_of(merger, modelpool)
     if len({_configured_dtypes(modelpool, name) for name in names}) > 1:

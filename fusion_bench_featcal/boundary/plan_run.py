@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from fusion_bench_featcal.boundary.fusing import merger_class
 from fusion_bench_featcal.boundary.preflight_pool import (
     LENGTH,
     compose_run,
@@ -62,15 +63,17 @@ def run_request(
     experts = [entry for name, entry in models.items() if not name.startswith("_")]
     if not experts:
         raise ValueError("modelpool.models names no expert")
+    held = sum(not _streams(entry, settings) for entry in models.values())
     return Request(
         model=model,
         settings=settings,
         tasks=len(experts),
         length=length or settings.max_length or LENGTH,
         target_length=target_length,
-        held=sum(not _streams(entry, settings) for entry in models.values()),
+        held=held,
         itemsize=_itemsize(experts[0]),
         device=torch.device(device),
+        fused=not held and _fuses(method, settings),
     )
 
 
@@ -87,6 +90,16 @@ def _streams(entry: Any, settings: FeatCalSettings) -> bool:
         is_adapter = "peft_model_path" in entry
         return is_adapter or ("pretrained_model_name_or_path" in entry and not set(entry) - _PLAIN)
     return isinstance(entry, str) and not (Path(entry).is_dir() and not _files(Path(entry)))
+
+
+def _fuses(method: Mapping[str, Any], settings: FeatCalSettings) -> bool:
+    """Whether the upstream merge will share the calibration's reads, as far as its entry tells."""
+    merger = merger_class(method.get("base_method") or {})
+    return (
+        merger is not None
+        and method.get("fuse_merge", "auto") == "auto"
+        and settings.expert_read_budget is None
+    )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -124,6 +137,7 @@ def log_plan(
     held: int = 0,
     loaded: int = 1,
     itemsize: int | None = None,
+    fused: bool = False,
 ) -> Plan | None:
     """Say at the start of a run what it will take, and warn where that is more than there is.
 
@@ -135,6 +149,7 @@ def log_plan(
         held: Number of models that are loaded whole beside the merged one.
         loaded: Number of models that are in memory already, the merged one among them.
         itemsize: Bytes of a number in the experts' files; None: as in the model.
+        fused: Whether the upstream merge shares the calibration's reads.
 
     Returns:
         The plan; None where none can be made, which is no reason not to run: of texts whose length
@@ -147,7 +162,7 @@ def log_plan(
         model = hollow_copy(merged).to("meta")
         request = Request(
             model, settings, tasks, length, held=held, itemsize=itemsize, loaded=loaded,
-            device=device,
+            device=device, fused=fused,
         )  # fmt: skip
         plan = predict(request, _quick_rates(device, settings.linear_kernel))
     except Exception as error:  # a model of unknown inputs: the calibration itself will tell

@@ -29,14 +29,16 @@ def with_levers(request: Request, rates: Rates, plan: Plan) -> Plan:
         except CalibrationError:  # the pattern leaves a module out that is needed
             continue
         if _lowers(plan, other):
-            found.append(Lever(setting, other.seconds, other.host, other.gpu, same_model))
+            found.append(
+                Lever(setting, other.seconds, other.host, other.gpu, other.read, same_model)
+            )
     found.sort(key=lambda lever: (lever.gpu or 0) + lever.host)
     return replace(plan, levers=tuple(found))
 
 
 def _lowers(plan: Plan, other: Plan) -> bool:
     hosts = (plan.host - plan.own, other.host - other.own)
-    pairs = [(plan.seconds, other.seconds), hosts, (plan.gpu, other.gpu)]
+    pairs = [(plan.seconds, other.seconds), hosts, (plan.gpu, other.gpu), (plan.read, other.read)]
     return any(new < (1 - WORTH) * old for old, new in pairs if old and new is not None)
 
 
@@ -59,6 +61,11 @@ def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, Request, bool]
         yield "activations=disk", with_settings(activations="disk"), True
     if request.held:
         yield "stream_experts=true", replace(request, held=0), True
+    elif settings.expert_read_budget is None:
+        half = replace(with_settings(expert_read_budget="50%"), fused=False)
+        yield "expert_read_budget=50%", half, False
+    if request.fused:
+        yield "fuse_merge=false", replace(request, fused=False), True
     if settings.log_drift:
         yield "log_drift=false", with_settings(log_drift=False), True
     if settings.mix_alpha > 0:

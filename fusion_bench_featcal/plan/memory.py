@@ -7,7 +7,7 @@ from fusion_bench_featcal.engine.linear_sums import CHUNK_ROWS, DIRECT_ROWS
 from fusion_bench_featcal.plan.constants import Constants
 from fusion_bench_featcal.plan.seconds import few, solves_wide
 from fusion_bench_featcal.plan.work import BlockWork, Group, Work
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings, budget_in_bytes
 
 PARTS = ("model", "experts", "activations", "batch", "statistics", "block")
 """Copy of the model; experts held whole; samples' features; one batch in a block; sums and systems;
@@ -36,6 +36,7 @@ def predict_memory(
     constants: Constants,
     *,
     experts_held: int = 0,
+    fused: bool = False,
 ) -> Memory:
     """Bytes by part.
 
@@ -45,14 +46,16 @@ def predict_memory(
         tasks: Number of tasks.
         constants: Fitted constants.
         experts_held: Bytes of the experts and the base that are loaded whole.
+        fused: Whether the upstream merge shares the reads: a block of every expert is held then.
 
     Returns:
         The bytes.
     """
     batches = settings.samples_per_task / work.batch
     carried = round(tasks * batches * max(_carried(work, settings)))
-    stem = max(s.stem.peak + s.read for s in work.stages)
-    visits = [_visit(block, settings, work) for block in work.blocks]
+    at_once = tasks if fused else 1
+    stem = max(s.stem.peak + at_once * s.read for s in work.stages)
+    visits = [_visit(block, settings, work, at_once) for block in work.blocks]
     largest = max((sum(visit.values()) for visit in visits), default=0)
     held = constants.visited * max(largest, stem) + constants.memory_bytes
     parts = {
@@ -80,7 +83,7 @@ def _carried(work: Work, settings: FeatCalSettings) -> list[float]:
     ]
 
 
-def _visit(block: BlockWork, settings: FeatCalSettings, work: Work) -> dict[str, int]:
+def _visit(block: BlockWork, settings: FeatCalSettings, work: Work, experts: int) -> dict[str, int]:
     """What a block's visit holds at its fullest: while a task is summed, or while it is solved."""
     entry = work.entry
     mixes = settings.mix_alpha > 0
@@ -95,7 +98,7 @@ def _visit(block: BlockWork, settings: FeatCalSettings, work: Work) -> dict[str,
     return {
         "batch": batch,
         "statistics": max(summing, solving - batch),
-        "block": block.read + block.anchored + block.parameters // 2,
+        "block": experts * block.read + block.anchored + block.parameters // 2,
     }
 
 
@@ -125,7 +128,9 @@ def _solving(group: Group, settings: FeatCalSettings, entry: int) -> int:
 
 
 def read_bytes(work: Work, settings: FeatCalSettings, tasks: int) -> int:
-    """Bytes that are read from experts, as the log counts them."""
+    """Bytes that are read from experts, as the log counts them; a budget's, where that is less."""
     runs = settings.mix_alpha > 0 or settings.log_drift
     stems = sum(stage.read for stage in work.stages) if runs else 0
-    return tasks * (stems + sum(block.read for block in work.blocks))
+    full = tasks * (stems + sum(block.read for block in work.blocks))
+    budget = settings.expert_read_budget
+    return full if budget is None else min(full, budget_in_bytes(budget, full))

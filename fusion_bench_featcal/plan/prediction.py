@@ -36,6 +36,7 @@ class Request:
         itemsize: Bytes of a number in the experts' files; None: as in the model.
         loaded: Number of models, the merged one among them, that this process holds already.
         device: Where to calibrate.
+        fused: Whether the upstream merge shares the calibration's reads.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class Request:
     itemsize: int | None = None
     loaded: int = 0
     device: torch.device = CPU
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Lever:
         seconds: Predicted time with it.
         host: Predicted host memory with it.
         gpu: Predicted device memory with it; None for a CPU.
+        read: Bytes that are read from experts with it, at most.
         same_model: Whether the calibrated model stays the same.
     """
 
@@ -65,6 +68,7 @@ class Lever:
     seconds: float
     host: int
     gpu: int | None
+    read: int
     same_model: bool
 
 
@@ -85,7 +89,7 @@ class Plan:
         waiting: Where features wait: `device`, `host`, `disk` -> bytes at their fullest.
         parts: What the memory is for.
         own: Memory that this process takes now, with the libraries that a run needs too.
-        read: Bytes that are read from experts.
+        read: Bytes that are read from experts, at most.
         disk: Bytes of files: waiting features, and blocks that `checkpoint_dir` keeps.
         free_host: What is free now, beside this process.
         free_gpu: What is free on the device; None for a CPU.
@@ -139,7 +143,7 @@ def predict(request: Request, rates: Rates) -> Plan:
     work, chosen = count(request), constants()
     settings, device, tasks = request.settings, request.device, request.tasks
     held = request.held * work.model
-    memory = predict_memory(work, settings, tasks, chosen, experts_held=held)
+    memory = predict_memory(work, settings, tasks, chosen, experts_held=held, fused=request.fused)
     own = psutil.Process().memory_info().rss
     free_host, free_gpu = free_bytes(CPU) or 0, None if device.type == "cpu" else free_bytes(device)
     waiting = _waiting(request, memory, chosen, free_host, free_gpu)

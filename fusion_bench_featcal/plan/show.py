@@ -154,15 +154,18 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _lever_table(plan: Plan) -> Table:
-    table = Table(title="what lowers what", title_justify="left")
-    table.add_column("method.")
-    table.add_column("time", justify="right")
-    table.add_column("host memory", justify="right")
-    if plan.gpu is not None:
-        table.add_column("GPU memory", justify="right")
-    table.add_column("model")
+    table = Table(
+        title="what lowers what",
+        title_justify="left",
+        caption="memory at its fullest; read: from experts, at most; model: to rounding",
+        caption_justify="left",
+    )
+    table.add_column("method.", min_width=24)
+    for name in ("time", "host", *([] if plan.gpu is None else ["GPU"]), "read", "model"):
+        table.add_column(name, justify="left" if name == "model" else "right")
     for lever in plan.levers:
         gpu = [] if plan.gpu is None else [size(lever.gpu or 0)]
-        same = "the same, to rounding" if lever.same_model else "another"
-        table.add_row(lever.setting, duration(lever.seconds), size(lever.host), *gpu, same)
+        same = "the same" if lever.same_model else "another"
+        cells = (duration(lever.seconds), size(lever.host), *gpu, size(lever.read), same)
+        table.add_row(lever.setting, *cells)
     return table

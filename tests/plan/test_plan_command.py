@@ -71,7 +71,11 @@ def test_headers_tell_the_experts_precision(tmp_path: Path):
     words = write_experts(tmp_path, torch.float16)
     request = run_request(words)
     assert (request.tasks, request.itemsize, request.held) == (2, 2, 0)
-    assert run_request([*words, "method.stream_experts=false"]).held == 3
+    assert request.fused
+    for alone in ("fuse_merge=false", "expert_read_budget=50%", "base_method=null"):
+        assert not run_request([*words, f"method.{alone}"]).fused
+    held = run_request([*words, "method.stream_experts=false"])
+    assert (held.held, held.fused) == (3, False)
     (tmp_path / "two" / "model.safetensors").unlink()
     assert run_request(words).held == 1
 

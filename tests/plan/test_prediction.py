@@ -212,3 +212,28 @@ def test_runs_log_their_plan(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
     settings = FeatCalSettings(family={"name": "replay", "blocks": suite.blocks})
     assert log_plan(suite.merged, settings, 2, CPU) is None
     assert activations.HOST_SHARE < 1
+
+
+def test_a_budget_limits_what_is_read(rates: Rates):
+    settings = FeatCalSettings(samples_per_task=16)
+    plan = predict(request := Request(t5_model(width=64).to("meta"), settings, tasks=3), rates)
+    for budget, wanted in (("50%", plan.read // 2), (1000, 1000), ("1TB", plan.read)):
+        limited = replace(request, settings=settings.replace(expert_read_budget=budget))
+        assert predict(limited, rates).read == wanted
+    lever = {one.setting: one for one in with_levers(request, rates, plan).levers}
+    assert lever["expert_read_budget=50%"].read == plan.read // 2
+    assert not lever["expert_read_budget=50%"].same_model
+
+
+def test_a_fused_merge_holds_a_block_of_every_expert(rates: Rates):
+    settings = FeatCalSettings(samples_per_task=16)
+    model = empty_model("clip-vit-base-patch32")
+    alone = predict(request := Request(model, settings, tasks=3), rates)
+    fused = predict(replace(request, fused=True), rates)
+    block = sum(p.numel() * 4 for p in model.vision_model.encoder.layers[0].parameters())
+    assert fused.parts["block"] == alone.parts["block"] + 2 * block
+    assert fused.host > alone.host + block
+    plan = with_levers(replace(request, fused=True), rates, fused)
+    assert {one.setting: one.host for one in plan.levers}["fuse_merge=false"] == pytest.approx(
+        alone.host, rel=0.01
+    )
