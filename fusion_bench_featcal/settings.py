@@ -14,6 +14,7 @@ CALIBRATION_SPLITS = ("train", "val", "test")
 DECODER_ROWS = ("all", "targets")
 STREAM_EXPERTS = ("auto", True, False)
 LINEAR_KERNELS = ("auto", "torch", "onednn")
+SUMS_PRECISIONS = ("float32", "tf32", "bfloat16")
 ACTIVATIONS = ("auto", "device", "host", "disk")
 CALIBRATION_TARGETS = ("labels", "generated")
 READ_UNITS = {"B": 1} | {
@@ -86,6 +87,9 @@ class FeatCalSettings:
         linear_kernel: What multiplies float32 matrices on the CPU: `torch` (its default, MKL),
             `onednn`, or `auto`: oneDNN where a short probe finds it much faster. They round
             otherwise; a resumed run keeps what it began with.
+        sums_precision: In what the sums over rows multiply float32 features: `float32`; `tf32`,
+            faster on a GPU and the same as float32 elsewhere; `bfloat16`: rounded features, faster
+            still on a GPU. Products are added up in float32, solves are as exact as ever.
         activations: Where samples' features wait between blocks: on the `device`, in `host` memory
             (pinned beside a GPU), in files on `disk` that are mapped when they are read, or `auto`:
             the first of these with room. Changes memory and rounding.
@@ -124,6 +128,7 @@ class FeatCalSettings:
     expert_read_budget: float | str | None = None
     log_drift: bool = True
     linear_kernel: str = "auto"
+    sums_precision: str = "float32"
     activations: str = "auto"
     activations_dir: str | None = None
     checkpoint_dir: str | None = None
@@ -285,6 +290,7 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     ("log_drift", *_BOOLEAN),
     ("linear_kernel", *_one_of(LINEAR_KERNELS)),
+    ("sums_precision", *_one_of(SUMS_PRECISIONS)),
     ("activations", *_one_of(ACTIVATIONS)),
     ("activations_dir", "null or a folder's path", _is_folder_or_none),
     ("checkpoint_dir", "null or a folder's path", _is_folder_or_none),

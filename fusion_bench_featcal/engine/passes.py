@@ -1,6 +1,7 @@
 """Passes of one task's samples through one block, of the calibrated model and of the expert."""
 
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
 from fusion_bench_featcal.engine.ahead import expect_after
 from fusion_bench_featcal.engine.block import BlockSums
-from fusion_bench_featcal.engine.precision import exact_products
+from fusion_bench_featcal.engine.precision import exact_products, summing_in
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.run import Run
 from fusion_bench_featcal.engine.samples import Batch
@@ -24,6 +25,10 @@ def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSu
     demo = run.settings.token_weights == "demo_last_block" and block == run.stages[-1][-1]
     drift: list[DriftSums] = []
     rows = 0
+
+    def summing() -> AbstractContextManager[None]:
+        return summing_in(run.settings.sums_precision, run.device)
+
     run.at(f"{block} · {task}")
     expect_after(run, block, task)
     with expert.loaded(run.needed_by(block)) as expert_model:
@@ -45,8 +50,10 @@ def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSu
             if run.settings.log_drift and batch.exp_hidden is not None:
                 drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
             rows += _rows(batch.cal.hidden if hidden is None else hidden, batch.valid)
-            with exact_products():
+            with summing():
                 sums.add(run.model, cal, exp, batch.valid, batch.other)
+        with summing():
+            sums.close()
         with exact_products():
             combine_task(sums, run.device, run.processes, run.shares)
             if into is not None:

@@ -1,8 +1,10 @@
 """Matrix products that add to sums in place: no temporary of the sums' size."""
 
+import torch
 from torch import Tensor
 
 from fusion_bench_featcal.engine.kernels import multiplies_rows_by_onednn, multiply_transposed
+from fusion_bench_featcal.engine.precision import rounded
 
 COLUMN_BLOCKS = 16
 """A gram is formed by at most so many strips of its lower triangle: 17/32 of the whole product."""
@@ -28,6 +30,7 @@ def times_transposed(left: Tensor, right: Tensor) -> Tensor:
 
 def columns_of(rows: Tensor) -> Tensor:
     """Rows `[n, d]` as the sums below take them, `[d, n]`: laid out anew only for oneDNN."""
+    rows = rounded(rows)
     return rows.T.contiguous() if multiplies_rows_by_onednn(rows) else rows.T
 
 
@@ -41,6 +44,8 @@ def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """
     if multiplies_rows_by_onednn(into):
         into.add_(multiply_transposed(left, right))
+    elif left.dtype != into.dtype:
+        into.add_(torch.mm(left, right.T, out_dtype=into.dtype))
     else:
         into.addmm_(left, right.T)
 

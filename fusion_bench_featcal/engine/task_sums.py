@@ -197,14 +197,18 @@ class TaskSums:
         norm = [t for m in self.norm.values() for t in (m.sum_z, m.sum_z_sq, m.weight)]
         return linear + norm
 
+    def close(self) -> None:
+        """Multiply the rows that still wait."""
+        for sums in self.linear.values():
+            sums.close()
+
     def check(self) -> None:
         """Refuse sums over nothing, and sums with NaN or infinity.
 
         Raises:
             CalibrationError: Naming task, block and module.
         """
-        for sums in self.linear.values():
-            sums.close()
+        self.close()
         for sums in (*self.linear.values(), *self.norm.values()):
             if float(sums.weight) == 0:
                 raise CalibrationError(
