@@ -21,7 +21,13 @@ from fusion_bench_featcal.engine.processes import OneProcess, Processes, announc
 from fusion_bench_featcal.engine.reading import plan_reads, reads_manifest
 from fusion_bench_featcal.engine.run import Autocast, Modes, Run, device_of
 from fusion_bench_featcal.engine.samples import check_inputs, take_samples
-from fusion_bench_featcal.engine.stages import Streams, Tasks, begin_together, skip_stage
+from fusion_bench_featcal.engine.stages import (
+    Streams,
+    Tasks,
+    begin_together,
+    can_skip,
+    skip_stage,
+)
 from fusion_bench_featcal.engine.start import BASE, start_run
 from fusion_bench_featcal.engine.together import solve_together
 from fusion_bench_featcal.engine.visits import task_record
@@ -179,7 +185,7 @@ def _run_blocks(run: Run, tasks: Tasks) -> None:
     }
     for index, stage in enumerate(run.stages):
         run.enter(stage_place(index))
-        finished = all(map(store.has, stage))
+        finished = can_skip(run, index)
         streams = skip_stage(run, tasks) if finished else begin_together(run, index, tasks)
         store.start()
         for block in stage:

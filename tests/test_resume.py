@@ -53,6 +53,7 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any], int]] = {
     "gpt2": (gpt2_suite, {"family": replay(gpt2_suite()), "modules": ["h.1.*"]}, 2),
     "open_clip": (tower_suite, {}, 2),
     "t5": (t5_suite, {}, 4),
+    "t5 in float32": (lambda: t5_suite().to(torch.float32), {"log_drift": False}, 4),
 }
 
 

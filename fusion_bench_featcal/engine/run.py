@@ -128,9 +128,16 @@ class Run:
             if site.kind == "norm" or name == site.weight_name or self.settings.calibrate_bias
         ]
 
+    @property
+    def hands_on(self) -> bool:
+        """Whether a stage begins from what the one before it ended with."""
+        return hands_on(self.family)
+
     def leading_to(self, stage_index: int) -> list[str]:
-        """Names of the expert's tensors that lead to a stage."""
-        return leading_to(self.model, self.family, self.stages, stage_index)
+        """Names of the expert's tensors that lead to a stage, from the one before where it can."""
+        return leading_to(
+            self.model, self.family, self.stages, stage_index, after_stages=self.hands_on
+        )
 
 
 def copied(model: nn.Module, device: torch.device, *, in_place: bool = False) -> nn.Module:
@@ -171,18 +178,35 @@ def needed_by(model: nn.Module, family: Family, block: str) -> list[str]:
     return names if family.whole_model else names_under(names, [block])
 
 
+def hands_on(family: Family) -> bool:
+    """Whether a family's stages begin from what the one before them ended with."""
+    return getattr(family, "hands_on", False)
+
+
 def leading_to(
-    model: nn.Module, family: Family, stages: list[list[str]], stage_index: int
+    model: nn.Module,
+    family: Family,
+    stages: list[list[str]],
+    stage_index: int,
+    *,
+    after_stages: bool = False,
 ) -> list[str]:
     """Names of the tensors that lead to a stage: all but its blocks, later ones, head.
 
     A family that replays whole models begins without running anything.
+
+    Args:
+        model: The model.
+        family: Its family.
+        stages: The blocks.
+        stage_index: The stage.
+        after_stages: Whether earlier stages' blocks have been run before.
     """
     if family.whole_model:
         return []
     find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find_head()
-    after = [block for stage in stages[stage_index:] for block in stage]
+    after = [block for stage in stages[0 if after_stages else stage_index :] for block in stage]
     after += [name for name, module in model.named_modules() if module is head]
     names = list(model.state_dict())
     return sorted(set(names) - set(names_under(names, after)))

@@ -1,8 +1,10 @@
 """Calibration samples at the beginning of a stage: run, on both sides, up to its first block."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from fusion_bench_featcal.engine.ahead import expect_after_inputs
 from fusion_bench_featcal.engine.run import Run
@@ -15,7 +17,8 @@ Streams = dict[str, list[Batch]]
 def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
     """Run every task's samples, on both sides, up to the first block of a stage.
 
-    Earlier stages are calibrated by then, and run whole on both sides.
+    Earlier stages are calibrated by then. They run whole on both sides, but for families that hand
+    on what their last blocks gave.
     """
     first = run.stages[index][0]
     stem = run.leading_to(index)
@@ -28,19 +31,28 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
             for batch in batches:
                 if run.example is None:
                     run.example = to_device(batch.inputs, torch.device("meta"))
-                batch.cal = batch.exp = None  # what an earlier stage ended with is no longer needed
+                ends = batch.cal, batch.exp
+                batch.cal = batch.exp = None
                 inputs = to_device(batch.inputs, run.device)
                 begun = _begun(run, batch, streams[task])
                 with naming_task(task):
                     begun.find_rows(run.family, inputs, index, run.settings.decoder_rows)
                     with run.autocast():
-                        begun.cal = run.family.begin(run.model, inputs, first)
+                        begun.cal = _first_call(run, run.model, inputs, first, ends[0])
                         if run.uses_expert_features:
-                            begun.exp = run.family.begin(expert_model, inputs, first)
+                            begun.exp = _first_call(run, expert_model, inputs, first, ends[1])
                 streams[task].append(begun)
         read = run.reads.read(task, run.reads.place)
         run.log.add("inputs", {"task": task, "stage": index, "expert_bytes": read})
     return streams
+
+
+def _first_call(run: Run, model: nn.Module, inputs: Any, first: str, end: Any) -> Any:
+    """What a stage's first block receives, given what a block behind the last stage's would."""
+    if end is None or not run.hands_on:
+        return run.family.begin(model, inputs, first)
+    family: Any = run.family
+    return family.begin(model, inputs, first, family.ending(model, end))
 
 
 def _begun(run: Run, batch: Batch, before: list[Batch]) -> Batch:
@@ -63,6 +75,12 @@ def begin_together(run: Run, index: int, tasks: Tasks) -> Streams:
     told = run.shares.collected(run.processes.gather(mine))
     run.log.records[known:] = [records[0] for records in told.values()]
     return streams
+
+
+def can_skip(run: Run, index: int) -> bool:
+    """Whether a stage's blocks are all kept, and nothing that they give is needed."""
+    needed = run.stages[index : index + 2] if run.hands_on else [run.stages[index]]
+    return all(run.checkpoints.has(block) for stage in needed for block in stage)
 
 
 def skip_stage(run: Run, tasks: Tasks) -> Streams:

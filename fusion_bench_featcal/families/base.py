@@ -18,6 +18,10 @@ class Family(Protocol):
         same_calls: Whether every pass through a block calls the same modules equally often, and
             what a block receives holds its features as `hidden`: a pass of which only the modules'
             inputs are wanted then ends with the last of them.
+
+    A family may say `hands_on = True`: its stages after the first then begin from what the last one
+    ended with. It has `ending(model, call)`, which makes that of what a block behind the last
+    would receive, and `begin` takes it as a fourth argument.
     """
 
     @property

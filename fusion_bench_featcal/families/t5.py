@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from fusion_bench_featcal.families.base import capture_call, hidden_output
 from fusion_bench_featcal.families.rows import (
@@ -55,6 +56,7 @@ class T5Family:
     name: str = "t5"
     whole_model: bool = False
     same_calls: bool = True
+    hands_on: bool = True
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """The encoder's blocks, then the decoder's.
@@ -72,8 +74,20 @@ class T5Family:
             )
         return stages
 
-    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> T5Call:
+    def ending(self, model: nn.Module, call: T5Call) -> Tensor:
+        """The encoder's output, from what its last block gave."""
+        return model.get_submodule("encoder.final_layer_norm")(call.hidden.clone())
+
+    def begin(
+        self, model: nn.Module, inputs: Any, first_block: str, earlier: Tensor | None = None
+    ) -> T5Call:
         """Run the model's own forward up to a stage's first block.
+
+        Args:
+            model: The model.
+            inputs: Its inputs.
+            first_block: The block.
+            earlier: The encoder's output, where it is known; it runs otherwise.
 
         Raises:
             CalibrationError: If the inputs say nothing about the decoder's.
@@ -83,6 +97,9 @@ class T5Family:
                 "an encoder-decoder model needs labels, or decoder_input_ids with their "
                 f"decoder_attention_mask, in its calibration inputs; they are {names_of(inputs)}"
             )
+        if earlier is not None:
+            output: Any = earlier  # the class is annotated with a type of tensors
+            inputs = {**inputs, "encoder_outputs": BaseModelOutput(last_hidden_state=output)}
         call = capture_call(model, inputs, first_block)
         names = list(inspect.signature(model.get_submodule(first_block).forward).parameters)
         named = dict(zip(names[1:], call.args, strict=False))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
-from fusion_bench_featcal.engine.run import leading_to, needed_by
+from fusion_bench_featcal.engine.run import hands_on, leading_to, needed_by
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.plan.counting import Counts, counted, size_of
@@ -93,6 +93,7 @@ class Work:
         model: Bytes of the model.
         itemsize: Bytes of a number in the model.
         replays: Whether both sides carry one and the same, the model's inputs.
+        hands_on: Whether a stage begins from what the one before it ended with.
     """
 
     stages: tuple[StageWork, ...]
@@ -101,6 +102,11 @@ class Work:
     model: int
     itemsize: int = 4
     replays: bool = False
+    hands_on: bool = False
+
+    def ends(self, stage: StageWork) -> bool:
+        """Whether nothing needs what the expert's last block of a stage gives."""
+        return stage is self.stages[-1] or not self.hands_on
 
     @property
     def entry(self) -> int:
@@ -142,16 +148,18 @@ def count_work(
     sizes = {n: t.numel() * t.element_size() for n, t in shown.state_dict().items()}
     read = sizes | {name: size for name, size in (stored or {}).items() if name in sizes}
     found: list[StageWork] = []
+    goes_on, call = hands_on(family), None
     with torch.device("meta"):
         for index, stage in enumerate(stages):
-            first = stage[0]
-            call, stem = counted(lambda f=first: family.begin(shown, inputs, f))
-            leading = _size(read, leading_to(shown, family, stages, index), shown)
+            earlier = call if goes_on else None
+            call, stem = counted(lambda s=stage, e=earlier: _begin(family, shown, inputs, s[0], e))
+            names = leading_to(shown, family, stages, index, after_stages=goes_on)
+            leading = _size(read, names, shown)
             calls = size_of(call)
             blocks: list[BlockWork] = []
             known: dict[Any, BlockWork] = {}
             for place, block in enumerate(stage):
-                last = block == stage[-1]
+                last = block == stage[-1] and (stage is stages[-1] or not goes_on)
                 needed = _size(read, _needed(shown, family, block, modules[block], settings), shown)
                 kind = last, _kind_of(shown, block, modules[block])
                 if kind in known:
@@ -168,8 +176,21 @@ def count_work(
     total = sum(p.numel() * p.element_size() for p in shown.parameters())
     itemsize = next(shown.parameters()).element_size()
     return Work(
-        tuple(found), len(first_sample), size_of(inputs), total, itemsize, family.whole_model
+        tuple(found),
+        len(first_sample),
+        size_of(inputs),
+        total,
+        itemsize,
+        family.whole_model,
+        goes_on,
     )
+
+
+def _begin(family: Any, model: nn.Module, inputs: Any, first: str, earlier: Any) -> Any:
+    """What a stage's first block receives; `earlier`: what a block behind the last stage's does."""
+    if earlier is None:
+        return family.begin(model, inputs, first)
+    return family.begin(model, inputs, first, family.ending(model, earlier))
 
 
 def _needed(

@@ -166,7 +166,7 @@ def test_budget_in_bytes(budget: Any, wanted: int):
 @pytest.mark.parametrize(("name", "blocks"), [("clip", 1), ("clip without features", 1), ("t5", 1)])
 def test_budgeted_run_resumes(name: str, blocks: int, tmp_path: Path, monkeypatch):
     make, more = SUITES[name]
-    suite, more = make(), {**more, "expert_read_budget": "55%"}
+    suite, more = make(), {**more, "expert_read_budget": "65%"}
     wanted = run_fast(suite, **more)
     interrupt(suite, tmp_path, blocks, monkeypatch, **more)
     found = run(suite, tmp_path, resume=True, **more)
