@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +23,7 @@ from speed_models import BATCH, Shape, load, write_models
 from torch import Tensor, nn
 
 from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal.engine.run import hands_on
 from fusion_bench_featcal.families import resolve_family
 
 Sums = list[Tensor]
@@ -164,14 +166,26 @@ def calibrate_plainly(
     settings: FeatCalSettings,
 ) -> None:
     """Calibrate the merged model in place, stage by stage, block by block."""
-    family = resolve_family("auto", merged)
+    family, streams = resolve_family("auto", merged), dict[str, Any]()
     for stage in family.stages(merged):
-        streams = {
-            task: [[family.begin(m, b, stage[0]) for m in (merged, experts[task])] for b in data]
-            for task, data in batches.items()
-        }
+        for task, data in batches.items():
+            earlier = streams.get(task) or repeat((None, None))
+            streams[task] = [
+                [
+                    begin(family, merged, batch, stage[0], ends[0]),
+                    begin(family, experts[task], batch, stage[0], ends[1]),
+                ]
+                for batch, ends in zip(data, earlier, strict=False)
+            ]
         for block in stage:
             calibrate_block(merged, base, experts, streams, block, (family, settings))
+
+
+def begin(family: Any, model: Any, batch: Any, first: str, end: Any) -> Any:
+    """What a stage's first block receives; `end`: what a block behind the last stage's would."""
+    if end is None or not hands_on(family):
+        return family.begin(model, batch, first)
+    return family.begin(model, batch, first, family.ending(model, end))
 
 
 def main() -> None:
