@@ -89,7 +89,8 @@ class FeatCalSettings:
             otherwise; a resumed run keeps what it began with.
         sums_precision: In what the sums over rows multiply float32 features: `float32`; `tf32`,
             faster on a GPU and the same as float32 elsewhere; `bfloat16`: rounded features, faster
-            still on a GPU. Products are added up in float32, solves are as exact as ever.
+            still on a GPU. Experts' weights times features, where sums are formed of those, are
+            among them. Products are added up in float32, solves are as exact as ever.
         activations: Where samples' features wait between blocks: on the `device`, in `host` memory
             (pinned beside a GPU), in files on `disk` that are mapped when they are read, or `auto`:
             the first of these with room. Changes memory and rounding.

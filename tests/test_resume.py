@@ -57,7 +57,12 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", SUITES)
+SLOW = {"t5 in float32"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SUITES]
+)
 def test_resumed_model_and_log_are_those_of_an_uninterrupted_run(name: str, tmp_path, monkeypatch):
     make, more, blocks = SUITES[name]
     suite = make()

@@ -231,6 +231,8 @@ def _collect(
             sums.add(candidate, inputs, None, batch.valid, batch.other)
         if run.rule.stream == "expert":
             batch.cal = following
+    with exact_products():
+        sums.close()
     sums.check()
     return sums
 

@@ -23,6 +23,9 @@ CHUNK_ROWS = 1024
 DIRECT_ROWS = 512
 """A batch of so many rows is multiplied where it lies."""
 
+MOST_ROWS = 4096
+"""So many rows at a time: products may take copies of them."""
+
 
 _Rows = tuple[tuple[Tensor, ...], Tensor | None]
 """Rows of the calibrated model and, where the expert is used, the difference of its own to them or
@@ -113,20 +116,23 @@ class LinearSums:
 
     def _absorb(self, parts: tuple[Tensor, ...], weights: Tensor | None) -> None:
         """Multiply some rows."""
-        x_cal = parts[0]
-        weighted = x_cal if weights is None else x_cal * weights[:, None]
-        self.weight += len(x_cal) if weights is None else weights.sum()
-        self._sum_cal += weighted.sum(0)
-        columns = columns_of(x_cal)
-        weighted_columns = columns if weights is None else columns_of(weighted)
-        add_lower_gram(self._gram, weighted_columns, columns)
+        self.weight += len(parts[0]) if weights is None else weights.sum()
+        for total, part in zip(self._row_sums, parts, strict=False):
+            total += part.sum(0) if weights is None else weights @ part
+        if weights is not None:  # roots on both sides: a gram stays one, however it is rounded
+            parts = tuple(part * weights.sqrt()[:, None] for part in parts)
+        columns, *others = map(columns_of, parts)
+        add_lower_gram(self._gram, columns)
         if self._weights:
-            for name, output in zip(self._weights, parts[1:], strict=True):
-                add_product(self._reached[name], columns_of(output), weighted_columns)
+            for name, output in zip(self._weights, others, strict=True):
+                add_product(self._reached[name], output, columns)
         elif self._cross is not None:
-            shift = parts[1]
-            self._sum_shift += (shift if weights is None else shift * weights[:, None]).sum(0)
-            add_product(self._cross, weighted_columns, columns_of(shift))
+            add_product(self._cross, columns, others[0])
+
+    @property
+    def _row_sums(self) -> tuple[Tensor, ...]:
+        """The sums of rows that go with what is multiplied."""
+        return (self._sum_cal,) if self._weights else (self._sum_cal, self._sum_shift)
 
     def _targets(self, x_cal: Tensor, x_exp: Tensor) -> list[Tensor]:
         """`W_i x_tgt` of each module."""
@@ -208,8 +214,8 @@ class _Chunk:
         start, total = 0, len(parts[0])
         while start < total:
             if self._count == 0 and total - start >= DIRECT_ROWS:
-                stop = total
-                rows = tuple(p[start:] for p in parts)
+                stop = min(total, start + MOST_ROWS)
+                rows = tuple(p[start:stop] for p in parts)
                 if self._shifts and len(rows) > 1:
                     rows = rows[0], rows[1] - rows[0]
                 yield rows, _cut(weights, start, stop)

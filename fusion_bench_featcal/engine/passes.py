@@ -73,8 +73,8 @@ def run_expert(run: Run, expert: nn.Module, block: str, batch: Batch) -> Recordi
 
     Some modules compute otherwise where they have hooks: a restored block runs with them too.
     """
-    ends = run.stages[-1:] if run.hands_on else run.stages
-    last = any(block == stage[-1] for stage in ends)
+    closing = run.stages[-1:] if run.hands_on else run.stages
+    last = any(block == stage[-1] for stage in closing)
     hidden, batch.exp, recording = _run_recorded(run, expert, block, batch.exp, to_end=not last)
     batch.exp_hidden = hidden if run.settings.log_drift else None
     return recording

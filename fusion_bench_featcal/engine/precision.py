@@ -9,6 +9,8 @@ from torch import Tensor
 
 FLOAT32, TF32, BFLOAT16 = "float32", "tf32", "bfloat16"
 
+_ADDS_IN_FLOAT32 = torch.__version__ >= "2.8" and torch.version.hip is None
+
 _sums: ContextVar[str] = ContextVar("sums", default=FLOAT32)
 
 
@@ -50,10 +52,10 @@ def _allowing(precision: str) -> Iterator[None]:
 def rounded(rows: Tensor) -> Tensor:
     """Rows as sums multiply them in this context.
 
-    In bfloat16 on a GPU, whose products then add up in float32; elsewhere with bfloat16's values in
-    float32, which gives the same.
+    In bfloat16 on an NVIDIA GPU, whose products then add up in float32 (torch 2.8 and newer);
+    elsewhere with bfloat16's values in float32, which gives the same.
     """
     if _sums.get() != BFLOAT16 or rows.dtype != torch.float32:
         return rows
     short = rows.bfloat16()
-    return short if rows.is_cuda else short.float()
+    return short if rows.is_cuda and _ADDS_IN_FLOAT32 else short.float()

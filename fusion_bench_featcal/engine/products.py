@@ -50,16 +50,15 @@ def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
         into.addmm_(left, right.T)
 
 
-def add_lower_gram(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """`into += left right'` in the lower triangle, for a product that is symmetric.
+def add_lower_gram(into: Tensor, columns: Tensor) -> None:
+    """`into += columns columns'` in the lower triangle.
 
     Args:
         into: `[d, d]`; strips reach over the diagonal, what is above them is left as it is.
-        left: `[d, n]`, from `columns_of`; each column a multiple of the same column of `right`.
-        right: `[d, n]`, from `columns_of`.
+        columns: `[d, n]`, from `columns_of`.
     """
     for start, stop in _strips(len(into)):
-        add_product(into[start:stop, :stop], left[start:stop], right[:stop])
+        add_product(into[start:stop, :stop], columns[start:stop], columns[:stop])
 
 
 def _strips(width: int) -> list[tuple[int, int]]:

@@ -31,7 +31,7 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
             for batch in batches:
                 if run.example is None:
                     run.example = to_device(batch.inputs, torch.device("meta"))
-                ends = batch.cal, batch.exp
+                ends = (batch.cal, batch.exp) if run.hands_on else (None, None)
                 batch.cal = batch.exp = None
                 inputs = to_device(batch.inputs, run.device)
                 begun = _begun(run, batch, streams[task])
@@ -49,7 +49,7 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
 
 def _first_call(run: Run, model: nn.Module, inputs: Any, first: str, end: Any) -> Any:
     """What a stage's first block receives, given what a block behind the last stage's would."""
-    if end is None or not run.hands_on:
+    if end is None:
         return run.family.begin(model, inputs, first)
     family: Any = run.family
     return family.begin(model, inputs, first, family.ending(model, end))
@@ -79,7 +79,7 @@ def begin_together(run: Run, index: int, tasks: Tasks) -> Streams:
 
 def can_skip(run: Run, index: int) -> bool:
     """Whether a stage's blocks are all kept, and nothing that they give is needed."""
-    needed = run.stages[index : index + 2] if run.hands_on else [run.stages[index]]
+    needed = run.stages[index:] if run.hands_on else [run.stages[index]]
     return all(run.checkpoints.has(block) for stage in needed for block in stage)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from fusion_bench_featcal.families.base import capture_call, hidden_output
 from fusion_bench_featcal.families.rows import (
@@ -98,6 +97,8 @@ class T5Family:
                 f"decoder_attention_mask, in its calibration inputs; they are {names_of(inputs)}"
             )
         if earlier is not None:
+            from transformers.modeling_outputs import BaseModelOutput
+
             output: Any = earlier  # the class is annotated with a type of tensors
             inputs = {**inputs, "encoder_outputs": BaseModelOutput(last_hidden_state=output)}
         call = capture_call(model, inputs, first_block)

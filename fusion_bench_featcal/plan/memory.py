@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusion_bench_featcal.engine.linear_sums import CHUNK_ROWS, DIRECT_ROWS
+from fusion_bench_featcal.engine.linear_sums import CHUNK_ROWS, DIRECT_ROWS, MOST_ROWS
 from fusion_bench_featcal.plan.constants import Constants
 from fusion_bench_featcal.plan.seconds import few, solves_wide
 from fusion_bench_featcal.plan.work import BlockWork, Group, Work
-from fusion_bench_featcal.settings import FeatCalSettings, budget_in_bytes
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings, budget_in_bytes
 
 PARTS = ("model", "experts", "activations", "batch", "statistics", "block")
 """Copy of the model; experts held whole; samples' features; one batch in a block; sums and systems;
@@ -108,13 +108,14 @@ def _folded(group: Group, mixes: bool) -> int:
 
 
 def _summed(group: Group, mixes: bool) -> int:
-    """One task's sums, and the rows that wait to be multiplied."""
+    """One task's sums, and the rows that wait to be multiplied or are about to be."""
     sides, width = 1 + mixes, group.width
     waiting = CHUNK_ROWS if group.rows < DIRECT_ROWS else 0
+    passing = 0 if waiting else mixes * min(group.rows, MOST_ROWS) * width  # differences, targets
     if mixes and few(group):
         outputs = sum(group.outputs)
-        return width**2 + 2 * outputs * width + waiting * (width + outputs)
-    return sides * (width**2 + waiting * width)
+        return width**2 + 2 * outputs * width + waiting * (width + outputs) + passing
+    return sides * (width**2 + waiting * width) + passing
 
 
 def _fold_transient(group: Group) -> int:
@@ -128,9 +129,20 @@ def _solving(group: Group, settings: FeatCalSettings, entry: int) -> int:
 
 
 def read_bytes(work: Work, settings: FeatCalSettings, tasks: int) -> int:
-    """Bytes that are read from experts, as the log counts them; a budget's, where that is less."""
+    """Bytes that are read from experts, as the log counts them; a budget's, where that is less.
+
+    Raises:
+        CalibrationError: If a budget does not reach for what is always read.
+    """
     runs = settings.mix_alpha > 0 or settings.log_drift
     stems = sum(stage.read for stage in work.stages) if runs else 0
     full = tasks * (stems + sum(block.read for block in work.blocks))
-    budget = settings.expert_read_budget
-    return full if budget is None else min(full, budget_in_bytes(budget, full))
+    if settings.expert_read_budget is None:
+        return full
+    budget = budget_in_bytes(settings.expert_read_budget, full)
+    if budget < tasks * stems:
+        raise CalibrationError(
+            f"method.expert_read_budget allows {budget} bytes, but {tasks * stems} of {full} lead "
+            "to the blocks and are always read. Raise it"
+        )
+    return min(full, budget)

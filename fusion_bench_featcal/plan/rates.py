@@ -21,6 +21,7 @@ from fusion_bench_featcal.engine.products import (
     SMALL,
     add_lower_gram,
     add_product,
+    columns_of,
 )
 
 Points = tuple[tuple[float, float], ...]
@@ -197,13 +198,16 @@ def _wide(d: int, bench: _Bench) -> tuple[float, float]:
 def _gram(d: int, bench: _Bench) -> tuple[float, float]:
     rows, into = bench.make(_ROWS, d), bench.make(d, d)
     size = (len(rows) * d * d) ** (1 / 3)
-    return size, bench.rate(gram_flops(len(rows), d), lambda: add_lower_gram(into, rows.T, rows.T))
+    return size, bench.rate(
+        gram_flops(len(rows), d), lambda: add_lower_gram(into, columns_of(rows))
+    )
 
 
 def _cross(d: int, bench: _Bench) -> tuple[float, float]:
     left, right, into = bench.make(_ROWS, d), bench.make(_ROWS, d), bench.make(d, d)
     size = (len(left) * d * d) ** (1 / 3)
-    return size, bench.rate(2 * len(left) * d * d, lambda: add_product(into, left.T, right.T))
+    flops = 2 * len(left) * d * d
+    return size, bench.rate(flops, lambda: add_product(into, columns_of(left), columns_of(right)))
 
 
 def _attention(keys: int, bench: _Bench) -> tuple[float, float]:

@@ -107,7 +107,7 @@ def predict_stages(
         for block in stage.blocks:
             one = machine.one_pass(block.counts, work.itemsize)
             short = one if amounts.drift else machine.one_pass(block.until_last, work.itemsize)
-            expert = short if block is stage.blocks[-1] and work.ends(stage) else one
+            expert = short if block is stage.blocks[-1] and work.is_closing(stage) else one
             total["passes"] += runs * (short + amounts.both * expert)
             total["update"] += runs * one if block is not last or amounts.drift else 0.0
             for name, seconds in _block_seconds(block, settings, amounts, machine, work).items():

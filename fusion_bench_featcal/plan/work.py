@@ -104,7 +104,7 @@ class Work:
     replays: bool = False
     hands_on: bool = False
 
-    def ends(self, stage: StageWork) -> bool:
+    def is_closing(self, stage: StageWork) -> bool:
         """Whether nothing needs what the expert's last block of a stage gives."""
         return stage is self.stages[-1] or not self.hands_on
 

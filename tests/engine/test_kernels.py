@@ -71,8 +71,7 @@ def test_sums_of_rows_are_the_same_by_either(calls: list[tuple[int, ...]]):
     left, right = torch.randn(40, 9), torch.randn(40, 300)
     for add, rows in (
         (products.add_product, (left, right)),
-        (products.add_lower_gram, (right, right)),
-        (products.add_lower_gram, (right * torch.rand(40, 1), right)),
+        (products.add_lower_gram, (right,)),
     ):
         sums = {kernel: torch.ones(rows[0].shape[1], 300) for kernel in (TORCH, ONEDNN)}
         for kernel, into in sums.items():

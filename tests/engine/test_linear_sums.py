@@ -18,6 +18,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch):
     """Chunks and strips small enough for a small problem to need several of each."""
     monkeypatch.setattr(linear_sums, "CHUNK_ROWS", 8)
     monkeypatch.setattr(linear_sums, "DIRECT_ROWS", 6)
+    monkeypatch.setattr(linear_sums, "MOST_ROWS", 10)
     monkeypatch.setattr(products, "SMALL", 2)
 
 

@@ -64,6 +64,16 @@ def test_bfloat16_rounds_rows_and_adds_up_in_float32():
     assert torch.equal(found.mean_cal, exact.mean_cal)
 
 
+def test_weighted_rows_have_a_gram_that_is_one():
+    cal = draw(700, 24, seed=4) @ draw(24, 24, seed=5)
+    sums = LinearSums(cal, mix_alpha=0.0, expert_weights=None)
+    weights = torch.full((700,), 0.01).index_fill(0, torch.arange(0, 700, 50), 1.0)
+    with summing_in("bfloat16", CPU):
+        sums.add(cal, None, weights)
+    gram = sums.means().gram.double()
+    assert torch.linalg.eigvalsh(gram)[0] >= -1e-7 * gram.norm()
+
+
 def test_other_dtypes_stay_as_they_are():
     cal, exp = (draw(600, 6, seed=seed, dtype=torch.float64) for seed in (2, 3))
     assert torch.equal(means_of(cal, exp, "bfloat16").gram, means_of(cal, exp, "float32").gram)

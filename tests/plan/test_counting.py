@@ -68,7 +68,7 @@ def test_decoders_cross_attention_receives_the_encoders_rows():
     assert Group(10, (64,), 6, ("layer.2.DenseReluDense.wo",)) in decoder.blocks[3].groups
     assert [block.name for block in decoder.blocks] == [f"decoder.block.{i}" for i in range(4)]
     assert encoder.stem.flops == 0
-    assert decoder.stem.flops > sum(block.counts.flops for block in encoder.blocks) * 0.99
+    assert decoder.stem.flops == 0  # the encoder does not run again
 
 
 def test_a_llamas_shared_inputs_and_half_precision():

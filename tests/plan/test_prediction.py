@@ -34,6 +34,7 @@ from fusion_bench_featcal.plan.seconds import STEPS, Machine, predict_seconds
 from fusion_bench_featcal.plan.show import advice, one_line, show_plan, warnings_of
 from fusion_bench_featcal.plan.work import count_work
 from fusion_bench_featcal.preflight import empty_model
+from fusion_bench_featcal.settings import CalibrationError
 
 CPU = torch.device("cpu")
 SUITES = {"clip": clip_suite, "t5": t5_suite, "llama": decoder_suite}
@@ -217,12 +218,32 @@ def test_runs_log_their_plan(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
 def test_a_budget_limits_what_is_read(rates: Rates):
     settings = FeatCalSettings(samples_per_task=16)
     plan = predict(request := Request(t5_model(width=64).to("meta"), settings, tasks=3), rates)
-    for budget, wanted in (("50%", plan.read // 2), (1000, 1000), ("1TB", plan.read)):
+    stems = plan.read - 3 * sum(block.read for block in prediction.count(request).blocks)
+    for budget, wanted in (("90%", plan.read * 9 // 10), (stems, stems), ("1TB", plan.read)):
         limited = replace(request, settings=settings.replace(expert_read_budget=budget))
         assert predict(limited, rates).read == wanted
-    lever = {one.setting: one for one in with_levers(request, rates, plan).levers}
+    short = replace(request, settings=settings.replace(expert_read_budget=stems - 1))
+    with pytest.raises(CalibrationError, match=f"expert_read_budget allows {stems - 1} bytes"):
+        predict(short, rates)
+    clip = Request(empty_model("clip-vit-base-patch32"), settings, tasks=3)
+    plan = predict(clip, rates)
+    lever = {one.setting: one for one in with_levers(clip, rates, plan).levers}
     assert lever["expert_read_budget=50%"].read == plan.read // 2
     assert not lever["expert_read_budget=50%"].same_model
+
+
+def test_rates_of_onednn_are_measured_as_the_engine_multiplies(monkeypatch: pytest.MonkeyPatch):
+    laid_out: list[bool] = []
+
+    def product(left: Any, right: Any) -> Any:
+        laid_out.append(left.is_contiguous() and right.is_contiguous())
+        return left @ right.T
+
+    monkeypatch.setattr("fusion_bench_featcal.engine.products.multiply_transposed", product)
+    monkeypatch.setattr("fusion_bench_featcal.engine.kernels.onednn_works", lambda: True)
+    measure_rates(torch.device("cpu"), linear_kernel="onednn", quick=True)
+    assert laid_out
+    assert all(laid_out)
 
 
 def test_a_fused_merge_holds_a_block_of_every_expert(rates: Rates):
