@@ -208,18 +208,20 @@ def main() -> None:
     print(f"{seconds:.1f} CPU seconds, bound {bound:.1f}: {seconds / bound:.2f} times the bound")
 
 
-def gemm_rate(shape: Shape, tries: int = 5) -> float:
-    """FLOP per CPU second of the widest linear map on one batch, the best of several."""
+def gemm_rate(shape: Shape, least: float = 2.0) -> float:
+    """FLOP per CPU second of the widest linear map on one batch, kept up for some seconds.
+
+    A product or two alone would run at a clock rate that does not last.
+    """
     x, weight = (
         torch.randn(BATCH * shape.tokens, shape.width),
         torch.randn(shape.inner, shape.width),
     )
-    seconds = []
-    for _ in range(tries):
-        start = time.process_time()
+    start, count = time.process_time(), 0
+    while time.process_time() - start < least:
         x @ weight.T
-        seconds.append(time.process_time() - start)
-    return 2 * x.numel() * shape.inner / min(seconds)
+        count += 1
+    return count * 2 * x.numel() * shape.inner / (time.process_time() - start)
 
 
 if __name__ == "__main__":
