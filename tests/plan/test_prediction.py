@@ -23,6 +23,7 @@ from fusion_bench_featcal.engine import activations
 from fusion_bench_featcal.engine.activations import Activations
 from fusion_bench_featcal.engine.places import DiskPlace
 from fusion_bench_featcal.experts import hollow_copy
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan import prediction
 from fusion_bench_featcal.plan.constants import Constants, constants
 from fusion_bench_featcal.plan.inputs import example_inputs, without_masks
@@ -251,9 +252,8 @@ def test_a_fused_merge_holds_a_block_of_every_expert(rates: Rates):
     model = empty_model("clip-vit-base-patch32")
     alone = predict(request := Request(model, settings, tasks=3), rates)
     fused = predict(replace(request, fused=True), rates)
-    block = sum(
-        p.numel() * 4 for p in model.get_submodule("vision_model.encoder.layers.0").parameters()
-    )
+    first = resolve_family("auto", model).stages(model)[0][0]
+    block = sum(p.numel() * 4 for p in model.get_submodule(first).parameters())
     assert fused.parts["block"] == alone.parts["block"] + 2 * block
     assert fused.host > alone.host + block
     plan = with_levers(replace(request, fused=True), rates, fused)
