@@ -42,8 +42,8 @@ def no_sharing() -> None:
     def unlike(self: Any, site: Any) -> Any:  # part of what modules must have alike to share
         return original(self, site) or -1 - numbers.setdefault(site.name, len(numbers))
 
-    def weights(self: Any, site: Any, x: Tensor, valid: Tensor | None) -> Tensor | None:
-        return None if valid is None else valid.reshape(-1)
+    def weights(self: Any, site: Any, x: Tensor, valid: Any) -> Tensor | None:
+        return None if valid is None else valid.weights
 
     task_sums.TaskSums._weighs_tokens = unlike  # type: ignore[method-assign]
     task_sums.TaskSums._row_weights = weights  # type: ignore[method-assign]
@@ -78,9 +78,8 @@ def double_solves() -> None:
 def whole_residuals() -> None:
     """The residual is computed from the whole product."""
 
-    def residual(weight: Tensor, system: Tensor, right: Tensor) -> float:
-        error = frobenius_norm(weight @ system - right)
-        return float(error / frobenius_norm(right))
+    def residual(weight: Tensor, system: Tensor, right: Tensor) -> Tensor:
+        return frobenius_norm(weight @ system - right) / frobenius_norm(right)
 
     cholesky.relative_residual = residual  # type: ignore[assignment]
 

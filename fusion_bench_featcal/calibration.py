@@ -30,7 +30,7 @@ from fusion_bench_featcal.engine.stages import (
 )
 from fusion_bench_featcal.engine.start import BASE, start_run
 from fusion_bench_featcal.engine.together import solve_together
-from fusion_bench_featcal.engine.visits import task_record
+from fusion_bench_featcal.engine.visits import accounts_of, task_record
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
@@ -233,7 +233,7 @@ def _calibrate_block(run: Run, block: str, streams: Streams) -> list[str]:
     for task, batches in streams.items():
         run.at(f"{block} · {task} (update)")
         visits[task].after = advance(run, block, batches)
-    told = run.processes.gather((visits, time.perf_counter() - start))
+    told = run.processes.gather((accounts_of(visits), time.perf_counter() - start))
     for task, parts in run.shares.collected([theirs for theirs, _ in told]).items():
         run.log.add("task", task_record(block, task, parts))
     for record in module_records:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.experts_pairing import aliases, pair_names
-from fusion_bench_featcal.fetching import TensorRanges, tell_expected
+from fusion_bench_featcal.fetching import TensorRanges, copied_to, tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
@@ -232,7 +232,7 @@ class ExpertModel:
         """
         stored = self.stored(name)
         dtype, device = self._like[name]
-        tensor = stored.to(device=device, dtype=dtype)
+        tensor = copied_to(stored, device, dtype)
         # A memory-mapped tensor may start anywhere, and matrix products round differently by
         # alignment: an expert must give the same result from a file and from memory.
         aligned = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT == 0

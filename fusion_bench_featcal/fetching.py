@@ -1,4 +1,4 @@
-"""Asking the system to fetch, from safetensors files, the tensors that will be read next."""
+"""Fetching tensors ahead: from files what will be read next, to a GPU without waiting for it."""
 
 import json
 import os
@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 Range = tuple[int, int]
 """First byte and number of bytes."""
@@ -88,3 +91,14 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
         elif size:
             whole.append((first, size))
     return whole
+
+
+def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor on a device and in a dtype; it itself if it is so already.
+
+    To a GPU it goes through pinned memory, so that the copy is only queued: while the GPU is busy
+    the host reads the next one. Torch's allocator of pinned memory remembers which copies wait.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True).to(dtype)
+    return tensor.to(device=device, dtype=dtype)

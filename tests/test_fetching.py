@@ -22,7 +22,7 @@ from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts_lora import LoraExpert
 from fusion_bench_featcal.experts_vocabulary import CommonRows
 from fusion_bench_featcal.families.unfused import UnfusedSource
-from fusion_bench_featcal.fetching import joined
+from fusion_bench_featcal.fetching import copied_to, joined
 
 TENSORS = {
     "a": torch.arange(100_000.0),
@@ -212,3 +212,35 @@ def test_every_visit_was_expected_during_the_one_before(make: Callable[[], Suite
     # nothing comes before the first task's inputs, or first block where there are none to run
     assert set(surprises) <= {next(iter(suite.experts))}
     assert not wasted and not any(told.values())
+
+
+class StandIn:
+    """Writes down what is asked of a tensor on the host, or of what became of it on a GPU."""
+
+    def __init__(self, device: str = "cpu", asked: list[Any] | None = None) -> None:
+        self.device = torch.device(device)
+        self.asked: list[Any] = [] if asked is None else asked
+
+    def pin_memory(self) -> "StandIn":
+        self.asked.append("pinned")
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> "StandIn":
+        self.asked.append((*args, *kwargs.items()))
+        return StandIn("cuda", self.asked)
+
+
+def test_tensors_go_to_a_gpu_beside_its_work():
+    gpu, tensor = torch.device("cuda"), StandIn()
+    copied_to(tensor, gpu, torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    assert tensor.asked == ["pinned", (gpu, ("non_blocking", True)), (torch.bfloat16,)]
+    there = StandIn("cuda")
+    copied_to(there, gpu, torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    assert there.asked == [(("device", gpu), ("dtype", torch.bfloat16))]
+
+
+def test_a_tensor_that_is_where_it_should_be_is_not_copied():
+    tensor = torch.ones(3)
+    assert copied_to(tensor, torch.device("cpu"), torch.float32) is tensor
+    assert copied_to(tensor, torch.device("cpu"), torch.float64).dtype == torch.float64
+    assert copied_to(tensor, torch.device("meta"), torch.float32).is_meta

@@ -1,11 +1,17 @@
 """Solving the normal equations `W A = R`, checked (Eq. 17)."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.core.finite import not_finite
 from fusion_bench_featcal.core.moments import frobenius_norm
+from fusion_bench_featcal.core.readback import read_back
 from fusion_bench_featcal.core.triangle import mirror_lower
 
 MAX_RESIDUAL = 1e-6
@@ -26,7 +32,13 @@ PIVOT_MARGIN = 4
 
 
 class UnsolvedError(ArithmeticError):
-    """The normal equations have no trustworthy solution; the message says what to raise."""
+    """The normal equations have no trustworthy solution; the message says what to raise.
+
+    Attributes:
+        module: The module whose equations they are, if that is known.
+    """
+
+    module: str = ""
 
 
 def solve_dtype(device: torch.device) -> torch.dtype:
@@ -34,43 +46,81 @@ def solve_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def factorise(
-    system: Float[Tensor, "d d"], *, floor: float, precision: torch.dtype
-) -> tuple[Float[Tensor, "d d"], float]:
-    """Cholesky factor of the normal equations' matrix, checked.
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """Cholesky factor of the normal equations' matrix, at which the host has not looked yet.
+
+    Attributes:
+        lower: `L`, `[d, d]`.
+        signs: What tells whether it can be trusted, `[5]`: whether the matrix was not finite,
+            whether the factorisation failed, smallest and largest pivot, largest diagonal entry.
+    """
+
+    SIGNS: ClassVar[int] = 5
+    lower: Float[Tensor, "d d"]
+    signs: Float[Tensor, "5"]
+
+
+def factor_of(system: Float[Tensor, "d d"]) -> Factor:
+    """Factorise, and leave it to `trusted_condition` to tell what it is worth.
 
     Args:
         system: `sum_i w_i G_i + (lambda + eps) I`, `[d, d]`, symmetric.
+    """
+    lower, info = torch.linalg.cholesky_ex(system)
+    pivots = lower.diagonal() ** 2
+    signs = (not_finite(system), info != 0, pivots.min(), pivots.max(), system.diagonal().max())
+    return Factor(lower=lower, signs=torch.stack([sign.to(system.dtype) for sign in signs]))
+
+
+def trusted_condition(
+    signs: Sequence[float], *, size: int, floor: float, precision: torch.dtype
+) -> float:
+    """Condition of a factorised matrix, where the factor can be trusted.
+
+    Args:
+        signs: The factor's, on the host.
+        size: `d`.
         floor: `lambda + eps`, which no exact eigenvalue is below.
         precision: Dtype in which the grams were summed. Pivots of the size of their rounding mean
             nothing, unless the floor stands above it.
 
     Returns:
-        The lower factor `L` and the condition estimate `(max diag L / min diag L)^2`.
+        The estimate `(max diag L / min diag L)^2`.
 
     Raises:
         UnsolvedError: If the matrix is not finite, not positive definite, or rounding of the grams
             would decide the solution.
     """
-    if not all_finite(system):
+    broken, failed, least, most, diagonal = signs
+    if broken:
         raise UnsolvedError("the normal equations are not finite")
-    factor, info = torch.linalg.cholesky_ex(system)
-    if int(info) != 0:
+    if failed:
         raise UnsolvedError("the normal equations are singular (Cholesky factorisation failed)")
-    pivots = factor.diagonal() ** 2
-    condition = float(pivots.max() / pivots.min())
-    rounding = torch.finfo(precision).eps * float(system.diagonal().max())
-    if floor < rounding and float(pivots.min()) < PIVOT_MARGIN * len(system) * rounding:
+    condition = most / least if least > 0 else float("inf")
+    rounding = torch.finfo(precision).eps * diagonal
+    if floor < rounding and least < PIVOT_MARGIN * size * rounding:
         raise UnsolvedError(
             f"the normal equations are singular to rounding (condition about {condition:.1e})"
         )
-    return factor, condition
+    return condition
+
+
+def factorise(
+    system: Float[Tensor, "d d"], *, floor: float, precision: torch.dtype
+) -> tuple[Float[Tensor, "d d"], float]:
+    """`factor_of` and `trusted_condition` in one; the lower factor and the condition."""
+    factor = factor_of(system)
+    signs = read_back([factor.signs])
+    return factor.lower, trusted_condition(
+        signs, size=len(system), floor=floor, precision=precision
+    )
 
 
 def solve_factorised(
     factor: Float[Tensor, "d d"], system: Float[Tensor, "d d"], right: Float[Tensor, "m d"]
-) -> tuple[Float[Tensor, "m d"], float]:
-    """Solve `W A = R` from the factor of `A` and check the solution.
+) -> tuple[Float[Tensor, "m d"], Float[Tensor, ""]]:
+    """Solve `W A = R` from the factor of `A`, and leave it to `check_residual` to accept it.
 
     Args:
         factor: Lower Cholesky factor of `system`, in whose dtype is solved.
@@ -80,18 +130,26 @@ def solve_factorised(
     Returns:
         `W`, `[m, d]`, and the relative residual `|W A - R|_F / |R|_F` (0 where R is 0), as
         `relative_residual` estimates it.
-
-    Raises:
-        UnsolvedError: If the residual exceeds what the dtype allows or the solution is not finite.
     """
     weight = triangular_solves(right, factor)
-    residual = relative_residual(weight, system, right)
-    limit = MAX_RESIDUAL if factor.dtype == torch.float64 else MAX_SINGLE_RESIDUAL
-    if not residual <= limit:  # also true for NaN
+    return weight, relative_residual(weight, system, right)
+
+
+def check_residual(residual: float, dtype: torch.dtype) -> None:
+    """Accept a solution or not.
+
+    Args:
+        residual: Its relative residual.
+        dtype: What was solved in.
+
+    Raises:
+        UnsolvedError: If the residual exceeds what the dtype allows, or is NaN.
+    """
+    limit = MAX_RESIDUAL if dtype == torch.float64 else MAX_SINGLE_RESIDUAL
+    if not residual <= limit:
         raise UnsolvedError(
             f"the normal equations stay unsolved (relative residual {residual:.1e})"
         )
-    return weight, residual
 
 
 def triangular_solves(
@@ -109,7 +167,7 @@ def triangular_solves(
 
 def relative_residual(
     weight: Float[Tensor, "m d"], system: Float[Tensor, "d d"], right: Float[Tensor, "m d"]
-) -> float:
+) -> Float[Tensor, ""]:
     """Estimate `|W A - R|_F / |R|_F` from what both sides do to a few vectors of random signs.
 
     For such a vector z the mean of `|M z|^2` is `|M|_F^2`. The whole product would cost as much as
@@ -124,9 +182,7 @@ def relative_residual(
         The estimate; NaN where an entry of W or A is; the absolute residual where R is 0.
     """
     wide = solve_dtype(system.device)
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (len(system), _PROBES), generator=generator).mul_(2).sub_(1)
-    signs = signs.to(device=system.device, dtype=wide)
+    signs = _random_signs(len(system), wide, system.device)
 
     def times(matrix: Tensor, vectors: Tensor) -> Tensor:
         return torch.cat([strip.to(wide) @ vectors for strip in matrix.split(_STRIP)])
@@ -134,7 +190,14 @@ def relative_residual(
     wanted = times(right, signs)
     error = frobenius_norm(times(weight, times(system, signs)) - wanted)
     scale = frobenius_norm(wanted)
-    return float(error / scale if scale > 0 else error)
+    return torch.where(scale > 0, error / scale, error)
+
+
+@lru_cache(maxsize=8)  # a model has few widths; on a GPU the host waits when they are copied to it
+def _random_signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (size, _PROBES), generator=generator).mul_(2).sub_(1)
+    return signs.to(device=device, dtype=dtype)
 
 
 def ridge_system(

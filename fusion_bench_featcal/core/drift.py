@@ -21,6 +21,21 @@ class DriftSums(NamedTuple):
     """Number of rows."""
 
 
+def sum_drift(cal: Tensor, exp: Tensor) -> Tensor:
+    """Sums over rows that all count, `[3]`: the drift's norms, their squares, the expert's squares.
+
+    The host does not look at them.
+
+    Args:
+        cal: Features of the calibrated model, `[n, d]`.
+        exp: Features of the expert for the same rows, `[n, d]`.
+    """
+    dtype = moment_dtype(cal.dtype)
+    exp = exp.to(dtype)
+    norms = torch.linalg.vector_norm(cal.to(dtype) - exp, dim=1)
+    return torch.stack([norms.sum(), (norms * norms).sum(), (exp * exp).sum()])
+
+
 def drift_norm_sum(h_cal: Tensor, h_exp: Tensor, valid: Tensor | None = None) -> DriftSums:
     """Sum the drift of a batch of features (Eq. 2).
 
@@ -32,13 +47,9 @@ def drift_norm_sum(h_cal: Tensor, h_exp: Tensor, valid: Tensor | None = None) ->
     Returns:
         The sums over the counted rows.
     """
-    dtype = moment_dtype(h_cal.dtype)
     cal = h_cal.reshape(-1, h_cal.shape[-1])
     exp = h_exp.reshape(-1, h_exp.shape[-1])
     if valid is not None:
         counted = valid.reshape(-1) > 0
         cal, exp = cal[counted], exp[counted]
-    exp = exp.to(dtype)
-    norms = torch.linalg.vector_norm(cal.to(dtype) - exp, dim=1)
-    sums = torch.stack([norms.sum(), (norms * norms).sum(), (exp * exp).sum()])
-    return DriftSums(*sums.tolist(), rows=float(len(norms)))
+    return DriftSums(*sum_drift(cal, exp).tolist(), rows=float(len(cal)))

@@ -9,8 +9,15 @@ def all_finite(tensor: Tensor) -> bool:
 
     Sums that nearly do are looked at entry by entry.
     """
-    if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
-        total = tensor.sum(dtype=torch.float32)
-    else:
-        total = tensor.sum()
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
+    return not bool(not_finite(tensor)) or bool(torch.isfinite(tensor).all())
+
+
+def not_finite(tensor: Tensor) -> Tensor:
+    """1 where an entry is NaN or infinite, or the sum of all is; else 0.
+
+    A scalar on the tensor's device, at which the host need not look at once. It takes one pass and
+    no memory of the tensor's size.
+    """
+    narrow = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+    total = tensor.sum(dtype=torch.float32) if narrow else tensor.sum()
+    return torch.isfinite(total).logical_not()

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.cholesky import (
     SINGLE_LAMBDA,
+    Factor,
     UnsolvedError,
-    factorise,
+    check_residual,
+    factor_of,
     ridge_system,
     solve_dtype,
     solve_factorised,
+    trusted_condition,
 )
 from fusion_bench_featcal.core.moments import LinearMoments, frobenius_norm, weight_of_norm
+from fusion_bench_featcal.core.readback import read_back
 from fusion_bench_featcal.core.solve import LinearSolution
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -48,6 +52,15 @@ class TaskMeans:
     reached: Mapping[str, Tensor]
     mean_cal: Float[Tensor, " d"]
     mean_target: Float[Tensor, " d"]
+
+
+@dataclass(frozen=True)
+class _System:
+    """The normal equations' matrix for one lambda, and its factor."""
+
+    ridge_lambda: float
+    matrix: Tensor
+    factor: Factor
 
 
 class FoldedLinear:
@@ -80,8 +93,7 @@ class FoldedLinear:
         self._anchors = dict(anchors)
         self._mix_alpha = mix_alpha
         self._eps = eps
-        self._system: tuple[Tensor, Tensor, float] | None = None
-        self._system_key: tuple[float, torch.dtype] | None = None
+        self._system: _System | None = None
         self._diagonal: Tensor | None = None
         self._needs_wide = False
         self._gram: Tensor | None = None
@@ -91,7 +103,7 @@ class FoldedLinear:
         self._bias_right: dict[str, Tensor] = {}
         self._weighted_mean_cal: Tensor | None = None
         self.task_weights: dict[str, Tensor] = {}
-        self.gram_norms: dict[str, float] = {}
+        self.gram_norms: dict[str, Tensor] = {}
 
     def add(
         self,
@@ -150,7 +162,7 @@ class FoldedLinear:
                 wanted = expert_biases[name].to(cross.dtype) + expert @ means.mean_target
                 self._bias_right[name] = _add_weighted(self._bias_right.get(name), wanted, weight)
         self.task_weights[task] = weight
-        self.gram_norms[task] = float(norm)
+        self.gram_norms[task] = norm
 
     def _right_side(self, name: str, means: TaskMeans, expert: Tensor, cross: Tensor) -> Tensor:
         """One task's `W_i C_i`, without what `_complete` will add for all tasks."""
@@ -202,22 +214,17 @@ class FoldedLinear:
         rights = [self._right[name] for name in self._anchors]
         return [self._gram, self._weighted_mean_cal, *rights, *biases]
 
-    def adopt(self, weights: Mapping[str, float], norms: Mapping[str, float]) -> None:
-        """Take over the weights and gram norms of all tasks whose sums were added.
+    def adopt(self, weights: Mapping[str, float]) -> None:
+        """Take over the weights of all tasks whose sums were added.
 
         Args:
             weights: `w_i` of each task.
-            norms: `|G_i|_F` of each.
         """
         assert self._gram is not None  # there is at least one task
-        self.task_weights = {task: self._gram.new_tensor(w) for task, w in weights.items()}
-        self.gram_norms = dict(norms)
+        self.task_weights = {task: self._gram.new_full((), w) for task, w in weights.items()}
 
     def solve(self, name: str, *, ridge_lambda: float) -> LinearSolution:
         """Calibrated weight of one module (Eq. 17).
-
-        Float32 sums are solved in float32 where lambda bounds the condition (`SINGLE_LAMBDA`), and
-        once more in float64 should that leave too large a residual.
 
         Args:
             name: The module's name.
@@ -229,29 +236,74 @@ class FoldedLinear:
         Raises:
             UnsolvedError: If the system has no trustworthy solution.
         """
-        anchor = self._anchors[name]
-        wide = solve_dtype(anchor.device)
-        narrow = ridge_lambda >= SINGLE_LAMBDA and not self._needs_wide
-        if narrow and self._right[name].dtype != wide:
-            try:
-                return self._solve_in(self._right[name].dtype, name, ridge_lambda)
-            except UnsolvedError:
-                self._drop_system()
-                self._needs_wide = True
-        return self._solve_in(wide, name, ridge_lambda)
+        while True:
+            weight, residual = self.propose(name, ridge_lambda=ridge_lambda)
+            checked = self.check({name: residual})
+            if checked is not None:
+                condition, residuals = checked
+                return LinearSolution(
+                    weight=weight,
+                    task_weights=self.task_weights,
+                    residual=residuals[name],
+                    condition=condition,
+                )
 
-    def _solve_in(self, dtype: torch.dtype, name: str, ridge_lambda: float) -> LinearSolution:
-        """Solve in one dtype."""
-        factor, system, condition = self._factorised(ridge_lambda, dtype)
+    def propose(self, name: str, *, ridge_lambda: float) -> tuple[Tensor, Tensor]:
+        """Calibrated weight of one module, unchecked: on a GPU the host need not wait for it.
+
+        Float32 sums are solved in float32 where lambda bounds the condition (`SINGLE_LAMBDA`).
+
+        Args:
+            name: The module's name.
+            ridge_lambda: lambda, >= 0. Modules solved with one lambda share the factor.
+
+        Returns:
+            `W*`, `[m, d]`, and the relative residual of its system, a scalar: `check` takes it.
+        """
+        dtype = solve_dtype(self._anchors[name].device)
+        if ridge_lambda >= SINGLE_LAMBDA and not self._needs_wide:
+            dtype = self._right[name].dtype
+        system = self._factorised(ridge_lambda, dtype)
         anchor = self._anchors[name].to(dtype)
         right = self._right[name].to(dtype) - self._eps * anchor
-        step, residual = solve_factorised(factor, system, right)
-        return LinearSolution(
-            weight=step.add_(anchor),
-            task_weights=self.task_weights,
-            residual=residual,
-            condition=condition,
-        )
+        step, residual = solve_factorised(system.factor.lower, system.matrix, right)
+        return step.add_(anchor), residual
+
+    def check(self, residuals: Mapping[str, Tensor]) -> tuple[float, dict[str, float]] | None:
+        """Look at what was proposed for some modules, all at once.
+
+        Args:
+            residuals: Each module's, from `propose` with one lambda.
+
+        Returns:
+            The condition of their system and the residuals; None where float32 was not enough: they
+            are to be proposed anew, and will be solved in float64.
+
+        Raises:
+            UnsolvedError: If the system has no trustworthy solution, naming the module.
+        """
+        system = self._system
+        assert system is not None and self._gram is not None  # there was a proposal
+        values = read_back([system.factor.signs, *residuals.values()])
+        found = dict(zip(residuals, values[Factor.SIGNS :], strict=True))
+        name = next(iter(found))
+        try:
+            condition = trusted_condition(
+                values[: Factor.SIGNS],
+                size=len(self._gram),
+                floor=system.ridge_lambda + self._eps,
+                precision=self._gram.dtype,
+            )
+            for name, residual in found.items():  # noqa: B007
+                check_residual(residual, system.matrix.dtype)
+        except UnsolvedError as error:
+            if system.matrix.dtype == solve_dtype(self._gram.device):
+                error.module = name
+                raise
+            self._drop_system()
+            self._needs_wide = True
+            return None
+        return condition, found
 
     def _complete(self) -> None:
         """Add what the anchor adds to the right sides, from the sums over all tasks."""
@@ -286,23 +338,20 @@ class FoldedLinear:
             total = total + ridge_lambda
         return right / total
 
-    def _factorised(self, ridge_lambda: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
-        """Factor, system and condition, computed once for all modules of the group.
+    def _factorised(self, ridge_lambda: float, dtype: torch.dtype) -> "_System":
+        """System and factor, computed once for all modules of the group.
 
         In the dtype of the sums the gram itself becomes the system, until `_drop_system`.
         """
-        if self._system is None or self._system_key != (ridge_lambda, dtype):
+        known = self._system
+        if known is None or (known.ridge_lambda, known.matrix.dtype) != (ridge_lambda, dtype):
             self._drop_system()
             self._complete()
             assert self._gram is not None  # a solve follows at least one task
             self._diagonal = self._gram.diagonal().clone()
-            system = ridge_system(self._gram, ridge_lambda=ridge_lambda, eps=self._eps, dtype=dtype)
-            factor, condition = factorise(
-                system, floor=ridge_lambda + self._eps, precision=self._gram.dtype
-            )
-            self._system = (factor, system, condition)
-            self._system_key = (ridge_lambda, dtype)
-        return self._system
+            matrix = ridge_system(self._gram, ridge_lambda=ridge_lambda, eps=self._eps, dtype=dtype)
+            known = self._system = _System(ridge_lambda, matrix, factor_of(matrix))
+        return known
 
     def _drop_system(self) -> None:
         """Turn the system back into the gram."""

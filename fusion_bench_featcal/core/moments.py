@@ -187,8 +187,18 @@ def norm_moments(
     if z.ndim != 2:
         raise ValueError(f"normalised inputs must be [n, d], got {tuple(z.shape)}")
     (z,), weights = counted_rows((z,), row_weights, dtype)
+    return sum_normalised(z, weights)
+
+
+def sum_normalised(z: Tensor, weights: Tensor | None) -> NormMoments:
+    """`norm_moments` of rows that all count, unchecked: the host looks at no weight.
+
+    Args:
+        z: Normalised rows `[n, d]`, in the dtype of the sums.
+        weights: Weight of each row, `[n]`, finite and > 0, in that dtype; None: all weigh 1.
+    """
     weighted = z if weights is None else z * weights[:, None]
-    total = z.new_tensor(float(len(z))) if weights is None else weights.sum()
+    total = z.new_full((), len(z)) if weights is None else weights.sum()
     return NormMoments(sum_z=weighted.sum(0), sum_z_sq=(weighted * z).sum(0), weight=total)
 
 
@@ -233,6 +243,6 @@ def task_weight(moments: LinearMoments, eps: float) -> Float[Tensor, ""]:
 def weight_of_norm(norm: Float[Tensor, ""], eps: float) -> Float[Tensor, ""]:
     """Weight of a task whose mean gram has a given norm (Eq. 14), as `task_weight` gives it."""
     norm = norm.clamp_min(eps)
-    if float(norm) == 0.0:
+    if eps == 0 and float(norm) == 0:
         raise ZeroDivisionError("all inputs are zero and eps is 0: the task has no weight")
     return 1 / norm

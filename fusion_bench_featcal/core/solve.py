@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fusion_bench_featcal.core.cholesky import (
+    check_residual,
     factorise,
     ridge_system,
     solve_dtype,
@@ -106,7 +107,9 @@ def solve_linear(
     system = ridge_system(gram, ridge_lambda=ridge_lambda, eps=eps, dtype=wide)
     precision = next(iter(moments.values())).gram.dtype
     factor, condition = factorise(system, floor=ridge_lambda + eps, precision=precision)
-    step, residual = solve_factorised(factor, system, right)
+    step, estimate = solve_factorised(factor, system, right)
+    residual = float(estimate)
+    check_residual(residual, wide)
     return LinearSolution(
         weight=anchor + step, task_weights=weights, residual=residual, condition=condition
     )

@@ -1,15 +1,16 @@
 """One block: running sums over tasks, and the updates solved from them."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, extrapolate_anchor
-from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.core.finite import not_finite
 from fusion_bench_featcal.core.moments import moment_dtype
+from fusion_bench_featcal.engine.doubts import Doubt, refuse_doubtful
 from fusion_bench_featcal.engine.modules import Site
 from fusion_bench_featcal.engine.products import times_transposed
 from fusion_bench_featcal.engine.task_sums import TaskSums, common_parts
@@ -21,6 +22,9 @@ DEAD_TASK_RATIO = 1e-6
 
 Tally = tuple[float, float]
 """A task's weight and gram norm for the modules of one group."""
+
+Tallies = Mapping[str, Mapping[tuple[str, ...], Tally]]
+"""By task, then by group of modules."""
 
 
 class BlockSums:
@@ -62,6 +66,7 @@ class BlockSums:
         self.linear: dict[tuple[str, ...], FoldedLinear] = {}
         self.norm: dict[str, FoldedNorm] = {}
         self._groups: dict[str, list[tuple[str, ...]]] = {}
+        self._doubts: list[Doubt] = []
 
     def _anchor(self, name: str, base: ExpertModel | None, site: Site | None) -> Tensor:
         rho = self._settings.anchor_rho
@@ -78,9 +83,10 @@ class BlockSums:
             expert: Its expert, with this block's parameters loaded.
 
         Raises:
-            CalibrationError: If a sum is empty or not finite.
+            CalibrationError: If all inputs are 0 and eps is too. Sums that are empty or not finite
+                are refused by `tallies`.
         """
-        sums.check()
+        self._doubts += sums.doubts()
         if not self.linear:
             self.linear = {names: self._empty(names) for names in sums.linear}
         self._groups[sums.task] = list(sums.linear)
@@ -118,25 +124,32 @@ class BlockSums:
             for names, sums in [groups[part[0]]]
         }
 
-    def tallies(self) -> dict[str, dict[tuple[str, ...], Tally]]:
-        """Each task's weight and gram norm for every group of modules that it had."""
+    def tallies(self) -> Tallies:
+        """Each task's weight and gram norm for every group of modules that it had.
+
+        The host looks at what the device has summed here, all at once.
+
+        Raises:
+            CalibrationError: If a sum is empty or not finite.
+        """
         sums = {name: folded for names, folded in self.linear.items() for name in names}
-        return {
-            task: {
-                names: (
-                    float(sums[names[0]].task_weights[task]),
-                    sums[names[0]].gram_norms[task],
-                )
-                for names in groups
-            }
-            for task, groups in self._groups.items()
-        }
+        known = [(task, names) for task, groups in self._groups.items() for names in groups]
+        numbers = [
+            number
+            for task, names in known
+            for folded in [sums[names[0]]]
+            for number in (folded.task_weights[task], folded.gram_norms[task])
+        ]
+        told = iter(refuse_doubtful(self._doubts, numbers))
+        found: dict[str, dict[tuple[str, ...], Tally]] = {task: {} for task in self._groups}
+        for task, names in known:
+            found[task][names] = (next(told), next(told))
+        return found
 
     def cost(self, names: Sequence[str]) -> float:
         """What solving some modules that share their inputs takes, in multiplications."""
         width = self._anchors[names[0]].shape[1]
-        outputs = sum(self._anchors[name].shape[0] for name in names)
-        return width**3 / 6 + outputs * width**2
+        return solve_cost(width, [len(self._anchors[name]) for name in names])
 
     def _empty(self, names: tuple[str, ...]) -> FoldedLinear:
         anchors = {name: self._anchors[name] for name in names}
@@ -155,8 +168,11 @@ class BlockSums:
         site = self._sites[name]
         return model.get_parameter(site.weight_name), model.get_parameter(site.bias_name)
 
-    def solve(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    def solve(self, tallies: Tallies) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """Solve every module from the one snapshot that was summed.
+
+        Args:
+            tallies: Of all tasks, those of other processes too.
 
         Returns:
             New parameters by name, as they are stored, and a log record for each linear module.
@@ -169,17 +185,18 @@ class BlockSums:
         records: list[dict[str, Any]] = []
         while self.linear:  # a group's sums and factor are let go when it is solved
             names = next(iter(self.linear))
-            folded = self.linear.pop(names)
-            self._refuse_dead_tasks(names[0], folded.gram_norms)
-            for name in names:
-                try:
-                    records.append(self._solve_linear(name, folded, updates))
-                except UnsolvedError as error:
-                    raise CalibrationError(
-                        f"block {self._block}, module {name}: {error}. Raise method.ridge_lambda "
-                        f"(now {self._settings.ridge_lambda}) or method.samples_per_task "
-                        f"(now {self._settings.samples_per_task})"
-                    ) from error
+            found = {task: tally_of(names, groups) for task, groups in tallies.items()}
+            self._refuse_dead_tasks(names[0], {task: norm for task, (_, norm) in found.items()})
+            weights = {task: weight for task, (weight, _) in found.items()}
+            try:
+                solved = self._solve_group(names, self.linear.pop(names), updates)
+            except UnsolvedError as error:
+                raise CalibrationError(
+                    f"block {self._block}, module {error.module}: {error}. Raise "
+                    f"method.ridge_lambda (now {self._settings.ridge_lambda}) or "
+                    f"method.samples_per_task (now {self._settings.samples_per_task})"
+                ) from error
+            records += [{**record, "task_weights": weights} for record in solved]
         for name, folded_norm in self.norm.items():
             anchor = (self._anchors[name], self._bias_anchors[name]) if self._has_base else None
             gain, shift = folded_norm.solve(
@@ -189,24 +206,31 @@ class BlockSums:
             updates[self._sites[name].bias_name] = shift
         return updates, records
 
-    def _solve_linear(
-        self, name: str, folded: FoldedLinear, updates: dict[str, Tensor]
-    ) -> dict[str, Any]:
+    def _solve_group(
+        self, names: Sequence[str], folded: FoldedLinear, updates: dict[str, Tensor]
+    ) -> list[dict[str, Any]]:
+        """Solve the modules that share their inputs; the host looks at them once."""
+        checked = None
+        while checked is None:  # where float32 was not enough, once more in float64
+            residuals = {name: self._propose(name, folded, updates) for name in names}
+            checked = folded.check(residuals)
+        condition, found = checked
+        return [
+            {"block": self._block, "module": n, "residual": found[n], "condition": condition}
+            for n in names
+        ]
+
+    def _propose(self, name: str, folded: FoldedLinear, updates: dict[str, Tensor]) -> Tensor:
+        """Compute a module's new parameters; the residual that decides on them."""
         site, ridge_lambda = self._sites[name], self._settings.ridge_lambda
-        solution = folded.solve(name, ridge_lambda=ridge_lambda)
+        weight, residual = folded.propose(name, ridge_lambda=ridge_lambda)
         dtype = self._model.get_parameter(site.weight_name).dtype
-        updates[site.weight_name] = site.oriented(solution.weight.to(dtype))
+        updates[site.weight_name] = site.oriented(weight.to(dtype))
         if site.has_bias and self._settings.calibrate_bias:
             updates[site.bias_name] = folded.solve_bias(
-                name, solution.weight, self._bias_anchors.get(name), ridge_lambda=ridge_lambda
+                name, weight, self._bias_anchors.get(name), ridge_lambda=ridge_lambda
             )
-        return {
-            "block": self._block,
-            "module": name,
-            "residual": solution.residual,
-            "condition": solution.condition,
-            "task_weights": {task: float(w) for task, w in solution.task_weights.items()},
-        }
+        return residual
 
     def _refuse_dead_tasks(self, module: str, norms: Mapping[str, float]) -> None:
         median = statistics.median(norms.values())
@@ -218,6 +242,16 @@ class BlockSums:
                     f"swamp the bias. Check modelpool.models.{task} and its calibration data, or "
                     "drop the task"
                 )
+
+
+def solve_cost(width: int, outputs: Iterable[int]) -> float:
+    """What a factor and the solutions of some modules take, in multiplications."""
+    return width**3 / 6 + sum(outputs) * width**2
+
+
+def tally_of(part: Sequence[str], groups: Mapping[tuple[str, ...], Tally]) -> Tally:
+    """A task's tally for modules that share their input with more in that task."""
+    return next(tally for names, tally in groups.items() if part[0] in names)
 
 
 def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor]) -> None:
@@ -232,15 +266,17 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor]) ->
         CalibrationError: If a value does not fit the parameter's dtype.
     """
     cast: list[tuple[Tensor, Tensor]] = []
+    doubts: list[Doubt] = []
     for name, value in updates.items():
         parameter = model.get_parameter(name)
         new = value.to(parameter.dtype)
-        if not all_finite(new):
-            raise CalibrationError(
-                f"block {block}: the new {name} is not finite in {parameter.dtype}. Raise "
-                "method.ridge_lambda, or merge in a wider dtype"
-            )
+        error = CalibrationError(
+            f"block {block}: the new {name} is not finite in {parameter.dtype}. Raise "
+            "method.ridge_lambda, or merge in a wider dtype"
+        )
+        doubts.append(Doubt(not_finite(new), error))
         cast.append((parameter, new))
+    refuse_doubtful(doubts)
     with torch.no_grad():
         for parameter, new in cast:
             parameter.copy_(new)

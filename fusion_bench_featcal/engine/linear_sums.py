@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.core.finite import not_finite
 from fusion_bench_featcal.core.folded import TaskMeans
-from fusion_bench_featcal.core.moments import counted_rows, moment_dtype
+from fusion_bench_featcal.core.moments import moment_dtype
 from fusion_bench_featcal.core.triangle import mirror_lower
 from fusion_bench_featcal.engine.products import (
     add_lower_gram,
@@ -86,27 +86,27 @@ class LinearSums:
         row_weights: Tensor | None,
         outputs: Sequence[Tensor] = (),
     ) -> None:
-        """Add rows.
+        """Add rows, all of which count.
 
         Args:
             x_cal: Inputs in the calibrated model, `[n, d]`.
             x_exp: Inputs of the same rows in the expert; None where alpha is 0.
-            row_weights: Weight of each row, `[n]`, as in `core.linear_moments`.
+            row_weights: Weight of each row, `[n]`, finite and > 0: the host does not look at them.
+                None: all weigh 1.
             outputs: `W_i x_exp` of each module, `[n, m]`, in the order of the weights; only where
                 sums are formed from them.
 
         Raises:
-            ValueError: If shapes differ or a weight is negative or not finite.
+            ValueError: If shapes differ.
         """
         if x_exp is not None and x_cal.shape != x_exp.shape:
             raise ValueError(
                 f"inputs must be two [n, d] of one shape, got {tuple(x_cal.shape)} (calibrated) "
                 f"and {tuple(x_exp.shape)} (expert)"
             )
-        parts = (x_cal,) if x_exp is None else (x_cal, x_exp, *outputs)
-        parts, weights = counted_rows(parts, row_weights, self._zeros.dtype)
-        if weights is not None and bool((weights == 1).all()):
-            weights = None
+        given = (x_cal,) if x_exp is None else (x_cal, x_exp, *outputs)
+        parts = tuple(part.to(self._zeros.dtype) for part in given)
+        weights = None if row_weights is None else row_weights.to(self._zeros.dtype)
         if self._weights:
             sums = [p.sum(0) if weights is None else weights @ p for p in parts[:2]]
             self._sum_shift += sums[1] - sums[0]
@@ -144,10 +144,11 @@ class LinearSums:
         for rows in self._chunk.rest():
             self._absorb(*rows)
 
-    def is_finite(self) -> bool:
-        """Whether no sum is NaN or infinite."""
+    def not_finite(self) -> Tensor:
+        """1 where a sum is NaN or infinite, else 0, a scalar."""
         cross = [] if self._cross is None else [self._cross]
-        return all(map(all_finite, (self._gram, *cross, *self._reached.values())))
+        found = [not_finite(part) for part in (self._gram, *cross, *self._reached.values())]
+        return torch.stack(found).any()
 
     def tensors(self) -> list[Tensor]:
         """The sums over all rows, to which those of further rows may be added in place."""
@@ -237,7 +238,8 @@ class _Chunk:
                 torch.sub(part, parts[0], out=waiting[self._count : stop])
             else:
                 waiting[self._count : stop] = part
-        self._weights[self._count : stop] = 1 if weights is None else weights
+        room = self._weights[self._count : stop]
+        room.fill_(1) if weights is None else room.copy_(weights)
         self._weighted |= weights is not None
         self._count = stop
 

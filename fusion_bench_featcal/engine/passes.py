@@ -1,29 +1,30 @@
 """Passes of one task's samples through one block, of the calibrated model and of the expert."""
 
-import time
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.drift import DriftSums, drift_norm_sum
+from fusion_bench_featcal.core.drift import sum_drift
 from fusion_bench_featcal.engine.ahead import expect_after
 from fusion_bench_featcal.engine.block import BlockSums
 from fusion_bench_featcal.engine.precision import exact_products, summing_in
 from fusion_bench_featcal.engine.recording import Recording
+from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.engine.run import Run
 from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.engine.stopwatch import Stopwatch
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.engine.together import combine_task
-from fusion_bench_featcal.engine.visits import Visit
+from fusion_bench_featcal.engine.visits import RowSums, Visit
 
 
 def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSums | None) -> Visit:
     """Sum one task's module inputs over its batches and fold them into the block's sums."""
-    start, expert = time.perf_counter(), run.experts[task]
+    watch, expert = Stopwatch(run.device), run.experts[task]
     sites = run.modules[block].sites
     demo = run.settings.token_weights == "demo_last_block" and block == run.stages[-1][-1]
-    drift: list[DriftSums] = []
+    drift: list[RowSums] = []
     rows = 0
 
     def summing() -> AbstractContextManager[None]:
@@ -48,8 +49,8 @@ def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSu
             if run.uses_expert_features:
                 exp = run_expert(run, expert_model, block, batch)
             if run.settings.log_drift and batch.exp_hidden is not None:
-                drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
-            rows += _rows(batch.cal.hidden if hidden is None else hidden, batch.valid)
+                drift.append(_drift(hidden, batch))
+            rows += _count(batch.cal.hidden if hidden is None else hidden, batch.valid)
             with summing():
                 sums.add(run.model, cal, exp, batch.valid, batch.other)
         with summing():
@@ -58,11 +59,12 @@ def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSu
             combine_task(sums, run.device, run.processes, run.shares)
             if into is not None:
                 into.add(sums, expert_model)
+    watch.stop()
     run.progress.update()
     return Visit(
         samples=sum(batch.samples for batch in batches),
         rows=rows,
-        seconds=time.perf_counter() - start,
+        watch=watch,
         expert_bytes=run.reads.read(task, block),
         before=drift,
     )
@@ -106,9 +108,9 @@ def _run_recorded(
     return hidden, following, recording
 
 
-def advance(run: Run, block: str, batches: list[Batch]) -> list[DriftSums]:
+def advance(run: Run, block: str, batches: list[Batch]) -> list[RowSums]:
     """Run the updated block, whose outputs the next block receives; the drift that is left."""
-    drift: list[DriftSums] = []
+    drift: list[RowSums] = []
     last = block == run.stages[-1][-1]
     for batch in batches:
         if last and not run.settings.log_drift:
@@ -116,10 +118,17 @@ def advance(run: Run, block: str, batches: list[Batch]) -> list[DriftSums]:
         with run.autocast():
             hidden, batch.cal = run.family.step(run.model, block, batch.cal)
         if run.settings.log_drift and batch.exp_hidden is not None:
-            drift.append(drift_norm_sum(hidden, batch.exp_hidden, batch.valid))
+            drift.append(_drift(hidden, batch))
         batch.exp_hidden = None
     return drift
 
 
-def _rows(hidden: Tensor, valid: Tensor | None) -> int:
-    return hidden.shape[:-1].numel() if valid is None else int((valid > 0).sum())
+def _count(hidden: Tensor, valid: CountedRows | None) -> int:
+    return hidden.shape[:-1].numel() if valid is None else valid.count
+
+
+def _drift(hidden: Tensor, batch: Batch) -> RowSums:
+    """The drift of a batch's features from the expert's, and over how many rows."""
+    assert batch.exp_hidden is not None
+    rows = rows_of(hidden, batch.valid), rows_of(batch.exp_hidden, batch.valid)
+    return sum_drift(*rows), len(rows[0])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.engine.activations import STAY, Activations
+from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
@@ -22,7 +23,7 @@ class Batch:
     Attributes:
         inputs: The model's inputs, kept only where a later stage begins from them.
         samples: Number of samples.
-        valid: 1 for positions that count, 0 for padding; None: all count.
+        valid: The positions that count; None: all do.
         other: The same for modules that receive other rows, by the end of their names.
         waits: Where features wait between blocks.
         following: The task's next batch.
@@ -30,8 +31,8 @@ class Batch:
 
     inputs: Any
     samples: int
-    valid: Tensor | None = None
-    other: Mapping[str, Tensor | None] = field(default_factory=dict)
+    valid: CountedRows | None = None
+    other: Mapping[str, CountedRows | None] = field(default_factory=dict)
     waits: Activations = field(default=STAY, repr=False)
     following: "Batch | None" = field(default=None, repr=False)
     _slots: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -81,21 +82,15 @@ class Batch:
         """Ask a family which rows of a stage count.
 
         Raises:
-            CalibrationError: If a sample has none: what it would feed to other rows is noise.
+            CalibrationError: If a mask is unusable, or a sample has none: what it would feed to
+                other rows is noise.
         """
-        self.valid = family.row_weights(inputs, stage_index, decoder_rows)
-        self.other = family.other_rows(inputs, stage_index)
-        for mask in (self.valid, *self.other.values()):
-            if mask is None:
-                continue
-            empty = (~(mask > 0).flatten(1).any(dim=1)).nonzero().flatten().tolist()
-            if empty:
-                raise CalibrationError(
-                    f"no position of {len(empty)} of {self.samples} samples of a batch counts "
-                    f"(rows {empty[:5]}): they are all padding, or have no target (labels all "
-                    "-100). Check the data (modelpool.train_datasets, method.max_length), or set "
-                    "method.decoder_rows=all where targets are missing"
-                )
+        mask = family.row_weights(inputs, stage_index, decoder_rows)
+        self.valid = None if mask is None else CountedRows.told_by(mask)
+        self.other = {
+            end: None if mask is None else CountedRows.told_by(mask)
+            for end, mask in family.other_rows(inputs, stage_index).items()
+        }
 
 
 @contextmanager

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core import NormMoments, norm_moments, normalised_input
-from fusion_bench_featcal.core.moments import moment_dtype
+from fusion_bench_featcal.core import NormMoments, normalised_input
+from fusion_bench_featcal.core.finite import not_finite
+from fusion_bench_featcal.core.moments import moment_dtype, sum_normalised
+from fusion_bench_featcal.engine.doubts import Doubt, refuse_doubtful
 from fusion_bench_featcal.engine.linear_sums import LinearSums, outputs_are_few, rows_are_many
 from fusion_bench_featcal.engine.modules import Site, matches
 from fusion_bench_featcal.engine.recording import Recording
+from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.settings import CalibrationError
 
-NO_OTHER_ROWS: Mapping[str, Tensor | None] = {}
+NO_OTHER_ROWS: Mapping[str, CountedRows | None] = {}
 DEMO_TOKEN_WEIGHT = 0.01
 """Weight of all tokens but the first under `token_weights: demo_last_block`."""
 
@@ -56,8 +59,8 @@ class TaskSums:
         model: nn.Module,
         cal: Recording,
         exp: Recording | None,
-        valid: Tensor | None,
-        other: Mapping[str, Tensor | None] = NO_OTHER_ROWS,
+        valid: CountedRows | None,
+        other: Mapping[str, CountedRows | None] = NO_OTHER_ROWS,
     ) -> None:
         """Add one batch.
 
@@ -65,7 +68,7 @@ class TaskSums:
             model: The calibrated model, for the LayerNorms' epsilon.
             cal: Inputs of the calibrated block's modules.
             exp: Inputs of the expert block's; None where expert features are not used.
-            valid: 1 for positions that count, 0 for padding, `[batch, positions]`; None: all.
+            valid: The positions that count; None: all do.
             other: The same for modules that receive other rows than the block's hidden features,
                 by the end of their names.
 
@@ -84,9 +87,9 @@ class TaskSums:
                     f"Exclude it: method.modules=['!{site.name}']"
                 )
             if site.kind == "norm":
-                self._add_norm(model, site, cal, _rows_of(site, valid, other))
+                self._add_norm(model, site, cal, _counted_in(site, valid, other))
             else:
-                mask = _rows_of(site, valid, other)
+                mask = _counted_in(site, valid, other)
                 key = (inputs, expert_inputs, self._weighs_tokens(site), id(mask))
                 groups.setdefault(key, []).append(site)
         sharing = [tuple(site.name for site in members) for members in groups.values()]
@@ -99,7 +102,7 @@ class TaskSums:
                 sums = self._empty(names, cal, exp)
             elif names != known:
                 sums = sums.restricted(names)
-            self._add_linear(sums, site, cal, exp, _rows_of(site, valid, other))
+            self._add_linear(sums, site, cal, exp, _counted_in(site, valid, other))
             linear[names] = sums
         self.linear = linear
 
@@ -132,54 +135,60 @@ class TaskSums:
         site: Site,
         cal: Recording,
         exp: Recording | None,
-        valid: Tensor | None,
+        valid: CountedRows | None,
     ) -> None:
         """Add all calls of a module in one batch."""
         inputs = cal.of(site.name)
         expert_inputs = [None] * len(inputs) if exp is None else exp.of(site.name)
         for call, (x_cal, x_exp) in enumerate(zip(inputs, expert_inputs, strict=True)):
             weights = self._row_weights(site, x_cal, valid)
-            outputs = [self._product(name, exp, call) for name in sums.takes_outputs_of]
-            sums.add(_rows(x_cal), None if x_exp is None else _rows(x_exp), weights, outputs)
+            products = (self._product(name, exp, call) for name in sums.takes_outputs_of)
+            outputs = [rows_of(product, valid) for product in products]
+            expert_rows = None if x_exp is None else rows_of(x_exp, valid)
+            sums.add(rows_of(x_cal, valid), expert_rows, weights, outputs)
 
     def _product(self, name: str, exp: Recording | None, call: int) -> Tensor:
         """What the expert's weight made of a call's input: its output without the bias."""
         assert exp is not None and self.expert is not None  # else no outputs are taken
-        output = _rows(exp.outputs[name][call])
+        output = exp.outputs[name][call]
         bias: Any = self.expert.get_submodule(name).bias
         return output if bias is None else output - bias
 
-    def _add_norm(self, model: nn.Module, site: Site, cal: Recording, valid: Tensor | None) -> None:
+    def _add_norm(
+        self, model: nn.Module, site: Site, cal: Recording, valid: CountedRows | None
+    ) -> None:
         norm: Any = model.get_submodule(site.name)
-        parts = [
-            norm_moments(normalised_input(_rows(x), norm.eps), self._row_weights(site, x, valid))
-            for x in cal.of(site.name)
-        ]
+        parts = []
+        for x in cal.of(site.name):
+            weights = self._row_weights(site, x, valid)
+            parts.append(sum_normalised(normalised_input(rows_of(x, valid), norm.eps), weights))
         known = [self.norm[site.name]] if site.name in self.norm else []
         self.norm[site.name] = reduce(add, known + parts)
 
     def _weighs_tokens(self, site: Site) -> bool:
         return self.demo_weights and not site.name.endswith(("k_proj", "v_proj"))
 
-    def _row_weights(self, site: Site, x: Tensor, valid: Tensor | None) -> Tensor | None:
-        """Weight of each row of a module's input, flat, or None where all weigh 1."""
+    def _row_weights(self, site: Site, x: Tensor, valid: CountedRows | None) -> Tensor | None:
+        """Weight of each row that counts of a module's input, or None where all weigh 1."""
         if valid is not None and valid.shape != x.shape[:-1]:
             raise CalibrationError(
                 f"task {self.task}, block {self.block}: module {site.name} receives rows "
                 f"{tuple(x.shape[:-1])}, but padding is known for {tuple(valid.shape)}. Exclude "
                 f"it: method.modules=['!{site.name}']"
             )
+        dtype = moment_dtype(x.dtype)
+        known = None if valid is None or valid.weights is None else valid.weights.to(dtype)
         if not self._weighs_tokens(site):
-            return None if valid is None else valid.reshape(-1)
+            return known
         if x.ndim != 3:
             raise CalibrationError(
                 f"block {self.block}: module {site.name} receives {tuple(x.shape)}, not [batch, "
                 "tokens, d]: method.token_weights=demo_last_block does not fit; use uniform"
             )
-        dtype = moment_dtype(x.dtype)
         weights = torch.full(x.shape[:-1], DEMO_TOKEN_WEIGHT, device=x.device, dtype=dtype)
-        weights[:, 0] = 1.0
-        return (weights if valid is None else weights * valid).reshape(-1)
+        weights[:, 0].fill_(1)
+        weights = weights.reshape(-1) if valid is None else valid.of_flat(weights.reshape(-1))
+        return weights if known is None else weights * known
 
     def restrict(self, parts: Iterable[tuple[str, ...]]) -> None:
         """Let fewer modules share their sums: groups of them, each within one that there is."""
@@ -202,35 +211,48 @@ class TaskSums:
         for sums in self.linear.values():
             sums.close()
 
+    def doubts(self) -> list[Doubt]:
+        """What the host has to look at before these sums may be used."""
+        self.close()
+        found = [
+            Doubt(sums.weight == 0, self._all_padding())
+            for sums in (*self.linear.values(), *self.norm.values())
+        ]
+        found += [
+            Doubt(sums.not_finite(), self._not_finite(names[0]))
+            for names, sums in self.linear.items()
+        ]
+        found += [
+            Doubt(not_finite(moments.sum_z_sq), self._not_finite(name))
+            for name, moments in self.norm.items()
+        ]
+        return found
+
     def check(self) -> None:
         """Refuse sums over nothing, and sums with NaN or infinity.
 
         Raises:
             CalibrationError: Naming task, block and module.
         """
-        self.close()
-        for sums in (*self.linear.values(), *self.norm.values()):
-            if float(sums.weight) == 0:
-                raise CalibrationError(
-                    f"task {self.task}, block {self.block}: no position counts, all is padding; "
-                    f"check the masks of its data (modelpool.train_datasets.{self.task})"
-                )
-        for names, sums in self.linear.items():
-            if not sums.is_finite():
-                self._refuse_not_finite(names[0])
-        for name, sums in self.norm.items():
-            if not bool(torch.isfinite(sums.sum_z_sq).all()):
-                self._refuse_not_finite(name)
+        refuse_doubtful(self.doubts())
 
-    def _refuse_not_finite(self, module: str) -> None:
-        raise CalibrationError(
+    def _all_padding(self) -> CalibrationError:
+        return CalibrationError(
+            f"task {self.task}, block {self.block}: no position counts, all is padding; "
+            f"check the masks of its data (modelpool.train_datasets.{self.task})"
+        )
+
+    def _not_finite(self, module: str) -> CalibrationError:
+        return CalibrationError(
             f"task {self.task}, block {self.block}, module {module}: inputs are NaN or infinite. "
             f"Check the calibration data (modelpool.train_datasets.{self.task}) and the expert "
             f"(modelpool.models.{self.task})"
         )
 
 
-def _rows_of(site: Site, valid: Tensor | None, other: Mapping[str, Tensor | None]) -> Tensor | None:
+def _counted_in(
+    site: Site, valid: CountedRows | None, other: Mapping[str, CountedRows | None]
+) -> CountedRows | None:
     """Which of a module's rows count."""
     return next((mask for end, mask in other.items() if matches(site.name, end)), valid)
 
@@ -244,10 +266,6 @@ def _gives_products(site: Site, expert: nn.Module | None, exp: Recording, x_cal:
         and len(outputs) == len(exp.calls[site.name])
         and all(output.dtype == moment_dtype(x_cal.dtype) for output in outputs)
     )
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def common_parts(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.checkpoints import describe_settings, glimpse
-from fusion_bench_featcal.engine.block import BlockSums, Tally
+from fusion_bench_featcal.engine.block import BlockSums, Tallies, tally_of
 from fusion_bench_featcal.engine.processes import Processes, check_agreement
 from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.engine.task_sums import TaskSums, common_parts
@@ -60,7 +60,7 @@ def solve_together(
     """
     if processes.size == 1:
         assert sums is not None
-        return sums.solve()
+        return sums.solve(sums.tallies())
     told = processes.gather({} if sums is None else sums.tallies())
     tallies = {task: told[shares.members(task)[0]][task] for task in shares.tasks}
     parts = common_partition(list(groups) for groups in tallies.values())
@@ -70,7 +70,7 @@ def solve_together(
     processes.gather(None)  # what may fail comes before: none may miss when the others add up
     if sums is not None:
         _bring_together(sums, tensors, tallies, processes, shares)
-        updates, records = sums.solve()
+        updates, records = sums.solve(tallies)
     solved = processes.gather((list(updates), records))
     order = [name for names in parts for name in names]
     records = [record for _, theirs in solved for record in theirs]
@@ -102,7 +102,7 @@ def _summed(sums: BlockSums, parts: Sequence[Names]) -> dict[Names, list[Tensor]
 def _bring_together(
     sums: BlockSums,
     tensors: Mapping[Names, Sequence[Tensor]],
-    tallies: Mapping[str, Mapping[Names, Tally]],
+    tallies: Tallies,
     processes: Processes,
     shares: Shares,
 ) -> None:
@@ -117,11 +117,7 @@ def _bring_together(
         if owner != processes.rank:
             del sums.linear[names]
             continue
-        found = {task: _tally_of(names, groups) for task, groups in tallies.items()}
-        folded.adopt(
-            {task: weight for task, (weight, _) in found.items()},
-            {task: norm for task, (_, norm) in found.items()},
-        )
+        folded.adopt({task: tally_of(names, groups)[0] for task, groups in tallies.items()})
     for name, owner in zip(list(sums.norm), owners[len(parts) :], strict=True):
         for tensor in sums.norm[name].tensors():
             processes.reduce(tensor, owner, shares.leaders)
@@ -129,11 +125,6 @@ def _bring_together(
             sums.norm[name].tasks = len(tallies)
         else:
             del sums.norm[name]
-
-
-def _tally_of(part: Names, groups: Mapping[Names, Tally]) -> Tally:
-    """A task's weight and gram norm for modules that share their input with more in that task."""
-    return next(tally for names, tally in groups.items() if part[0] in names)
 
 
 def spread_costs(costs: Sequence[float], ranks: Sequence[int]) -> list[int]:

@@ -1,21 +1,28 @@
 """What is told about one task's visit to one block."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from fusion_bench_featcal.core.drift import DriftSums
+from fusion_bench_featcal.core.readback import read_back
 from fusion_bench_featcal.engine.shares import interleaved
+from fusion_bench_featcal.engine.stopwatch import Stopwatch
+
+RowSums = tuple[Tensor, int]
+"""Sums of drift over rows, as `sum_drift` gives them, and the number of rows."""
 
 
 @dataclass(kw_only=True)
 class Visit:
-    """What one process has to tell about its batches of a task.
+    """One process's work on its batches of a task, as it stands on the device.
 
     Attributes:
         samples: Number of samples.
         rows: Number of positions that count.
-        seconds: How long they took.
+        watch: How long they took.
         expert_bytes: Bytes of the expert that were read.
         before: Drift before the update, batch by batch; empty where it is not logged.
         after: Drift after it.
@@ -23,13 +30,46 @@ class Visit:
 
     samples: int
     rows: int
+    watch: Stopwatch
+    expert_bytes: int
+    before: list[RowSums]
+    after: list[RowSums] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What a process has to tell about a visit: numbers, as in `Visit`."""
+
+    samples: int
+    rows: int
     seconds: float
     expert_bytes: int
     before: list[DriftSums]
-    after: list[DriftSums] = field(default_factory=list)
+    after: list[DriftSums]
 
 
-def task_record(block: str, task: str, parts: Sequence[Visit]) -> dict[str, Any]:
+def accounts_of(visits: Mapping[str, Visit]) -> dict[str, Account]:
+    """What is to be told about a block's visits, by task; the host looks at the drift here."""
+    parts = [part for v in visits.values() for part in (*v.before, *v.after)]
+    told = iter(read_back([sums for sums, _ in parts]))
+
+    def drift(parts: Sequence[RowSums]) -> list[DriftSums]:
+        return [DriftSums(next(told), next(told), next(told), float(rows)) for _, rows in parts]
+
+    return {
+        task: Account(
+            samples=visit.samples,
+            rows=visit.rows,
+            seconds=visit.watch.seconds,
+            expert_bytes=visit.expert_bytes,
+            before=drift(visit.before),
+            after=drift(visit.after),
+        )
+        for task, visit in visits.items()
+    }
+
+
+def task_record(block: str, task: str, parts: Sequence[Account]) -> dict[str, Any]:
     """The log record of a task in a block.
 
     Args:

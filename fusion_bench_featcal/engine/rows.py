@@ -1,0 +1,81 @@
+"""Which rows of a batch's features count, told once and used at every block."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.settings import CalibrationError
+
+
+@dataclass(frozen=True)
+class CountedRows:
+    """Rows that count, where not all of them do.
+
+    The host looks at a mask once, before the first block; no block has to look at it again.
+
+    Attributes:
+        shape: The mask's, `[batch, positions]`.
+        count: How many rows count.
+        index: Which they are, in the flattened mask; None: all.
+        weights: Their weights, `[count]`; None: all weigh 1.
+    """
+
+    shape: torch.Size
+    count: int
+    index: Tensor | None = None
+    weights: Tensor | None = None
+
+    @classmethod
+    def told_by(cls, mask: Tensor) -> "CountedRows":
+        """The rows that a mask lets count: those above 0, which weigh what it says.
+
+        Args:
+            mask: `[batch, positions]`.
+
+        Raises:
+            CalibrationError: If an entry is negative or not finite, or a sample has no row.
+        """
+        if bool((mask < 0).any()) or not bool(torch.isfinite(mask).all()):
+            raise CalibrationError(
+                "the mask of positions that count holds entries that are negative or not finite. "
+                "Check the data (modelpool.train_datasets)"
+            )
+        flat = mask.reshape(-1)
+        index = (flat > 0).nonzero().flatten()
+        _refuse_empty_samples(index, mask)
+        weights = flat[index]
+        return cls(
+            mask.shape,
+            len(index),
+            None if len(index) == len(flat) else index,
+            None if bool((weights == 1).all()) else weights,
+        )
+
+    def of(self, features: Tensor) -> Tensor:
+        """The rows that count of features `[*shape, d]`, `[count, d]`."""
+        return self.of_flat(features.reshape(-1, features.shape[-1]))
+
+    def of_flat(self, values: Tensor) -> Tensor:
+        """Entries of the rows that count, of what has one for each position, in the first place."""
+        return values if self.index is None else values.index_select(0, self.index)
+
+
+def rows_of(features: Tensor, counted: CountedRows | None) -> Tensor:
+    """Features `[..., d]` as rows, `[n, d]`: those that count, or, without a mask, all."""
+    if counted is not None:
+        return counted.of(features)
+    return features.reshape(-1, features.shape[-1])
+
+
+def _refuse_empty_samples(index: Tensor, mask: Tensor) -> None:
+    """A sample of which no row counts would feed noise to others (through attention)."""
+    positions = mask[0].numel() if len(mask) else 1
+    empty = sorted(set(range(len(mask))) - set((index // positions).tolist()))
+    if empty:
+        raise CalibrationError(
+            f"no position of {len(empty)} of {len(mask)} samples of a batch counts "
+            f"(rows {empty[:5]}): they are all padding, or have no target (labels all "
+            "-100). Check the data (modelpool.train_datasets, method.max_length), or set "
+            "method.decoder_rows=all where targets are missing"
+        )
