@@ -4,8 +4,10 @@
 
 Random models of ViT-B/32's shape, cut to a few blocks, are written to a temporary folder and
 calibrated in turn by one process with two threads and by two processes with one thread each, joined
-by gloo. Only the calibration is timed, on inputs made on the way; the fastest of the repetitions
-counts. Peak memory includes the program itself. Needs about 1 GB of disk.
+by gloo. Only the calibration is timed, without the inputs, which are made on the way; the fastest
+of the repetitions counts. Peak memory includes the program itself. What `featcal plan` would have
+predicted stands beside, from rates that each process measures beforehand, all at the same time; it
+knows nothing of what they exchange. Needs about 1 GB of disk.
 """
 
 import argparse
@@ -31,6 +33,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.compare.measure import measure
 from fusion_bench_featcal.engine.processes import TorchProcesses
+from fusion_bench_featcal.experts import hollow_copy
+from fusion_bench_featcal.plan.prediction import Plan, Request, predict
+from fusion_bench_featcal.plan.rates import measure_rates
 
 BATCH = 16
 THREADS = 2
@@ -61,12 +66,26 @@ def write_models(folder: Path, options: argparse.Namespace) -> None:
     model.save_pretrained(folder / "merged")
 
 
-def batches(task: int, options: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
-    """Random pictures."""
+def batches(
+    task: int, options: argparse.Namespace, taken: list[float]
+) -> Iterator[dict[str, Tensor]]:
+    """Random pictures; notes how long making them took."""
     generator = torch.Generator().manual_seed(task)
     for start in range(0, options.samples, BATCH):
-        size = min(BATCH, options.samples - start)
-        yield {"pixel_values": torch.randn(size, 3, 224, 224, generator=generator)}
+        size, began = min(BATCH, options.samples - start), time.perf_counter()
+        pixels = torch.randn(size, 3, 224, 224, generator=generator)
+        taken.append(time.perf_counter() - began)
+        yield {"pixel_values": pixels}
+
+
+def planned(
+    merged: CLIPVisionModel, settings: FeatCalSettings, options: argparse.Namespace
+) -> Plan:
+    """What `featcal plan` says of this process's share."""
+    request = Request(
+        hollow_copy(merged).to("meta"), settings, options.tasks, loaded=1, processes=options.size
+    )
+    return predict(request, measure_rates("cpu", linear_kernel=settings.linear_kernel))
 
 
 def take_part(options: argparse.Namespace) -> None:
@@ -76,8 +95,10 @@ def take_part(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     processes = TorchProcesses()
     merged = CLIPVisionModel.from_pretrained(folder / "merged")
-    settings = FeatCalSettings(samples_per_task=options.samples)
-    names = tasks_of(options)
+    settings = FeatCalSettings(samples_per_task=options.samples, batch_size=BATCH)
+    names, making = tasks_of(options), []
+    processes.gather(None)
+    plan = planned(merged, settings, options)
     processes.gather(None)
     before = resource.getrusage(resource.RUSAGE_SELF)
     with measure() as cost:
@@ -85,7 +106,7 @@ def take_part(options: argparse.Namespace) -> None:
             merged,
             SafetensorsExpert(folder / "base"),
             {task: SafetensorsExpert(folder / task) for task in names},
-            {task: batches(index, options) for index, task in enumerate(names)},
+            {task: batches(index, options, making) for index, task in enumerate(names)},
             settings,
             progress=False,
             processes=processes,
@@ -97,11 +118,13 @@ def take_part(options: argparse.Namespace) -> None:
     digest = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state)))
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     found = {
-        "wall": cost.seconds,
-        "cpu": cpu,
+        "wall": cost.seconds - sum(making),
+        "cpu": cpu - sum(making),
         "peak": cost.peak_rss_bytes,
         "exchanged": processes.exchanged_bytes,
         "digest": digest.hexdigest(),
+        "planned_wall": plan.seconds,
+        "planned_peak": plan.host,
     }
     print(json.dumps(found))
     dist.destroy_process_group()
@@ -150,8 +173,10 @@ def print_table(runs: list[Any], gap: float, options: argparse.Namespace) -> Non
     print("|---|--:|--:|--:|")
     for label, name, pick, unit in (
         ("wall, s", "wall", max, 1),
+        ("predicted, s", "planned_wall", max, 1),
         ("CPU of all processes, s", "cpu", sum, 1),
         ("peak memory of a process, MB", "peak", max, MB),
+        ("predicted, MB", "planned_peak", max, MB),
         ("peak memory of all processes, MB", "peak", sum, MB),
     ):
         left, right = (pick(part[name] for part in run) / unit for run in (one, two))

@@ -279,12 +279,14 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             log_plan(
                 merged,
                 settings,
-                -(-len(tasks) // self._processes.size),
+                len(tasks),
                 self.fabric.device,
-                held=base_held + experts.held() // self._processes.size,
+                held=experts.held(),
+                base_held=base_held,
                 loaded=1 + base_held,
                 itemsize=stored_itemsize(base),
                 fused=fused is not None,
+                processes=self._processes.size,
             )
             exchanged = self._processes.exchanged_bytes
             result = calibrate(

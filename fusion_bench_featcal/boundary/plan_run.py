@@ -52,7 +52,7 @@ def run_request(
     Raises:
         ValueError: If the words name no run, or the base model's configuration cannot be found.
     """
-    method, models = compose_run(overrides)
+    method, models, fabric = compose_run(overrides)
     target = str(method.get("_target_", ""))
     if not target.endswith(".FeatCalAlgorithm"):
         raise ValueError(
@@ -63,7 +63,11 @@ def run_request(
     experts = [entry for name, entry in models.items() if not name.startswith("_")]
     if not experts:
         raise ValueError("modelpool.models names no expert")
-    held = sum(not _streams(entry, settings) for entry in models.values())
+    held = sum(not _streams(entry, settings) for entry in experts)
+    base = models.get("_pretrained_")
+    base_held = base is not None and not _streams(base, settings)
+    devices, machines = _devices(fabric, torch.device(device)), int(fabric.get("num_nodes", 1))
+    alone = devices * machines == 1
     return Request(
         model=model,
         settings=settings,
@@ -71,10 +75,23 @@ def run_request(
         length=length or settings.max_length or LENGTH,
         target_length=target_length,
         held=held,
+        base_held=base_held,
         itemsize=_itemsize(experts[0]),
         device=torch.device(device),
-        fused=not held and _fuses(method, settings),
+        fused=alone and not held and not base_held and _fuses(method, settings),
+        processes=devices * machines,
+        machines=machines,
     )
+
+
+def _devices(fabric: Mapping[str, Any], device: torch.device) -> int:
+    """How many devices of a machine Fabric would take, one process each."""
+    asked = fabric.get("devices", 1)
+    if isinstance(asked, list):
+        return len(asked)
+    if str(asked) not in ("auto", "-1"):
+        return int(asked) if str(asked).isdigit() else len(str(asked).split(","))
+    return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
 
 
 def takes_text(model: nn.Module) -> bool:
@@ -135,9 +152,11 @@ def log_plan(
     device: torch.device,
     *,
     held: int = 0,
+    base_held: bool = False,
     loaded: int = 1,
     itemsize: int | None = None,
     fused: bool = False,
+    processes: int = 1,
 ) -> Plan | None:
     """Say at the start of a run what it will take, and warn where that is more than there is.
 
@@ -146,10 +165,12 @@ def log_plan(
         settings: Settings.
         tasks: Number of tasks.
         device: Where to calibrate.
-        held: Number of models that are loaded whole beside the merged one.
+        held: Number of experts that are loaded whole.
+        base_held: Whether the base is.
         loaded: Number of models that are in memory already, the merged one among them.
         itemsize: Bytes of a number in the experts' files; None: as in the model.
         fused: Whether the upstream merge shares the calibration's reads.
+        processes: Number of processes that work on it.
 
     Returns:
         The plan; None where none can be made, which is no reason not to run: of texts whose length
@@ -161,8 +182,8 @@ def log_plan(
         length = settings.max_length or LENGTH
         model = hollow_copy(merged).to("meta")
         request = Request(
-            model, settings, tasks, length, held=held, itemsize=itemsize, loaded=loaded,
-            device=device, fused=fused,
+            model, settings, tasks, length, held=held, base_held=base_held, itemsize=itemsize,
+            loaded=loaded, device=device, fused=fused, processes=processes,
         )  # fmt: skip
         plan = predict(request, _quick_rates(device, settings.linear_kernel))
     except Exception as error:  # a model of unknown inputs: the calibration itself will tell

@@ -1,7 +1,7 @@
 """The preflight of a run that is named as on FusionBench's command line."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
@@ -33,7 +33,7 @@ def preflight_run(
     Raises:
         ValueError: If the pool names no base model, or its configuration cannot be found.
     """
-    method, models = compose_run(overrides)
+    method, models, _ = compose_run(overrides)
     settings = settings_among(method)
     base = location_of(models.get("_pretrained_"))
     tasks = sum(not name.startswith("_") for name in models)
@@ -46,14 +46,22 @@ def preflight_run(
     )
 
 
-def compose_run(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The method's keys and the pool's models of a run.
+class RunConfig(NamedTuple):
+    """What a run's words say, as plain values."""
+
+    method: dict[str, Any]
+    models: dict[str, Any]
+    fabric: dict[str, Any]
+
+
+def compose_run(overrides: Sequence[str]) -> RunConfig:
+    """The keys of a run's method and Fabric, and its pool's models.
 
     Args:
         overrides: Words of the command line; without `method=` the method is featcal.
 
     Returns:
-        Both as plain values.
+        What they say.
 
     Raises:
         ValueError: If the words compose no run with a model pool.
@@ -67,9 +75,10 @@ def compose_run(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any
             config = compose("fabric_model_fusion", overrides=words)
         method: Any = OmegaConf.to_container(config.method, resolve=True)
         models: Any = OmegaConf.to_container(config.modelpool.models, resolve=True)
+        fabric: Any = OmegaConf.to_container(config.fabric)  # its loggers need a running program
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"{' '.join(words)}: {str(error).splitlines()[0]}") from error
-    return method, models
+    return RunConfig(method, models, fabric)
 
 
 def settings_among(method: Mapping[str, Any]) -> FeatCalSettings:

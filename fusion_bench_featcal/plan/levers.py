@@ -59,8 +59,8 @@ def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, Request, bool]
         yield "activations=host", with_settings(activations="host"), True
     if plan.waiting["device"] + plan.waiting["host"]:
         yield "activations=disk", with_settings(activations="disk"), True
-    if request.held:
-        yield "stream_experts=true", replace(request, held=0), True
+    if request.held or request.base_held:
+        yield "stream_experts=true", replace(request, held=0, base_held=False), True
     elif settings.expert_read_budget is None:
         half = replace(with_settings(expert_read_budget="50%"), fused=False)
         yield "expert_read_budget=50%", half, False

@@ -16,6 +16,7 @@ from fusion_bench_featcal.plan.inputs import example_inputs
 from fusion_bench_featcal.plan.memory import Memory, predict_memory, read_bytes
 from fusion_bench_featcal.plan.rates import Rates
 from fusion_bench_featcal.plan.seconds import Machine, predict_stages
+from fusion_bench_featcal.plan.shares import BusiestShare
 from fusion_bench_featcal.plan.work import Work, count_work
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -32,11 +33,14 @@ class Request:
         tasks: Number of tasks.
         length: Tokens of a text; models of images do not heed it.
         target_length: Tokens of an encoder-decoder's target.
-        held: Number of models (experts, base) that are loaded whole.
+        held: Number of experts that are loaded whole.
+        base_held: Whether the base is.
         itemsize: Bytes of a number in the experts' files; None: as in the model.
         loaded: Number of models, the merged one among them, that this process holds already.
         device: Where to calibrate.
         fused: Whether the upstream merge shares the calibration's reads.
+        processes: Number of processes that work on it.
+        machines: Number of machines among which they are divided.
     """
 
     model: nn.Module
@@ -45,10 +49,25 @@ class Request:
     length: int = 512
     target_length: int = 8
     held: int = 0
+    base_held: bool = False
     itemsize: int | None = None
     loaded: int = 0
     device: torch.device = CPU
     fused: bool = False
+    processes: int = 1
+    machines: int = 1
+
+    @property
+    def neighbours(self) -> int:
+        """Number of processes on one machine."""
+        return -(-self.processes // self.machines)
+
+    @property
+    def share(self) -> BusiestShare:
+        """What the busiest process has to do."""
+        return BusiestShare.of(
+            self.settings, self.tasks, self.processes, experts=self.held, base=self.base_held
+        )
 
 
 @dataclass(frozen=True)
@@ -74,15 +93,17 @@ class Lever:
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction; sizes in bytes.
+    """The prediction for one process, the busiest; sizes in bytes.
 
     Attributes:
         model: The model's class.
         family: Its family.
         device: Type of the device.
         threads: Threads that the rates were measured with.
-        tasks: Number of tasks.
+        tasks: Number of all tasks.
         samples: Samples of each.
+        processes: Number of processes.
+        neighbours: Number of processes on one machine.
         stages: Seconds by step, for each stage.
         host: Peak of host memory: this process with its libraries, the merged model, and the run.
         gpu: Peak of device memory; None for a CPU.
@@ -103,6 +124,8 @@ class Plan:
     threads: int
     tasks: int
     samples: int
+    processes: int
+    neighbours: int
     stages: tuple[Mapping[str, float], ...]
     host: int
     gpu: int | None
@@ -141,13 +164,15 @@ def predict(request: Request, rates: Rates) -> Plan:
         ValueError: If its inputs cannot be told, or no family knows it.
     """
     work, chosen = count(request), constants()
-    settings, device, tasks = request.settings, request.device, request.tasks
-    held = request.held * work.model
+    share, device, tasks = request.share, request.device, request.share.tasks
+    settings = request.settings.replace(samples_per_task=share.samples)
+    held = share.held * work.model
     memory = predict_memory(work, settings, tasks, chosen, experts_held=held, fused=request.fused)
+    machine = Machine(rates, chosen)
     own = psutil.Process().memory_info().rss
     free_host, free_gpu = free_bytes(CPU) or 0, None if device.type == "cpu" else free_bytes(device)
     waiting = _waiting(request, memory, chosen, free_host, free_gpu)
-    to_come = (1 + request.held - request.loaded) * work.model
+    to_come = (1 + share.held - request.loaded) * work.model
     host = own + to_come + waiting["host"]
     on_device = memory.peak - held + waiting["device"]
     files = sum(block.parameters for block in work.blocks) if settings.checkpoint_dir else 0
@@ -156,9 +181,11 @@ def predict(request: Request, rates: Rates) -> Plan:
         family=resolve_family(settings.family, request.model).name,
         device=device.type,
         threads=rates.threads,
-        tasks=tasks,
-        samples=settings.samples_per_task,
-        stages=tuple(predict_stages(work, settings, tasks, Machine(rates, chosen))),
+        tasks=request.tasks,
+        samples=request.settings.samples_per_task,
+        processes=request.processes,
+        neighbours=request.neighbours,
+        stages=tuple(predict_stages(work, settings, tasks, machine, solvers=share.solvers)),
         host=host + (on_device if device.type == "cpu" else memory.parts["block"]),
         gpu=None if device.type == "cpu" else on_device,
         own=own,
@@ -198,13 +225,14 @@ def _waiting(
     total, choice = memory.parts["activations"], request.settings.activations
     waiting: dict[str, int] = dict.fromkeys(("device", "host", "disk"), 0)
     if request.device.type == "cpu":
-        room = max(0, free_host - memory.peak) if choice == "auto" else total
+        room = max(0, free_host // request.neighbours - memory.peak)
+        room = room if choice == "auto" else total
         waiting["device"] = 0 if choice == "disk" else min(total, room)
     elif choice in ("auto", "device"):
         room = max(0, (free_gpu or 0) - memory.peak) if choice == "auto" else total
         waiting["device"] = min(total, room)
     if request.device.type != "cpu" and choice in ("auto", "host"):
-        room = int(HOST_SHARE * free_host) if choice == "auto" else total
+        room = int(HOST_SHARE * free_host / request.neighbours) if choice == "auto" else total
         waiting["host"] = min(total - waiting["device"], room)
     left = memory.carried - round((waiting["device"] + waiting["host"]) / chosen.carried)
     waiting["disk"] = max(0, left)

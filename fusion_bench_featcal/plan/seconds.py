@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fusion_bench_featcal.core.cholesky import SINGLE_LAMBDA
+from fusion_bench_featcal.engine.block import solve_cost
 from fusion_bench_featcal.engine.linear_sums import CHUNK_ROWS, DIRECT_ROWS
+from fusion_bench_featcal.engine.together import spread_costs
 from fusion_bench_featcal.plan.constants import Constants
 from fusion_bench_featcal.plan.counting import Counts
 from fusion_bench_featcal.plan.rates import Rates, gram_flops
@@ -61,6 +63,7 @@ class Amounts:
         both: Whether experts run.
         mixes: Whether their features are summed.
         drift: Whether drift is measured.
+        solvers: Number of processes that share the solves.
     """
 
     tasks: int
@@ -68,9 +71,10 @@ class Amounts:
     both: bool
     mixes: bool
     drift: bool
+    solvers: int = 1
 
     @classmethod
-    def of(cls, work: Work, settings: FeatCalSettings, tasks: int) -> "Amounts":
+    def of(cls, work: Work, settings: FeatCalSettings, tasks: int, solvers: int = 1) -> "Amounts":
         """The amounts that settings ask for."""
         mixes = settings.mix_alpha > 0
         return cls(
@@ -79,11 +83,12 @@ class Amounts:
             both=mixes or settings.log_drift,
             mixes=mixes,
             drift=settings.log_drift,
+            solvers=solvers,
         )
 
 
 def predict_stages(
-    work: Work, settings: FeatCalSettings, tasks: int, machine: Machine
+    work: Work, settings: FeatCalSettings, tasks: int, machine: Machine, *, solvers: int = 1
 ) -> list[dict[str, float]]:
     """Seconds by step, for each stage.
 
@@ -92,11 +97,12 @@ def predict_stages(
         settings: Settings.
         tasks: Number of tasks.
         machine: The machine.
+        solvers: Number of processes that share the solves; the busiest one's count.
 
     Returns:
         Seconds of CPU time on one thread, else on the wall clock, by `STEPS`.
     """
-    amounts = Amounts.of(work, settings, tasks)
+    amounts = Amounts.of(work, settings, tasks, solvers)
     runs, sides, last = amounts.tasks * amounts.batches, 1 + amounts.both, work.blocks[-1]
     found = []
     for stage in work.stages:
@@ -129,12 +135,13 @@ def _block_seconds(
 ) -> Mapping[str, float]:
     """What a block takes beside its passes."""
     constants, entry = machine.constants, work.entry
-    moments = folds = solves = 0.0
+    moments = folds = 0.0
+    solves: list[float] = []
     for group in block.groups:
         rows = amounts.batches * group.rows
         moments += amounts.tasks * _moments(group, rows, amounts, machine, entry)
         folds += amounts.tasks * _folds(group, amounts, machine, entry)
-        solves += _solves(group, settings, machine, entry)
+        solves.append(_solves(group, settings, machine, entry))
     for width, norm_rows in block.norms:
         size = _NORM_PASSES * entry * norm_rows * width
         moments += amounts.tasks * amounts.batches * machine.moved(size)
@@ -142,11 +149,14 @@ def _block_seconds(
         size = 2 * _DRIFT_PASSES * block.hidden
         moments += amounts.tasks * amounts.batches * machine.moved(size)
     reading = amounts.tasks * _reading(block.read, machine)
+    solvers = range(amounts.solvers)
+    owners = spread_costs([solve_cost(g.width, g.outputs) for g in block.groups], solvers)
+    loads = [sum(s for s, o in zip(solves, owners, strict=True) if o == rank) for rank in solvers]
     return {
         "reading": reading + amounts.tasks * constants.visit_seconds,
         "moments": constants.moments * moments,
         "folds": constants.folds * folds,
-        "solves": constants.solves * solves + 3 * constants.byte_seconds * block.anchored,
+        "solves": constants.solves * max(loads) + 3 * constants.byte_seconds * block.anchored,
     }
 
 

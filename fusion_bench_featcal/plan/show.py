@@ -38,6 +38,8 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
         f"{plan.model}, family {plan.family}: {plan.tasks} tasks x {plan.samples} samples on "
         f"{plan.device}" + (f", {plan.threads} threads" if plan.device == "cpu" else "")
     )
+    if plan.processes > 1:
+        console.print(f"{plan.processes} processes; what follows is for the busiest of them")
     console.print(_time_table(plan))
     console.print(_memory_table(plan))
     if plan.levers:
@@ -59,8 +61,9 @@ def one_line(plan: Plan) -> str:
 def warnings_of(plan: Plan) -> list[str]:
     """Where a plan exceeds what is free, with the settings that lower it."""
     found = []
-    if plan.host - plan.own > plan.free_host:
-        found.append(_too_much("host", plan.host - plan.own, plan.free_host, plan))
+    host = plan.neighbours * (plan.host - plan.own)
+    if host > plan.free_host:
+        found.append(_too_much("host", host, plan.free_host, plan))
     if plan.gpu is not None and plan.free_gpu is not None and plan.gpu > plan.free_gpu:
         found.append(_too_much("GPU", plan.gpu, plan.free_gpu, plan))
     return found
@@ -146,6 +149,9 @@ def _memory_table(plan: Plan) -> Table:
                 where = f" ({', '.join(used)})" if used else ""
             table.add_row(label + where, size(plan.parts[part]))
     table.add_row("host memory, at its fullest", f"{size(plan.host)}")
+    if plan.neighbours > 1:
+        all_of_them = f"the same of {plan.neighbours} processes on a machine, at most"
+        table.add_row(all_of_them, size(plan.neighbours * plan.host))
     if plan.gpu is not None:
         table.add_row("GPU memory, at its fullest", size(plan.gpu))
     table.add_row("read from experts", size(plan.read))

@@ -75,9 +75,36 @@ def test_headers_tell_the_experts_precision(tmp_path: Path):
     for alone in ("fuse_merge=false", "expert_read_budget=50%", "base_method=null"):
         assert not run_request([*words, f"method.{alone}"]).fused
     held = run_request([*words, "method.stream_experts=false"])
-    assert (held.held, held.fused) == (3, False)
+    assert (held.held, held.base_held, held.fused) == (2, True, False)
     (tmp_path / "two" / "model.safetensors").unlink()
     assert run_request(words).held == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "machines"),
+    [
+        ("fabric.devices=2", 2, 1),
+        ("fabric.devices=[0,1,2]", 3, 1),
+        ("fabric.devices='0,3'", 2, 1),
+        ("fabric.devices=auto", 1, 1),
+        ("fabric.devices=2 +fabric.num_nodes=2", 4, 2),
+    ],
+)
+def test_processes_are_those_that_fabric_would_start(
+    words: str, processes: int, machines: int, tmp_path: Path
+):
+    request = run_request([*write_experts(tmp_path, torch.float32), *words.split()])
+    assert (request.processes, request.machines) == (processes, machines)
+    assert request.fused == (processes == 1)
+
+
+def test_a_plan_of_two_processes_says_so(known: str, capsys: pytest.CaptureFixture[str]):
+    words = ["plan", "modelpool=clip-vit-mini_TA6", "fabric.devices=2", "--rates", known]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "6 tasks x 256 samples" in shown
+    assert "2 processes; what follows is for the busiest" in shown
+    assert "the same of 2 processes on a machine" in shown
 
 
 @pytest.mark.parametrize(

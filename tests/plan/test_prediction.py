@@ -22,6 +22,7 @@ from fusion_bench_featcal.boundary.plan_run import log_plan
 from fusion_bench_featcal.engine import activations
 from fusion_bench_featcal.engine.activations import Activations
 from fusion_bench_featcal.engine.places import DiskPlace
+from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan import prediction
@@ -32,6 +33,7 @@ from fusion_bench_featcal.plan.memory import predict_memory, read_bytes
 from fusion_bench_featcal.plan.prediction import Request, predict
 from fusion_bench_featcal.plan.rates import Rates, measure_rates
 from fusion_bench_featcal.plan.seconds import STEPS, Machine, predict_seconds
+from fusion_bench_featcal.plan.shares import BusiestShare
 from fusion_bench_featcal.plan.show import advice, one_line, show_plan, warnings_of
 from fusion_bench_featcal.plan.work import count_work
 from fusion_bench_featcal.preflight import empty_model
@@ -99,6 +101,40 @@ def test_time_is_linear_in_tasks_and_samples(rates: Rates):
     assert steps[1]["passes"] == pytest.approx(2 * steps[0]["passes"])
     assert steps[2]["folds"] == pytest.approx(2 * steps[0]["folds"])
     assert steps[2]["solves"] == pytest.approx(steps[0]["solves"])
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 7, 16])
+def test_the_busiest_share_is_what_the_engine_deals_out(tasks: int, processes: int):
+    samples, size = 50, 8
+    settings = FeatCalSettings(samples_per_task=samples, batch_size=size)
+    names = tuple(f"task_{index}" for index in range(tasks))
+    batches = [min(size, samples - start) for start in range(0, samples, size)]
+    work = []
+    for rank in range(processes):
+        shares = Shares(names, rank, processes)
+        work.append([sum(shares.cut(task, batches)) for task in shares.mine])
+    found = BusiestShare.of(settings, tasks, processes, experts=tasks, base=True)
+    assert found.tasks == max(map(len, work))
+    assert found.solvers == len(Shares(names, 0, processes).leaders)
+    assert found.held == 1 + found.tasks
+    most = max(map(max, work))
+    assert most <= found.samples < most + size  # a short last batch counts as a whole one
+
+
+def test_processes_share_time_and_features(rates: Rates):
+    settings = FeatCalSettings(samples_per_task=32, batch_size=32)
+    request = Request(empty_model("clip-vit-base-patch32"), settings, 8)
+    one, two, many = (predict(replace(request, processes=n), rates) for n in (1, 2, 32))
+    assert (two.tasks, two.processes, two.neighbours) == (8, 2, 2)
+    for step in ("reading", "passes", "moments", "folds"):
+        assert two.stages[0][step] == pytest.approx(one.stages[0][step] / 2)
+    assert one.stages[0]["solves"] / 2 < two.stages[0]["solves"] < one.stages[0]["solves"]
+    assert two.parts["activations"] == pytest.approx(one.parts["activations"] / 2, rel=1e-6)
+    assert two.parts["statistics"] == one.parts["statistics"]
+    assert two.read == one.read / 2
+    # four processes a task, whose samples make one batch: no more than one task's work is left
+    assert many.stages[0]["passes"] == pytest.approx(one.stages[0]["passes"] / 8)
 
 
 def test_float64_solves_are_predicted_where_lambda_is_small(rates: Rates):
