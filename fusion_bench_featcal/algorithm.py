@@ -287,6 +287,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 itemsize=stored_itemsize(base),
                 fused=fused is not None,
                 processes=self._processes.size,
+                neighbours=self._processes.neighbours,
             )
             exchanged = self._processes.exchanged_bytes
             result = calibrate(

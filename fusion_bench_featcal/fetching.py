@@ -17,6 +17,10 @@ Range = tuple[int, int]
 _REQUEST = 128 * 1024
 
 
+MOST_PINNED = 256 * 2**20
+"""Bytes of the largest tensor that goes to a GPU through pinned memory."""
+
+
 def tell_expected(source: Any, names: Iterable[str]) -> None:
     """Tell a source which of its tensors will be read next, where it has a method `expect`."""
     expect = getattr(source, "expect", None)
@@ -98,7 +102,11 @@ def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
 
     To a GPU it goes through pinned memory, so that the copy is only queued: while the GPU is busy
     the host reads the next one. Torch's allocator of pinned memory remembers which copies wait.
+    It never gives memory back, so the largest tensors (embeddings) go without, and are waited for.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True).to(dtype)
+        if tensor.dtype.itemsize > dtype.itemsize:
+            tensor = tensor.to(dtype)
+        if tensor.nbytes <= MOST_PINNED:
+            return tensor.pin_memory().to(device, non_blocking=True).to(dtype)
     return tensor.to(device=device, dtype=dtype)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, assert_same, distance, run_fast
+from calibrations import PAPER, assert_same, distance, run_fast, settings_of
 from oracle import Knobs
 from safetensors.torch import save_model
 from tiny_models import Suite
@@ -14,8 +14,11 @@ from tiny_t5 import REPLAY, ROUNDING, run_slow_t5, t5_batch, t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.engine.block import BlockSums
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert, SafetensorsExpert
 from fusion_bench_featcal.families import T5
+from fusion_bench_featcal.plan.inputs import example_inputs
+from fusion_bench_featcal.plan.work import count_work
 
 FLAN = Knobs(alpha=0.6, lam=1e-3, rho=2.0, norm=False)
 CASES: list[tuple[dict[str, Any], Knobs]] = [
@@ -38,6 +41,27 @@ def test_t5_equals_the_oracle_and_the_replay_family(shape: dict[str, Any], knobs
     for place, (before, _, after, _) in wanted.drift.items():
         assert drift[place]["drift_before"] == pytest.approx(before, rel=1e-5)
         assert drift[place]["drift_after"] == pytest.approx(after, rel=1e-5)
+
+
+def test_the_engine_shares_statistics_as_the_plan_says(monkeypatch: pytest.MonkeyPatch):
+    suite, groups = t5_suite(), dict[str, list[tuple[str, ...]]]()
+    add = BlockSums.add
+
+    def spy(self: BlockSums, sums: Any, expert: nn.Module) -> None:
+        groups[sums.block] = [
+            tuple(name.removeprefix(f"{sums.block}.") for name in names) for names in sums.linear
+        ]
+        add(self, sums, expert)
+
+    monkeypatch.setattr(BlockSums, "add", spy)
+    run_fast(suite)
+    settings = settings_of(PAPER, suite)
+    planned = count_work(suite.merged.to("meta"), example_inputs(suite.merged, 2, 7, 4), settings)
+    for stage in planned.stages:
+        for block in stage.blocks:
+            assert groups[block.name] == [group.names for group in block.groups]
+    cross = ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")
+    assert cross in groups["decoder.block.0"]
 
 
 class Spy:

@@ -214,12 +214,17 @@ def test_every_visit_was_expected_during_the_one_before(make: Callable[[], Suite
     assert not wasted and not any(told.values())
 
 
+GPU = torch.device("cuda")
+
+
 class StandIn:
     """Writes down what is asked of a tensor on the host, or of what became of it on a GPU."""
 
-    def __init__(self, device: str = "cpu", asked: list[Any] | None = None) -> None:
-        self.device = torch.device(device)
-        self.asked: list[Any] = [] if asked is None else asked
+    def __init__(
+        self, device: str = "cpu", dtype: torch.dtype = torch.float16, nbytes: int = 2
+    ) -> None:
+        self.device, self.dtype, self.nbytes = torch.device(device), dtype, nbytes
+        self.asked: list[Any] = []
 
     def pin_memory(self) -> "StandIn":
         self.asked.append("pinned")
@@ -227,14 +232,29 @@ class StandIn:
 
     def to(self, *args: Any, **kwargs: Any) -> "StandIn":
         self.asked.append((*args, *kwargs.items()))
-        return StandIn("cuda", self.asked)
+        return self
 
 
-def test_tensors_go_to_a_gpu_beside_its_work():
-    gpu, tensor = torch.device("cuda"), StandIn()
-    copied_to(tensor, gpu, torch.bfloat16)  # pyright: ignore[reportArgumentType]
-    assert tensor.asked == ["pinned", (gpu, ("non_blocking", True)), (torch.bfloat16,)]
-    there = StandIn("cuda")
+@pytest.mark.parametrize(
+    ("stored", "size", "asked"),
+    [
+        (torch.float16, 100, ["pinned", (GPU, ("non_blocking", True)), (torch.bfloat16,)]),
+        (
+            torch.float32,
+            100,
+            [(torch.bfloat16,), "pinned", (GPU, ("non_blocking", True)), (torch.bfloat16,)],
+        ),
+        (torch.float16, 2**30, [(("device", GPU), ("dtype", torch.bfloat16))]),
+    ],
+)
+def test_tensors_go_to_a_gpu_without_waiting(stored: torch.dtype, size: int, asked: list[Any]):
+    tensor = StandIn(dtype=stored, nbytes=size)
+    copied_to(tensor, GPU, torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    assert tensor.asked == asked
+
+
+def test_tensors_on_a_gpu_stay_there():
+    gpu, there = GPU, StandIn("cuda")
     copied_to(there, gpu, torch.bfloat16)  # pyright: ignore[reportArgumentType]
     assert there.asked == [(("device", gpu), ("dtype", torch.bfloat16))]
 

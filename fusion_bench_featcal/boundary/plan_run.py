@@ -66,8 +66,8 @@ def run_request(
     held = sum(not _streams(entry, settings) for entry in experts)
     base = models.get("_pretrained_")
     base_held = base is not None and not _streams(base, settings)
-    devices, machines = _devices(fabric, torch.device(device)), int(fabric.get("num_nodes", 1))
-    alone = devices * machines == 1
+    devices = _devices(fabric["devices"], torch.device(device))
+    processes = devices * int(fabric["num_nodes"])
     return Request(
         model=model,
         settings=settings,
@@ -78,19 +78,26 @@ def run_request(
         base_held=base_held,
         itemsize=_itemsize(experts[0]),
         device=torch.device(device),
-        fused=alone and not held and not base_held and _fuses(method, settings),
-        processes=devices * machines,
-        machines=machines,
+        fused=processes == 1 and not held and not base_held and _fuses(method, settings),
+        processes=processes,
+        neighbours=devices,
     )
 
 
-def _devices(fabric: Mapping[str, Any], device: torch.device) -> int:
-    """How many devices of a machine Fabric would take, one process each."""
-    asked = fabric.get("devices", 1)
-    if isinstance(asked, list):
-        return len(asked)
+def _devices(asked: Any, device: torch.device) -> int:
+    """How many devices of a machine Fabric would take, one process each.
+
+    Raises:
+        ValueError: If it would take none.
+    """
     if str(asked) not in ("auto", "-1"):
-        return int(asked) if str(asked).isdigit() else len(str(asked).split(","))
+        parts = asked if isinstance(asked, list) else str(asked).split(",")
+        count = len([part for part in parts if str(part).strip()])
+        if count == 1 and not isinstance(asked, list) and "," not in str(asked):
+            count = int(asked)
+        if count < 1:
+            raise ValueError(f"fabric.devices = {asked!r} names no device")
+        return count
     return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
 
 
@@ -157,6 +164,7 @@ def log_plan(
     itemsize: int | None = None,
     fused: bool = False,
     processes: int = 1,
+    neighbours: int = 1,
 ) -> Plan | None:
     """Say at the start of a run what it will take, and warn where that is more than there is.
 
@@ -171,6 +179,7 @@ def log_plan(
         itemsize: Bytes of a number in the experts' files; None: as in the model.
         fused: Whether the upstream merge shares the calibration's reads.
         processes: Number of processes that work on it.
+        neighbours: Number of those on this machine.
 
     Returns:
         The plan; None where none can be made, which is no reason not to run: of texts whose length
@@ -184,6 +193,7 @@ def log_plan(
         request = Request(
             model, settings, tasks, length, held=held, base_held=base_held, itemsize=itemsize,
             loaded=loaded, device=device, fused=fused, processes=processes,
+            neighbours=neighbours,
         )  # fmt: skip
         plan = predict(request, _quick_rates(device, settings.linear_kernel))
     except Exception as error:  # a model of unknown inputs: the calibration itself will tell

@@ -47,11 +47,11 @@ def preflight_run(
 
 
 class RunConfig(NamedTuple):
-    """What a run's words say, as plain values."""
+    """What a run's words say, as plain values: of Fabric, `devices` and `num_nodes`."""
 
     method: dict[str, Any]
     models: dict[str, Any]
-    fabric: dict[str, Any]
+    fabric: Any
 
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
@@ -75,7 +75,9 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
             config = compose("fabric_model_fusion", overrides=words)
         method: Any = OmegaConf.to_container(config.method, resolve=True)
         models: Any = OmegaConf.to_container(config.modelpool.models, resolve=True)
-        fabric: Any = OmegaConf.to_container(config.fabric)  # its loggers need a running program
+        # by name: its loggers need a running program
+        fabric = {name: config.fabric.get(name, 1) for name in ("devices", "num_nodes")}
+        fabric = OmegaConf.to_container(OmegaConf.create(fabric))
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"{' '.join(words)}: {str(error).splitlines()[0]}") from error
     return RunConfig(method, models, fabric)

@@ -221,6 +221,7 @@ class FoldedLinear:
             weights: `w_i` of each task.
         """
         assert self._gram is not None  # there is at least one task
+        self.gram_norms = {}  # those of the tasks that were folded here say nothing any more
         self.task_weights = {task: self._gram.new_full((), w) for task, w in weights.items()}
 
     def solve(self, name: str, *, ridge_lambda: float) -> LinearSolution:
@@ -338,7 +339,7 @@ class FoldedLinear:
             total = total + ridge_lambda
         return right / total
 
-    def _factorised(self, ridge_lambda: float, dtype: torch.dtype) -> "_System":
+    def _factorised(self, ridge_lambda: float, dtype: torch.dtype) -> _System:
         """System and factor, computed once for all modules of the group.
 
         In the dtype of the sums the gram itself becomes the system, until `_drop_system`.

@@ -241,7 +241,10 @@ def task_weight(moments: LinearMoments, eps: float) -> Float[Tensor, ""]:
 
 
 def weight_of_norm(norm: Float[Tensor, ""], eps: float) -> Float[Tensor, ""]:
-    """Weight of a task whose mean gram has a given norm (Eq. 14), as `task_weight` gives it."""
+    """Weight of a task whose mean gram has a given norm (Eq. 14), as `task_weight` gives it.
+
+    Where `eps` is 0 the host looks at the norm.
+    """
     norm = norm.clamp_min(eps)
     if eps == 0 and float(norm) == 0:
         raise ZeroDivisionError("all inputs are zero and eps is 0: the task has no weight")

@@ -5,6 +5,7 @@ that fails announces it in its next one, so that all end with the same error and
 ever.
 """
 
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,11 +41,13 @@ class Processes(Protocol):
     Attributes:
         rank: This process's number, from 0.
         size: Number of processes.
+        neighbours: Number of those on this process's machine, itself included.
         exchanged_bytes: Bytes of the tensors that this process helped to add up or to spread.
     """
 
     rank: int
     size: int
+    neighbours: int
     exchanged_bytes: int
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
@@ -77,6 +80,7 @@ class OneProcess:
 
     rank = 0
     size = 1
+    neighbours = 1
     exchanged_bytes = 0
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
@@ -115,6 +119,8 @@ class TorchProcesses:
         self._words = dist.new_group(backend="gloo", timeout=patience)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): None}
         self._announced: BaseException | None = None
+        own = socket.gethostname()
+        self.neighbours = self.gather(own).count(own)
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
         """Make ready to exchange tensors within groups of processes; all call it alike."""

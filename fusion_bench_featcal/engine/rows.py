@@ -53,7 +53,15 @@ class CountedRows:
         )
 
     def of(self, features: Tensor) -> Tensor:
-        """The rows that count of features `[*shape, d]`, `[count, d]`."""
+        """The rows that count of features `[*shape, d]`, `[count, d]`.
+
+        Raises:
+            ValueError: If the features have other positions than the mask.
+        """
+        if features.shape[:-1] != self.shape:
+            raise ValueError(
+                f"features {tuple(features.shape)} do not fit a mask {tuple(self.shape)}"
+            )
         return self.of_flat(features.reshape(-1, features.shape[-1]))
 
     def of_flat(self, values: Tensor) -> Tensor:

@@ -85,12 +85,18 @@ class Batch:
             CalibrationError: If a mask is unusable, or a sample has none: what it would feed to
                 other rows is noise.
         """
-        mask = family.row_weights(inputs, stage_index, decoder_rows)
-        self.valid = None if mask is None else CountedRows.told_by(mask)
-        self.other = {
-            end: None if mask is None else CountedRows.told_by(mask)
-            for end, mask in family.other_rows(inputs, stage_index).items()
-        }
+        told: dict[int, tuple[Tensor, CountedRows]] = {}
+
+        def rows(mask: Tensor | None) -> CountedRows | None:
+            if mask is None:
+                return None
+            if id(mask) not in told:  # modules with one mask may share a statistic
+                told[id(mask)] = mask, CountedRows.told_by(mask)
+            return told[id(mask)][1]
+
+        self.valid = rows(family.row_weights(inputs, stage_index, decoder_rows))
+        others = family.other_rows(inputs, stage_index)
+        self.other = {end: rows(mask) for end, mask in others.items()}
 
 
 @contextmanager

@@ -97,6 +97,6 @@ def start_run(
         checkpoints=checkpoints,
         reads=ledger,
         activations=open_activations(
-            settings, device, lambda: room_of_a_visit(model, modules), processes.size
+            settings, device, lambda: room_of_a_visit(model, modules), processes.neighbours
         ),
     )

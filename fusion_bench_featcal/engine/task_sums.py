@@ -244,9 +244,9 @@ class TaskSums:
 
     def _not_finite(self, module: str) -> CalibrationError:
         return CalibrationError(
-            f"task {self.task}, block {self.block}, module {module}: inputs are NaN or infinite. "
-            f"Check the calibration data (modelpool.train_datasets.{self.task}) and the expert "
-            f"(modelpool.models.{self.task})"
+            f"task {self.task}, block {self.block}, module {module}: inputs are NaN or infinite, "
+            f"or their sums overflow. Check the calibration data "
+            f"(modelpool.train_datasets.{self.task}) and the expert (modelpool.models.{self.task})"
         )
 
 

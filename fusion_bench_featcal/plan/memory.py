@@ -128,21 +128,30 @@ def _solving(group: Group, settings: FeatCalSettings, entry: int) -> int:
     return size * (squares * group.width**2 + 5 * max(group.outputs) * group.width)
 
 
-def read_bytes(work: Work, settings: FeatCalSettings, tasks: int) -> int:
+def read_bytes(
+    work: Work, settings: FeatCalSettings, tasks: int, *, mine: int | None = None
+) -> int:
     """Bytes that are read from experts, as the log counts them; a budget's, where that is less.
+
+    Args:
+        work: What is done to one batch.
+        settings: Settings.
+        tasks: Number of all tasks, for which the budget is.
+        mine: Number of tasks whose experts are read here; None: all.
 
     Raises:
         CalibrationError: If a budget does not reach for what is always read.
     """
     runs = settings.mix_alpha > 0 or settings.log_drift
     stems = sum(stage.read for stage in work.stages) if runs else 0
-    full = tasks * (stems + sum(block.read for block in work.blocks))
+    each = stems + sum(block.read for block in work.blocks)
+    full, mine = tasks * each, tasks if mine is None else mine
     if settings.expert_read_budget is None:
-        return full
+        return mine * each
     budget = budget_in_bytes(settings.expert_read_budget, full)
     if budget < tasks * stems:
         raise CalibrationError(
             f"method.expert_read_budget allows {budget} bytes, but {tasks * stems} of {full} lead "
             "to the blocks and are always read. Raise it"
         )
-    return min(full, budget)
+    return min(mine * each, budget)

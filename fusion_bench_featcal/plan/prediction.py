@@ -40,7 +40,7 @@ class Request:
         device: Where to calibrate.
         fused: Whether the upstream merge shares the calibration's reads.
         processes: Number of processes that work on it.
-        machines: Number of machines among which they are divided.
+        neighbours: Number of those on one machine.
     """
 
     model: nn.Module
@@ -55,12 +55,7 @@ class Request:
     device: torch.device = CPU
     fused: bool = False
     processes: int = 1
-    machines: int = 1
-
-    @property
-    def neighbours(self) -> int:
-        """Number of processes on one machine."""
-        return -(-self.processes // self.machines)
+    neighbours: int = 1
 
     @property
     def share(self) -> BusiestShare:
@@ -110,6 +105,7 @@ class Plan:
         waiting: Where features wait: `device`, `host`, `disk` -> bytes at their fullest.
         parts: What the memory is for.
         own: Memory that this process takes now, with the libraries that a run needs too.
+        more_host: What the machine's processes will take beside what is in use.
         read: Bytes that are read from experts, at most.
         disk: Bytes of files: waiting features, and blocks that `checkpoint_dir` keeps.
         free_host: What is free now, beside this process.
@@ -130,6 +126,7 @@ class Plan:
     host: int
     gpu: int | None
     own: int
+    more_host: int
     waiting: Mapping[str, int]
     parts: Mapping[str, int]
     read: int
@@ -175,6 +172,10 @@ def predict(request: Request, rates: Rates) -> Plan:
     to_come = (1 + share.held - request.loaded) * work.model
     host = own + to_come + waiting["host"]
     on_device = memory.peak - held + waiting["device"]
+    peak = host + (on_device if device.type == "cpu" else memory.parts["block"])
+    more = request.neighbours * (peak - own)
+    if not request.loaded:  # the other processes are not there yet
+        more += (request.neighbours - 1) * own
     files = sum(block.parameters for block in work.blocks) if settings.checkpoint_dir else 0
     return Plan(
         model=type(request.model).__name__,
@@ -186,12 +187,13 @@ def predict(request: Request, rates: Rates) -> Plan:
         processes=request.processes,
         neighbours=request.neighbours,
         stages=tuple(predict_stages(work, settings, tasks, machine, solvers=share.solvers)),
-        host=host + (on_device if device.type == "cpu" else memory.parts["block"]),
+        host=peak,
         gpu=None if device.type == "cpu" else on_device,
         own=own,
+        more_host=more,
         waiting=waiting,
         parts=memory.parts,
-        read=read_bytes(work, settings, tasks),
+        read=read_bytes(work, settings, request.tasks, mine=tasks),
         disk=waiting["disk"] + files,
         free_host=free_host,
         free_gpu=free_gpu,

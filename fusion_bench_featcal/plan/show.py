@@ -52,8 +52,9 @@ def one_line(plan: Plan) -> str:
     """What a run's log says at its start."""
     gpu = "" if plan.gpu is None else f", {size(plan.gpu)} of GPU memory"
     disk = f", {size(plan.disk)} on disk" if plan.disk else ""
+    whose = f" in the busiest of {plan.processes} processes" if plan.processes > 1 else ""
     return (
-        f"plan: about {duration(plan.seconds)} of calibration, {size(plan.host)} of host "
+        f"plan{whose}: about {duration(plan.seconds)} of calibration, {size(plan.host)} of host "
         f"memory{gpu}{disk}, {size(plan.read)} read from experts"
     )
 
@@ -61,9 +62,8 @@ def one_line(plan: Plan) -> str:
 def warnings_of(plan: Plan) -> list[str]:
     """Where a plan exceeds what is free, with the settings that lower it."""
     found = []
-    host = plan.neighbours * (plan.host - plan.own)
-    if host > plan.free_host:
-        found.append(_too_much("host", host, plan.free_host, plan))
+    if plan.more_host > plan.free_host:
+        found.append(_too_much("host", plan.more_host, plan.free_host, plan))
     if plan.gpu is not None and plan.free_gpu is not None and plan.gpu > plan.free_gpu:
         found.append(_too_much("GPU", plan.gpu, plan.free_gpu, plan))
     return found

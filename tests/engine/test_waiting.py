@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusion_bench_featcal import CalibrationError, calibration
 from fusion_bench_featcal.core import readback
 from fusion_bench_featcal.core.drift import drift_norm_sum
+from fusion_bench_featcal.engine import block, stopwatch
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.experts import ExpertModel
 
@@ -41,12 +42,13 @@ class Watching(TorchDispatchMode):
         super().__init__()
         self.found: Counter[tuple[str, str]] = Counter()
         self.phase = "elsewhere"
+        self.groups = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func._schema.name.split("::")[1]
-        by_mask = name == "index" and any(
+        by_mask = name in ("index", "index_put", "index_put_") and any(
             i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
         )
         if name in LOOKS or by_mask:
@@ -77,6 +79,13 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Watching:
     for name in WHERE:
         watched(calibration, name, name)
     watched(ExpertModel, "tensor", "host")  # checked where it was read
+    solve = block.BlockSums._solve_group
+
+    def solving(self: Any, *args: Any) -> Any:
+        watch.groups += 1
+        return solve(self, *args)
+
+    monkeypatch.setattr(block.BlockSums, "_solve_group", solving)
     for name in ("tolist", "numpy"):  # which no dispatch sees
         original = getattr(Tensor, name)
 
@@ -104,10 +113,10 @@ def test_a_visit_looks_at_nothing_and_a_block_a_few_times(case: str, watching: W
         result = run_fast(suite, PAPER, **more)
     found = {place: count for place, count in watching.found.items() if place[0] in WHERE}
     blocks = len(result.log.of_kind("block"))
-    groups = len({(r["block"], r["module"]) for r in result.log.of_kind("module")})
     assert set(found) <= {(name, "tolist") for name in WHERE[2:]}, found
     # once for the sums of all tasks, and once for what was solved of every group of modules
-    assert blocks < found["solve_together", "tolist"] <= blocks + groups
+    assert found["solve_together", "tolist"] == blocks + watching.groups
+    assert watching.groups < len(result.log.of_kind("module"))
     assert found["load_updates", "tolist"] == blocks
     assert found.get(("accounts_of", "tolist"), 0) <= blocks
 
@@ -118,6 +127,7 @@ def test_the_watch_sees_every_way_to_look(watching: Watching):
         lambda: float(x.sum()),
         lambda: bool((x > 0).all()),
         lambda: x[x > 1],
+        lambda: x.__setitem__(x > 1, x[0]),
         lambda: x.nonzero(),
         lambda: x.tolist(),
         lambda: x.numpy(),
@@ -156,6 +166,59 @@ def test_counted_rows_are_those_of_the_mask(mask: list[list[int]]):
     other = features + 1
     found = drift_norm_sum(rows_of(features, counted), rows_of(other, counted))
     assert found == drift_norm_sum(features, other, given)
+
+
+def test_features_of_other_positions_than_the_mask_are_refused():
+    counted = CountedRows.told_by(torch.tensor([[1, 0, 1]]))
+    with pytest.raises(ValueError, match=r"\(1, 5, 2\) do not fit a mask \(1, 3\)"):
+        counted.of(torch.zeros(1, 5, 2))
+
+
+class Queue:
+    """A GPU's queue of work, and its marks, which pass when the work before them is done."""
+
+    def __init__(self) -> None:
+        self.done = 0.0
+
+    def Event(self, *, enable_timing: bool) -> "Mark":
+        assert enable_timing
+        return Mark(self)
+
+    def current_stream(self, device: torch.device) -> "Queue":
+        assert device.type == "cuda"
+        return self
+
+
+class Mark:
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.at, self.waited = queue, -1.0, False
+
+    def record(self, stream: Queue) -> None:
+        self.at = stream.done
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, other: "Mark") -> float:
+        assert other.waited
+        return 1000 * (other.at - self.at)
+
+
+def test_the_watch_of_a_gpu_tells_the_queues_time(monkeypatch: pytest.MonkeyPatch):
+    queue = Queue()
+    monkeypatch.setattr(stopwatch.torch, "cuda", queue)
+    queue.done = 3.0
+    watch = stopwatch.Stopwatch(torch.device("cuda"))
+    queue.done = 5.5
+    watch.stop()
+    queue.done = 9.0
+    assert watch.seconds == 2.5
+
+
+def test_the_watch_of_a_cpu_stops():
+    watch = stopwatch.Stopwatch(torch.device("cpu"))
+    watch.stop()
+    assert 0 <= watch.seconds == watch.seconds
 
 
 @pytest.mark.parametrize(

@@ -81,20 +81,23 @@ def test_headers_tell_the_experts_precision(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "processes", "machines"),
+    ("words", "processes", "neighbours"),
     [
-        ("fabric.devices=2", 2, 1),
-        ("fabric.devices=[0,1,2]", 3, 1),
-        ("fabric.devices='0,3'", 2, 1),
+        ("fabric.devices=2", 2, 2),
+        ("fabric.devices=[0,1,2]", 3, 3),
+        ("fabric.devices='0,3'", 2, 2),
+        ("fabric.devices='0,'", 1, 1),
         ("fabric.devices=auto", 1, 1),
+        ("fabric.devices=${oc.env:FOUR}", 4, 4),
         ("fabric.devices=2 +fabric.num_nodes=2", 4, 2),
     ],
 )
 def test_processes_are_those_that_fabric_would_start(
-    words: str, processes: int, machines: int, tmp_path: Path
+    words: str, processes: int, neighbours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setenv("FOUR", "4")
     request = run_request([*write_experts(tmp_path, torch.float32), *words.split()])
-    assert (request.processes, request.machines) == (processes, machines)
+    assert (request.processes, request.neighbours) == (processes, neighbours)
     assert request.fused == (processes == 1)
 
 
@@ -116,6 +119,11 @@ def test_a_plan_of_two_processes_says_so(known: str, capsys: pytest.CaptureFixtu
         (["modelpool=open-clip-vit-mini_TA6"], "names no folder or hub id"),
         (["modelpool=clip-vit-mini_TA6", "method.modules=[nothing]"], "matches no module"),
         (["modelpool=clip-vit-mini_TA6", "method.family=llama"], "no decoder layers"),
+        (["modelpool=clip-vit-mini_TA6", "fabric.devices=0"], "fabric.devices = 0 names no device"),
+        (
+            ["modelpool=clip-vit-mini_TA6", "fabric.devices=3", "method.expert_read_budget=1000"],
+            "lead to the blocks and are always read",
+        ),
     ],
 )
 def test_mistakes_are_named(

@@ -125,7 +125,9 @@ def test_the_busiest_share_is_what_the_engine_deals_out(tasks: int, processes: i
 def test_processes_share_time_and_features(rates: Rates):
     settings = FeatCalSettings(samples_per_task=32, batch_size=32)
     request = Request(empty_model("clip-vit-base-patch32"), settings, 8)
-    one, two, many = (predict(replace(request, processes=n), rates) for n in (1, 2, 32))
+    one, two, many = (
+        predict(replace(request, processes=n, neighbours=n), rates) for n in (1, 2, 32)
+    )
     assert (two.tasks, two.processes, two.neighbours) == (8, 2, 2)
     for step in ("reading", "passes", "moments", "folds"):
         assert two.stages[0][step] == pytest.approx(one.stages[0][step] / 2)
