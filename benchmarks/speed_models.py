@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +202,15 @@ def load(shape: Shape, path: Path) -> Any:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in state:
             tensor.data.copy_(state[name])
-    fresh = dict(build(dataclasses.replace(shape, layers=1)).named_buffers())
     for name, buffer in model.named_buffers():  # position ids and rotary angles are not stored
         if name not in state:
-            buffer.copy_(fresh[name])
+            buffer.copy_(_buffers(shape)[name])
     return model
+
+
+@cache
+def _buffers(shape: Shape) -> dict[str, Tensor]:
+    return dict(build(dataclasses.replace(shape, layers=1)).named_buffers())
 
 
 def write_models(shape: Shape, folder: Path) -> list[str]:

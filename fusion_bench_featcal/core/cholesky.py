@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fusion_bench_featcal.core.blocked import Product, cholesky_by_blocks, solve_by_blocks
 from fusion_bench_featcal.core.finite import not_finite
 from fusion_bench_featcal.core.moments import frobenius_norm
 from fusion_bench_featcal.core.readback import read_back
@@ -61,13 +62,17 @@ class Factor:
     signs: Float[Tensor, "5"]
 
 
-def factor_of(system: Float[Tensor, "d d"]) -> Factor:
+def factor_of(system: Float[Tensor, "d d"], times: Product | None = None) -> Factor:
     """Factorise, and leave it to `trusted_condition` to tell what it is worth.
 
     Args:
         system: `sum_i w_i G_i + (lambda + eps) I`, `[d, d]`, symmetric.
+        times: Products that are faster than LAPACK, by which it is done then; None: LAPACK.
     """
-    lower, info = torch.linalg.cholesky_ex(system)
+    if times is None:
+        lower, info = torch.linalg.cholesky_ex(system)
+    else:
+        lower, info = cholesky_by_blocks(system, times)
     pivots = lower.diagonal() ** 2
     signs = (not_finite(system), info != 0, pivots.min(), pivots.max(), system.diagonal().max())
     return Factor(lower=lower, signs=torch.stack([sign.to(system.dtype) for sign in signs]))
@@ -118,7 +123,10 @@ def factorise(
 
 
 def solve_factorised(
-    factor: Float[Tensor, "d d"], system: Float[Tensor, "d d"], right: Float[Tensor, "m d"]
+    factor: Float[Tensor, "d d"],
+    system: Float[Tensor, "d d"],
+    right: Float[Tensor, "m d"],
+    times: Product | None = None,
 ) -> tuple[Float[Tensor, "m d"], Float[Tensor, ""]]:
     """Solve `W A = R` from the factor of `A`, and leave it to `check_residual` to accept it.
 
@@ -126,12 +134,16 @@ def solve_factorised(
         factor: Lower Cholesky factor of `system`, in whose dtype is solved.
         system: `A`, `[d, d]`.
         right: `R`, `[m, d]`.
+        times: As for `factor_of`.
 
     Returns:
         `W`, `[m, d]`, and the relative residual `|W A - R|_F / |R|_F` (0 where R is 0), as
         `relative_residual` estimates it.
     """
-    weight = triangular_solves(right, factor)
+    if times is None:
+        weight = triangular_solves(right, factor)
+    else:
+        weight = solve_by_blocks(right, factor, times)
     return weight, relative_residual(weight, system, right)
 
 

@@ -3,13 +3,14 @@
 Memory is `O(d^2)` whatever the number of tasks. Tested equal to `core.solve`, the definition.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fusion_bench_featcal.core.blocked import Product
 from fusion_bench_featcal.core.cholesky import (
     SINGLE_LAMBDA,
     Factor,
@@ -24,8 +25,6 @@ from fusion_bench_featcal.core.cholesky import (
 from fusion_bench_featcal.core.moments import LinearMoments, frobenius_norm, weight_of_norm
 from fusion_bench_featcal.core.readback import read_back
 from fusion_bench_featcal.core.solve import LinearSolution
-
-Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def _times_transposed(left: Tensor, right: Tensor) -> Tensor:
@@ -80,6 +79,7 @@ class FoldedLinear:
         mix_alpha: float,
         eps: float,
         times_transposed: Product = _times_transposed,
+        solves_by_products: bool = False,
     ) -> None:
         """Start with no task.
 
@@ -88,7 +88,10 @@ class FoldedLinear:
             mix_alpha: alpha (Eq. 10).
             eps: Stabiliser of the matrix and floor of the norms.
             times_transposed: What multiplies, `left right'` of two matrices.
+            solves_by_products: Whether it is so fast that systems in the dtype of the sums are
+                solved by it, and not by LAPACK.
         """
+        self._solves_by_products = solves_by_products
         self._times_transposed = times_transposed
         self._anchors = dict(anchors)
         self._mix_alpha = mix_alpha
@@ -140,18 +143,13 @@ class FoldedLinear:
         expert_weights: Mapping[str, Tensor],
         expert_biases: Mapping[str, Tensor],
     ) -> None:
-        """Fold one task in, given its means; otherwise as `add`."""
+        """Fold one task in, given its means, which are used up; otherwise as `add`."""
         if task in self.task_weights:
             raise ValueError(f"task {task!r} was folded before")
         self._drop_system()
         norm = frobenius_norm(means.gram)
         weight = weight_of_norm(norm, self._eps)
-        self._gram = _add_weighted(self._gram, means.gram, weight)
-        self._weighted_mean_cal = _add_weighted(self._weighted_mean_cal, means.mean_cal, weight)
-        cross = means.gram
-        if means.shift is not None:
-            self._shift = _add_weighted(self._shift, means.shift, weight)
-            cross = means.gram + means.shift
+        cross = means.gram if means.shift is None else means.gram + means.shift
         if not self.task_weights:
             self._whole = set(means.reached)
         for name in self._anchors:
@@ -161,6 +159,11 @@ class FoldedLinear:
             if name in expert_biases:
                 wanted = expert_biases[name].to(cross.dtype) + expert @ means.mean_target
                 self._bias_right[name] = _add_weighted(self._bias_right.get(name), wanted, weight)
+        # These come last: the first task's become the sums.
+        self._gram = _add_weighted(self._gram, means.gram, weight)
+        self._weighted_mean_cal = _add_weighted(self._weighted_mean_cal, means.mean_cal, weight)
+        if means.shift is not None:
+            self._shift = _add_weighted(self._shift, means.shift, weight)
         self.task_weights[task] = weight
         self.gram_norms[task] = norm
 
@@ -190,6 +193,7 @@ class FoldedLinear:
             mix_alpha=self._mix_alpha,
             eps=self._eps,
             times_transposed=self._times_transposed,
+            solves_by_products=self._solves_by_products,
         )
         part._gram, part._shift = _copy(self._gram), _copy(self._shift)
         part._whole = self._whole & set(part._anchors)
@@ -267,7 +271,9 @@ class FoldedLinear:
         system = self._factorised(ridge_lambda, dtype)
         anchor = self._anchors[name].to(dtype)
         right = self._right[name].to(dtype) - self._eps * anchor
-        step, residual = solve_factorised(system.factor.lower, system.matrix, right)
+        step, residual = solve_factorised(
+            system.factor.lower, system.matrix, right, self._product_for(dtype)
+        )
         return step.add_(anchor), residual
 
     def check(self, residuals: Mapping[str, Tensor]) -> tuple[float, dict[str, float]] | None:
@@ -351,8 +357,15 @@ class FoldedLinear:
             assert self._gram is not None  # a solve follows at least one task
             self._diagonal = self._gram.diagonal().clone()
             matrix = ridge_system(self._gram, ridge_lambda=ridge_lambda, eps=self._eps, dtype=dtype)
-            known = self._system = _System(ridge_lambda, matrix, factor_of(matrix))
+            factor = factor_of(matrix, self._product_for(dtype))
+            known = self._system = _System(ridge_lambda, matrix, factor)
         return known
+
+    def _product_for(self, dtype: torch.dtype) -> Product | None:
+        """What systems in a dtype are solved by; None: LAPACK."""
+        assert self._gram is not None  # a solve follows at least one task
+        fast = self._solves_by_products and dtype == self._gram.dtype
+        return self._times_transposed if fast else None
 
     def _drop_system(self) -> None:
         """Turn the system back into the gram."""
@@ -366,4 +379,4 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 
 def _add_weighted(total: Tensor | None, part: Tensor, weight: Tensor) -> Tensor:
-    return weight * part if total is None else total.addcmul_(part, weight)
+    return part.mul_(weight) if total is None else total.addcmul_(part, weight)

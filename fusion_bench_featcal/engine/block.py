@@ -11,14 +11,18 @@ from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, e
 from fusion_bench_featcal.core.finite import not_finite
 from fusion_bench_featcal.core.moments import moment_dtype
 from fusion_bench_featcal.engine.doubts import Doubt, refuse_doubtful
+from fusion_bench_featcal.engine.kernels import multiplies_rows_by_onednn
 from fusion_bench_featcal.engine.modules import Site
 from fusion_bench_featcal.engine.products import times_transposed
+from fusion_bench_featcal.engine.spares import Spares
 from fusion_bench_featcal.engine.task_sums import TaskSums, common_parts
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 DEAD_TASK_RATIO = 1e-6
 """A task whose gram norm is below this share of the median task's would swamp the bias."""
+
+_ANCHOR_ROWS = 64
 
 Tally = tuple[float, float]
 """A task's weight and gram norm for the modules of one group."""
@@ -33,6 +37,7 @@ class BlockSums:
     Attributes:
         linear: Sums by group of linear modules (their names) that share their inputs.
         norm: Sums by LayerNorm.
+        spares: Memory of tasks that were folded in, for the next one's sums.
     """
 
     def __init__(
@@ -67,12 +72,17 @@ class BlockSums:
         self.norm: dict[str, FoldedNorm] = {}
         self._groups: dict[str, list[tuple[str, ...]]] = {}
         self._doubts: list[Doubt] = []
+        self.spares = Spares()
 
     def _anchor(self, name: str, base: ExpertModel | None, site: Site | None) -> Tensor:
         rho = self._settings.anchor_rho
         merged = self._model.get_parameter(name).detach()
-        anchor = extrapolate_anchor(merged, base.tensor(name) if base and rho != 1 else None, rho)
-        anchor = anchor.to(moment_dtype(merged.dtype))
+        start = base.tensor(name) if base and rho != 1 else None
+        anchor = torch.empty_like(merged, dtype=moment_dtype(merged.dtype))
+        for first in range(0, len(merged), _ANCHOR_ROWS):  # in float64, so a part at a time
+            rows = slice(first, first + _ANCHOR_ROWS)
+            own = None if start is None else start[rows]
+            anchor[rows] = extrapolate_anchor(merged[rows], own, rho)
         return site.oriented(anchor) if site is not None else anchor
 
     def add(self, sums: TaskSums, expert: nn.Module) -> None:
@@ -107,6 +117,8 @@ class BlockSums:
                     f"task {sums.task}, block {self._block}, module {names[0]}: {error}. Check "
                     f"modelpool.models.{sums.task} and its calibration data, or drop the task"
                 ) from error
+        if len(self._groups) > 1:  # the first task's have become the block's
+            self.spares.give(square for s in sums.linear.values() for square in s.squares())
         for name, moments in sums.norm.items():
             affine = self._affine(expert, name)
             self.norm.setdefault(name, FoldedNorm()).add(moments, affine)
@@ -140,6 +152,7 @@ class BlockSums:
             for folded in [sums[names[0]]]
             for number in (folded.task_weights[task], folded.gram_norms[task])
         ]
+        self.spares.clear()
         told = iter(refuse_doubtful(self._doubts, numbers))
         found: dict[str, dict[tuple[str, ...], Tally]] = {task: {} for task in self._groups}
         for task, names in known:
@@ -158,6 +171,7 @@ class BlockSums:
             mix_alpha=self._settings.mix_alpha,
             eps=self._settings.eps,
             times_transposed=times_transposed,
+            solves_by_products=multiplies_rows_by_onednn(next(iter(anchors.values()))),
         )
 
     def _expert_weight(self, expert: nn.Module, name: str) -> Tensor:

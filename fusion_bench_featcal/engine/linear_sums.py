@@ -16,6 +16,7 @@ from fusion_bench_featcal.engine.products import (
     columns_of,
     times_transposed,
 )
+from fusion_bench_featcal.engine.spares import Spares
 
 CHUNK_ROWS = 1024
 """Rows are gathered to so many before they are multiplied: short products are slow."""
@@ -49,6 +50,7 @@ class LinearSums:
         mix_alpha: float,
         expert_weights: Mapping[str, Tensor] | None,
         from_outputs: bool = False,
+        spares: Spares | None = None,
     ) -> None:
         """Start with no rows.
 
@@ -58,16 +60,18 @@ class LinearSums:
             expert_weights: `W_i` of each module by name, `[m, d]`, where it is worth its while
                 (`outputs_are_few`); None: the cross moment is formed.
             from_outputs: Whether the expert's outputs are given with the rows.
+            spares: Memory for the matrices; None: it is made.
         """
+        spares = spares or Spares()
         width = like.shape[-1]
         self._alpha = mix_alpha
         self._zeros = like.new_zeros((), dtype=moment_dtype(like.dtype))
         self._weights = {n: w.to(self._zeros.dtype) for n, w in (expert_weights or {}).items()}
-        self._gram = self._zeros.new_zeros(width, width)
+        self._gram = spares.zeros(self._zeros, width, width)
         self._cross: Tensor | None = None
         if mix_alpha > 0 and not self._weights:
-            self._cross = self._zeros.new_zeros(width, width)
-        self._reached = {n: self._zeros.new_zeros(w.shape) for n, w in self._weights.items()}
+            self._cross = spares.zeros(self._zeros, width, width)
+        self._reached = {n: spares.zeros(self._zeros, *w.shape) for n, w in self._weights.items()}
         self._sum_cal = self._zeros.new_zeros(width)
         self._sum_shift = self._zeros.new_zeros(width)
         self._from_outputs = from_outputs
@@ -144,18 +148,19 @@ class LinearSums:
         for rows in self._chunk.rest():
             self._absorb(*rows)
 
+    def squares(self) -> list[Tensor]:
+        """The matrices: gram, and cross moment or the products that stand for it."""
+        cross = [] if self._cross is None else [self._cross]
+        return [self._gram, *cross, *self._reached.values()]
+
     def not_finite(self) -> Tensor:
         """1 where a sum is NaN or infinite, else 0, a scalar."""
-        cross = [] if self._cross is None else [self._cross]
-        found = [not_finite(part) for part in (self._gram, *cross, *self._reached.values())]
-        return torch.stack(found).any()
+        return torch.stack([not_finite(part) for part in self.squares()]).any()
 
     def tensors(self) -> list[Tensor]:
         """The sums over all rows, to which those of further rows may be added in place."""
         self.close()
-        cross = [] if self._cross is None else [self._cross]
-        sums = [self.weight, self._sum_cal, self._sum_shift, self._gram]
-        return [*sums, *cross, *self._reached.values()]
+        return [self.weight, self._sum_cal, self._sum_shift, *self.squares()]
 
     def means(self) -> TaskMeans:
         """Means over all rows. The sums are used up: this ends them."""

@@ -42,6 +42,7 @@ def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSu
             expert=expert_model,
             # processes that share a task must sum alike, however many batches each has
             batches=0 if run.shares.divided else len(batches),
+            spares=into.spares if into is not None else None,
         )
         for batch in batches:
             hidden, _, cal = _run_recorded(run, run.model, block, batch.cal, to_end=False)

@@ -17,6 +17,7 @@ from fusion_bench_featcal.engine.linear_sums import LinearSums, outputs_are_few,
 from fusion_bench_featcal.engine.modules import Site, matches
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
+from fusion_bench_featcal.engine.spares import Spares
 from fusion_bench_featcal.settings import CalibrationError
 
 NO_OTHER_ROWS: Mapping[str, CountedRows | None] = {}
@@ -40,6 +41,7 @@ class TaskSums:
         expert: The expert, with the block's parameters loaded; None: no cross moment is spared.
         batches: Number of batches that will come: outputs of the expert are worth using where rows
             are many.
+        spares: Memory for the sums; None: it is made.
         linear: Sums by group of modules (their names).
         norm: Sums by LayerNorm.
     """
@@ -51,6 +53,7 @@ class TaskSums:
     mix_alpha: float = 0.0
     expert: nn.Module | None = None
     batches: int = 1
+    spares: Spares | None = None
     linear: dict[tuple[str, ...], LinearSums] = field(default_factory=dict)
     norm: dict[str, NormMoments] = field(default_factory=dict)
 
@@ -127,6 +130,7 @@ class TaskSums:
             mix_alpha=self.mix_alpha,
             expert_weights=weights,
             from_outputs=from_outputs,
+            spares=self.spares,
         )
 
     def _add_linear(

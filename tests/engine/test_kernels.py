@@ -1,6 +1,8 @@
 """Either library gives the same result to rounding, and the choice between them is a run's own."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,3 +135,29 @@ def test_a_resumed_run_keeps_its_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels, "onednn_works", lambda: False)
     with pytest.raises(CalibrationError, match=r'linear_kernel \("onednn" then, "torch" now\)'):
         run_fast(suite, checkpoint_dir=str(tmp_path), resume=True)
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("options", "size", "through"),
+    [
+        ({"kernel_size": 4, "stride": 4}, (12, 8), True),
+        ({"kernel_size": (2, 4), "stride": (2, 4), "bias": False}, (6, 8), True),
+        ({"kernel_size": 4, "stride": 4}, (13, 8), False),  # the rest is left out
+        ({"kernel_size": 4, "stride": 2}, (12, 8), False),
+        ({"kernel_size": 4, "stride": 4, "padding": 2}, (12, 8), False),
+        ({"kernel_size": 2, "stride": 2, "dilation": 2}, (12, 8), False),
+        ({"kernel_size": 4, "stride": 4, "groups": 3}, (12, 8), False),
+        ({"kernel_size": 4, "stride": 4, "padding": "valid"}, (12, 8), False),
+    ],
+)
+def test_patches_are_embedded_by_one_product(
+    options: dict[str, Any], size: tuple[int, int], through: bool, calls: list[tuple[int, ...]]
+):
+    torch.manual_seed(0)
+    layer, image = nn.Conv2d(3, 6, **options), torch.randn(2, 3, *size)
+    wanted = layer(image)
+    with torch.no_grad(), with_kernel(ONEDNN, nullcontext)():
+        found = layer(image)
+    assert bool(calls) == through
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
