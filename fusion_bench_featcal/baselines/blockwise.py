@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from fusion_bench_featcal.baselines.least_squares import GainMean, LinearMean, shrink_off_diagonal
 from fusion_bench_featcal.core import frobenius_norm
 from fusion_bench_featcal.core.moments import moment_dtype, weight_of_norm
+from fusion_bench_featcal.core.triangle import mirror_lower
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import BlockModules, Site, find_all_modules
 from fusion_bench_featcal.engine.precision import exact_products
@@ -194,7 +195,9 @@ def _merge_block(run: _Merging, block: str, streams: Mapping[str, list[Batch]]) 
         with _candidate(run, task, block) as candidate:
             sums = _collect(run, candidate, task, block, batches)
             for names, linear_sums in sums.linear.items():
-                gram = _gram(run, linear_sums.means().gram)
+                mean_gram = linear_sums.means().gram
+                mirror_lower(mean_gram)
+                gram = _gram(run, mean_gram)
                 for name in names:
                     weight = candidate.get_parameter(sites[name].weight_name)
                     linear[name].add(gram, sites[name].oriented(weight))

@@ -22,9 +22,10 @@ from fusion_bench_featcal.core.cholesky import (
     solve_factorised,
     trusted_condition,
 )
-from fusion_bench_featcal.core.moments import LinearMoments, frobenius_norm, weight_of_norm
+from fusion_bench_featcal.core.moments import LinearMoments, weight_of_norm
 from fusion_bench_featcal.core.readback import read_back
 from fusion_bench_featcal.core.solve import LinearSolution
+from fusion_bench_featcal.core.triangle import mirror_lower, norm_of_lower
 
 
 def _times_transposed(left: Tensor, right: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ class TaskMeans:
     models give exactly zero, and unlike ones a small matrix with a small error.
 
     Attributes:
-        gram: `G`, `[d, d]`, symmetric.
+        gram: `G`, `[d, d]`, symmetric; only its lower triangle is looked at.
         shift: `(C - G)' = alpha mean(x_cal (x_exp - x_cal)')`, `[d, d]`; None: zero, or not needed.
         reached: `W_i C` of the modules for which it was summed itself, `[m, d]` by name.
         mean_cal: `mu_cal`, `[d]`.
@@ -147,11 +148,13 @@ class FoldedLinear:
         if task in self.task_weights:
             raise ValueError(f"task {task!r} was folded before")
         self._drop_system()
-        norm = frobenius_norm(means.gram)
+        norm = norm_of_lower(means.gram)
         weight = weight_of_norm(norm, self._eps)
-        cross = means.gram if means.shift is None else means.gram + means.shift
         if not self.task_weights:
             self._whole = set(means.reached)
+        if not set(self._anchors) <= self._whole & set(means.reached):
+            mirror_lower(means.gram)  # products with it are needed
+        cross = means.gram if means.shift is None else means.gram + means.shift
         for name in self._anchors:
             expert = expert_weights[name].to(cross.dtype)
             right = self._right_side(name, means, expert, cross)
@@ -315,6 +318,8 @@ class FoldedLinear:
     def _complete(self) -> None:
         """Add what the anchor adds to the right sides, from the sums over all tasks."""
         assert self._gram is not None  # there is at least one task
+        if self._whole:
+            mirror_lower(self._gram)
         for name, right in self._right.items():
             moment = self._gram if name in self._whole else self._shift
             if moment is not None:

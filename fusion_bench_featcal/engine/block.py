@@ -11,7 +11,6 @@ from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, e
 from fusion_bench_featcal.core.finite import not_finite
 from fusion_bench_featcal.core.moments import moment_dtype
 from fusion_bench_featcal.engine.doubts import Doubt, refuse_doubtful
-from fusion_bench_featcal.engine.kernels import multiplies_rows_by_onednn
 from fusion_bench_featcal.engine.modules import Site
 from fusion_bench_featcal.engine.products import times_transposed
 from fusion_bench_featcal.engine.spares import Spares
@@ -171,7 +170,7 @@ class BlockSums:
             mix_alpha=self._settings.mix_alpha,
             eps=self._settings.eps,
             times_transposed=times_transposed,
-            solves_by_products=multiplies_rows_by_onednn(next(iter(anchors.values()))),
+            solves_by_products=_are_products_faster(next(iter(anchors.values()))),
         )
 
     def _expert_weight(self, expert: nn.Module, name: str) -> Tensor:
@@ -256,6 +255,11 @@ class BlockSums:
                     f"swamp the bias. Check modelpool.models.{task} and its calibration data, or "
                     "drop the task"
                 )
+
+
+def _are_products_faster(like: Tensor) -> bool:
+    """Whether products of float32 matrices are faster than LAPACK: on CPUs by a fourth and more."""
+    return like.is_cpu and like.dtype == torch.float32
 
 
 def solve_cost(width: int, outputs: Iterable[int]) -> float:

@@ -163,10 +163,14 @@ class LinearSums:
         return [self.weight, self._sum_cal, self._sum_shift, *self.squares()]
 
     def means(self) -> TaskMeans:
-        """Means over all rows. The sums are used up: this ends them."""
+        """Means over all rows. The sums are used up: this ends them.
+
+        Of the gram only the lower triangle is there.
+        """
         self.close()
-        mirror_lower(self._gram)
         self._gram.div_(self.weight)
+        if self._from_outputs:
+            mirror_lower(self._gram)
         for name, sums in self._reached.items():
             sums.div_(self.weight)
             if self._from_outputs:
