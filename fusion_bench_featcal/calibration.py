@@ -135,7 +135,7 @@ def calibrate(
     explained = naming_memory(run.device, lambda: run.place, lambda: memory_advice(run))
     held = holding_freed_memory(run.device)
     try:
-        with autocast_off, using_kernel(run.kernel), run.progress, explained, run.activations, held:
+        with held, autocast_off, using_kernel(run.kernel), run.progress, explained, run.activations:
             plan = plan_reads(run, shown.state_dict())
             run.log.add("engine", {"linear_kernel": run.kernel})
             _compare_with_kept(run, shown, merging)

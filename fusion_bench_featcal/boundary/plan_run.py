@@ -90,7 +90,7 @@ def _devices(asked: Any, device: torch.device) -> int:
     Raises:
         ValueError: If it would take none.
     """
-    if str(asked) not in ("auto", "-1"):
+    if asked is not None and str(asked) not in ("auto", "-1"):
         parts = asked if isinstance(asked, list) else str(asked).split(",")
         count = len([part for part in parts if str(part).strip()])
         if count == 1 and not isinstance(asked, list) and "," not in str(asked):

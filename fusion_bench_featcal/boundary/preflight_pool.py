@@ -76,7 +76,8 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
         method: Any = OmegaConf.to_container(config.method, resolve=True)
         models: Any = OmegaConf.to_container(config.modelpool.models, resolve=True)
         # by name: its loggers need a running program
-        fabric = {name: config.fabric.get(name, 1) for name in ("devices", "num_nodes")}
+        given = config.fabric or {}
+        fabric = {name: given.get(name, 1) for name in ("devices", "num_nodes")}
         fabric = OmegaConf.to_container(OmegaConf.create(fabric))
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"{' '.join(words)}: {str(error).splitlines()[0]}") from error

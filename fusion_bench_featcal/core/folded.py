@@ -144,7 +144,10 @@ class FoldedLinear:
         expert_weights: Mapping[str, Tensor],
         expert_biases: Mapping[str, Tensor],
     ) -> None:
-        """Fold one task in, given its means, which are used up; otherwise as `add`."""
+        """Fold one task in, given its means; otherwise as `add`.
+
+        The first task's are used up: they become the sums. Later ones may be shared with others.
+        """
         if task in self.task_weights:
             raise ValueError(f"task {task!r} was folded before")
         self._drop_system()
@@ -152,7 +155,8 @@ class FoldedLinear:
         weight = weight_of_norm(norm, self._eps)
         if not self.task_weights:
             self._whole = set(means.reached)
-        if not set(self._anchors) <= self._whole & set(means.reached):
+        is_whole = set(self._anchors) <= self._whole
+        if not (is_whole and set(self._anchors) <= set(means.reached)):
             mirror_lower(means.gram)  # products with it are needed
         cross = means.gram if means.shift is None else means.gram + means.shift
         for name in self._anchors:
@@ -162,11 +166,13 @@ class FoldedLinear:
             if name in expert_biases:
                 wanted = expert_biases[name].to(cross.dtype) + expert @ means.mean_target
                 self._bias_right[name] = _add_weighted(self._bias_right.get(name), wanted, weight)
-        # These come last: the first task's become the sums.
+        # These come last, as the first task's are changed.
         self._gram = _add_weighted(self._gram, means.gram, weight)
         self._weighted_mean_cal = _add_weighted(self._weighted_mean_cal, means.mean_cal, weight)
-        if means.shift is not None:
-            self._shift = _add_weighted(self._shift, means.shift, weight)
+        if means.shift is not None and not is_whole:  # else nothing will ask for it
+            is_shared = self._shift is None and bool(self.task_weights)
+            shift = means.shift.clone() if is_shared else means.shift
+            self._shift = _add_weighted(self._shift, shift, weight)
         self.task_weights[task] = weight
         self.gram_norms[task] = norm
 

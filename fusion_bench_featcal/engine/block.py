@@ -170,7 +170,7 @@ class BlockSums:
             mix_alpha=self._settings.mix_alpha,
             eps=self._settings.eps,
             times_transposed=times_transposed,
-            solves_by_products=_are_products_faster(next(iter(anchors.values()))),
+            solves_by_products=are_products_faster(next(iter(anchors.values()))),
         )
 
     def _expert_weight(self, expert: nn.Module, name: str) -> Tensor:
@@ -257,7 +257,7 @@ class BlockSums:
                 )
 
 
-def _are_products_faster(like: Tensor) -> bool:
+def are_products_faster(like: Tensor) -> bool:
     """Whether products of float32 matrices are faster than LAPACK: on CPUs by a fourth and more."""
     return like.is_cpu and like.dtype == torch.float32
 

@@ -2,7 +2,7 @@
 
 glibc gives large pieces back to the system as soon as they are free, and the next batch's features
 are as large: on a virtual machine, up to a fifth of a calibration was the system's time for making
-the same pages anew. Nothing else in the process is any different meanwhile.
+the same pages anew. It holds for the whole process while it lasts.
 """
 
 import ctypes
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h has them
-_HELD = (2**31 - 1, 2**30)
-_ADJUSTED = (2**26, 2**25)  # the most that glibc's own adjustment comes to
+_NEVER = -1  # is memory given back
+_LARGEST_HELD = 2**30
+_ADJUSTED = 2**26, 2**25  # the most that glibc's own adjustment comes to
 
 
 @contextmanager
@@ -33,17 +34,17 @@ def holding_freed_memory(device: torch.device) -> Iterator[None]:
     if libc is None or device.type != "cpu" or _is_chosen():
         yield
         return
-    _set(libc, *_HELD)
+    trim, mmap = _ADJUSTED
+    # glibc before 2.35 takes no more than its own adjustment would come to
+    if not libc.mallopt(_MMAP_THRESHOLD, _LARGEST_HELD):
+        libc.mallopt(_MMAP_THRESHOLD, mmap)
+    libc.mallopt(_TRIM_THRESHOLD, _NEVER)
     try:
         yield
     finally:
-        _set(libc, *_ADJUSTED)
+        libc.mallopt(_MMAP_THRESHOLD, mmap)
+        libc.mallopt(_TRIM_THRESHOLD, trim)
         libc.malloc_trim(0)
-
-
-def _set(libc: Any, trim: int, mmap: int) -> None:
-    libc.mallopt(_TRIM_THRESHOLD, trim)
-    libc.mallopt(_MMAP_THRESHOLD, mmap)
 
 
 def _is_chosen() -> bool:

@@ -149,15 +149,16 @@ def _fits(tensors: Sequence[Any]) -> bool:
 
 def _cuts_patches(args: Sequence[Any]) -> bool:
     """Whether a convolution's kernel goes over an image tile by tile, as patch embeddings do."""
-    image, kernel, _, stride, padding, dilation, groups = args
+    if len(args) != 7 or any(not isinstance(sizes, tuple) for sizes in args[3:6]):
+        return False  # not as a module calls it
+    image, kernel, bias, stride, padding, dilation, groups = args
     tile = tuple(kernel.shape[2:])
     return (
-        _fits([image, kernel.flatten(1), args[2]])
-        and tuple(stride) == tile
-        and tuple(padding) == (0, 0)
-        and tuple(dilation) == (1, 1)
-        and groups == 1
+        stride == tile != (1, 1)
+        and (padding, dilation, groups) == ((0, 0), (1, 1), 1)
         and image.ndim == 4
+        and image.shape[1] == kernel.shape[1]
+        and _fits([image, kernel.flatten(1), bias])
         and all(size % side == 0 for size, side in zip(image.shape[2:], tile, strict=True))
     )
 
@@ -168,7 +169,7 @@ def _patches_by_onednn(image: Tensor, kernel: Tensor, bias: Tensor | None) -> Te
     rows, columns = image.shape[2] // high, image.shape[3] // wide
     tiles = image.reshape(count, channels, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
     found = _onednn_linear(tiles.reshape(count, rows, columns, -1), kernel.flatten(1), bias)
-    return found.permute(0, 3, 1, 2)
+    return found.permute(0, 3, 1, 2).contiguous()  # as a convolution's result lies
 
 
 def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

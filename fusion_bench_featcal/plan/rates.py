@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusion_bench_featcal.core.cholesky import triangular_solves
+from fusion_bench_featcal.core.blocked import solve_by_blocks
+from fusion_bench_featcal.core.cholesky import factor_of, triangular_solves
+from fusion_bench_featcal.engine.block import are_products_faster
 from fusion_bench_featcal.engine.kernels import choose_kernel, using_kernel, with_kernel
 from fusion_bench_featcal.engine.products import (
     COLUMN_BLOCKS,
@@ -22,6 +24,7 @@ from fusion_bench_featcal.engine.products import (
     add_lower_gram,
     add_product,
     columns_of,
+    times_transposed,
 )
 
 Points = tuple[tuple[float, float], ...]
@@ -224,7 +227,8 @@ def _system(d: int, bench: _Bench, dtype: torch.dtype) -> Tensor:
 
 def _factor(d: int, bench: _Bench, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
     system = _system(d, bench, dtype)
-    return d, bench.rate(d**3 / 3, lambda: torch.linalg.cholesky_ex(system))
+    times = times_transposed if are_products_faster(system) else None
+    return d, bench.rate(d**3 / 3, lambda: factor_of(system, times))
 
 
 def _factor_wide(d: int, bench: _Bench) -> tuple[float, float]:
@@ -234,6 +238,8 @@ def _factor_wide(d: int, bench: _Bench) -> tuple[float, float]:
 def _solve(d: int, bench: _Bench, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
     factor = torch.linalg.cholesky(_system(d, bench, dtype))
     right = bench.make(d, d, dtype=dtype)
+    if are_products_faster(factor):
+        return d, bench.rate(2 * d**3, lambda: solve_by_blocks(right, factor, times_transposed))
     return d, bench.rate(2 * d**3, lambda: triangular_solves(right, factor))
 
 

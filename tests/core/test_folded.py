@@ -8,6 +8,7 @@ from test_norm_solve import random_norms, sums
 from torch import Tensor
 
 from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, solve_norm
+from fusion_bench_featcal.core.folded import TaskMeans
 
 FLOAT32_BOUND = 2e-6  # the same float32 sums, folded in float32 and solved in float64
 
@@ -119,6 +120,51 @@ def test_folding_leaves_the_statistics_alone():
     for task, (gram, sum_cal) in kept.items():
         assert torch.equal(moments[task].gram, gram)
         assert torch.equal(moments[task].sum_cal, sum_cal)
+
+
+def test_a_later_tasks_means_may_be_shared():
+    """Modules that share their inputs in a later task only, and had products of their own."""
+    names, width, alpha = ("key", "value"), 8, 0.3
+    draw = torch.Generator().manual_seed(3)
+
+    def matrix(rows: int = width) -> Tensor:
+        return torch.randn(rows, width, generator=draw, dtype=torch.float64)
+
+    anchors = {name: matrix(2) for name in names}
+    experts = [{name: matrix(2) for name in names} for _ in range(3)]
+    grams, shifts = ([x.T @ x for x in (matrix(20), matrix(20), matrix(20))] for _ in range(2))
+
+    def means(index: int, *, formed: bool) -> TaskMeans:
+        """A task's means, with the cross moment or with the products that stand for it."""
+        cross = grams[index] + shifts[index]
+        reached = {} if formed else {n: w @ cross for n, w in experts[index].items()}
+        return TaskMeans(
+            gram=grams[index].clone(),
+            shift=shifts[index].clone() if formed else None,
+            reached=reached,
+            mean_cal=torch.ones(width).double(),
+            mean_target=torch.ones(width).double(),
+        )
+
+    shared = {i: means(i, formed=True) for i in (1, 2)}
+    for name in names:
+        found, wanted = (
+            FoldedLinear({name: anchors[name]}, mix_alpha=alpha, eps=1e-8) for _ in range(2)
+        )
+        for index, weights in enumerate(experts):
+            formed = index > 0
+            found.add_means(str(index), shared.get(index) or means(0, formed=False), weights, {})
+            wanted.add_means(str(index), means(index, formed=formed), weights, {})
+        ours, theirs = (f.solve(name, ridge_lambda=0.05).weight for f in (found, wanted))
+        assert_equal((ours,), (theirs,), EXACT)
+        by_definition = sum(
+            weight * (experts[i][name] @ (grams[i] + shifts[i]))
+            for i, weight in enumerate(found.task_weights.values())
+        )
+        system = sum(w * grams[i] for i, w in enumerate(found.task_weights.values()))
+        eye = torch.eye(width, dtype=torch.float64)
+        direct = (by_definition + 0.05 * anchors[name]) @ torch.linalg.inv(system + 0.05 * eye)
+        assert_equal((ours,), (direct,), 1e-6)
 
 
 def test_unsolvable_sums_are_refused():

@@ -40,7 +40,7 @@ def test_memory_is_held_and_let_go_after_an_error_too(library: Library):
     with pytest.raises(KeyError), holding_freed_memory(CPU):
         held += library.asked
         assert {option for option, _ in held} == {-1, -3}
-        assert all(value >= 2**30 for _, value in held)
+        assert dict(held) == {-1: -1, -3: 2**30}  # type: ignore[arg-type]
         raise KeyError
     after = library.asked[len(held) :]
     assert after[-1] == (0,)
@@ -74,7 +74,19 @@ def test_other_devices_and_libraries_are_left_alone(
 @pytest.mark.skipif(heap.glibc() is None, reason="needs glibc")
 def test_glibc_takes_the_settings():
     libc = heap.glibc()
-    assert libc.mallopt(-3, 2**30) == 1
-    assert libc.mallopt(-1, 2**31 - 1) == 1
+    try:
+        assert libc.mallopt(-3, 2**30) == 1 or libc.mallopt(-3, 2**25) == 1
+        assert libc.mallopt(-1, -1) == 1
+    finally:
+        libc.mallopt(-3, 2**25)
+        libc.mallopt(-1, 2**26)
+
+
+def test_an_older_glibc_holds_what_it_can(library: Library, monkeypatch: pytest.MonkeyPatch):
+    def mallopt(option: int, value: int) -> int:
+        library.asked.append((option, value))
+        return int(value <= 2**25)
+
+    monkeypatch.setattr(library, "mallopt", mallopt)
     with holding_freed_memory(CPU):
-        assert torch.ones(10_000_000).sum() == 10_000_000
+        assert library.asked == [(-3, 2**30), (-3, 2**25), (-1, -1)]

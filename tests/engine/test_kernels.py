@@ -161,3 +161,22 @@ def test_patches_are_embedded_by_one_product(
         found = layer(image)
     assert bool(calls) == through
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert found.is_contiguous() == wanted.is_contiguous()
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    "more", [(), (None,), (None, 4), (None, 4, 0, 1, 1), (None, (4, 4), "valid")]
+)
+def test_convolutions_of_any_form_are_left_alone(
+    more: tuple[Any, ...], calls: list[tuple[int, ...]]
+):
+    torch.manual_seed(0)
+    image, kernel = torch.randn(2, 3, 12, 8), torch.randn(6, 3, 4, 4)
+    with torch.no_grad(), with_kernel(ONEDNN, nullcontext)():
+        found = functional.conv2d(image, kernel, *more)
+        with pytest.raises(RuntimeError, match="channels"):
+            nn.Conv2d(5, 6, 4, 4)(image)
+        nn.Conv2d(3, 6, 1)(image)  # no patches
+    torch.testing.assert_close(found, functional.conv2d(image, kernel, *more))
+    assert not calls
