@@ -11,7 +11,6 @@ from torch import nn
 
 from fusion_bench_featcal.checkpoints import describe_run
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
-from fusion_bench_featcal.engine.heap import holding_freed_memory
 from fusion_bench_featcal.engine.kernels import using_kernel
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.memory import naming_memory
@@ -133,9 +132,8 @@ def calibrate(
         run.merges, run.prepare = True, FusedMerge(merging, shown, run)
     autocast_off = torch.autocast(run.device.type, enabled=False)
     explained = naming_memory(run.device, lambda: run.place, lambda: memory_advice(run))
-    held = holding_freed_memory(run.device)
     try:
-        with held, autocast_off, using_kernel(run.kernel), run.progress, explained, run.activations:
+        with autocast_off, using_kernel(run.kernel), run.progress, explained, run.activations:
             plan = plan_reads(run, shown.state_dict())
             run.log.add("engine", {"linear_kernel": run.kernel})
             _compare_with_kept(run, shown, merging)
