@@ -90,15 +90,17 @@ def _devices(asked: Any, device: torch.device) -> int:
     Raises:
         ValueError: If it would take none.
     """
-    if asked is not None and str(asked) not in ("auto", "-1"):
-        parts = asked if isinstance(asked, list) else str(asked).split(",")
-        count = len([part for part in parts if str(part).strip()])
-        if count == 1 and not isinstance(asked, list) and "," not in str(asked):
-            count = int(asked)
-        if count < 1:
-            raise ValueError(f"fabric.devices = {asked!r} names no device")
-        return count
-    return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+    if asked is None or str(asked) in ("auto", "-1"):
+        return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+    if isinstance(asked, list):
+        count = len(asked)
+    elif "," in str(asked):
+        count = sum(bool(part.strip()) for part in asked.split(","))
+    else:
+        count = int(asked)
+    if count < 1:
+        raise ValueError(f"fabric.devices = {asked!r} names no device")
+    return count
 
 
 def takes_text(model: nn.Module) -> bool:

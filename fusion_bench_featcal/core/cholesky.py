@@ -140,10 +140,7 @@ def solve_factorised(
         `W`, `[m, d]`, and the relative residual `|W A - R|_F / |R|_F` (0 where R is 0), as
         `relative_residual` estimates it.
     """
-    if times is None:
-        weight = triangular_solves(right, factor)
-    else:
-        weight = solve_by_blocks(right, factor, times)
+    weight = triangular_solves(right, factor, times)
     return weight, relative_residual(weight, system, right)
 
 
@@ -165,14 +162,17 @@ def check_residual(residual: float, dtype: torch.dtype) -> None:
 
 
 def triangular_solves(
-    right: Float[Tensor, "m d"], factor: Float[Tensor, "d d"]
+    right: Float[Tensor, "m d"], factor: Float[Tensor, "d d"], times: Product | None = None
 ) -> Float[Tensor, "m d"]:
     """`R (L L')^-1`; faster than `torch.cholesky_solve`, which copies the factor.
 
     Args:
         right: `R`, `[m, d]`.
         factor: `L`, `[d, d]`, lower.
+        times: As for `factor_of`.
     """
+    if times is not None:
+        return solve_by_blocks(right, factor, times)
     half = torch.linalg.solve_triangular(factor.T, right, upper=True, left=False)
     return torch.linalg.solve_triangular(factor, half, upper=False, left=False)
 

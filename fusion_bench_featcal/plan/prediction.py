@@ -161,7 +161,8 @@ def predict(request: Request, rates: Rates) -> Plan:
         ValueError: If its inputs cannot be told, or no family knows it.
     """
     work, chosen = count(request), constants()
-    share, device, tasks = request.share, request.device, request.share.tasks
+    share, device = request.share, request.device
+    tasks = share.tasks
     settings = request.settings.replace(samples_per_task=share.samples)
     held = share.held * work.model
     memory = predict_memory(work, settings, tasks, chosen, experts_held=held, fused=request.fused)
