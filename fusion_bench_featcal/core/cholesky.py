@@ -26,6 +26,7 @@ SINGLE_LAMBDA = 1e-2
 the number of tasks over lambda."""
 
 _PROBES = 16
+_POWER_VECTORS, _POWER_STEPS = 2, 4
 _STRIP = 512
 
 PIVOT_MARGIN = 4
@@ -54,7 +55,8 @@ class Factor:
     Attributes:
         lower: `L`, `[d, d]`.
         signs: What tells whether it can be trusted, `[5]`: whether the matrix was not finite,
-            whether the factorisation failed, smallest and largest pivot, largest diagonal entry.
+            whether the factorisation failed, smallest pivot, largest diagonal entry, and the
+            condition number, estimated.
     """
 
     SIGNS: ClassVar[int] = 5
@@ -74,37 +76,58 @@ def factor_of(system: Float[Tensor, "d d"], times: Product | None = None) -> Fac
     else:
         lower, info = cholesky_by_blocks(system, times)
     pivots = lower.diagonal() ** 2
-    signs = (not_finite(system), info != 0, pivots.min(), pivots.max(), system.diagonal().max())
+    largest, condition = system.diagonal().max(), estimated_condition(system, lower)
+    signs = (not_finite(system), info != 0, pivots.min(), largest, condition)
     return Factor(lower=lower, signs=torch.stack([sign.to(system.dtype) for sign in signs]))
 
 
-def trusted_condition(
-    signs: Sequence[float], *, size: int, floor: float, precision: torch.dtype
-) -> float:
+def estimated_condition(
+    system: Float[Tensor, "d d"], lower: Float[Tensor, "d d"]
+) -> Float[Tensor, ""]:
+    """Condition number of a positive definite matrix, by power iterations on it and its inverse.
+
+    Never too large but for rounding, and seldom too small by more than a half. The ratio of the
+    factor's pivots is a lower bound too, but one that can miss by orders of magnitude.
+
+    Args:
+        system: `A`, `[d, d]`.
+        lower: Its lower Cholesky factor.
+    """
+    largest = smallest = _random_signs(len(system), system.dtype, system.device)[:, :_POWER_VECTORS]
+    for _ in range(_POWER_STEPS):
+        largest = system @ (largest / torch.linalg.vector_norm(largest, dim=0))
+        smallest = smallest / torch.linalg.vector_norm(smallest, dim=0)
+        half = torch.linalg.solve_triangular(lower, smallest, upper=False)
+        smallest = torch.linalg.solve_triangular(lower.T, half, upper=True)
+    return torch.linalg.vector_norm(largest, dim=0).max() * torch.linalg.vector_norm(
+        smallest, dim=0
+    ).max().clamp_min(0)
+
+
+def trusted_condition(signs: Sequence[float], *, size: int, floor: float, rounding: float) -> float:
     """Condition of a factorised matrix, where the factor can be trusted.
 
     Args:
         signs: The factor's, on the host.
         size: `d`.
         floor: `lambda + eps`, which no exact eigenvalue is below.
-        precision: Dtype in which the grams were summed. Pivots of the size of their rounding mean
+        rounding: Rounding of the Gram matrices relative to their diagonal. Pivots of its size mean
             nothing, unless the floor stands above it.
 
     Returns:
-        The estimate `(max diag L / min diag L)^2`.
+        The estimate, as `estimated_condition` gives it.
 
     Raises:
         UnsolvedError: If the matrix is not finite, not positive definite, or rounding of the grams
             would decide the solution.
     """
-    broken, failed, least, most, diagonal = signs
+    broken, failed, least, diagonal, condition = signs
     if broken:
         raise UnsolvedError("the normal equations are not finite")
     if failed:
         raise UnsolvedError("the normal equations are singular (Cholesky factorisation failed)")
-    condition = most / least if least > 0 else float("inf")
-    rounding = torch.finfo(precision).eps * diagonal
-    if floor < rounding and least < PIVOT_MARGIN * size * rounding:
+    noise = rounding * diagonal
+    if floor < noise and least < PIVOT_MARGIN * size * noise:
         raise UnsolvedError(
             f"the normal equations are singular to rounding (condition about {condition:.1e})"
         )
@@ -112,14 +135,12 @@ def trusted_condition(
 
 
 def factorise(
-    system: Float[Tensor, "d d"], *, floor: float, precision: torch.dtype
+    system: Float[Tensor, "d d"], *, floor: float, rounding: float
 ) -> tuple[Float[Tensor, "d d"], float]:
     """`factor_of` and `trusted_condition` in one; the lower factor and the condition."""
     factor = factor_of(system)
     signs = read_back([factor.signs])
-    return factor.lower, trusted_condition(
-        signs, size=len(system), floor=floor, precision=precision
-    )
+    return factor.lower, trusted_condition(signs, size=len(system), floor=floor, rounding=rounding)
 
 
 def solve_factorised(

@@ -12,6 +12,16 @@ def all_finite(tensor: Tensor) -> bool:
     return not bool(not_finite(tensor)) or bool(torch.isfinite(tensor).all())
 
 
+def is_sound(tensor: Tensor, *, is_parameter: bool) -> bool:
+    """Tell whether a stored tensor can be meant: no NaN, and in parameters no infinity.
+
+    Infinity in a buffer may be meant, as in an attention mask.
+    """
+    if is_parameter or not tensor.is_floating_point():
+        return all_finite(tensor)
+    return not bool(torch.isnan(tensor).any())
+
+
 def not_finite(tensor: Tensor) -> Tensor:
     """1 where an entry is NaN or infinite, or the sum of all is; else 0.
 

@@ -45,6 +45,7 @@ class TaskMeans:
         reached: `W_i C` of the modules for which it was summed itself, `[m, d]` by name.
         mean_cal: `mu_cal`, `[d]`.
         mean_target: `mu_tgt`, `[d]`.
+        rounding: Rounding of the gram, relative to its diagonal.
     """
 
     gram: Float[Tensor, "d d"]
@@ -52,6 +53,7 @@ class TaskMeans:
     reached: Mapping[str, Tensor]
     mean_cal: Float[Tensor, " d"]
     mean_target: Float[Tensor, " d"]
+    rounding: float
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class FoldedLinear:
         self._system: _System | None = None
         self._diagonal: Tensor | None = None
         self._needs_wide = False
+        self._rounding = 0.0
         self._gram: Tensor | None = None
         self._shift: Tensor | None = None
         self._right: dict[str, Tensor] = {}
@@ -134,6 +137,7 @@ class FoldedLinear:
             reached={},
             mean_cal=moments.sum_cal / moments.weight,
             mean_target=moments.mean_target(self._mix_alpha),
+            rounding=torch.finfo(moments.gram.dtype).eps,
         )
         self.add_means(task, means, expert_weights, expert_biases)
 
@@ -173,6 +177,7 @@ class FoldedLinear:
             is_shared = self._shift is None and bool(self.task_weights)
             shift = means.shift.clone() if is_shared else means.shift
             self._shift = _add_weighted(self._shift, shift, weight)
+        self._rounding = max(self._rounding, means.rounding)
         self.task_weights[task] = weight
         self.gram_norms[task] = norm
 
@@ -205,7 +210,7 @@ class FoldedLinear:
             solves_by_products=self._solves_by_products,
         )
         part._gram, part._shift = _copy(self._gram), _copy(self._shift)
-        part._whole = self._whole & set(part._anchors)
+        part._rounding, part._whole = self._rounding, self._whole & set(part._anchors)
         part._weighted_mean_cal = _copy(self._weighted_mean_cal)
         part._right = {n: t.clone() for n, t in self._right.items() if n in part._anchors}
         part._bias_right = {n: t.clone() for n, t in self._bias_right.items() if n in part._anchors}
@@ -308,7 +313,7 @@ class FoldedLinear:
                 values[: Factor.SIGNS],
                 size=len(self._gram),
                 floor=system.ridge_lambda + self._eps,
-                precision=self._gram.dtype,
+                rounding=self._rounding,
             )
             for name, residual in found.items():  # noqa: B007
                 check_residual(residual, system.matrix.dtype)

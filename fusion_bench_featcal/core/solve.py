@@ -32,7 +32,7 @@ class LinearSolution:
         weight: `W*`, `[m, d]`, in the solve's dtype.
         task_weights: `w_i` of each task (Eq. 14), scalars.
         residual: `|W* A - R|_F / |R|_F` of the system that was solved, estimated.
-        condition: Estimate of the system's condition, from the Cholesky factor's diagonal.
+        condition: Estimate of the system's condition number, by power iterations.
     """
 
     weight: Float[Tensor, "m d"]
@@ -105,8 +105,8 @@ def solve_linear(
         gram += weights[task] * mean_gram
         right += weights[task] * (reached - anchor @ mean_gram)
     system = ridge_system(gram, ridge_lambda=ridge_lambda, eps=eps, dtype=wide)
-    precision = next(iter(moments.values())).gram.dtype
-    factor, condition = factorise(system, floor=ridge_lambda + eps, precision=precision)
+    rounding = torch.finfo(next(iter(moments.values())).gram.dtype).eps
+    factor, condition = factorise(system, floor=ridge_lambda + eps, rounding=rounding)
     step, estimate = solve_factorised(factor, system, right)
     residual = float(estimate)
     check_residual(residual, wide)

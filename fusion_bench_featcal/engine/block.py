@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, extrapolate_anchor
 from fusion_bench_featcal.core.finite import not_finite
-from fusion_bench_featcal.core.moments import moment_dtype
+from fusion_bench_featcal.core.moments import MOMENT_DTYPE
 from fusion_bench_featcal.engine.doubts import Doubt, refuse_doubtful
 from fusion_bench_featcal.engine.modules import Site
 from fusion_bench_featcal.engine.products import times_transposed
@@ -46,6 +46,7 @@ class BlockSums:
         model: nn.Module,
         base: ExpertModel | None,
         settings: FeatCalSettings,
+        dtype: torch.dtype = MOMENT_DTYPE,
     ) -> None:
         """Start with no task.
 
@@ -53,31 +54,30 @@ class BlockSums:
             block: The block's name.
             sites: Its calibrated modules.
             model: The calibrated model, whose block still has the merged parameters.
-            base: The base; None drops lambda for bias and norm, and needs `anchor_rho` 1.
+            base: The base; None needs `anchor_rho` 1, where every anchor is the merged parameter.
             settings: Settings.
+            dtype: Least precise dtype of anchors and of the tasks' means.
         """
         self._block = block
         self._sites = {site.name: site for site in sites}
         self._model = model
         self._settings = settings
+        self._dtype = dtype
+        self._doubts: list[Doubt] = []
         self._anchors = {s.name: self._anchor(s.weight_name, base, s) for s in sites}
         self._bias_anchors = {
-            s.name: self._anchor(s.bias_name, base, None)
-            for s in sites
-            if s.has_bias and base is not None
+            s.name: self._anchor(s.bias_name, base, None) for s in sites if s.has_bias
         }
-        self._has_base = base is not None
         self.linear: dict[tuple[str, ...], FoldedLinear] = {}
         self.norm: dict[str, FoldedNorm] = {}
         self._groups: dict[str, list[tuple[str, ...]]] = {}
-        self._doubts: list[Doubt] = []
         self.spares = Spares()
 
     def _anchor(self, name: str, base: ExpertModel | None, site: Site | None) -> Tensor:
         rho = self._settings.anchor_rho
         merged = self._model.get_parameter(name).detach()
         start = base.tensor(name) if base and rho != 1 else None
-        anchor = torch.empty_like(merged, dtype=moment_dtype(merged.dtype))
+        anchor = torch.empty_like(merged, dtype=torch.promote_types(merged.dtype, self._dtype))
         for first in range(0, len(merged), _ANCHOR_ROWS):  # in float64, so a part at a time
             rows = slice(first, first + _ANCHOR_ROWS)
             own = None if start is None else start[rows]
@@ -211,7 +211,7 @@ class BlockSums:
                 ) from error
             records += [{**record, "task_weights": weights} for record in solved]
         for name, folded_norm in self.norm.items():
-            anchor = (self._anchors[name], self._bias_anchors[name]) if self._has_base else None
+            anchor = self._anchors[name], self._bias_anchors[name]
             gain, shift = folded_norm.solve(
                 anchor, ridge_lambda=self._settings.ridge_lambda, eps=self._settings.eps
             )
@@ -237,11 +237,12 @@ class BlockSums:
         """Compute a module's new parameters; the residual that decides on them."""
         site, ridge_lambda = self._sites[name], self._settings.ridge_lambda
         weight, residual = folded.propose(name, ridge_lambda=ridge_lambda)
-        dtype = self._model.get_parameter(site.weight_name).dtype
-        updates[site.weight_name] = site.oriented(weight.to(dtype))
+        stored = weight.to(self._model.get_parameter(site.weight_name).dtype)
+        updates[site.weight_name] = site.oriented(stored)
         if site.has_bias and self._settings.calibrate_bias:
+            # From the rounded weight: the bias makes up for its rounding too.
             updates[site.bias_name] = folded.solve_bias(
-                name, weight, self._bias_anchors.get(name), ridge_lambda=ridge_lambda
+                name, stored, self._bias_anchors[name], ridge_lambda=ridge_lambda
             )
         return residual
 

@@ -140,6 +140,9 @@ def _fits(tensors: Sequence[Any]) -> bool:
         return False
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         return False
+    # The operator has no derivative: a task pool that trains while it evaluates needs torch's own.
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return False
     return not torch.is_autocast_enabled("cpu") and all(
         tensor is None
         or (isinstance(tensor, Tensor) and tensor.dtype == torch.float32 and tensor.is_cpu)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.finite import not_finite
 from fusion_bench_featcal.core.folded import TaskMeans
-from fusion_bench_featcal.core.moments import moment_dtype
+from fusion_bench_featcal.core.moments import MOMENT_DTYPE
 from fusion_bench_featcal.core.triangle import mirror_lower
 from fusion_bench_featcal.engine.products import (
     add_lower_gram,
@@ -51,6 +51,8 @@ class LinearSums:
         expert_weights: Mapping[str, Tensor] | None,
         from_outputs: bool = False,
         spares: Spares | None = None,
+        dtype: torch.dtype = MOMENT_DTYPE,
+        mean_dtype: torch.dtype = MOMENT_DTYPE,
     ) -> None:
         """Start with no rows.
 
@@ -61,11 +63,15 @@ class LinearSums:
                 (`outputs_are_few`); None: the cross moment is formed.
             from_outputs: Whether the expert's outputs are given with the rows.
             spares: Memory for the matrices; None: it is made.
+            dtype: Least precise dtype of the sums.
+            mean_dtype: Least precise dtype of the means.
         """
         spares = spares or Spares()
         width = like.shape[-1]
         self._alpha = mix_alpha
-        self._zeros = like.new_zeros((), dtype=moment_dtype(like.dtype))
+        self._zeros = like.new_zeros((), dtype=torch.promote_types(like.dtype, dtype))
+        self._mean_dtype = torch.promote_types(self._zeros.dtype, mean_dtype)
+        self._rounding = gram_rounding(like.dtype, self._zeros.dtype)
         self._weights = {n: w.to(self._zeros.dtype) for n, w in (expert_weights or {}).items()}
         self._gram = spares.zeros(self._zeros, width, width)
         self._cross: Tensor | None = None
@@ -168,21 +174,25 @@ class LinearSums:
         Of the gram only the lower triangle is there.
         """
         self.close()
-        self._gram.div_(self.weight)
+        dtype = self._mean_dtype
+        total = self.weight.to(dtype)
+        gram = self._gram.to(dtype).div_(total)
         if self._from_outputs:
-            mirror_lower(self._gram)
-        for name, sums in self._reached.items():
-            sums.div_(self.weight)
-            if self._from_outputs:
-                own = times_transposed(self._weights[name], self._gram)
-                sums.mul_(self._alpha).add_(own, alpha=1 - self._alpha)
-        mean_cal = self._sum_cal / self.weight
+            mirror_lower(gram)
+        reached = {name: sums.to(dtype).div_(total) for name, sums in self._reached.items()}
+        if self._from_outputs:
+            for name, mean in reached.items():
+                own = times_transposed(self._weights[name].to(dtype), gram)
+                mean.mul_(self._alpha).add_(own, alpha=1 - self._alpha)
+        mean_cal = self._sum_cal.to(dtype) / total
+        cross = self._cross
         return TaskMeans(
-            gram=self._gram,
-            shift=None if self._cross is None else self._cross.mul_(self._alpha / self.weight),
-            reached=self._reached,
+            gram=gram,
+            shift=None if cross is None else cross.to(dtype).mul_(self._alpha / total),
+            reached=reached,
             mean_cal=mean_cal,
-            mean_target=mean_cal + self._alpha * (self._sum_shift / self.weight),
+            mean_target=mean_cal + self._alpha * (self._sum_shift.to(dtype) / total),
+            rounding=self._rounding,
         )
 
     def restricted(self, names: Iterable[str]) -> "LinearSums":
@@ -193,6 +203,20 @@ class LinearSums:
         part._weights = {n: w for n, w in self._weights.items() if n in set(names)}
         part._reached = {n: part._reached[n] for n in part._weights}
         return part
+
+
+def gram_rounding(features: torch.dtype, sums: torch.dtype) -> float:
+    """Rounding of a Gram matrix, relative to its diagonal.
+
+    The rounding of float32 features fills a direction that they lack with their rounding's square,
+    which float64 sums resolve. Half-precision features are taken as the numbers they are.
+
+    Args:
+        features: Dtype of the rows.
+        sums: Dtype of their sums.
+    """
+    of_sums = torch.finfo(sums).eps
+    return of_sums if features.itemsize < 4 else max(of_sums, torch.finfo(features).eps ** 2)
 
 
 def outputs_are_few(expert_weights: Iterable[Tensor]) -> bool:

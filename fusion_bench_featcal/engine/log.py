@@ -59,5 +59,8 @@ class CalibrationLog:
         path = Path(path)
         partial = path.with_name(path.name + ".part")
         lines = (json.dumps(record) for record in self.records)
-        partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        os.replace(partial, path)
+        try:
+            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)

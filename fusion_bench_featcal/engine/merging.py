@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.engine.run import Run
+from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.engine.run import BASE, Run
+from fusion_bench_featcal.settings import CalibrationError
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class FusedMerge:
                 for task, expert in self._run.experts.items()
             }
             value = self._upstream.merge(own, list(theirs.values()))
+            if value.is_floating_point() and not all_finite(value):
+                raise self._not_finite(name, own)
             own.copy_(value)
             self._model[name].copy_(own)
             for task, tensor in theirs.items():
@@ -76,6 +80,18 @@ class FusedMerge:
                     self._sources[task].hold(key, tensor)
                 else:
                     self._sources[task].release(key)
+
+    def _not_finite(self, name: str, own: Tensor) -> CalibrationError:
+        if all_finite(own):  # and so are the experts' tensors, which are checked as they are read
+            return CalibrationError(
+                f"the merged tensor {name!r} is NaN or infinite, while base and experts are "
+                "finite: it overflows. Check method.base_method"
+            )
+        source = self._upstream.own or BASE
+        return CalibrationError(
+            f"model {source!r}: tensor {name!r} has NaN or infinite values. Check "
+            f"modelpool.models.{source}"
+        )
 
     def _take_own(self, task: str, name: str, own: Tensor) -> None:
         """An expert that was loaded whole is not read again."""

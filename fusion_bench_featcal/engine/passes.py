@@ -6,9 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.drift import sum_drift
+from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.engine.ahead import expect_after
 from fusion_bench_featcal.engine.block import BlockSums
-from fusion_bench_featcal.engine.precision import exact_products, summing_in
+from fusion_bench_featcal.engine.precision import summing_in
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.engine.run import Run
@@ -43,6 +44,8 @@ def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSu
             # processes that share a task must sum alike, however many batches each has
             batches=0 if run.shares.divided else len(batches),
             spares=into.spares if into is not None else None,
+            dtype=run.row_dtype,
+            mean_dtype=run.fold_dtype,
         )
         for batch in batches:
             hidden, _, cal = _run_recorded(run, run.model, block, batch.cal, to_end=False)

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from fusion_bench_featcal.engine.layout import Layout, packed
 from fusion_bench_featcal.engine.transfers import CudaTransfers, PlainTransfers, Transfers
+from fusion_bench_featcal.leftovers import PART, owner_mark, register, remove_orphans
 from fusion_bench_featcal.settings import CalibrationError
+
+_PREFIX = "featcal-"
 
 
 class Kept(Protocol):
@@ -150,8 +153,10 @@ class DiskPlace:
 
         Args:
             folder: Where the run's folder is made; None: where the system keeps temporary files.
+                What dead processes left there is removed.
         """
         self._parent = folder
+        remove_orphans(Path(folder or tempfile.gettempdir()), _PREFIX)
         self._own: Path | None = None
         self._count = 0
 
@@ -166,7 +171,8 @@ class DiskPlace:
         try:
             if self._parent is not None:
                 os.makedirs(self._parent, exist_ok=True)
-            self._own = Path(tempfile.mkdtemp(prefix="featcal-", dir=self._parent))
+            prefix = f"{_PREFIX}{owner_mark()}-"
+            self._own = register(Path(tempfile.mkdtemp(PART, prefix, self._parent)))
         except OSError as error:
             raise CalibrationError(
                 f"no folder for activations can be made: {error}. Set method.activations_dir to a "

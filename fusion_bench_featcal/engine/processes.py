@@ -5,7 +5,13 @@ that fails announces it in its next one, so that all end with the same error and
 ever.
 """
 
+import atexit
+import logging
+import os
 import socket
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +27,11 @@ from fusion_bench_featcal.settings import CalibrationError
 Value = TypeVar("Value")
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+SAYS_SO_EVERY = 30.0
+"""Seconds after which a process that waits for others says so, again and again."""
 
 PATIENCE = timedelta(days=7)
 """How long a process waits for the others: one of them may be evaluating models meanwhile. A
@@ -43,12 +54,14 @@ class Processes(Protocol):
         size: Number of processes.
         neighbours: Number of those on this process's machine, itself included.
         exchanged_bytes: Bytes of the tensors that this process helped to add up or to spread.
+        doing: Work in hand, named by a process that waits for another one.
     """
 
     rank: int
     size: int
     neighbours: int
     exchanged_bytes: int
+    doing: str
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
         """Make ready to exchange tensors within groups of processes; all call it alike."""
@@ -82,6 +95,7 @@ class OneProcess:
     size = 1
     neighbours = 1
     exchanged_bytes = 0
+    doing = ""
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
         """There are no groups."""
@@ -115,12 +129,15 @@ class TorchProcesses:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.exchanged_bytes = 0
+        self.doing = "the start"
+        self._meetings = 0
+        self._hosts = [""] * self.size
         self._patience = patience
-        self._words = dist.new_group(backend="gloo", timeout=patience)
+        self._words: Any = dist.new_group(backend="gloo", timeout=patience)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): None}
         self._announced: BaseException | None = None
-        own = socket.gethostname()
-        self.neighbours = self.gather(own).count(own)
+        self._hosts = self.gather(socket.gethostname())
+        self.neighbours = self._hosts.count(self._hosts[self.rank])
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
         """Make ready to exchange tensors within groups of processes; all call it alike."""
@@ -140,11 +157,42 @@ class TorchProcesses:
     def _exchange(self, failure: str | None, value: Any) -> list[Any]:
         told: list[Any] = [None] * self.size
         with self._contact():
+            self._meet()
             dist.all_gather_object(told, (failure, value), group=self._words)
         for rank, (theirs, _) in enumerate(told):
             if theirs is not None:
                 raise OtherProcessError(f"{theirs} (process {rank} of {self.size} ended with this)")
         return [value for _, value in told]
+
+    def _meet(self) -> None:
+        """Wait for all processes, where signals are heeded, and say so every now and then."""
+        self._meetings += 1
+        met = threading.Event()
+        work: Any = dist.barrier(group=self._words, async_op=True)
+        work.get_future().add_done_callback(lambda _: met.set())
+        began = time.monotonic()
+        try:
+            if not met.wait(min(1.0, SAYS_SO_EVERY)):
+                dist_store().set(self._key(self.rank), "waits")
+                while not met.wait(SAYS_SO_EVERY):
+                    log.info(
+                        "process %d of %d has waited %.0f s for %s at: %s",
+                        *(self.rank, self.size, time.monotonic() - began, self._late(), self.doing),
+                    )
+        except BaseException as stop:
+            # The backend's own end would wait for the other processes, or abort this one.
+            atexit.register(_leave, stop.code if isinstance(stop, SystemExit) else 130)
+            raise
+        work.wait()
+
+    def _late(self) -> str:
+        """Name the processes that have not come to wait, too."""
+        late = [r for r in range(self.size) if not dist_store().check([self._key(r)])]
+        named = [f"process {rank} ({self._hosts[rank]})" for rank in late]
+        return ", ".join(named) or "the slowest process"
+
+    def _key(self, rank: int) -> str:
+        return f"featcal/{self._meetings}/{rank}"
 
     def announce(self, error: BaseException) -> None:
         """Tell the others, in place of the next `gather`, that this process fails.
@@ -190,6 +238,18 @@ class TorchProcesses:
                 "method.checkpoint_dir and method.resume=true a run goes on after its last whole "
                 "block"
             ) from error
+
+
+def dist_store() -> Any:
+    """Return the key-value store over which torch's processes have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _leave(code: Any) -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
 
 
 def announced(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

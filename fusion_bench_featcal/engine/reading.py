@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.engine.run import Run
-from fusion_bench_featcal.engine.start import BASE
+from fusion_bench_featcal.engine.run import BASE, Run
 from fusion_bench_featcal.experts import ExpertModel, known_bytes
 from fusion_bench_featcal.reads.plan import (
     Reading,
@@ -63,7 +62,16 @@ def _make(run: Run) -> ReadPlan | None:
         return None
     readings = {task: parts[0] for task, parts in run.shares.collected(told).items()}
     full = make_plan(readings, None)
-    return full if budget is None else make_plan(readings, budget_in_bytes(budget, full.full))
+    if budget is None:
+        return full
+    limit = budget_in_bytes(budget, full.full)
+    if run.merges and limit < full.full:
+        raise CalibrationError(
+            f"method.expert_read_budget allows {limit} bytes, but merging reads every expert: "
+            f"{full.full} bytes. Calibrate a stored merged model (method.base_method=null), or "
+            "raise it"
+        )
+    return make_plan(readings, limit)
 
 
 def _readings(run: Run) -> dict[str, Reading]:

@@ -14,6 +14,7 @@ from fusion_bench_featcal.engine.activations import STAY, Activations
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.memory import naming_memory
 from fusion_bench_featcal.engine.modules import BlockModules
+from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
 from fusion_bench_featcal.engine.processes import OneProcess, Processes
 from fusion_bench_featcal.engine.recording import Recorder
 from fusion_bench_featcal.engine.shares import Shares
@@ -21,6 +22,9 @@ from fusion_bench_featcal.experts import ExpertModel, names_under
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.reads.ledger import LedgerSource, ReadLedger, stage_place
 from fusion_bench_featcal.settings import FeatCalSettings
+
+BASE = "_pretrained_"
+"""Name of the base model, as FusionBench's pools have it."""
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -67,6 +71,16 @@ class Run:
         """Where is computed."""
         return device_of(self.model)
 
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Least precise dtype of the sums over rows."""
+        return row_dtype(self.settings, len(self.shares.tasks), self.device)
+
+    @property
+    def fold_dtype(self) -> torch.dtype:
+        """Least precise dtype of what is formed from these sums."""
+        return fold_dtype(self.settings, len(self.shares.tasks), self.device)
+
     def enter(self, place: str) -> None:
         """Come to a block, or to what comes before a stage's blocks."""
         self.reads.place = place
@@ -105,7 +119,7 @@ class Run:
 
     def at(self, place: str) -> None:
         """Say what is worked on now: to who watches, and to messages."""
-        self.place = place
+        self.place = self.processes.doing = place
         self.progress.set_description(f"FeatCal {place}")
 
     @property

@@ -1,16 +1,21 @@
 """Calibration samples on their way through the blocks."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.engine.activations import STAY, Activations
 from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -23,6 +28,7 @@ class Batch:
     Attributes:
         inputs: The model's inputs, kept only where a later stage begins from them.
         samples: Number of samples.
+        index: Its number among the task's batches, from 0.
         valid: The positions that count; None: all do.
         other: The same for modules that receive other rows, by the end of their names.
         waits: Where features wait between blocks.
@@ -31,6 +37,7 @@ class Batch:
 
     inputs: Any
     samples: int
+    index: int = 0
     valid: CountedRows | None = None
     other: Mapping[str, CountedRows | None] = field(default_factory=dict)
     waits: Activations = field(default=STAY, repr=False)
@@ -106,6 +113,11 @@ def naming_task(task: str) -> Iterator[None]:
         yield
     except CalibrationError as error:
         raise CalibrationError(f"task {task}: {error}") from error
+    except IndexError as error:  # of a look-up table that `vocabulary_size` does not know
+        raise CalibrationError(
+            f"task {task}: an input is outside a table of the model ({error}). Check that token "
+            "ids come from the model's own tokenizer"
+        ) from error
 
 
 def check_inputs(
@@ -121,7 +133,8 @@ def check_inputs(
 
     Raises:
         ValueError: If rho needs a base that is not there.
-        CalibrationError: If a task lacks its expert or its data.
+        CalibrationError: If a task lacks its expert or its data, or has one batch in place of
+            several.
     """
     if base is None and settings.anchor_rho != 1:
         raise ValueError(
@@ -140,30 +153,108 @@ def check_inputs(
             f"tasks {without_data} have an expert but no calibration data; there is data for "
             f"{sorted(batches)}. Check modelpool.train_datasets"
         )
+    for task, given in batches.items():
+        if isinstance(given, Tensor | Mapping | str):
+            shape = f" {list(given.shape)}" if isinstance(given, Tensor) else ""
+            raise CalibrationError(
+                f"task {task}: batches are one {type(given).__name__}{shape}, but must be an "
+                "iterable of batches: put a single batch into a list, [batch]"
+            )
     if not experts:
         raise CalibrationError("there is no expert to calibrate towards. Check modelpool.models")
 
 
-def take_samples(task: str, batches: Iterable[Any], settings: FeatCalSettings) -> Iterator[Batch]:
-    """Exactly `samples_per_task` samples, the last batch cut to fit.
+def take_samples(
+    task: str, batches: Iterable[Any], settings: FeatCalSettings, model: nn.Module
+) -> Iterator[Batch]:
+    """Yield `samples_per_task` samples, the last batch cut to fit, or all where there are fewer.
+
+    Args:
+        task: The task.
+        batches: Its batches. Where they have `samples`, their number is known and not warned of.
+        settings: `samples_per_task` is used.
+        model: Takes the samples; token ids are checked against its vocabulary.
 
     Raises:
-        CalibrationError: If the data ends before.
+        CalibrationError: If there is no sample, or a token id is not in the vocabulary.
     """
     wanted, taken = settings.samples_per_task, 0
-    for batch in batches:
+    known = getattr(batches, "samples", None)
+    for index, batch in enumerate(batches):
         inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
         size = _batch_size(task, inputs)
         if size > wanted - taken:
             inputs, size = _first(inputs, size, wanted - taken), wanted - taken
+        check_token_ids(inputs, model, partial(_place, task, batches, taken))
         taken += size
-        yield Batch(inputs, size)
+        yield Batch(inputs, size, index)
         if taken == wanted:
             return
-    raise CalibrationError(
-        f"task {task} has {taken} calibration samples, fewer than method.samples_per_task = "
-        f"{wanted}. Lower it, or give the task more data (modelpool.train_datasets.{task})"
+    if taken == 0:
+        raise CalibrationError(
+            f"task {task} has 0 calibration samples. Give it data (modelpool.train_datasets.{task})"
+        )
+    if known is None:
+        warn_of_few_samples(task, taken, wanted)
+
+
+def warn_of_few_samples(task: str, available: int, wanted: int) -> None:
+    """Warn that a task has fewer samples than asked for."""
+    log.warning(
+        "task %s has %d samples, fewer than method.samples_per_task = %d: all of them are used",
+        task,
+        available,
+        wanted,
     )
+
+
+def _place(task: str, batches: Any, taken: int, row: int) -> str:
+    """A sample's name in messages: its data set's where the batches know it."""
+    at = getattr(batches, "at", None)
+    return f"task {task}, sample {taken + row}" if at is None else at(taken + row)
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Rows of a language model's table of token embeddings; None for any other model."""
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        table = None if find is None else find()
+    except NotImplementedError:
+        return None
+    return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
+def check_token_ids(inputs: Any, model: nn.Module, place: Callable[[int], str]) -> None:
+    """Refuse token ids that a language model has no embedding for.
+
+    Args:
+        inputs: One batch.
+        model: The model; nothing is checked for one without token embeddings.
+        place: Names a row of the batch in messages.
+
+    Raises:
+        CalibrationError: For ids that are floating point, negative, or beyond the vocabulary.
+    """
+    size = vocabulary_size(model)
+    if size is None or not isinstance(inputs, Mapping):
+        return
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    names = ("input_ids", "decoder_input_ids", *(("labels",) if decodes else ()))
+    for name in names:
+        ids = inputs.get(name)
+        if not isinstance(ids, Tensor):
+            continue
+        if ids.is_floating_point():
+            raise CalibrationError(f"{place(0)}: {name} are {ids.dtype}, not integers")
+        wrong = (ids < 0) | (ids >= size)
+        if name == "labels":
+            wrong &= ids != -100  # what transformers' losses ignore
+        if ids.ndim == 2 and wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise CalibrationError(
+                f"{place(row)}: {name} has the token id {ids[row, column].item()}, but the model's "
+                f"vocabulary is 0..{size - 1}. Check that the ids come from its own tokenizer"
+            )
 
 
 def _tensors(inputs: Any) -> list[Tensor]:
@@ -196,6 +287,27 @@ def _first(inputs: Any, size: int, count: int) -> Any:
         return value[:count] if value.ndim > 0 and len(value) == size else value
 
     return _map_tensors(inputs, cut)
+
+
+def check_finite_inputs(inputs: Any, task: str, index: int) -> None:
+    """Refuse a batch whose floating-point inputs hold NaN or infinity.
+
+    Args:
+        inputs: The batch.
+        task: Its task, for the message.
+        index: Its number in the task, from 0.
+
+    Raises:
+        CalibrationError: Naming batch, input and setting.
+    """
+    named = inputs.items() if isinstance(inputs, Mapping) else enumerate(_tensors(inputs))
+    for name, value in named:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        if is_float and not all_finite(value):
+            raise CalibrationError(
+                f"calibration batch {index}, input {name!r}, has NaN or infinite values. Check "
+                f"modelpool.train_datasets.{task}"
+            )
 
 
 def to_device(inputs: Any, device: torch.device) -> Any:

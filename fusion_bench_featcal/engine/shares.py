@@ -14,7 +14,7 @@ class Shares:
     """Which tasks, or which batches of one, each process works on.
 
     Tasks are dealt out in turn, task i to process i modulo their number. Every task has
-    `samples_per_task` samples, so that is also the balance of samples. Where there are more
+    `samples_per_task` samples at most, so that is also the balance of samples. Where there are more
     processes than tasks, the further ones are dealt out in turn too: a task's first process leads
     it, and batch j goes to process j modulo the task's number of processes.
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from fusion_bench_featcal.engine.ahead import expect_after_inputs
 from fusion_bench_featcal.engine.run import Run
-from fusion_bench_featcal.engine.samples import Batch, naming_task, to_device
+from fusion_bench_featcal.engine.samples import Batch, check_finite_inputs, naming_task, to_device
 
 Tasks = Mapping[str, Iterable[Batch]]
 Streams = dict[str, list[Batch]]
@@ -37,6 +37,8 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
                 begun = _begun(run, batch, streams[task])
                 with naming_task(task):
                     begun.find_rows(run.family, inputs, index, run.settings.decoder_rows)
+                    if index == 0 and begun.valid is None:  # padding may hold anything
+                        check_finite_inputs(batch.inputs, task, batch.index)
                     with run.autocast():
                         begun.cal = _first_call(run, run.model, inputs, first, ends[0])
                         if run.uses_expert_features:

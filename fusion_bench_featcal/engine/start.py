@@ -1,27 +1,30 @@
 """Everything a calibration works with, brought together before its first block."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from fusion_bench_featcal.checkpoints import open_checkpoints
 from fusion_bench_featcal.engine.activations import open_activations
 from fusion_bench_featcal.engine.kernels import agreed_kernel, choose_kernel, with_kernel
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import find_all_modules
+from fusion_bench_featcal.engine.precision import coarse_sums_warning
 from fusion_bench_featcal.engine.processes import Processes
-from fusion_bench_featcal.engine.run import Autocast, Run, copied, room_of_a_visit
+from fusion_bench_featcal.engine.run import BASE, Autocast, Run, copied, room_of_a_visit
 from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.engine.together import begin_sharing
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
+from fusion_bench_featcal.experts_config import check_same_function, config_of
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.views import view_of
+from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.reads.ledger import LedgerSource, ReadLedger
 from fusion_bench_featcal.settings import FeatCalSettings
 
-BASE = "_pretrained_"
+log = logging.getLogger(__name__)
 
 
 def start_run(
@@ -68,11 +71,17 @@ def start_run(
     model = copied(shown, device, in_place=in_place)
     kernel = choose_kernel(checkpoints.kernel() or settings.linear_kernel, device)
     kernel = agreed_kernel(processes.gather(kernel))
+    warning = coarse_sums_warning(settings, len(shares.tasks), device)
+    if warning and processes.rank == 0:
+        log.warning(warning)
     ledger, sources, view = ReadLedger(), dict[str, LedgerSource](), view_of(family)
 
     def reader(name: str, source: nn.Module | ExpertSource, role: str = "expert") -> ExpertModel:
         sources[name] = LedgerSource(name, view.source(source_of(source)), ledger)
-        return ExpertModel(name, checkpoints.watched(name, sources[name]), model, role=role)
+        paired = ExpertModel(name, checkpoints.watched(name, sources[name]), model, role=role)
+        configs = config_of(source), config_of(shown)
+        check_same_function(name, *configs, settings.ignore_config, role=role)
+        return paired
 
     return Run(
         model=model,
@@ -83,11 +92,10 @@ def start_run(
         settings=settings,
         kernel=kernel,
         autocast=with_kernel(kernel, autocast),
-        progress=tqdm(
+        progress=progress_bar(
             total=len(modules) * len(shares.mine),
-            disable=not progress or processes.rank > 0,
-            leave=False,
             unit="visit",
+            show=progress and processes.rank == 0,
         ),
         log=CalibrationLog(family=family.name),
         stages=stages,

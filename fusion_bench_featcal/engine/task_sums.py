@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core import NormMoments, normalised_input
 from fusion_bench_featcal.core.finite import not_finite
-from fusion_bench_featcal.core.moments import moment_dtype, sum_normalised
+from fusion_bench_featcal.core.moments import MOMENT_DTYPE, sum_normalised
 from fusion_bench_featcal.engine.doubts import Doubt, refuse_doubtful
 from fusion_bench_featcal.engine.linear_sums import LinearSums, outputs_are_few, rows_are_many
 from fusion_bench_featcal.engine.modules import Site, matches
@@ -42,6 +42,8 @@ class TaskSums:
         batches: Number of batches that will come: outputs of the expert are worth using where rows
             are many.
         spares: Memory for the sums; None: it is made.
+        dtype: Least precise dtype of the sums.
+        mean_dtype: Least precise dtype of the linear modules' means.
         linear: Sums by group of modules (their names).
         norm: Sums by LayerNorm.
     """
@@ -54,6 +56,8 @@ class TaskSums:
     expert: nn.Module | None = None
     batches: int = 1
     spares: Spares | None = None
+    dtype: torch.dtype = MOMENT_DTYPE
+    mean_dtype: torch.dtype = MOMENT_DTYPE
     linear: dict[tuple[str, ...], LinearSums] = field(default_factory=dict)
     norm: dict[str, NormMoments] = field(default_factory=dict)
 
@@ -123,7 +127,7 @@ class TaskSums:
             weights is not None
             and exp is not None
             and rows_are_many(rows, inputs[0])
-            and all(_gives_products(sites[n], self.expert, exp, inputs[0]) for n in names)
+            and all(self._gives_products(sites[n], exp, inputs[0]) for n in names)
         )
         return LinearSums(
             inputs[0],
@@ -131,7 +135,22 @@ class TaskSums:
             expert_weights=weights,
             from_outputs=from_outputs,
             spares=self.spares,
+            dtype=self.dtype,
+            mean_dtype=self.mean_dtype,
         )
+
+    def _gives_products(self, site: Site, exp: Recording, x_cal: Tensor) -> bool:
+        """Tell whether the recorded outputs are weight times inputs, no coarser than the sums."""
+        outputs = exp.outputs.get(site.name, [])
+        return (
+            self.expert is not None
+            and type(self.expert.get_submodule(site.name)) is nn.Linear
+            and len(outputs) == len(exp.calls[site.name])
+            and all(output.dtype == self._sum_dtype(x_cal) for output in outputs)
+        )
+
+    def _sum_dtype(self, x: Tensor) -> torch.dtype:
+        return torch.promote_types(x.dtype, self.dtype)
 
     def _add_linear(
         self,
@@ -165,7 +184,8 @@ class TaskSums:
         parts = []
         for x in cal.of(site.name):
             weights = self._row_weights(site, x, valid)
-            parts.append(sum_normalised(normalised_input(rows_of(x, valid), norm.eps), weights))
+            rows = rows_of(x, valid).to(self._sum_dtype(x))
+            parts.append(sum_normalised(normalised_input(rows, norm.eps), weights))
         known = [self.norm[site.name]] if site.name in self.norm else []
         self.norm[site.name] = reduce(add, known + parts)
 
@@ -180,7 +200,7 @@ class TaskSums:
                 f"{tuple(x.shape[:-1])}, but padding is known for {tuple(valid.shape)}. Exclude "
                 f"it: method.modules=['!{site.name}']"
             )
-        dtype = moment_dtype(x.dtype)
+        dtype = self._sum_dtype(x)
         known = None if valid is None or valid.weights is None else valid.weights.to(dtype)
         if not self._weighs_tokens(site):
             return known
@@ -249,8 +269,10 @@ class TaskSums:
     def _not_finite(self, module: str) -> CalibrationError:
         return CalibrationError(
             f"task {self.task}, block {self.block}, module {module}: inputs are NaN or infinite, "
-            f"or their sums overflow. Check the calibration data "
-            f"(modelpool.train_datasets.{self.task}) and the expert (modelpool.models.{self.task})"
+            f"or their sums overflow, while weights and samples are finite: a forward pass "
+            f"overflows. Compute in a wider precision (fabric.precision=32-true, or wider "
+            f"modelpool.models), or check modelpool.models.{self.task} and "
+            f"modelpool.train_datasets.{self.task} for extreme values"
         )
 
 
@@ -259,17 +281,6 @@ def _counted_in(
 ) -> CountedRows | None:
     """Which of a module's rows count."""
     return next((mask for end, mask in other.items() if matches(site.name, end)), valid)
-
-
-def _gives_products(site: Site, expert: nn.Module | None, exp: Recording, x_cal: Tensor) -> bool:
-    """Whether a module's recorded outputs are its weight's product with its inputs, unrounded."""
-    outputs = exp.outputs.get(site.name, [])
-    return (
-        expert is not None
-        and type(expert.get_submodule(site.name)) is nn.Linear
-        and len(outputs) == len(exp.calls[site.name])
-        and all(output.dtype == moment_dtype(x_cal.dtype) for output in outputs)
-    )
 
 
 def common_parts(

@@ -11,6 +11,7 @@ from fusion_bench_featcal.families.clip import CLIP
 from fusion_bench_featcal.families.llama import LLAMA, MODEL_TYPES
 from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
 from fusion_bench_featcal.families.replay import ReplayFamily
+from fusion_bench_featcal.families.suggest import suggested_families
 from fusion_bench_featcal.families.t5 import T5
 
 __all__ = [
@@ -63,7 +64,8 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
         The family.
 
     Raises:
-        ValueError: If the family is unknown, lacks an option, or `auto` does not know the model.
+        ValueError: If the family is unknown, lacks an option, or `auto` does not know the model,
+            with what to try instead.
     """
     if family != "auto":
         return _family(family)
@@ -71,9 +73,10 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     if model_type == "None" and find_open_clip_blocks(model):
         return OPEN_CLIP
     if model_type not in _BY_MODEL_TYPE:
+        tries = [f"method.family={family}" for family in suggested_families(model)]
         raise ValueError(
-            f"method.family=auto does not know {type(model).__name__} (model type {model_type!r}); "
-            f"set method.family to {_KNOWN}"
+            f"method.family=auto does not know {type(model).__name__} (model type {model_type!r}). "
+            + (f"Try {' or '.join(tries)}" if tries else f"Set method.family to {_KNOWN}")
         )
     return _BY_MODEL_TYPE[model_type]
 
@@ -86,6 +89,8 @@ def _family(family: Any) -> Family:
         return _BY_NAME[family]
     if isinstance(family, Mapping):
         options = dict(family)
+        if list(options) == ["name"] and options["name"] in _BY_NAME:
+            return _BY_NAME[options["name"]]
         if options.pop("name", None) != "replay":
             raise ValueError(f"method.family: only replay takes options, got {dict(family)}")
         try:

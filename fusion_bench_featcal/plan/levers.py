@@ -61,9 +61,8 @@ def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, Request, bool]
         yield "activations=disk", with_settings(activations="disk"), True
     if request.held or request.base_held:
         yield "stream_experts=true", replace(request, held=0, base_held=False), True
-    elif settings.expert_read_budget is None:
-        half = replace(with_settings(expert_read_budget="50%"), fused=False)
-        yield "expert_read_budget=50%", half, False
+    elif settings.expert_read_budget is None and not request.merges:
+        yield "expert_read_budget=50%", with_settings(expert_read_budget="50%"), False
     if request.fused:
         yield "fuse_merge=false", replace(request, fused=False), True
     if settings.log_drift:

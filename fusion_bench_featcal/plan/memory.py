@@ -55,7 +55,8 @@ def predict_memory(
     carried = round(tasks * batches * max(_carried(work, settings)))
     at_once = tasks if fused else 1
     stem = max(s.stem.peak + at_once * s.read for s in work.stages)
-    visits = [_visit(block, settings, work, at_once) for block in work.blocks]
+    entry = work.entry(settings, tasks)
+    visits = [_visit(block, settings, work, entry, at_once) for block in work.blocks]
     largest = max((sum(visit.values()) for visit in visits), default=0)
     held = constants.visited * max(largest, stem) + constants.memory_bytes
     parts = {
@@ -83,9 +84,10 @@ def _carried(work: Work, settings: FeatCalSettings) -> list[float]:
     ]
 
 
-def _visit(block: BlockWork, settings: FeatCalSettings, work: Work, experts: int) -> dict[str, int]:
+def _visit(
+    block: BlockWork, settings: FeatCalSettings, work: Work, entry: int, experts: int
+) -> dict[str, int]:
     """What a block's visit holds at its fullest: while a task is summed, or while it is solved."""
-    entry = work.entry
     mixes = settings.mix_alpha > 0
     both = mixes or settings.log_drift
     folded = sum(_folded(group, mixes) for group in block.groups) * entry
@@ -98,7 +100,7 @@ def _visit(block: BlockWork, settings: FeatCalSettings, work: Work, experts: int
     return {
         "batch": batch,
         "statistics": max(summing, solving - batch),
-        "block": experts * block.read + block.anchored + block.parameters // 2,
+        "block": experts * block.read + block.anchored * entry // 4 + block.parameters // 2,
     }
 
 

@@ -39,6 +39,7 @@ class Request:
         loaded: Number of models, the merged one among them, that this process holds already.
         device: Where to calibrate.
         fused: Whether the upstream merge shares the calibration's reads.
+        merges: Whether an upstream merger reads the experts, too.
         processes: Number of processes that work on it.
         neighbours: Number of those on one machine.
     """
@@ -54,6 +55,7 @@ class Request:
     loaded: int = 0
     device: torch.device = CPU
     fused: bool = False
+    merges: bool = False
     processes: int = 1
     neighbours: int = 1
 

@@ -1,6 +1,5 @@
 """How fast this machine is: measured in a second or two, by kind and size of the work."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fusion_bench_featcal.compare.files import ReportError, plain, read_json, sealed_json
 from fusion_bench_featcal.core.blocked import Product
 from fusion_bench_featcal.core.cholesky import factor_of, triangular_solves
 from fusion_bench_featcal.engine.block import are_products_faster
@@ -90,7 +90,7 @@ class Rates:
 
     def write(self, path: str | Path) -> None:
         """Write the rates as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(sealed_json(plain(asdict(self), "rates")), encoding="utf-8")
 
     @classmethod
     def read(cls, path: str | Path) -> "Rates":
@@ -100,12 +100,12 @@ class Rates:
             ValueError: If the file holds something else.
         """
         try:
-            values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            values: dict[str, Any] = read_json(Path(path))
             for name, value in values.items():
                 if isinstance(value, list):
                     values[name] = tuple((float(size), float(rate)) for size, rate in value)
             return cls(**values)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ReportError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} holds no rates of a machine: {error}") from error
 
 

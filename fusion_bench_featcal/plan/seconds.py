@@ -63,6 +63,7 @@ class Amounts:
         both: Whether experts run.
         mixes: Whether their features are summed.
         drift: Whether drift is measured.
+        entry: Bytes of a number in the sums.
         solvers: Number of processes that share the solves.
     """
 
@@ -71,6 +72,7 @@ class Amounts:
     both: bool
     mixes: bool
     drift: bool
+    entry: int = 4
     solvers: int = 1
 
     @classmethod
@@ -83,6 +85,7 @@ class Amounts:
             both=mixes or settings.log_drift,
             mixes=mixes,
             drift=settings.log_drift,
+            entry=work.entry(settings, tasks),
             solvers=solvers,
         )
 
@@ -134,7 +137,7 @@ def _block_seconds(
     block: BlockWork, settings: FeatCalSettings, amounts: Amounts, machine: Machine, work: Work
 ) -> Mapping[str, float]:
     """What a block takes beside its passes."""
-    constants, entry = machine.constants, work.entry
+    constants, entry = machine.constants, amounts.entry
     moments = folds = 0.0
     solves: list[float] = []
     for group in block.groups:
@@ -169,19 +172,19 @@ def _moments(group: Group, rows: float, amounts: Amounts, machine: Machine, entr
     width = group.width
     chunk = group.rows if group.rows >= DIRECT_ROWS else min(rows, CHUNK_ROWS)
     size = (chunk * width * width) ** (1 / 3)
-    total = machine.products("gram", gram_flops(rows, width), size)
+    total = machine.products(_kind("gram", entry), gram_flops(rows, width), size)
     passes = _CAL_PASSES + (_EXP_PASSES if amounts.mixes else 0)
     total += rows / max(chunk, 1) * machine.moved(passes * entry * chunk * width)
     if not amounts.mixes:
         return total
     if not few(group):
-        return total + machine.products("cross", 2.0 * rows * width * width, size)
+        return total + machine.products(_kind("cross", entry), 2.0 * rows * width * width, size)
     for outputs in group.outputs:
         size = (chunk * outputs * width) ** (1 / 3)
         # From the expert's own outputs its weight meets the gram, else every row.
-        met = width if from_outputs(group, rows) else rows
-        total += machine.products("linear", 2.0 * met * outputs * width, size)
-        total += machine.products("cross", 2.0 * rows * outputs * width, size)
+        met = width if entry == 4 and from_outputs(group, rows) else rows
+        total += machine.products(_kind("linear", entry), 2.0 * met * outputs * width, size)
+        total += machine.products(_kind("cross", entry), 2.0 * rows * outputs * width, size)
     return total
 
 
@@ -195,7 +198,7 @@ def _folds(group: Group, amounts: Amounts, machine: Machine, entry: int) -> floa
         total += _RIGHT_PASSES * machine.moved(entry * outputs * width)
         if not (amounts.mixes and few(group)):
             size = (outputs * square) ** (1 / 3)
-            total += machine.products("linear", 2.0 * outputs * square, size)
+            total += machine.products(_kind("linear", entry), 2.0 * outputs * square, size)
     return total
 
 
@@ -210,10 +213,15 @@ def _solves(group: Group, settings: FeatCalSettings, machine: Machine, entry: in
     for outputs in group.outputs:
         flops, size = 2.0 * outputs * square, (outputs * square) ** (1 / 3)
         total += machine.products(kinds[1], flops, width)
-        total += machine.products("linear", flops, size)  # what the anchor adds
+        total += machine.products(_kind("linear", entry), flops, size)  # what the anchor adds
         total += _SOLUTION_PASSES * machine.moved(bytes_each * outputs * width)
         total += machine.moved(_RESIDUAL_PASSES * 8 * (square + 2 * outputs * width))
     return total
+
+
+def _kind(kind: str, entry: int) -> str:
+    """Rate of a product of numbers of so many bytes."""
+    return "wide" if entry == 8 else kind
 
 
 def few(group: Group) -> bool:

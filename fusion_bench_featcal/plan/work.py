@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
+from fusion_bench_featcal.engine.precision import row_dtype
 from fusion_bench_featcal.engine.run import hands_on, leading_to, needed_by
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
@@ -108,10 +109,9 @@ class Work:
         """Whether nothing needs what the expert's last block of a stage gives."""
         return stage is self.stages[-1] or not self.hands_on
 
-    @property
-    def entry(self) -> int:
+    def entry(self, settings: FeatCalSettings, tasks: int) -> int:
         """Bytes of a number in the sums: float32 at least."""
-        return max(4, self.itemsize)
+        return max(row_dtype(settings, tasks, torch.device("cpu")).itemsize, self.itemsize)
 
     @property
     def blocks(self) -> list[BlockWork]:

@@ -52,7 +52,7 @@ def test_a_matrix_without_a_factor_is_told(bad: int):
     assert int(cholesky_by_blocks(system, times)[1]) != 0
     with pytest.raises(UnsolvedError, match="factorisation failed"):
         signs = cholesky.factor_of(system, times).signs.tolist()
-        cholesky.trusted_condition(signs, size=29, floor=0.0, precision=torch.float64)
+        cholesky.trusted_condition(signs, size=29, floor=0.0, rounding=1e-16)
 
 
 @pytest.mark.parametrize("lam", [0.05, 1e-4])

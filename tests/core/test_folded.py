@@ -8,6 +8,7 @@ from test_norm_solve import random_norms, sums
 from torch import Tensor
 
 from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, solve_norm
+from fusion_bench_featcal.core.cholesky import SINGLE_LAMBDA, check_residual, estimated_condition
 from fusion_bench_featcal.core.folded import TaskMeans
 
 FLOAT32_BOUND = 2e-6  # the same float32 sums, folded in float32 and solved in float64
@@ -144,6 +145,7 @@ def test_a_later_tasks_means_may_be_shared():
             reached=reached,
             mean_cal=torch.ones(width).double(),
             mean_target=torch.ones(width).double(),
+            rounding=1e-16,
         )
 
     shared = {i: means(i, formed=True) for i in (1, 2)}
@@ -185,3 +187,50 @@ def test_norm_sums_give_the_same_affine(lam: float, has_base: bool):
     found = folded.solve(pull, ridge_lambda=lam, eps=1e-8)
     wanted = solve_norm(sums(inputs), affines, pull, ridge_lambda=lam, eps=1e-8)
     assert_equal(found, wanted, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ridge_lambda", "wanted"),
+    [
+        (torch.float32, SINGLE_LAMBDA, torch.float32),
+        (torch.float32, 0.99 * SINGLE_LAMBDA, torch.float64),
+        (torch.float64, 1.0, torch.float64),
+    ],
+)
+def test_float32_solves_only_where_lambda_bounds_the_condition(
+    dtype: torch.dtype, ridge_lambda: float, wanted: torch.dtype
+):
+    folded = fold({"only": random_problem(27).cast(dtype)}, Knobs())
+    assert folded.propose("only", ridge_lambda=ridge_lambda)[0].dtype == wanted
+
+
+def test_a_float32_solution_beyond_its_limit_is_solved_again_in_float64():
+    folded = fold({"only": random_problem(28).cast(torch.float32)}, Knobs())
+    folded.propose("only", ridge_lambda=0.05)
+    assert folded.check({"only": torch.tensor(1.1e-5)}) is None
+    weight, residual = folded.propose("only", ridge_lambda=0.05)
+    assert weight.dtype == torch.float64
+    assert folded.check({"only": residual}) is not None
+    with pytest.raises(UnsolvedError, match=r"residual 1\.1e-06"):
+        folded.check({"only": torch.tensor(1.1e-6)})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-6), (torch.float32, 1e-5)], ids=str
+)
+def test_residuals_are_limited_by_what_was_solved_in(dtype: torch.dtype, limit: float):
+    check_residual(0.9 * limit, dtype)
+    for residual in (1.1 * limit, float("nan")):
+        with pytest.raises(UnsolvedError):
+            check_residual(residual, dtype)
+
+
+@pytest.mark.parametrize("smallest", [1.0, 1e-2, 1e-6, 1e-10])
+def test_condition_is_estimated_within_a_factor_of_two(smallest: float):
+    generator = torch.Generator().manual_seed(5)
+    basis = torch.linalg.qr(torch.randn(40, 40, generator=generator).double()).Q
+    # A ramp of eigenvalues: the pivots' ratio misses their spread by far.
+    eigenvalues = torch.logspace(torch.tensor(smallest).log10().item(), 0, 40).double()
+    system = basis * eigenvalues @ basis.T
+    condition = float(estimated_condition(system, torch.linalg.cholesky(system)))
+    assert 0.5 / smallest <= condition <= 1.001 / smallest

@@ -1,42 +1,109 @@
 """Sums in fewer bits, only where asked; everything else stays exact."""
 
+from typing import Any
+
 import pytest
 import torch
 from calibrations import cast, run_fast
 from tiny_models import clip_suite
 from torch import Tensor
 
+from fusion_bench_featcal.core.float32_products import (
+    convolving_as_multiplying,
+    exact_products,
+    products_in_force,
+)
 from fusion_bench_featcal.engine.linear_sums import LinearSums
-from fusion_bench_featcal.engine.precision import exact_products, summing_in
+from fusion_bench_featcal.engine.precision import summing_in
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def allowed():
-    """A caller that allows short cuts."""
-    before = torch.get_float32_matmul_precision()
+backends: Any = torch.backends  # typed without its newer attributes
+
+
+def older_functions() -> None:
     torch.set_float32_matmul_precision("medium")
+
+
+def everything_at_once() -> None:
+    backends.fp32_precision = "tf32"
+
+
+def backend_by_backend() -> None:
+    backends.cuda.matmul.fp32_precision = "tf32"
+    backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+BACKENDS = [
+    backends.cuda.matmul,
+    backends.mkldnn.matmul,
+    backends.cudnn.conv,
+    backends.mkldnn.conv,
+]
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[older_functions, everything_at_once, backend_by_backend],
+    ids=lambda way: way.__name__,
+)
+def allowed(request: pytest.FixtureRequest):
+    """A caller that allows short cuts, in each of torch's ways of saying so."""
+    before = [backend.fp32_precision for backend in BACKENDS]
+    request.param()
+    asked = products_in_force()
     yield
-    assert torch.get_float32_matmul_precision() == "medium"
-    torch.set_float32_matmul_precision(before)
+    assert products_in_force() == asked
+    backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for backend, precision in zip(BACKENDS, before, strict=True):
+        backend.fp32_precision = precision
 
 
 @pytest.mark.parametrize(
     ("precision", "device", "wanted"),
     [
-        ("float32", "cuda", "highest"),
-        ("tf32", "cuda", "high"),
-        ("tf32", "cpu", "highest"),
-        ("bfloat16", "cuda", "highest"),
+        ("auto", "cuda", "ieee"),
+        ("tf32", "cuda", "tf32"),
+        ("tf32", "cpu", "ieee"),
+        ("bfloat16", "cuda", "ieee"),
     ],
 )
 def test_short_cuts_only_where_asked_and_there(precision: str, device: str, wanted: str):
+    def matmuls() -> tuple[str, str]:
+        found = products_in_force()
+        return found["cuda.matmul"], found["mkldnn.matmul"]
+
     with summing_in(precision, torch.device(device)):
-        assert torch.get_float32_matmul_precision() == wanted
+        assert matmuls() == (wanted, "ieee")
         with exact_products():
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == wanted
+            assert matmuls() == ("ieee", "ieee")
+        assert matmuls() == (wanted, "ieee")
+
+
+def test_convolutions_take_no_short_cut_that_products_may_not_take():
+    with convolving_as_multiplying():
+        assert products_in_force()["cudnn.conv"] == "tf32"  # as the products of this caller
+    with exact_products(), convolving_as_multiplying():
+        assert products_in_force()["cudnn.conv"] == "ieee"
+
+
+def test_a_setting_that_is_inherited_stays_inherited(request: pytest.FixtureRequest):
+    with exact_products(), convolving_as_multiplying():
+        pass
+    if request.node.callspec.params["allowed"] is everything_at_once:
+        backends.fp32_precision = "ieee"
+        assert set(products_in_force().values()) == {"ieee"}
+        backends.fp32_precision = "tf32"
+
+
+def test_every_way_of_allowing_short_cuts_gives_the_same_model():
+    suite = clip_suite().to(torch.float32)
+    with exact_products():
+        exact = run_fast(suite).model.state_dict()
+    found = run_fast(suite).model.state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in exact.items())
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

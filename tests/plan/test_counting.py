@@ -75,7 +75,9 @@ def test_a_llamas_shared_inputs_and_half_precision():
     model = empty_model("Llama-3.2-3B-Instruct")
     work = count_work(model, example_inputs(model, 1, 16, 0), FeatCalSettings(samples_per_task=1))
     assert work.itemsize == 2
-    assert work.entry == 4
+    settings = FeatCalSettings(samples_per_task=1)
+    assert work.entry(settings, 3) == 4
+    assert work.entry(settings.replace(ridge_lambda=1e-5), 3) == 8
     assert {(g.width, g.outputs) for g in work.blocks[3].groups} == {
         (3072, (3072, 1024, 1024)),
         (3072, (3072,)),

@@ -72,8 +72,9 @@ def test_headers_tell_the_experts_precision(tmp_path: Path):
     request = run_request(words)
     assert (request.tasks, request.itemsize, request.held) == (2, 2, 0)
     assert request.fused
-    for alone in ("fuse_merge=false", "expert_read_budget=50%", "base_method=null"):
+    for alone in ("fuse_merge=false", "base_method=null"):
         assert not run_request([*words, f"method.{alone}"]).fused
+    assert run_request([*words, "method.expert_read_budget=100%"]).fused
     held = run_request([*words, "method.stream_experts=false"])
     assert (held.held, held.base_held, held.fused) == (2, True, False)
     (tmp_path / "two" / "model.safetensors").unlink()
@@ -121,7 +122,15 @@ def test_a_plan_of_two_processes_says_so(known: str, capsys: pytest.CaptureFixtu
         (["modelpool=clip-vit-mini_TA6", "method.family=llama"], "no decoder layers"),
         (["modelpool=clip-vit-mini_TA6", "fabric.devices=0"], "fabric.devices = 0 names no device"),
         (
-            ["modelpool=clip-vit-mini_TA6", "fabric.devices=3", "method.expert_read_budget=1000"],
+            ["modelpool=clip-vit-mini_TA6", "fabric.devices=3", "method.expert_read_budget=50%"],
+            "expert_read_budget=50% cannot be kept: task_arithmetic reads every expert whole",
+        ),
+        (
+            [
+                "modelpool=clip-vit-mini_TA6",
+                "method.base_method=null",
+                "method.expert_read_budget=1000",
+            ],
             "lead to the blocks and are always read",
         ),
     ],

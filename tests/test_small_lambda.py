@@ -1,0 +1,86 @@
+"""Below lambda 0.01 the package is as exact as its float32 features allow."""
+
+import logging
+
+import pytest
+import torch
+from calibrations import run_fast
+from small_lambda import ALLOWED, CASES, SMALL
+from tiny_models import clip_suite
+
+from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal.core.cholesky import SINGLE_LAMBDA
+from fusion_bench_featcal.engine.precision import coarse_sums_warning, fold_dtype, row_dtype
+
+CPU = torch.device("cpu")
+
+
+# One family of each arrangement; test-newest runs all of them.
+EACH_TIME = ("clip, 1 image a task", "open_clip", "t5", "llama", "gpt2 (replay)")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
+def test_errors_stay_within_four_times_those_of_float32_features(name: str):
+    errors = CASES[name].errors(seed=1)
+    assert errors.package <= ALLOWED * errors.at_best, errors
+    assert errors.package < 1e-4
+
+
+def test_float32_sums_would_not_do():
+    errors = CASES["clip, 1 image a task"].errors(1, sums_precision="float32")
+    assert errors.package > 20 * ALLOWED * errors.at_best
+
+
+def dtypes(tasks: int = 6, device: torch.device = CPU, **settings) -> tuple[torch.dtype, ...]:
+    made = FeatCalSettings(**settings)
+    return row_dtype(made, tasks, device), fold_dtype(made, tasks, device)
+
+
+def test_dtypes_follow_lambda_the_number_of_tasks_and_the_setting():
+    narrow, wide = torch.float32, torch.float64
+    assert dtypes() == (narrow, narrow)
+    assert dtypes(ridge_lambda=SINGLE_LAMBDA) == (narrow, narrow)
+    assert dtypes(ridge_lambda=0.0099) == (wide, wide)
+    assert dtypes(ridge_lambda=0.05, tasks=500) == (wide, wide)  # 500 unit Gram matrices
+    assert dtypes(sums_precision="float64") == (wide, wide)
+    assert dtypes(sums_precision="bfloat16") == (narrow, narrow)
+    assert dtypes(sums_precision="float32", ridge_lambda=1e-5) == (narrow, wide)
+    assert dtypes(ridge_lambda=1e-5, device=torch.device("mps")) == (narrow, narrow)
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+def test_sums_too_coarse_for_lambda_are_warned_of(precision: str, caplog: pytest.LogCaptureFixture):
+    suite = clip_suite(seed=1).to(torch.float32)
+    with caplog.at_level(logging.WARNING):
+        run_fast(suite, sums_precision=precision)  # lambda 0.05
+        assert "too coarse" not in caplog.text
+        run_fast(suite, SMALL, sums_precision=precision)
+    assert caplog.text.count("too coarse") == 1
+    assert f"method.sums_precision={precision} is too coarse" in caplog.text
+    assert "method.ridge_lambda = 1e-05" in caplog.text
+
+
+def test_a_device_without_float64_is_warned_of():
+    small = FeatCalSettings(ridge_lambda=1e-5)
+    assert "mps" in coarse_sums_warning(small, 2, torch.device("mps"))
+    assert not coarse_sums_warning(small, 2, CPU)
+    assert not coarse_sums_warning(small.replace(sums_precision="float64"), 2, CPU)
+
+
+def test_rank_deficient_systems_are_solved_where_float64_can():
+    suite = clip_suite(seed=3, sizes=(1,), tasks=1, width=24).to(torch.float32)
+    for ridge_lambda in (1e-8, 1e-10):
+        model = run_fast(suite, SMALL, ridge_lambda=ridge_lambda, eps=0.0).model
+        assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_float64_sums_may_be_asked_for_at_any_lambda():
+    suite = clip_suite(seed=4).to(torch.float32)
+    exact = run_fast(suite, sums_precision="float64").model.state_dict()
+    plain = run_fast(suite).model.state_dict()
+    assert any(not torch.equal(tensor, plain[name]) for name, tensor in exact.items())
+    for name, tensor in exact.items():
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-3, atol=1e-5)
