@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+from fusion_bench_featcal.suites import paths
 from fusion_bench_featcal.suites.paths import SUITE_ROOT
 
 CHECKSUM_FILE = "SHA256SUMS"
@@ -37,15 +38,36 @@ def check(root: Path = SUITE_ROOT) -> list[str]:
     listing = root / CHECKSUM_FILE
     if not listing.is_file():
         return [f"{CHECKSUM_FILE}: missing in {root}"]
-    problems = []
-    for line in listing.read_text(encoding="utf-8").splitlines():
-        expected, _, name = line.partition("  ")
-        file = root / name
-        if not file.is_file():
-            problems.append(f"{name}: missing")
-        elif _digest(file) != expected:
-            problems.append(f"{name}: damaged (its SHA-256 differs from the one recorded)")
-    return problems
+    found = (_problem(root, name, expected) for name, expected in _recorded(listing).items())
+    return [problem for problem in found if problem]
+
+
+def damage(name: str) -> str:
+    """Compare one file of the bundled suites with the checksum file, where that names it.
+
+    Args:
+        name: its path below the suites' folder.
+
+    Returns:
+        A line that names the file and the problem; empty when all is well.
+    """
+    root = paths.SUITE_ROOT
+    listing = root / CHECKSUM_FILE
+    expected = _recorded(listing).get(name) if listing.is_file() else None
+    return "" if expected is None else _problem(root, name, expected)
+
+
+def _recorded(listing: Path) -> dict[str, str]:
+    lines = listing.read_text(encoding="utf-8", errors="replace").splitlines()
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def _problem(root: Path, name: str, expected: str) -> str:
+    if not (root / name).is_file():
+        return f"{name}: missing"
+    if _digest(root / name) != expected:
+        return f"{name}: damaged (its SHA-256 differs from the one recorded)"
+    return ""
 
 
 def _digest(file: Path) -> str:

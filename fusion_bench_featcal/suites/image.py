@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from fusion_bench_featcal.suites.checksums import damage
 from fusion_bench_featcal.suites.paths import suite_path
 
 SUITE = "clip-vit-mini"
@@ -119,10 +120,12 @@ def load_arrays(name: str) -> ImageArrays:
     """Read one task's file (kept in memory afterwards: at most 15 MB for all eight tasks).
 
     Raises:
-        ValueError: for an unknown task name.
-        FileNotFoundError: when the package's data file is missing.
+        ValueError: for an unknown task name, or when the package's data file is damaged or missing.
     """
-    with np.load(suite_path(f"images/{find_task(name).name}.npz"), allow_pickle=False) as stored:
+    file = f"images/{find_task(name).name}.npz"
+    if problem := damage(file):
+        raise ValueError(f"{problem}. Install fusion_bench_featcal again")
+    with np.load(suite_path(file), allow_pickle=False) as stored:
         return ImageArrays(
             images=stored["images"],
             labels=stored["labels"],

@@ -11,7 +11,6 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import CLIPModel, CLIPProcessor
 
 import fusion_bench_featcal.compat  # noqa: F401
@@ -21,12 +20,15 @@ from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from fusion_bench.utils import count_parameters
 
+from fusion_bench_featcal.nearest_names import refuse_unknown_keys
+from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.tasks.definition import TaskDefinition, parse_tasks
 from fusion_bench_featcal.tasks.heads import forget_stored_heads
-from fusion_bench_featcal.tasks.names import refuse_unknown_keys
 from fusion_bench_featcal.tasks.opening import (
     EvaluationItems,
     OpenTask,
+    background_of,
+    check_background,
     evaluation_loader,
     loader_settings,
     open_task,
@@ -154,6 +156,20 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
             if definition.data is not None
         }
 
+    def check_backgrounds(self, modelpool: Any) -> None:
+        """Refuse calibration images that are composited on another colour than test images.
+
+        Args:
+            modelpool: The model pool with the calibration data.
+
+        Raises:
+            ValueError: If a task's two colours differ.
+        """
+        declared = {task: entry.background for task, entry in self._definitions.items()}
+        for task in self.task_names:
+            data = self._test_datasets.get(task)
+            check_background(task, declared.get(task) or background_of(data), modelpool)
+
     @property
     def task_names(self) -> list[str]:
         """Names of all tasks: those of `test_datasets`, then those defined under `tasks`."""
@@ -238,7 +254,9 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
         try:
             return {
                 task: self._score(classifier, task)
-                for task in tqdm(list(self.test_dataloaders), desc="Evaluating tasks", leave=False)
+                for task in progress_bar(
+                    list(self.test_dataloaders), what="evaluating", unit="task"
+                )
             }
         finally:
             self.clip_model.vision_model = nn.Identity()  # lets go of the evaluated model

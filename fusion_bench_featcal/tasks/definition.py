@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.colours import parse_background
 from fusion_bench_featcal.tasks.images import ImageItems
+from fusion_bench_featcal.tasks.labels import check_classnames_by
 from fusion_bench_featcal.tasks.loading import load_images
-from fusion_bench_featcal.tasks.names import refuse_unknown_keys
 
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 
@@ -38,6 +41,9 @@ class TaskDefinition:
         classnames: Class names by label (None: the data's own, or FusionBench's for this task).
         templates: Prompts with `{}` for the class name (None: FusionBench's for this task, or
             "a photo of a {}.").
+        background: Colour that transparent pictures are composited on (None: white).
+        classnames_by: How the data's own class names find theirs in `classnames`: by `name`, or in
+            `order`, whatever they are called.
     """
 
     data: str | Mapping[str, Any] | None = None
@@ -46,6 +52,8 @@ class TaskDefinition:
     label_column: str = "label"
     classnames: tuple[str, ...] | None = None
     templates: tuple[PromptTemplate, ...] | None = None
+    background: str | None = None
+    classnames_by: str = "name"
 
     def load(self) -> ImageItems:
         """Load the data.
@@ -60,7 +68,13 @@ class TaskDefinition:
         """
         if isinstance(self.data, str):
             return load_images(
-                self.data, self.split, self.image_column, self.label_column, self.classnames
+                self.data,
+                self.split,
+                self.image_column,
+                self.label_column,
+                self.classnames,
+                self.background,
+                self.classnames_by,
             )
         if self.data is None:
             raise ValueError("data is not set")
@@ -86,6 +100,8 @@ class TaskDefinition:
             image_column=self.image_column,
             label_column=self.label_column,
             classnames=self.classnames,
+            background=self.background,
+            classnames_by=self.classnames_by,
         )
 
     def _built(self, data: Mapping[str, Any]) -> Any:
@@ -147,6 +163,8 @@ def _parse(task: Any, place: str) -> TaskDefinition:
         )
     values["classnames"] = _parse_classnames(values.get("classnames"), f"{place}.classnames")
     values["templates"] = _parse_templates(values.get("templates"), f"{place}.templates")
+    parse_background(values.get("background"), place)
+    check_classnames_by(values.get("classnames_by", "name"), place)
     return TaskDefinition(**values)
 
 
@@ -204,7 +222,12 @@ def load_task(
     """
     place = f"taskpool.tasks.{name}"
     if task.classnames is None and classnames is not None:
-        task = replace(task, classnames=tuple(classnames))
+        # Only a data set with integers of its own has an order to rely on: folders are just sorted.
+        is_sorted = isinstance(rows, ImageItems) or (
+            isinstance(task.data, str) and Path(task.data).expanduser().is_dir()
+        )
+        by = "either" if task.classnames_by == "name" and not is_sorted else task.classnames_by
+        task = replace(task, classnames=tuple(classnames), classnames_by=by)
     try:
         items = task.load() if rows is None else task.view(rows, f"test_datasets.{name}")
     except ValueError as error:

@@ -2,7 +2,9 @@
 
 import inspect
 from collections.abc import Mapping
+from functools import cached_property
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import fusion_bench_featcal.compat  # noqa: F401
@@ -13,8 +15,8 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 from transformers import AutoTokenizer
 
+from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.names import refuse_unknown_keys
 
 
 class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
@@ -28,7 +30,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         name: name
         for name in (
             "tasks", "tokenizer", "batch_size", "apply_chat_template", "limit",
-            "confirm_run_unsafe_code",
+            "confirm_run_unsafe_code", "include_path",
         )
     }  # fmt: skip
 
@@ -41,6 +43,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         apply_chat_template: bool = False,
         limit: int | None = None,
         confirm_run_unsafe_code: bool = False,
+        include_path: str | None = None,
         _usage_: str | None = None,
         _version_: str | None = None,
         **unknown: Any,
@@ -55,18 +58,21 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             apply_chat_template: Whether prompts are put into the tokenizer's chat template.
             limit: Rows of each task; None: all.
             confirm_run_unsafe_code: Whether code that models write is run, which code tasks need.
+            include_path: Folder with YAML files of further lm-eval tasks; None: lm-eval's alone.
             _usage_: Free text that FusionBench's configurations carry.
             _version_: The FusionBench release a configuration was written for.
             **unknown: Refused.
 
         Raises:
-            ValueError: For unknown keys or no tasks.
+            ValueError: For unknown keys, no tasks, or a folder that is not there.
             CalibrationError: If lm-eval is not installed.
         """
         valid = [name for name in inspect.signature(LMEvalTaskPool).parameters if name != "unknown"]
         refuse_unknown_keys([key for key in unknown if key != "_recursive_"], valid, "taskpool")
         if not tasks:
             raise ValueError("taskpool has no tasks: name them under taskpool.tasks")
+        if include_path is not None and not Path(include_path).is_dir():
+            raise ValueError(f"taskpool.include_path {include_path!r} is no folder")
         if find_spec("lm_eval") is None:
             raise CalibrationError(
                 "this task pool needs lm-eval: pip install 'fusion_bench_featcal[llm]'; or go "
@@ -79,6 +85,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         self.apply_chat_template = apply_chat_template
         self.limit = limit
         self.confirm_run_unsafe_code = confirm_run_unsafe_code
+        self.include_path = include_path
 
     def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Evaluate a model on all tasks.
@@ -92,22 +99,38 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             Task -> {"accuracy": the chosen result, and all of lm-eval's results for it}.
 
         Raises:
-            CalibrationError: If lm-eval gives no such result, naming those it gives.
+            CalibrationError: If lm-eval has no such task, or gives no such result for it.
         """
         import lm_eval  # type: ignore[import-not-found]
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
 
+        manager = self._task_manager
+        for task in self.tasks:
+            if task not in manager.all_tasks:
+                hint = nearest_hint(task, manager.all_tasks)
+                raise CalibrationError(
+                    f"taskpool.tasks.{task}: lm-eval has no such task{hint}; tasks of your own are "
+                    "found in the folder taskpool.include_path"
+                )
         model = self._on_device(model)
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
         done: Any = lm_eval.simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size),
             tasks=list(self.tasks),
+            task_manager=manager,
             limit=self.limit,
             apply_chat_template=self.apply_chat_template,
             confirm_run_unsafe_code=self.confirm_run_unsafe_code,
             log_samples=False,
         )
         return {task: self._result(task, done["results"].get(task, {})) for task in self.tasks}
+
+    @cached_property
+    def _task_manager(self) -> Any:
+        """Index of lm-eval's tasks, which takes seconds to make."""
+        from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
+
+        return TaskManager(include_path=self.include_path)
 
     def _on_device(self, model: nn.Module) -> nn.Module:
         return model.to(self.fabric.device).eval()

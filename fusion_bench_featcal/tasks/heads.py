@@ -110,7 +110,8 @@ def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int
     """Delete the zero-shot heads that FusionBench stored on disk for these tasks.
 
     It stores them by task name and model path only, so heads of other class names, or of another
-    model at the same path, would be used again unnoticed. They are rebuilt when next needed.
+    model at the same path, would be used again unnoticed. They are rebuilt when next needed. Heads
+    whose note of the task is damaged are deleted, too.
 
     Args:
         tasks: Names of tasks defined in YAML.
@@ -123,7 +124,22 @@ def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int
     root = folder or cache_utils.DEFAULT_CACHE_DIR
     deleted = 0
     for note in root.rglob("construct_classification_head/*/metadata.json"):
-        if json.loads(note.read_text())["input_args"].get("task") in wanted:
+        if _task_of(note) in (None, *wanted):
             shutil.rmtree(note.parent, ignore_errors=True)  # another process may be at it too
             deleted += 1
     return deleted
+
+
+def _task_of(note: Path) -> str | None:
+    """The task of a stored head, as `repr` writes it; None if its note is damaged."""
+    try:
+        task = json.loads(note.read_text(encoding="utf-8"))["input_args"]["task"]
+        if isinstance(task, str):
+            return task
+        reason: object = "it names no task"
+    except FileNotFoundError:  # another process has deleted it
+        return ""
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = error
+    log.warning("stored zero-shot head %s is damaged (%s): made anew", note.parent, reason)
+    return None

@@ -8,40 +8,59 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
+from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.colours import (
+    WHITE,
+    Colour,
+    array_picture,
+    grey_scale,
+    parse_background,
+    to_eight_bits,
+)
 from fusion_bench_featcal.tasks.labels import encode_labels, label_index
-from fusion_bench_featcal.tasks.names import nearest_hint
 
 
-def to_rgb(value: Any, place: str, root: Path | None = None) -> Image.Image:
-    """Turn what a data set calls an image into an RGB picture.
+def to_rgb(
+    value: Any, place: str, root: Path | None = None, background: Colour = WHITE
+) -> Image.Image:
+    """Turn what a data set calls an image into an RGB picture of 8 bits.
 
     Args:
         value: A PIL image, a path, the bytes of an image file, a mapping with `bytes` or `path`
-            (how `datasets` keeps images), or a uint8 array or tensor `[height, width]` or
-            `[height, width, 3]`.
+            (how `datasets` keeps images), or an array or tensor that `array_picture` takes.
         place: The item, for messages.
         root: Folder that relative paths start from (None: the current one).
+        background: Colour that transparent pictures are composited on.
 
     Returns:
-        The picture in mode RGB, turned upright where the file says how it was held.
+        The picture in mode RGB, turned upright where the file says how it was held. Grey values of
+        more than 8 bits are scaled by their file's range.
 
     Raises:
-        CalibrationError: If it is no image, or its file is missing or damaged (naming the file).
+        CalibrationError: If it is no image, its file is missing or damaged (naming the file), or
+            the range of its values cannot be told.
     """
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         data, path = value.get("bytes"), value.get("path")
-        return _open(data, path, place, root) if data else to_rgb(path, place, root)
-    if isinstance(value, Image.Image):
-        return _converted(value, "picture", place)
+        if data or path is None:
+            return _open(data or b"", path, place, root, background)
+        return to_rgb(path, place, root, background)
     if isinstance(value, str | Path):
-        return _open(None, value, place, root)
+        return _open(None, value, place, root, background)
     if isinstance(value, bytes):
-        return _open(value, None, place, root)
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return _from_array(value, place)
+        return _open(value, None, place, root, background)
+    try:
+        if isinstance(value, np.ndarray | torch.Tensor):
+            value = array_picture(value)
+        if isinstance(value, Image.Image):
+            scale = grey_scale(value)
+            return to_eight_bits(ImageOps.exif_transpose(value), scale, background)
+    # PIL reports what it cannot convert by any of these; its images may still be unread
+    except (OSError, SyntaxError, ValueError) as error:
+        raise CalibrationError(f"{place}: the picture cannot be read: {error}.") from error
     raise CalibrationError(
         f"{place}: not an image but {type(value).__name__} ({str(value)[:60]!r}). Check "
         "image_column."
@@ -49,41 +68,39 @@ def to_rgb(value: Any, place: str, root: Path | None = None) -> Image.Image:
 
 
 def _open(
-    data: bytes | None, path: str | Path | None, place: str, root: Path | None
+    data: bytes | None, path: str | Path | None, place: str, root: Path | None, background: Colour
 ) -> Image.Image:
     file = None if path is None else (root or Path()) / Path(path).expanduser()
     name = f"image file {file}" if file is not None else "image"
     try:
-        with Image.open(io.BytesIO(data) if data else file) as opened:  # type: ignore[arg-type]
+        content = file.read_bytes() if data is None and file is not None else data
+        if not content:
+            raise CalibrationError(f"{place}: {name} is empty. Repair or remove it.")
+        with Image.open(io.BytesIO(content)) as opened:
             opened.load()
-            return _converted(ImageOps.exif_transpose(opened), name, place)
-    except FileNotFoundError as error:
+            scale = grey_scale(opened)
+            return to_eight_bits(ImageOps.exif_transpose(opened), scale, background)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CalibrationError(
             f"{place}: {name} does not exist (relative paths start at {root or Path.cwd()})."
         ) from error
+    except UnidentifiedImageError as error:
+        raise CalibrationError(
+            f"{place}: {name} cannot be read (no image format that PIL knows). Repair or remove it."
+        ) from error
     # PIL reports damaged files by any of these
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise CalibrationError(
-            f"{place}: {name} cannot be read ({error}). Repair or remove it."
-        ) from error
+        reason = unreadable_reason(error) or f"cannot be read ({error}). Repair or remove it"
+        raise CalibrationError(f"{place}: {name} {reason}.") from error
 
 
-def _converted(picture: Image.Image, name: str, place: str) -> Image.Image:
-    try:
-        return picture.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # a PIL image may still be unread
-        raise CalibrationError(f"{place}: {name} cannot be read ({error}).") from error
-
-
-def _from_array(value: np.ndarray | torch.Tensor, place: str) -> Image.Image:
-    array = value.numpy(force=True) if isinstance(value, torch.Tensor) else value
-    grey_or_rgb = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)
-    if array.dtype != np.uint8 or not grey_or_rgb:
-        raise CalibrationError(
-            f"{place}: an image array must be uint8 [height, width] or [height, width, 3], got "
-            f"{array.dtype} {list(array.shape)}. Give such arrays, or a callable as processor."
-        )
-    return Image.fromarray(array).convert("RGB")
+def unreadable_reason(error: Exception) -> str | None:
+    """Say why an existing path cannot be read; None where the error tells nothing of the kind."""
+    if isinstance(error, PermissionError):
+        return "may not be read (permission denied). Change its permissions"
+    if isinstance(error, IsADirectoryError):
+        return "is a folder, not a file. Name the file"
+    return None
 
 
 class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
@@ -95,6 +112,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
     Attributes:
         place: What the data set is called in messages.
         root: Folder that relative image paths start from (None: the current one).
+        background: Colour that transparent pictures are composited on.
         classnames: Class names by label, where they are known.
         has_labels: Whether items carry labels (None: unknown before an item is read).
     """
@@ -108,7 +126,26 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         label_column: str | None = "label",
         classnames: Sequence[str] | None = None,
         root: Path | None = None,
+        background: str | None = None,
+        classnames_by: str = "name",
     ) -> None:
+        """See a data set as items.
+
+        Args:
+            rows: A `datasets` table or a map-style data set.
+            place: What to call it in messages.
+            image_column: Name of the images' column.
+            label_column: Name of the labels' column; None: items have no labels.
+            classnames: Class names by label.
+            root: Folder that relative image paths start from.
+            background: Colour that transparent pictures are composited on; None: that of `rows`,
+                else white.
+            classnames_by: How the data's class names and `classnames` are matched (`match_names`).
+
+        Raises:
+            ValueError: If a column does not exist, or background or class names do not fit.
+            CalibrationError: If `rows` has no length, or a label is no class.
+        """
         if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
             raise CalibrationError(
                 f"{place}: a data set with a length and numbered items is needed, got "
@@ -118,13 +155,17 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         self.classnames = None if classnames is None else list(classnames)
         self._image_column = image_column
         self._label_column = label_column
+        self._classnames_by = classnames_by
         self.root = root
+        self.background = parse_background(background, place)
         self._labels: list[int] | None = None
         self._rows = rows
         self.has_labels: bool | None = None if label_column is not None else False
         if isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":
             self._read_table(rows)
         elif isinstance(rows, ImageItems):
+            if background is None:
+                self.background = rows.background
             self._adopt(rows)
 
     def _read_table(self, table: datasets.Dataset) -> None:
@@ -158,14 +199,16 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _take_labels(self, values: Sequence[Any], names: Sequence[str] | None) -> None:
         self.has_labels = True
-        self._labels, self.classnames = encode_labels(values, names, self.classnames, self.place)
+        self._labels, self.classnames = encode_labels(
+            values, names, self.classnames, self.place, self._classnames_by
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, label = self.read(index)
-        picture = {"image": to_rgb(image, self.at(index), self.root)}
+        picture = {"image": to_rgb(image, self.at(index), self.root, self.background)}
         return picture if label is None else picture | {"label": label}
 
     def read(self, index: int) -> tuple[Any, int | None]:
@@ -190,7 +233,8 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
     def _item(self, index: int) -> Any:
         try:
             return self._rows[index]
-        except OSError as error:  # data sets that decode pictures themselves
+        # data sets that decode pictures themselves
+        except OSError as error:
             raise CalibrationError(f"{self.at(index)} cannot be read ({error}).") from error
 
     def _image(self, item: Any, index: int) -> Any:

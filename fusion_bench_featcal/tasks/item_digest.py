@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fusion_bench_featcal.tasks.colours import WHITE, Colour
 from fusion_bench_featcal.tasks.images import to_rgb
 
 
-def fixed_content(value: Any, place: str, root: Path | None = None) -> tuple[Any, str]:
+def fixed_content(
+    value: Any, place: str, root: Path | None = None, background: Colour = WHITE
+) -> tuple[Any, str]:
     """A picture whose content can no longer change, and the content's digest.
 
     Nothing is decoded where the data set holds a file or its bytes.
@@ -17,6 +20,7 @@ def fixed_content(value: Any, place: str, root: Path | None = None) -> tuple[Any
         value: Anything `to_rgb` takes.
         place: The item, for messages.
         root: Folder that relative paths start from (None: the current one).
+        background: Colour that transparent pictures are composited on; part of the digest.
 
     Returns:
         Something that `to_rgb` turns into the same picture as the value, and the digest.
@@ -37,8 +41,10 @@ def fixed_content(value: Any, place: str, root: Path | None = None) -> tuple[Any
         except OSError:
             data = None  # `to_rgb` says what is wrong with the file
     if data:
-        return {"bytes": data, "path": path}, hashlib.sha256(b"file\n" + data).hexdigest()
-    picture = to_rgb(value, place, root)
+        return {"bytes": data, "path": path}, hashlib.sha256(
+            f"file on {background}\n".encode() + data
+        ).hexdigest()
+    picture = to_rgb(value, place, root, background)
     found = hashlib.sha256(f"picture {picture.size}\n".encode())
     found.update(picture.tobytes())
     return picture, found.hexdigest()

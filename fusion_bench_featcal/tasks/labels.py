@@ -1,35 +1,64 @@
 """From the labels a data set holds to the index of a class name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
+from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.names import nearest_hint
+
+CLASSNAMES_BY = ("name", "order")
+_EITHER = "either"  # for FusionBench's class names alone
 
 
-def match_names(found: Sequence[str], wanted: Sequence[str], place: str) -> list[int]:
+def check_classnames_by(value: Any, place: str) -> None:
+    """Refuse anything but `name` and `order`.
+
+    Raises:
+        ValueError: Naming the place.
+    """
+    if value not in (*CLASSNAMES_BY, _EITHER):
+        raise ValueError(f"{place}: classnames_by must be name or order, got {value!r}")
+
+
+def sort_names(names: Iterable[str]) -> list[str]:
+    """Sort class names: as numbers where all are numbers, else as texts."""
+    names = sorted(names)
+    return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
+
+
+def match_names(
+    found: Sequence[str], wanted: Sequence[str], place: str, by: str = "name"
+) -> list[int]:
     """For each class name of the data, the position of its class name in the configuration.
 
-    Names that are all known are matched by name, in any order; names that are all unknown
-    (`n01440764`, `0`) are taken in order. Anything between is refused: it would swap classes
-    unnoticed.
+    Names that are all known are matched by name, in any order; numbers from 0 (`0`, `1`, ...) are
+    positions. Names that are all unknown (`n01440764`) are refused, for nothing tells their order;
+    so is anything between: it would swap classes unnoticed.
 
     Args:
         found: The data's own names: folders, distinct text labels, or a data set's class list.
         wanted: The configured class names.
         place: Where the class names are set, for messages.
+        by: `name`; `order` takes the data's classes in order, whatever their names; `either` takes
+            them in order where all are unknown.
 
     Returns:
         Positions in `wanted`, one for each of `found`.
 
     Raises:
-        ValueError: If the two lists neither match by name nor in order.
+        ValueError: If the two lists do not match.
     """
-    if list(found) == list(wanted):
-        return list(range(len(found)))
-    if set(found) <= set(wanted) and len(set(wanted)) == len(wanted):
-        return [list(wanted).index(name) for name in found]
+    in_order = list(range(len(found)))
+    if list(found) == list(wanted) or (by == "order" and len(found) == len(wanted)):
+        return in_order
+    if by != "order":
+        if set(found) <= set(wanted) and len(set(wanted)) == len(wanted):
+            return [list(wanted).index(name) for name in found]
+        numbers = [int(name) if name.isdecimal() else -1 for name in found]
+        is_position = not set(found) & set(wanted) and len(set(numbers)) == len(numbers)
+        if is_position and min(numbers) == 0 and max(numbers) < len(wanted):
+            return numbers
     if len(found) != len(wanted):
         stranger = next((name for name in found if name not in wanted), found[0])
         raise ValueError(
@@ -42,22 +71,33 @@ def match_names(found: Sequence[str], wanted: Sequence[str], place: str) -> list
             raise ValueError(
                 f"{place}: class name {name!r} is label {position} in the data, but stands at "
                 f"{list(wanted).index(name)} in classnames. Use the data's names in any order "
-                f"({_short(found)}), or other names in that order."
+                f"({_short(found)}), or other names in that order and classnames_by: order."
             )
-    return list(range(len(found)))
+    if by == "name" and not set(found) & set(wanted):
+        raise ValueError(
+            f"{place}: the data's classes ({_short(found)}) and classnames ({_short(wanted)}) "
+            "share no name. Use the data's names, or set classnames_by: order if they stand in the "
+            "same order."
+        )
+    return in_order
 
 
 def encode_labels(
-    values: Sequence[Any], names: Sequence[str] | None, classnames: Sequence[str] | None, place: str
+    values: Sequence[Any],
+    names: Sequence[str] | None,
+    classnames: Sequence[str] | None,
+    place: str,
+    by: str = "name",
 ) -> tuple[list[int], list[str] | None]:
     """Class indices of a whole column of labels.
 
     Args:
         values: Integers, or names of classes.
         names: The data's own names for its integers, where it has any.
-        classnames: The configured class names (None: `names`, or the distinct texts in alphabetical
-            order).
+        classnames: The configured class names (None: `names`, or the distinct texts in the order of
+            `sort_names`).
         place: The data, for messages.
+        by: How `names` and `classnames` are matched, see `match_names`.
 
     Returns:
         The index of each item's class, and the class names where they are known.
@@ -67,12 +107,16 @@ def encode_labels(
         CalibrationError: If a label is no class, naming the item.
     """
     if names is None and values and all(isinstance(value, str) for value in values):
-        names = list(classnames or sorted(set(values)))
+        texts = sort_names(set(values))
+        numbered = all(text.isdecimal() for text in texts) and not set(texts) & {
+            *(classnames or ())
+        }
+        names = list(texts if not classnames or numbered or by == "order" else classnames)
     known = names or classnames
     labels = [label_index(v, known, f"{place}, item {i}") for i, v in enumerate(values)]
     if names is None or classnames is None:
         return labels, None if known is None else list(known)
-    positions = match_names(names, classnames, place)
+    positions = match_names(names, classnames, place, by)
     return [positions[label] for label in labels], list(classnames)
 
 

@@ -1,5 +1,6 @@
 """`load_images`: folders, tables and hub data sets as pictures with labels."""
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
@@ -8,9 +9,10 @@ import datasets
 import pyarrow.csv
 from datasets.config import HF_HUB_OFFLINE
 
+from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.images import ImageItems
-from fusion_bench_featcal.tasks.names import nearest_hint
+from fusion_bench_featcal.tasks.labels import check_classnames_by, sort_names
 
 IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -23,6 +25,8 @@ def load_images(
     image_column: str = "image",
     label_column: str | None = "label",
     classnames: Sequence[str] | None = None,
+    background: str | None = None,
+    classnames_by: str = "name",
 ) -> ImageItems:
     """Load pictures from a folder, a table or the hub, without running anybody's code.
 
@@ -40,7 +44,11 @@ def load_images(
         label_column: Column that holds the labels; where there is none, or this is None, the items
             are unlabeled.
         classnames: Class names by label. By default the folders' names, the data set's own class
-            names, or the distinct text labels in alphabetical order.
+            names, or the distinct text labels in alphabetical order (numbers in theirs).
+        background: Colour that transparent pictures are composited on (`white`, `#ff8000`); None:
+            white.
+        classnames_by: How the data's own class names find theirs in `classnames`: by `name`, or in
+            `order`, whatever they are called.
 
     Returns:
         Items `{"image": RGB picture, "label": int}`; pictures are read when an item is asked for.
@@ -49,25 +57,64 @@ def load_images(
         ValueError: If the path, the split or a column does not exist.
         CalibrationError: If the data cannot be read, or a label is out of range.
     """
+    check_classnames_by(classnames_by, f"data {path!r}")
     source = Path(path).expanduser()
-    if source.is_dir():
-        rows, root = _folder(source, split), None
-    elif source.is_file():
-        rows, root = _table(source, split), source.parent
-    elif _looks_like_a_path(path):
-        raise ValueError(
-            f"data {path!r} does not exist: neither a file nor a folder at {source.absolute()}."
-        )
-    else:
-        rows, root = _hub(path, split), None
-    return ImageItems(
+    root = None
+    try:
+        if source.is_dir():
+            rows = _folder(source, split)
+        elif source.is_file():
+            rows, root = _table(source, split), source.parent
+        else:
+            rows = _elsewhere(path, source, split)
+    except PermissionError as error:
+        raise CalibrationError(
+            f"data {path!r} may not be read (permission denied: {error.filename}). Change its "
+            "permissions."
+        ) from error
+    items = ImageItems(
         rows,
         place=f"data {path!r}" + (f", split {split!r}" if split else ""),
         image_column=image_column,
         label_column=label_column,
         classnames=classnames,
         root=root,
+        background=background,
+        classnames_by=classnames_by,
     )
+    if root is not None:
+        _check_files(rows, image_column, root, items.place)
+    return items
+
+
+def _elsewhere(path: str, source: Path, split: str | None) -> datasets.Dataset:
+    if _looks_like_a_path(path):
+        raise ValueError(
+            f"data {path!r} does not exist: neither a file nor a folder at {source.absolute()}."
+        )
+    return _hub(path, split)
+
+
+def _check_files(table: datasets.Dataset, column: str, root: Path, place: str) -> None:
+    """Refuse a table with paths of files that are not there, before any of them is needed."""
+    kind = table.features[column]
+    if isinstance(kind, datasets.Image):
+        structs = table.data.column(column).combine_chunks()
+        held = structs.field("bytes").is_valid().to_pylist()
+        paths = structs.field("path").to_pylist()
+        paths = [None if inside else path for inside, path in zip(held, paths, strict=True)]
+    elif kind == datasets.Value("string"):
+        paths = table[column]
+    else:
+        return
+    files = [None if path is None else root / Path(path).expanduser() for path in paths]
+    missing = [i for i, file in enumerate(files) if file is not None and not os.path.lexists(file)]
+    if missing:
+        raise CalibrationError(
+            f"{place}: {len(missing)} of {len(files)} image files do not exist; the first is item "
+            f"{missing[0]}, {files[missing[0]]} (relative paths start at {root.absolute()}). "
+            f"Correct the table or set image_column (now {column!r})."
+        )
 
 
 def _looks_like_a_path(path: str) -> bool:
@@ -86,7 +133,7 @@ def _folder(folder: Path, split: str | None) -> datasets.Dataset:
             )
         folder = folder / split
     by_class = {entry.name: _image_files(entry) for entry in _subfolders(folder)}
-    by_class = {name: files for name, files in by_class.items() if files}
+    by_class = {name: by_class[name] for name in sort_names(by_class) if by_class[name]}
     if split is None and by_class and set(by_class) <= SPLIT_FOLDERS:
         raise ValueError(f"data {str(folder)!r} has splits: set split to {_or(by_class)}.")
     loose = [str(file) for file in sorted(folder.iterdir()) if _is_image(file)]
@@ -130,7 +177,13 @@ def _is_image(file: Path) -> bool:
 
 
 def _image_files(folder: Path) -> list[str]:
-    return [str(file) for file in sorted(folder.rglob("*")) if _is_image(file)]
+    def refuse(error: OSError) -> None:
+        raise error  # a folder that may not be read would be left out in silence
+
+    found = [
+        Path(place) / name for place, _, names in os.walk(folder, onerror=refuse) for name in names
+    ]
+    return [str(file) for file in sorted(found) if _is_image(file)]
 
 
 def _table(file: Path, split: str | None) -> datasets.Dataset:
@@ -150,6 +203,8 @@ def _table(file: Path, split: str | None) -> datasets.Dataset:
         loaded = datasets.load_dataset(reader, data_files=str(file), split="train")
     except Exception as error:  # the readers raise whatever their parsers raise
         cause = error.__cause__ or error
+        if isinstance(cause, PermissionError):
+            raise cause from error
         raise CalibrationError(
             f"data {str(file)!r} is not readable as {reader}: {cause}"
         ) from error

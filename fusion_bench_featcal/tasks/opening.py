@@ -11,11 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.colours import parse_background
 from fusion_bench_featcal.tasks.definition import TaskDefinition, load_task
 from fusion_bench_featcal.tasks.heads import Templates, known_names, names_of, register_names
 from fusion_bench_featcal.tasks.images import ImageItems
-from fusion_bench_featcal.tasks.names import refuse_unknown_keys
 from fusion_bench_featcal.tasks.pixels import Batch, Processor, stack_pixels, to_pixels
 
 LOADER_DEFAULTS = {"batch_size": 128, "num_workers": 0}
@@ -53,6 +54,37 @@ def open_task(name: str, definition: TaskDefinition, rows: Any = None) -> OpenTa
     return OpenTask(items, *names_of(name))
 
 
+def check_background(task: str, tested: Any, modelpool: Any) -> None:
+    """Refuse calibration images that are composited on another colour than a task's test images.
+
+    Args:
+        task: The task's name.
+        tested: Background of its test images; None: white.
+        modelpool: The model pool with the calibration data.
+
+    Raises:
+        ValueError: If the two colours differ.
+    """
+    for split in ("train", "val", "test"):
+        data = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
+        if data is None:
+            continue
+        place, used = f"modelpool.{split}_datasets.{task}", background_of(data)
+        if parse_background(used, place) != parse_background(tested, f"taskpool.tasks.{task}"):
+            raise ValueError(
+                f"{place}: transparent images are composited on {used or 'white'} here, and on "
+                f"{tested or 'white'} for evaluation: set the same background here and in "
+                f"taskpool.tasks.{task}"
+            )
+
+
+def background_of(data: Any) -> Any:
+    """The key `background` of a data set's configuration, or a data set's own background."""
+    return (
+        data.get("background") if isinstance(data, Mapping) else getattr(data, "background", None)
+    )
+
+
 class EvaluationItems(Dataset):
     """A task's items as pixel values `[channels, height, width]` and label."""
 
@@ -70,7 +102,8 @@ class EvaluationItems(Dataset):
                 f"{self.items.at(index)} has no label, so accuracy cannot be measured. Check "
                 "label_column."
             )
-        return to_pixels(image, self.processor, self.items.at(index), self.items.root), label
+        place, root, background = self.items.at(index), self.items.root, self.items.background
+        return to_pixels(image, self.processor, place, root, background), label
 
 
 def evaluation_loader(items: EvaluationItems, settings: Mapping[str, Any]) -> DataLoader[Batch]:

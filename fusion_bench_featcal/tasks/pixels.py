@@ -1,22 +1,31 @@
 """From pictures to the tensors a CLIP vision model takes."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.colours import WHITE, Colour
 from fusion_bench_featcal.tasks.images import to_rgb
 
 Processor = ProcessorMixin | BaseImageProcessor | Callable[[Any], Tensor]
 Batch = tuple[Tensor, Tensor]
 
 
-def to_pixels(image: Any, processor: Processor, place: str, root: Path | None = None) -> Tensor:
+def to_pixels(
+    image: Any,
+    processor: Processor,
+    place: str,
+    root: Path | None = None,
+    background: Colour = WHITE,
+) -> Tensor:
     """Process one image, exactly as for evaluation.
 
     Args:
@@ -25,21 +34,30 @@ def to_pixels(image: Any, processor: Processor, place: str, root: Path | None = 
         processor: A transformers processor, or a callable from a picture to a tensor.
         place: The item, for messages.
         root: Folder that relative paths start from.
+        background: Colour that transparent pictures are composited on.
 
     Returns:
         Pixel values `[channels, height, width]`, floating point.
 
     Raises:
-        CalibrationError: If the image cannot be read, or the processor gives something else.
+        CalibrationError: If the image cannot be read, or the processor fails on it or gives
+            something else.
     """
-    if isinstance(processor, ProcessorMixin | BaseImageProcessor):
-        picture = to_rgb(image, place, root)
-        prepare: Any = processor  # typed as if it took text only
-        pixels = prepare(images=[picture], return_tensors="pt")["pixel_values"][0]
-    elif isinstance(image, np.ndarray | Tensor):
-        pixels = processor(image)
-    else:
-        pixels = processor(to_rgb(image, place, root))
+    is_plain = not isinstance(processor, ProcessorMixin | BaseImageProcessor)
+    given: Any = image
+    if not (is_plain and isinstance(image, np.ndarray | Tensor)):
+        given = to_rgb(image, place, root, background)
+    try:
+        pixels = processor(given) if is_plain else _prepared(processor, given)
+    # processors raise whatever their image library raises
+    except Exception as error:
+        shown = "it"
+        if isinstance(given, Image.Image):
+            shown = f"a picture {given.width} pixels wide and {given.height} high"
+        raise CalibrationError(
+            f"{place}: the processor cannot prepare {shown} ({type(error).__name__}: {error}). "
+            "Remove or replace it, or change the processor."
+        ) from error
     if not isinstance(pixels, Tensor) or pixels.ndim != 3 or not pixels.is_floating_point():
         got = (
             f"{pixels.dtype} {list(pixels.shape)}"
@@ -51,6 +69,21 @@ def to_pixels(image: Any, processor: Processor, place: str, root: Path | None = 
             f"width] per image, got {got}."
         )
     return pixels
+
+
+def _prepared(processor: Any, picture: Image.Image) -> Any:
+    """One picture through a transformers processor, as it comes out."""
+    images = getattr(processor, "image_processor", processor)
+    edge = dict(getattr(images, "size", None) or {}).get("shortest_edge")
+    if edge and Image.MAX_IMAGE_PIXELS is not None:
+        enlarged = edge * edge * max(picture.size) // min(picture.size)
+        if enlarged > 2 * Image.MAX_IMAGE_PIXELS:  # PIL's own limit for files
+            raise ValueError(f"it would be enlarged to {enlarged} pixels before it is cropped")
+    options = {}
+    # Processors that compute in numpy take 1 or 3 rows of pixels for channels unless told.
+    if "input_data_format" in inspect.signature(images.preprocess).parameters:
+        options["input_data_format"] = "channels_last"
+    return processor(images=[picture], return_tensors="pt", **options)["pixel_values"][0]
 
 
 def stack_pixels(

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 import fusion_bench_featcal.compat  # noqa: F401
@@ -21,12 +20,14 @@ from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
 from fusion_bench.utils import count_parameters
 
+from fusion_bench_featcal.engine.samples import check_token_ids
+from fusion_bench_featcal.nearest_names import refuse_unknown_keys
+from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.names import refuse_unknown_keys
 from fusion_bench_featcal.tasks.parts import build_part, load_part
 from fusion_bench_featcal.tasks.text_generation import answer_texts, target_loss
 from fusion_bench_featcal.tasks.text_metrics import METRICS, Metric, exact_matches, spearman
-from fusion_bench_featcal.text_samples import IGNORED, Sample, TextEncoder, TextKind
+from fusion_bench_featcal.text_samples import IGNORED, Sample, TextEncoder, TextKind, pad_samples
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
             token, averaged over rows.
 
         Raises:
-            CalibrationError: If a row has no text or target.
+            CalibrationError: If a row has no text or target, or token ids that the model lacks.
             TypeError: If the model does not generate text.
         """
         refuse_unknown_keys(kwargs, ["model", "name"], "evaluate")
@@ -180,7 +181,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         model = self.fabric.to_device(model).eval()
         scores = {
             task: self._score(model, task)
-            for task in tqdm(list(self.test_dataloaders), desc="Evaluating tasks", leave=False)
+            for task in progress_bar(list(self.test_dataloaders), what="evaluating", unit="task")
         }
         average = {
             key: fmean(score[key] for score in scores.values()) for key in ("accuracy", "loss")
@@ -198,6 +199,9 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         encoder = TextEncoder(self.tokenizer, kind, self.max_length)
         task, size = self._task(encoder, name), self.batch_size
         most = self._longest_answer(task)
+        for number, sample in enumerate(task.samples):
+            place = f"task {name!r}, test row {number}"
+            check_token_ids(pad_samples([sample], encoder), model, lambda _, place=place: place)
         with self.fabric.autocast(), told_task(model, name):
             answers = answer_texts(model, encoder, task.prompts, batch_size=size, most=most)
             loss = target_loss(model, encoder, task.samples, batch_size=size)

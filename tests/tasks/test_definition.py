@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 from tiny_images import SHAPES, picture
 
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks import load_images
 from fusion_bench_featcal.tasks.definition import TaskDefinition, load_task, parse_tasks
 
 
@@ -73,6 +74,21 @@ def test_data_of_a_target_with_other_columns(shapes):
     items = load_task("shapes", task)
     assert [items[index]["label"] for index in (0, 4, 8)] == [1, 2, 0]
     assert items[0]["image"].tobytes() == picture(0).tobytes()
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_order_of_fusion_benchs_class_names_is_no_order_of_folders(shapes, as_folder):
+    known = ["a ring", "a box", "a sun"]
+    labels = datasets.ClassLabel(names=list(SHAPES))
+    features = datasets.Features({"image": datasets.Image(), "label": labels})
+    rows = [{"image": picture(n), "label": n} for n in range(3)]
+    table = datasets.Dataset.from_list(rows, features=features)
+    assert [item["label"] for item in load_task("shapes", only(), known, table)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="share no name"):
+        if as_folder:
+            load_task("shapes", only(data=str(shapes)), known)
+        else:
+            load_task("shapes", only(), known, load_images(str(shapes)))
 
 
 def test_target_that_gives_several_splits_needs_one(shapes):

@@ -20,12 +20,14 @@ def harness(monkeypatch):
     """What was asked of lm-eval."""
     asked: dict[str, Any] = {}
     parts = {name: types.ModuleType(name) for name in (
-        "lm_eval", "lm_eval.models", "lm_eval.models.huggingface")}  # fmt: skip
+        "lm_eval", "lm_eval.models", "lm_eval.models.huggingface", "lm_eval.tasks")}  # fmt: skip
     for name, part in parts.items():
         part.__spec__ = importlib.machinery.ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, part)
     whole: Any = parts["lm_eval"]
     wrapper: Any = parts["lm_eval.models.huggingface"]
+    listed: Any = parts["lm_eval.tasks"]
+    listed.TaskManager = lambda **options: types.SimpleNamespace(all_tasks=list(RESULTS), **options)
     wrapper.HFLM = lambda **options: asked.update(wrapped=options)
     whole.simple_evaluate = lambda **options: asked.update(options) or {"results": RESULTS}
     return asked
@@ -54,6 +56,8 @@ def test_a_metric_that_is_not_there_is_named(harness, tmp_path):
 def test_unknown_keys_and_no_tasks_are_refused(harness):
     with pytest.raises(ValueError, match=r"taskpool.*limits"):
         LMEvalTaskPool({"gsm8k": "x"}, tokenizer="x", limits=1)
+    with pytest.raises(ValueError, match=r"include_path 'nowhere' is no folder"):
+        LMEvalTaskPool({"gsm8k": "x"}, tokenizer="x", include_path="nowhere")
     with pytest.raises(ValueError, match="no tasks"):
         LMEvalTaskPool({}, tokenizer="x")
 

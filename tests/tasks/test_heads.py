@@ -110,5 +110,41 @@ def test_only_the_named_tasks_heads_are_forgotten(make_pool, shapes):
     assert forget_stored_heads(["ours"]) == 0
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"null",
+        b'{"input_args": 3}',
+        b'{"input_args": {"task": 3}}',
+    ],
+)
+def test_heads_with_a_damaged_note_are_made_anew(make_pool, shapes, damage, caplog):
+    tasks = {"shapes": {"data": str(shapes)}}
+    pool = make_pool(tasks=tasks)
+    pool.setup()
+    first = StoredHeads().head("shapes", pool.processor, pool.clip_model)
+    (note,) = cache_utils.DEFAULT_CACHE_DIR.rglob("metadata.json")
+    note.write_bytes(damage)
+    make_pool(tasks=tasks)
+    assert f"{note.parent} is damaged" in caplog.text
+    assert not note.parent.exists()
+    assert torch.equal(StoredHeads().head("shapes", pool.processor, pool.clip_model), first)
+
+
+@pytest.mark.parametrize("part", ["output.pkl", "metadata.json"])
+def test_stored_heads_with_damaged_or_missing_parts(make_pool, shapes, part):
+    pool = make_pool(tasks={"shapes": {"data": str(shapes)}})
+    pool.setup()
+    first = StoredHeads().head("shapes", pool.processor, pool.clip_model)
+    (file,) = cache_utils.DEFAULT_CACHE_DIR.rglob(part)
+    file.write_bytes(file.read_bytes()[:20])
+    assert make_pool(tasks={"shapes": {"data": str(shapes)}})
+    assert torch.equal(StoredHeads().head("shapes", pool.processor, pool.clip_model), first)
+
+
 def test_no_cache_folder_is_no_problem(tmp_path):
     assert forget_stored_heads(["shapes"], tmp_path / "nowhere") == 0

@@ -12,8 +12,28 @@ def test_names_that_are_all_known_are_matched_by_name():
     assert match_names(["b", "a"], ["a", "b", "c"], "here") == [1, 0]
 
 
-def test_names_that_are_all_unknown_are_taken_in_order():
-    assert match_names(["n01", "n02"], ["cat", "dog"], "here") == [0, 1]
+def test_names_that_are_all_unknown_are_taken_in_order_only_when_told():
+    for by in ("order", "either"):
+        assert match_names(["n01", "n02"], ["cat", "dog"], "here", by) == [0, 1]
+    with pytest.raises(ValueError, match=r"'n01', 'n02'\) and .*'cat', 'dog'\) share no name"):
+        match_names(["n01", "n02"], ["cat", "dog"], "here")
+    with pytest.raises(ValueError, match="2 class names for the 1"):
+        match_names(["n01"], ["cat", "dog"], "here", "order")
+
+
+def test_order_goes_before_names():
+    assert match_names(["b", "a"], ["a", "b"], "here", "order") == [0, 1]
+    assert match_names(["b", "a"], ["a", "b"], "here", "either") == [1, 0]
+
+
+def test_numbers_from_zero_are_positions():
+    found = [str(number) for number in range(12)]
+    assert match_names(sorted(found), [f"class {n}" for n in range(12)], "here") == [
+        int(name) for name in sorted(found)
+    ]
+    assert match_names(["00", "02"], ["a", "b", "c"], "here") == [0, 2]
+    with pytest.raises(ValueError, match="share no name"):
+        match_names(["1", "2"], ["a", "b"], "here")
 
 
 def test_equal_lists_with_repeated_names_match_in_order():

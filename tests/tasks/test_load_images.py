@@ -2,9 +2,14 @@
 
 import io
 import json
+import os
+from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -74,9 +79,32 @@ def test_classnames_renumber_labels_by_name(shapes):
     assert [items[index]["label"] for index in (0, 4, 8)] == [1, 2, 0]
 
 
-def test_classnames_replace_folder_names_in_order(shapes):
-    items = load_images(str(shapes), classnames=["a ring", "a box", "a sun"])
+def test_classnames_replace_folder_names_in_order_only_when_told(shapes):
+    others = ["a ring", "a box", "a sun"]
+    with pytest.raises(ValueError, match=r"'circle', .* share no name\..*classnames_by: order"):
+        load_images(str(shapes), classnames=others)
+    items = load_images(str(shapes), classnames=others, classnames_by="order")
     assert [items[index]["label"] for index in (0, 4, 8)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="classnames_by must be name or order, got 'place'"):
+        load_images(str(shapes), classnames_by="place")
+
+
+@pytest.mark.parametrize("names", [None, [f"class {number}" for number in range(12)]])
+def test_numbered_folders_are_labels(tmp_path, names):
+    folder = write_class_folders(tmp_path / "n", [str(n) for n in range(12)], per_class=1)
+    items = load_images(str(folder), classnames=names)
+    assert [item["label"] for item in items] == list(range(12))
+    assert items.classnames == (names or [str(n) for n in range(12)])
+    assert contents(items)[2][0] == picture(200).tobytes()
+
+
+def test_numbered_texts_in_a_table_are_labels(shapes):
+    lines = [{"image": r["file"], "label": str(i)} for i, r in enumerate(rows_of(shapes))]
+    (shapes / "table.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    names = [f"class {number}" for number in range(12)]
+    for given in (None, names):
+        items = load_images(str(shapes / "table.jsonl"), classnames=given)
+        assert [item["label"] for item in items] == list(range(12))
 
 
 def test_split_folders(tmp_path):
@@ -186,8 +214,49 @@ def test_damaged_file_is_named(shapes):
 def test_missing_file_is_named_with_where_it_was_looked_for(shapes):
     table = write_table(shapes, ".jsonl")
     (shapes / "circle" / "00.png").unlink()
-    with pytest.raises(CalibrationError, match=r"circle/00\.png does not exist \(relative paths"):
-        load_images(table, image_column="file", label_column="kind")[0]
+    (shapes / "star" / "01.png").unlink()
+    expected = r"2 of 12 image files do not exist; .*item 0, .*circle/00\.png \(relative paths"
+    with pytest.raises(CalibrationError, match=expected):
+        load_images(table, image_column="file", label_column="kind")
+
+
+def test_missing_file_of_a_table_of_images_is_named(shapes, tmp_path):
+    inside = {"bytes": (shapes / "star" / "00.png").read_bytes(), "path": "nowhere.png"}
+    rows = [{"image": inside}, {"image": {"bytes": None, "path": "shapes/star/01.png"}}]
+    for extra, missing in (([], 0), ([{"image": {"bytes": None, "path": "gone.png"}}], 1)):
+        table = datasets.Dataset.from_list(
+            rows + extra, features=datasets.Features({"image": datasets.Image(decode=False)})
+        )
+        pyarrow.parquet.write_table(table.data.table, tmp_path / "images.parquet")
+        if not missing:
+            assert len(load_images(str(tmp_path / "images.parquet"))) == 2
+            continue
+        with pytest.raises(CalibrationError, match=r"1 of 3 image files .*item 2, .*gone\.png"):
+            load_images(str(tmp_path / "images.parquet"))
+
+
+@pytest.mark.parametrize("place", ["folder", "class folder", "table"])
+def test_data_that_may_not_be_read(shapes, place, monkeypatch):
+    path = {"folder": shapes, "class folder": shapes / "star"}.get(place)
+    path = path or Path(write_table(shapes, ".csv"))
+    if os.geteuid() == 0:  # who may read everything
+
+        def refuse(name: Any, *rest: Any, **options: Any) -> Any:
+            if Path(name) == path:
+                raise PermissionError(13, "Permission denied", str(name))
+            return real(name, *rest, **options)
+
+        owner, name = {"class folder": (os, "scandir"), "table": (pyarrow.csv, "read_csv")}.get(
+            place, (os, "listdir")
+        )
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, refuse)
+    else:
+        path.chmod(0)
+    data = path if place == "table" else shapes
+    expected = rf"data '{data}' may not be read \(permission denied: {path}\)"
+    with pytest.raises(CalibrationError, match=expected):
+        load_images(str(data), image_column="file", label_column="kind")
 
 
 def test_image_column_without_images(tmp_path):
@@ -215,11 +284,6 @@ def as_bytes(image: Image.Image) -> bytes:
 )
 def test_forms_of_one_picture(form):
     assert to_rgb(form(picture(3)), "here").tobytes() == picture(3).tobytes()
-
-
-def test_float_arrays_are_no_pictures():
-    with pytest.raises(CalibrationError, match=r"must be uint8 .*got float32 \[4, 4\]"):
-        to_rgb(np.zeros((4, 4), np.float32), "here")
 
 
 @pytest.mark.parametrize(

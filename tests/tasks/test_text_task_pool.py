@@ -42,6 +42,14 @@ def rows() -> Any:
     return load_text_split(TASK, "test").select(range(0, 450, 9))
 
 
+def test_token_ids_that_a_model_lacks_name_task_and_row(expert, tokenizer):
+    rows = [{"input_ids": [9, 9], "labels": [-100, 8]}, {"input_ids": [9, 99_999]}]
+    rows[1]["labels"] = [-100, 99_999]
+    pool = TextTaskPool({TASK: rows}, tokenizer=tokenizer)
+    with pytest.raises(CalibrationError, match=rf"task '{TASK}', test row 1: .* token id 99999"):
+        evaluate(pool, expert, name="expert")
+
+
 def one_by_one(model, tokenizer, suite, prompt):
     """The answer without batches, caches or generate."""
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])

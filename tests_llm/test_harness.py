@@ -1,0 +1,113 @@
+"""The LM Evaluation Harness itself, on a tiny Llama and tasks made on the spot."""
+
+import copy
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_texts import llama_model, word_tokenizer
+
+from fusion_bench_featcal.boundary.evaluation import evaluate
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
+
+WORDS = list("abcdefghijklmnopqrst")
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: " "
+"""
+KINDS = {
+    "tiny_choice": f"""
+output_type: multiple_choice
+doc_to_choice: {WORDS}
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+""",
+    "tiny_writing": """
+output_type: generate_until
+generation_kwargs: {until: ["@"], max_gen_toks: 1, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+}
+RIGHT = 3  # of eight
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama_model().eval()
+
+
+def questions_with_next_words(model: Any, tokenizer: Any) -> list[tuple[str, str]]:
+    """Eight questions whose likeliest next token, by the model's own logits, is one of `WORDS`."""
+    pairs = []
+    for words in product(WORDS[:6], repeat=2):
+        ids = torch.tensor([tokenizer(" ".join(words))["input_ids"]])
+        with torch.no_grad():
+            said = tokenizer.decode([int(model(ids).logits[0, -1].argmax())])
+        if said in WORDS:
+            pairs.append((" ".join(words), said))
+    assert len(pairs) >= 8 and len({said for _, said in pairs[:8]}) > 1
+    return pairs[:8]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory, model) -> Any:
+    """A pool on two tasks, in which the model is right `RIGHT` times of eight."""
+    folder = tmp_path_factory.mktemp("tasks")
+    tokenizer = word_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    rows = [
+        {"question": question, "answer": said if number < RIGHT else "a" if said != "a" else "b"}
+        for number, (question, said) in enumerate(questions_with_next_words(model, tokenizer))
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, kind in KINDS.items():
+        text = TASK.format(name=name, file=folder / "rows.jsonl") + kind
+        (folder / f"{name}.yaml").write_text(text)
+    return LMEvalTaskPool(
+        {"tiny_choice": "acc,none", "tiny_writing": "exact_match,none"},
+        tokenizer=str(folder / "tokenizer"),
+        include_path=str(folder),
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def changed(pool: Any, **values: Any) -> Any:
+    """A copy with other settings; it has the same index of tasks, which takes seconds to make."""
+    assert pool._task_manager
+    other = copy.copy(pool)
+    for name, value in values.items():
+        setattr(other, name, value)
+    return other
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_accuracy_is_that_of_the_model(pool, model, batch_size):
+    found = evaluate(changed(pool, batch_size=batch_size), model, name="merged")
+    assert found.accuracy == {"tiny_choice": RIGHT / 8, "tiny_writing": RIGHT / 8}
+
+
+def test_limit_counts_rows(pool, model):
+    found = evaluate(changed(pool, limit=4), model, name="merged")
+    assert found.accuracy == {"tiny_choice": RIGHT / 4, "tiny_writing": RIGHT / 4}
+
+
+def test_metric_that_lm_eval_does_not_give(pool, model):
+    with pytest.raises(CalibrationError, match=r"tasks\.tiny_choice: .*'f1,none' but .*'acc,none'"):
+        changed(pool, tasks={"tiny_choice": "f1,none"}).evaluate(model)
+
+
+def test_task_that_lm_eval_does_not_have(pool, model):
+    with pytest.raises(CalibrationError, match=r"tiny_chocie: .*\(nearest: 'tiny_choice'\)"):
+        changed(pool, tasks={"tiny_chocie": "acc,none"}).evaluate(model)
