@@ -17,8 +17,10 @@ from fusion_bench_featcal.baselines.settings import (
     setting_names,
     settings_from,
 )
-from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, check_merger, plain
-from fusion_bench_featcal.boundary.pool_models import check_pool_models, load_input_processor
+from fusion_bench_featcal.boundary.ending import ends_cleanly
+from fusion_bench_featcal.boundary.options import check_merger, plain, take_fusion_bench_keys
+from fusion_bench_featcal.boundary.pool_checks import check_pool_models
+from fusion_bench_featcal.boundary.pool_models import load_input_processor
 from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
 from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.boundary.saving import CompleteSaver
@@ -27,7 +29,14 @@ from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 
-_OWN_KEYS = ("base_method", "clip_model", "final_norm")
+OWN_KEYS = {
+    "base_method": "Config of the upstream merger (method@method.base_method=task_arithmetic); "
+    "None takes the pool's `_merged_` model.",
+    "clip_model": "Folder or hub id of the CLIP model with the visual projection; None: the "
+    "pool's base model.",
+    "final_norm": "Name of the module behind which a language model is corrected; None: found.",
+}
+"""Keys beside the settings -> their meaning; the default of each is None."""
 
 
 class SurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -44,7 +53,7 @@ class SurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
     final_norm: str | None
     settings: SurgerySettings
     _config_mapping = BaseAlgorithm._config_mapping | {
-        name: name for name in (*setting_names(SurgerySettings), *_OWN_KEYS)
+        name: name for name in (*setting_names(SurgerySettings), *OWN_KEYS)
     }
 
     def __init__(self, **keys: Any) -> None:
@@ -75,7 +84,7 @@ class ProbSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
     final_norm: str | None
     settings: ProbSurgerySettings
     _config_mapping = BaseAlgorithm._config_mapping | {
-        name: name for name in (*setting_names(ProbSurgerySettings), *_OWN_KEYS)
+        name: name for name in (*setting_names(ProbSurgerySettings), *OWN_KEYS)
     }
 
     def __init__(self, **keys: Any) -> None:
@@ -106,7 +115,7 @@ class RidgeSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
     final_norm: str | None
     settings: RidgeSurgerySettings
     _config_mapping = BaseAlgorithm._config_mapping | {
-        name: name for name in (*setting_names(RidgeSurgerySettings), *_OWN_KEYS)
+        name: name for name in (*setting_names(RidgeSurgerySettings), *OWN_KEYS)
     }
 
     def __init__(self, **keys: Any) -> None:
@@ -129,6 +138,7 @@ class RidgeSurgeryAlgorithm(LightningFabricMixin, BaseAlgorithm):
 CorrectionAlgorithm = SurgeryAlgorithm | ProbSurgeryAlgorithm | RidgeSurgeryAlgorithm
 
 
+@ends_cleanly
 def run_correction(algorithm: CorrectionAlgorithm, modelpool: BaseModelPool) -> Corrected:
     """Merge with the upstream merger, then correct the final features task by task.
 
@@ -145,8 +155,8 @@ def run_correction(algorithm: CorrectionAlgorithm, modelpool: BaseModelPool) -> 
     if algorithm.fabric.world_size > 1:
         raise CalibrationError("surgery methods run on one device: set fabric.devices=1")
     check_upstream(algorithm.base_method, modelpool)
+    check_pool_models(modelpool, algorithm.fabric)
     processor = load_input_processor(modelpool)
-    check_pool_models(modelpool)
     site = algorithm.clip_model, algorithm.final_norm
     check_post_merging(modelpool, algorithm.settings, processor, *site)
     model = run_post_merging(
@@ -186,9 +196,11 @@ def _row(algorithm: CorrectionAlgorithm) -> Row:
 
 def _take_keys(algorithm: CorrectionAlgorithm, kind: Any, keys: dict[str, Any]) -> dict[str, Any]:
     """Check an algorithm's keys and set them as its attributes; return FusionBench's own keys."""
-    meta = {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
-    own = {key: keys.pop(key, None) for key in _OWN_KEYS}
-    settings = settings_from(kind, {key: plain(value) for key, value in keys.items()})
+    meta = take_fusion_bench_keys(keys)
+    own = {key: keys.pop(key, None) for key in OWN_KEYS}
+    settings = settings_from(
+        kind, {key: plain(value) for key, value in keys.items()}, list(OWN_KEYS)
+    )
     check_merger(own["base_method"])
     for key, what in (
         ("clip_model", "a folder or hub id of a CLIP model"),

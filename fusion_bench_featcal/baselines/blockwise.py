@@ -13,15 +13,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from fusion_bench_featcal.baselines.least_squares import GainMean, LinearMean, shrink_off_diagonal
 from fusion_bench_featcal.core import frobenius_norm
+from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import moment_dtype, weight_of_norm
 from fusion_bench_featcal.core.triangle import mirror_lower
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import BlockModules, Site, find_all_modules
-from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.recording import Recorder
 from fusion_bench_featcal.engine.run import Autocast, Modes, device_of, leading_to, needed_by
 from fusion_bench_featcal.engine.samples import (
@@ -33,8 +32,10 @@ from fusion_bench_featcal.engine.samples import (
 )
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under, source_of
+from fusion_bench_featcal.experts_config import check_same_function, config_of
 from fusion_bench_featcal.families import Family, resolve_family
 from fusion_bench_featcal.families.views import view_of
+from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,8 @@ def merge_blockwise(
     settings = settings.replace(calibrate_norm=rule.weighs_gains, anchor_rho=1.0)
     check_inputs(base, experts, batches, settings)
     family = resolve_family(settings.family, base)
+    for task, expert in experts.items():
+        check_same_function(task, config_of(expert), config_of(base), settings.ignore_config)
     view, home = view_of(family), device_of(base)
     base = view.shown(base)
     stages = family.stages(base)
@@ -138,8 +141,8 @@ def merge_blockwise(
         modules=find_all_modules(base, stages, settings),
     )
     _load_means(model, list(run.experts.values()))
-    tasks = {task: take_samples(task, batches[task], settings) for task in experts}
-    bar = tqdm(total=len(run.modules), disable=not progress, leave=False, unit="block")
+    tasks = {task: take_samples(task, batches[task], settings, base) for task in experts}
+    bar = progress_bar(total=len(run.modules), unit="block", show=progress)
     with torch.autocast(device_of(model).type, enabled=False), bar:
         for index, stage in enumerate(stages):
             tasks = streams = _begin_stage(run, stages, index, tasks)

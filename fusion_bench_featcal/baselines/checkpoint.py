@@ -1,20 +1,26 @@
 """Folders of merged models with corrections: written and read in one way."""
 
-import json
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
+from fusion_bench_featcal.compare.files import ReportError, plain, read_json, sealed_json
 from fusion_bench_featcal.settings import CalibrationError
 
 VARIANT = "uncorrected"
 """Weights of the merged model carry this in their file's name, so that the folder does not load as
 a plain model: that would silently leave the corrections out."""
+
+
+_WEIGHTS = "weights"
+"""Key of the corrections' file's digest in the description."""
 
 
 def task_key(task: str) -> str:
@@ -57,8 +63,9 @@ def save_checkpoint(
     }
     save_file(tensors, target / f"{stem}.safetensors")
     told = {name: getattr(corrected, name) for name in ("tasks", "samples", "curves")}
-    text = json.dumps(told | dict(description), indent=2) + "\n"
-    (target / f"{stem}.json").write_text(text, encoding="utf-8")
+    weights = hashlib.sha256((target / f"{stem}.safetensors").read_bytes()).hexdigest()
+    content = plain(told | dict(description) | {_WEIGHTS: weights}, f"{stem}.json")
+    (target / f"{stem}.json").write_text(sealed_json(content), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -87,15 +94,21 @@ def load_corrections(folder: str | Path, stem: str) -> SavedCorrections:
         The corrections.
 
     Raises:
-        CalibrationError: If the folder holds no such model.
+        CalibrationError: If the folder holds no such model, or a file is damaged.
     """
     weights, text = (Path(folder) / f"{stem}.{kind}" for kind in ("safetensors", "json"))
     if not (weights.is_file() and text.is_file()):
         raise CalibrationError(
             f"{folder} holds no corrected model: {weights.name} or {text.name} is missing"
         )
-    description = json.loads(text.read_text(encoding="utf-8"))
-    tensors = load_file(weights)
+    try:
+        description, content = read_json(text), weights.read_bytes()
+        digest = description.pop(_WEIGHTS, None)  # which earlier versions did not write
+        if digest is not None and digest != hashlib.sha256(content).hexdigest():
+            raise CalibrationError(f"{weights} is damaged: its digest is another. Save it again")
+        tensors = load(content)
+    except (OSError, ReportError, SafetensorError) as error:
+        raise CalibrationError(f"the corrected model in {folder} is damaged: {error}") from error
     parts = {
         task: {
             name.removeprefix(prefix): tensor

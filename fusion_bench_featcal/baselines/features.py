@@ -1,7 +1,5 @@
 """Final features of the merged model and the experts, each sample passed once."""
 
-import dataclasses
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -10,15 +8,10 @@ from fusion_bench import BaseModelPool
 from torch import Tensor, nn
 
 from fusion_bench_featcal.baselines.settings import CorrectionSettings
-from fusion_bench_featcal.calibration_data import TaskBatches, calibration_batches, draw_samples
-from fusion_bench_featcal.calibration_text import TextBatches
+from fusion_bench_featcal.boundary.tokenizers import text_kind
+from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-
-log = logging.getLogger(__name__)
-
-
-Batches = TaskBatches | TextBatches
 
 
 class FeatureSite(Protocol):
@@ -113,9 +106,8 @@ def open_stream(
 ) -> dict[str, Any]:
     """Draw the samples that a method's settings ask for; nothing is read yet.
 
-    The draw is FeatCal's: with the same seed, split and number, the same samples. A test stream
-    with fewer than `samples_per_task` is taken whole, as when it is cycled through; fewer
-    calibration samples than asked for are refused, as by FeatCal.
+    The draw is FeatCal's: with the same seed, split and number, the same samples. A task with fewer
+    than `samples_per_task` is taken whole.
 
     Targets of texts in the test stream are the expert's own greedy answers, whatever the settings
     say: the data's would be the answers that the model is tested on.
@@ -132,42 +124,27 @@ def open_stream(
         Task -> batches, as `calibration_batches` gives them.
 
     Raises:
-        CalibrationError: If the pool lacks the split for a task, or has too few samples.
+        CalibrationError: If the pool lacks the split for a task, or has no samples.
     """
     split, on_test = stream_split(settings), settings.stream == "test_tta"
     _check_stream(modelpool, settings, split)
+    answers = on_test and text_kind(modelpool) is not None
     wanted = FeatCalSettings(
         samples_per_task=settings.samples_per_task,
         batch_size=settings.batch_size,
         seed=settings.seed,
         calibration_split=split,
-        calibration_targets="generated" if on_test else settings.calibration_targets,
+        calibration_targets="generated" if answers else settings.calibration_targets,
         generated_tokens=settings.generated_tokens,
         max_length=settings.max_length,
     )
     tasks = modelpool.model_names
-    if not on_test:
-        return calibration_batches(
-            modelpool, tasks, wanted, processor, device=device, images=images
-        )
-    one = wanted.replace(samples_per_task=1)
-    one_each = calibration_batches(modelpool, tasks, one, processor, device=device, images=images)
-    return {task: _up_to(batches, wanted) for task, batches in one_each.items()}
+    return calibration_batches(modelpool, tasks, wanted, processor, device=device, images=images)
 
 
 def stream_split(settings: CorrectionSettings) -> str:
     """The split that the settings' stream comes from: `test`, or `calibration_split`."""
     return "test" if settings.stream == "test_tta" else settings.calibration_split
-
-
-def _up_to(batches: Batches, wanted: FeatCalSettings) -> Batches:
-    """A task's batches with as many samples as wanted, or all."""
-    available = len(batches.rows if isinstance(batches, TextBatches) else batches.items)
-    number = min(available, wanted.samples_per_task)
-    if number < wanted.samples_per_task:
-        log.info("%s has %d test samples: all are used", batches.task, available)
-    indices = draw_samples(available, batches.task, wanted.replace(samples_per_task=number))
-    return dataclasses.replace(batches, indices=indices)
 
 
 def _check_stream(modelpool: BaseModelPool, settings: CorrectionSettings, split: str) -> None:

@@ -49,7 +49,8 @@ def solve_seen(
     scales = sizes.where(sizes > 0, torch.ones_like(sizes))
     correlations = (gram + gram.T) / 2 / (scales[:, None] * scales)
     if floor > 0 and bool((sizes > 0).all()):
-        factor, _ = factorise(correlations, floor=floor, precision=precision)
+        rounding = torch.finfo(precision).eps
+        factor, _ = factorise(correlations, floor=floor, rounding=rounding)
         return torch.cholesky_solve((right / scales).T, factor).T / scales, len(gram)
     energies, directions = torch.linalg.eigh(correlations)
     seen = energies > len(gram) * torch.finfo(precision).eps * energies.max()

@@ -22,13 +22,18 @@ from fusion_bench_featcal.baselines.pool_merging import (
 )
 from fusion_bench_featcal.baselines.regmean import regmean
 from fusion_bench_featcal.baselines.regmean_plusplus import regmean_plusplus
+from fusion_bench_featcal.boundary.ending import ends_cleanly
 from fusion_bench_featcal.boundary.options import check_merger, plain
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, check_pool_models, pool_source
+from fusion_bench_featcal.boundary.pool_checks import check_pool_models
+from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, pool_source
 from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
 from fusion_bench_featcal.boundary.standalone import Row, run_merging, run_post_merging
+from fusion_bench_featcal.calibration_data import samples_used
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _REGMEAN_KEYS = {name: name for name in (*MERGER_SETTINGS, "off_diagonal", "task_weights")}
+
+_REGRESSION = ("off_diagonal", "task_weights")
 
 
 class RegMeanAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -50,7 +55,7 @@ class RegMeanAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         Rule(stream="expert", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights)
         self.off_diagonal, self.task_weights = off_diagonal, task_weights
-        super().__init__(**take_settings(self, keys, MERGER_SETTINGS))
+        super().__init__(**take_settings(self, keys, MERGER_SETTINGS, _REGRESSION))
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
@@ -82,7 +87,7 @@ class RegMeanPlusPlusAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         Rule(stream="merged", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights)
         self.off_diagonal, self.task_weights = off_diagonal, task_weights
-        super().__init__(**take_settings(self, keys, MERGER_SETTINGS))
+        super().__init__(**take_settings(self, keys, MERGER_SETTINGS, _REGRESSION))
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
@@ -138,12 +143,13 @@ class AnchorOnlyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         check_merger(base_method)
         self.base_method = base_method
-        super().__init__(**take_settings(self, keys, ANCHOR_SETTINGS))
+        super().__init__(**take_settings(self, keys, ANCHOR_SETTINGS, ("base_method",)))
 
     def on_run_start(self) -> None:
         """Take the suite's own task pool where none was named; check the log directory."""
         prepare_run(self._program, self.log_dir)
 
+    @ends_cleanly
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, then move to the anchor.
 
@@ -158,7 +164,7 @@ class AnchorOnlyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         check_upstream(self.base_method, modelpool)
         check_base(modelpool)
-        check_pool_models(modelpool)
+        check_pool_models(modelpool, self.fabric)
         base = pool_source(modelpool, BASE_MODEL, stream_experts="auto")
         settings = {name: getattr(self.settings, name) for name in ANCHOR_SETTINGS}
         row = Row(name="anchor_only", settings=settings, seed=None, samples=lambda model: {})
@@ -167,6 +173,7 @@ class AnchorOnlyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         )
 
 
+@ends_cleanly
 def _merge(
     algorithm: Any,
     name: str,
@@ -176,13 +183,13 @@ def _merge(
 ) -> nn.Module:
     """Merge the pool's experts, and report where the program runs this method itself."""
     settings: FeatCalSettings = algorithm.settings
-    drawn = {"samples": settings.samples_per_task, "split": settings.calibration_split}
+    drawn = settings.samples_per_task, settings.calibration_split
     row = Row(
         name=name,
         # As `method=compare` notes them for a merger.
         settings=plain(getattr(algorithm._program, "_method", None)) or {},
         seed=settings.seed,
-        samples=lambda model: dict.fromkeys(modelpool.model_names, drawn),
+        samples=lambda model: samples_used(modelpool, modelpool.model_names, *drawn),
     )
     return run_merging(
         algorithm,

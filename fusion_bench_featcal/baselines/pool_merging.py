@@ -1,22 +1,22 @@
 """What mergers and the anchor take from a FusionBench pool: experts, data and settings."""
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, plain
+from fusion_bench_featcal.boundary.options import plain, take_fusion_bench_keys
+from fusion_bench_featcal.boundary.pool_checks import check_pool_models, check_pool_settings
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
-    check_pool_models,
     load_input_processor,
     load_pool_model,
     pool_source,
 )
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 MERGER_SETTINGS = (
@@ -26,6 +26,7 @@ MERGER_SETTINGS = (
     "calibration_split",
     "modules",
     "family",
+    "ignore_config",
     "stream_experts",
 )
 """Fields of `FeatCalSettings` that the mergers have too, with the same meaning."""
@@ -34,13 +35,16 @@ ANCHOR_SETTINGS = ("anchor_rho", "calibrate_bias", "calibrate_norm", "modules", 
 """Fields of `FeatCalSettings` that its anchor alone depends on."""
 
 
-def take_settings(algorithm: Any, values: Mapping[str, Any], known: Sequence[str]) -> Any:
+def take_settings(
+    algorithm: Any, values: dict[str, Any], known: Sequence[str], others: Sequence[str] = ()
+) -> Any:
     """Check an algorithm's settings and set them as its attributes.
 
     Args:
         algorithm: A FusionBench method; `settings` and each known name are set on it.
         values: Values by name, as OmegaConf or plain objects.
         known: The fields of `FeatCalSettings` that it has.
+        others: Its other keys, which may have been meant, too.
 
     Returns:
         The keys among the values that FusionBench's own constructor takes.
@@ -48,16 +52,14 @@ def take_settings(algorithm: Any, values: Mapping[str, Any], known: Sequence[str
     Raises:
         ValueError: If a key is unknown, with the nearest one, or a value out of range.
     """
-    for key in values:
-        if key not in (*known, *FUSION_BENCH_KEYS):
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"method.{key} is no setting of this method; the nearest is {near!r}")
-    settings = FeatCalSettings(**{k: plain(v) for k, v in values.items() if k in known})
+    meta = take_fusion_bench_keys(values)
+    refuse_unknown_settings([key for key in values if key not in known], [*known, *others])
+    settings = FeatCalSettings(**{k: plain(v) for k, v in values.items()})
     check_family(settings.family)
     algorithm.settings = settings
     for name in known:
         setattr(algorithm, name, getattr(settings, name))
-    return {k: v for k, v in values.items() if k in FUSION_BENCH_KEYS}
+    return meta
 
 
 def merge_pool(
@@ -85,7 +87,8 @@ def merge_pool(
     if fabric.world_size > 1:
         raise CalibrationError("this method runs on one device: set fabric.devices=1")
     check_base(modelpool)
-    check_pool_models(modelpool)
+    check_pool_models(modelpool, fabric)
+    check_pool_settings(modelpool, settings)
     tasks, processor = modelpool.model_names, load_input_processor(modelpool)
     batches = calibration_batches(modelpool, tasks, settings, processor, device=fabric.device)
     stream = settings.stream_experts

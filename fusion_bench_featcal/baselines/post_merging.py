@@ -147,7 +147,7 @@ def _features_of(
     """Both sides' features of one task, whose expert is in memory meanwhile."""
     if isinstance(batches, TextBatches):
         # Few tokens: kept, so that an expert that writes answers has left before it is loaded.
-        batches = list(batches)
+        batches = batches.checked(merged)
     expert = load_pool_model(modelpool, task)
     try:
         features = task_features(

@@ -1,11 +1,15 @@
 """Settings of the baselines that correct final features: defaults, ranges, unknown keys."""
 
 import dataclasses
-import difflib
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from fusion_bench_featcal.nearest_names import refuse_unknown_settings
+
+log = logging.getLogger(__name__)
 
 NORMALIZE = ("none", "pre")
 STREAMS = ("test_tta", "calibration")
@@ -145,12 +149,20 @@ def setting_names(kind: type[CorrectionSettings]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def settings_from(kind: type[_Settings], values: Mapping[str, Any]) -> _Settings:
+def settings_from(
+    kind: type[_Settings],
+    values: Mapping[str, Any],
+    others: Sequence[str] = (),
+    names: Sequence[str] | None = None,
+) -> _Settings:
     """Settings from YAML.
 
     Args:
         kind: The settings class.
-        values: Plain values by name; what is absent keeps its default.
+        values: Plain values by name; what is absent keeps its default. `training_steps` is an older
+            name of `steps`.
+        others: The method's keys that are no settings, which may have been meant, too.
+        names: Names of the settings that the method has; None: all of the class.
 
     Returns:
         The settings.
@@ -158,11 +170,18 @@ def settings_from(kind: type[_Settings], values: Mapping[str, Any]) -> _Settings
     Raises:
         ValueError: If a key is unknown, with the nearest one, or a value out of range.
     """
-    known = setting_names(kind)
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"method.{key} is no setting of this method; the nearest is {near!r}")
+    known = setting_names(kind) if names is None else names
+    values = dict(values)
+    if "training_steps" in values and "steps" in known:
+        log.info("method.training_steps is an older name of method.steps, which will stay")
+        steps = values.pop("training_steps")
+        if values.setdefault("steps", steps) != steps:
+            raise ValueError(
+                f"method.steps is {values['steps']!r} and method.training_steps, its older name, "
+                f"{steps!r}: set method.steps alone"
+            )
+    unknown = [key for key in values if key not in known]
+    refuse_unknown_settings(unknown, [*known, *others])
     return kind(**values)
 
 
@@ -206,6 +225,9 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "generated_tokens": _integer(1),
     "max_length": ("null or an integer >= 1", lambda value: value is None or _integer(1)[1](value)),
 }
+
+ACCEPTED = {name: wanted for name, (wanted, _) in _CHECKS.items()}
+"""Setting -> the values that it accepts, in words."""
 
 
 def _check(settings: CorrectionSettings) -> None:

@@ -25,9 +25,10 @@ from fusion_bench_featcal.baselines.settings import (
 )
 from fusion_bench_featcal.baselines.surgery_v2 import LayerSurgery, train_surgery_v2
 from fusion_bench_featcal.baselines.training import Curve, Losses
-from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, check_merger, plain
+from fusion_bench_featcal.boundary.ending import ends_cleanly
+from fusion_bench_featcal.boundary.options import check_merger, plain, take_fusion_bench_keys
+from fusion_bench_featcal.boundary.pool_checks import check_pool_models
 from fusion_bench_featcal.boundary.pool_models import (
-    check_pool_models,
     load_input_processor,
     load_pool_model,
 )
@@ -162,9 +163,10 @@ class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             ValueError: If a key is unknown or a value out of range.
         """
-        meta = {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
+        meta = take_fusion_bench_keys(keys)
         refuse_other_settings(keys)
-        self.settings = settings_from(SurgerySettings, {k: plain(v) for k, v in keys.items()})
+        values, own = {k: plain(v) for k, v in keys.items()}, ("base_method", "clip_model")
+        self.settings = settings_from(SurgerySettings, values, own, SURGERY_V2_SETTINGS)
         check_merger(base_method)
         self.base_method, self.clip_model = base_method, clip_model
         for name in SURGERY_V2_SETTINGS:
@@ -175,6 +177,7 @@ class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):
         """Take the suite's own task pool where none was named; check the log directory."""
         prepare_run(self._program, self.log_dir)
 
+    @ends_cleanly
     def run(self, modelpool: BaseModelPool) -> LayerCorrectedModel:  # type: ignore[override]
         """Merge with the upstream merger, then correct task by task.
 
@@ -191,8 +194,8 @@ class SurgeryV2Algorithm(LightningFabricMixin, BaseAlgorithm):
         if self.fabric.world_size > 1:
             raise CalibrationError("surgery methods run on one device: set fabric.devices=1")
         check_upstream(self.base_method, modelpool)
+        check_pool_models(modelpool, self.fabric)
         processor = load_input_processor(modelpool)
-        check_pool_models(modelpool)
         check_surgery_v2(modelpool, self.settings, processor, self.clip_model)
         values = {name: getattr(self.settings, name) for name in SURGERY_V2_SETTINGS}
         row = Row(

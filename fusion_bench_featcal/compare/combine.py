@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from .bootstrap import Interval, paired_difference, recovered_gap_interval
 from .files import ReportError
 from .items import ITEMS_FILE
-from .names import AVERAGE, EXPERTS, recovered_share
+from .names import AVERAGE, BASE, EXPERTS, recovered_share, worst_task
 from .report import Report
 
 _SEED_SETTING = "seed"
@@ -33,6 +33,10 @@ class CombinedRow:
         recovered_gap: Share of the merged-to-expert gap, from the means over the same runs.
         recovered_gap_interval: The same from the bootstrap; None without items or without gap.
         cost: Mean over runs of the costs that are numbers in each of them.
+        worst_task: The task with the smallest share of its gap recovered, see `worst_task`; None
+            for references.
+        worst_recovered_gap: That share; None without experts.
+        loss: Task (and `average`) -> mean over runs, for those with a loss in every run.
     """
 
     suite: str
@@ -46,6 +50,9 @@ class CombinedRow:
     recovered_gap: float | None
     recovered_gap_interval: Interval | None
     cost: dict[str, float]
+    worst_task: str | None = None
+    worst_recovered_gap: float | None = None
+    loss: dict[str, float] = field(default_factory=dict)
 
     @property
     def tasks(self) -> list[str]:
@@ -163,13 +170,16 @@ def _combined_row(name: str, runs: Sequence[_Run]) -> CombinedRow:
     accuracy, deviation = _mean_and_deviation([run.report.rows[name] for run in runs])
     others = [run.report.rows.get(report.upstream or "") for run in runs]
     experts = [run.report.rows.get(EXPERTS) for run in runs]
-    gain = share = None
+    gain = share = worst = None
     if all(others):
-        merged = float(np.mean([row[AVERAGE] for row in others if row]))
-        gain = accuracy[AVERAGE] - merged
+        merged, _ = _mean_and_deviation([row for row in others if row])
+        gain = accuracy[AVERAGE] - merged[AVERAGE]
+        expert = None
         if all(experts):
-            expert = float(np.mean([row[AVERAGE] for row in experts if row]))
-            share = recovered_share(accuracy[AVERAGE], merged, expert)
+            expert, _ = _mean_and_deviation([row for row in experts if row])
+            share = recovered_share(accuracy[AVERAGE], merged[AVERAGE], expert[AVERAGE])
+        if name not in (BASE, EXPERTS, report.upstream):
+            worst = worst_task(accuracy, merged, expert)
     gain_interval, share_interval = _intervals(name, report.upstream, runs)
     return CombinedRow(
         suite=report.suite,
@@ -183,6 +193,9 @@ def _combined_row(name: str, runs: Sequence[_Run]) -> CombinedRow:
         recovered_gap=share,
         recovered_gap_interval=share_interval if share is not None else None,
         cost=_mean_cost([run.report.cost.get(name, {}) for run in runs]),
+        worst_task=worst[0] if worst else None,
+        worst_recovered_gap=worst[1] if worst else None,
+        loss=_mean_cost([run.report.loss.get(name, {}) for run in runs]),
     )
 
 

@@ -2,28 +2,32 @@
 
 import csv
 import io
-import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .bootstrap import BOOTSTRAP_SEED, LEVEL, RESAMPLES, Interval
 from .combine import Combined, CombinedRow
-from .files import plain, prepare_directory, write_atomic
+from .files import plain, prepare_directory, sealed_json, write_atomic
 from .find import refuse_run
+from .grid import Grid
 from .names import AVERAGE, BASE, EXPERTS
 from .report import REPORT_FILE
 from .tables import (
+    MARKDOWN_COLUMNS,
     TEXT_WIDTH,
-    Grid,
+    WORST,
     best_cells,
     console,
     fitting,
+    loss_grid,
     markdown_grid,
     percent,
     print_lines,
-    rich_grid,
     short_names,
+    titled_tables,
+    worst_cells,
 )
 from .validate import SCHEMA
 
@@ -38,17 +42,13 @@ def combined_tables(
     combined: Combined, width: int = TEXT_WIDTH, *, tasks: bool = True
 ) -> "list[Table]":
     """Terminal tables of each suite: averages with their intervals and, if asked for, tasks."""
-    from rich.text import Text
-
     tables = []
     for suite in combined.suites:
-        summary = rich_grid(summary_grid(combined, suite))
-        summary.title = Text(f"{suite}: average over tasks")
-        tables.append(summary)
+        summary = summary_grid(combined, suite).split(width)
+        tables += titled_tables(f"{suite}: average over tasks", summary)
         if tasks:
-            per_task = rich_grid(fitting(task_grid(combined, suite), width, summary_columns=1))
-            per_task.title = Text(f"{suite}: accuracy per task, %")
-            tables.append(per_task)
+            per_task = fitting(task_grid(combined, suite), width)
+            tables += titled_tables(f"{suite}: accuracy per task, %", per_task)
     return tables
 
 
@@ -67,7 +67,7 @@ def write_combined(combined: Combined, directory: str | Path, setting: str = "--
         ReportError: The folder cannot be written, or is itself a run whose report would be lost.
     """
     refuse_run(directory, setting)
-    text = json.dumps(combined_dict(combined), indent=2, allow_nan=False) + "\n"
+    text = sealed_json(combined_dict(combined))
     directory = prepare_directory(directory, setting)
     write_atomic(directory / "report.csv", combined_csv(combined), setting)
     write_atomic(directory / "report.md", combined_markdown(combined), setting)
@@ -90,7 +90,8 @@ def combined_csv(combined: Combined) -> str:
     writer = csv.writer(text, lineterminator="\n")
     measures = ("gain", "recovered_gap")
     heads = [f"{measure}{part}" for measure in measures for part in ("", "_low", "_high")]
-    writer.writerow(["suite", "upstream", "name", "runs", "task", "accuracy", "deviation", *heads])
+    place = ["suite", "upstream", "name", "runs", "task"]
+    writer.writerow([*place, "accuracy", "deviation", *heads, "loss"])
     for row in combined.rows:
         for task, accuracy in row.accuracy.items():
             line = [row.suite, row.upstream or "", row.name, len(row.seeds), task]
@@ -98,7 +99,8 @@ def combined_csv(combined: Combined) -> str:
             if task == AVERAGE:
                 line += _with_limits(row.gain, row.gain_interval)
                 line += _with_limits(row.recovered_gap, row.recovered_gap_interval)
-            writer.writerow(line + [""] * (7 + len(heads) - len(line)))
+            line += [""] * (7 + len(heads) - len(line))
+            writer.writerow([*line, _number(row.loss.get(task))])
     return text.getvalue()
 
 
@@ -110,11 +112,23 @@ def combined_markdown(combined: Combined) -> str:
         parts += [
             f"## {suite}",
             markdown_grid(summary_grid(combined, suite)),
-            markdown_grid(tasks if len(tasks.columns) <= 12 else tasks.transposed()),
+            markdown_grid(tasks if len(tasks.columns) <= MARKDOWN_COLUMNS else tasks.transposed()),
+            *loss_parts(combined, suite),
         ]
     parts.append("\n".join(f"- {line}" for line in explanations(combined)))
     parts += ["## Runs", "\n".join(f"- `{run}`" for run in combined.runs)]
     return "\n\n".join(parts) + "\n"
+
+
+def loss_parts(combined: Combined, suite: str) -> list[str]:
+    """Heading and Markdown table of the rows' losses; nothing where there are none."""
+    losses = {
+        f"{row_head(row)} ({row.upstream})" if _is_repair(row) else row.name: row.loss
+        for row in displayed_rows(combined, suite)
+        if row.loss
+    }
+    tasks = next(row.tasks for row in combined.rows if row.suite == suite)
+    return ["### Loss", markdown_grid(loss_grid(losses, tasks))] if losses else []
 
 
 def explanations(combined: Combined) -> list[str]:
@@ -127,12 +141,18 @@ def explanations(combined: Combined) -> list[str]:
             "runs' seeds"
         )
     lines.append("recovered gap: (row - merged) / (experts - merged) on the average")
+    if any(row.worst_task for row in combined.rows):
+        lines.append(
+            "worst task: the one with the smallest share recovered, of those with a gap of a point "
+            "or more"
+        )
     return lines + [f"note: {note}" for note in combined.notes]
 
 
 def summary_grid(combined: Combined, suite: str) -> Grid:
     """Average, gain over the upstream merger and recovered gap, with their intervals."""
     rows = displayed_rows(combined, suite)
+    worst = worst_texts(rows)
     lines = [
         (
             row_head(row),
@@ -141,13 +161,26 @@ def summary_grid(combined: Combined, suite: str) -> Grid:
                 average_text(row),
                 gain_text(row),
                 recovered_text(row),
+                *last,
                 f"{row.cost['seconds']:.1f}" if "seconds" in row.cost else _ABSENT,
             ],
         )
-        for row in rows
+        for row, last in zip(rows, worst, strict=True)
     ]
-    columns = ["runs", AVERAGE, "gain over merged", "recovered gap", "seconds"]
+    heads = WORST if any(worst) else ()
+    columns = ["runs", AVERAGE, "gain over merged", "recovered gap", *heads, "seconds"]
     return Grid("average, %", columns, lines, rules=_rules(rows))
+
+
+def worst_texts(rows: Sequence[CombinedRow]) -> list[list[str]]:
+    """Cells for each row's worst task and the share of its gap; no cells if no row has one."""
+    names = short_names(rows[0].tasks)
+    return worst_cells(
+        [
+            (names[row.worst_task], row.worst_recovered_gap) if row.worst_task else None
+            for row in rows
+        ]
+    )
 
 
 def task_grid(combined: Combined, suite: str) -> Grid:

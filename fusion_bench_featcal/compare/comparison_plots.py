@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .drawing import GREY, INK, MERGED, RULE, legend_below, marks, new_figure, save_figure, style
 from .files import LOG_DIR_SETTING, ReportError, prepare_directory, read_json
 from .find import SIDE_BY_SIDE_KIND
+from .layout import COMPARISON, check_types
 from .names import AVERAGE, BASE, EXPERTS
 from .report import REPORT_FILE
 from .validate import SCHEMA
@@ -150,6 +151,7 @@ def _load(path: Path) -> tuple[list[Row], str]:
             f"{path} has schema {content.get('schema')!r}; this version of fusion_bench_featcal "
             f"draws schema {SCHEMA}. Use the version that wrote it, or run again."
         )
+    check_types(content, COMPARISON, str(path))
     try:
         for row in content["rows"]:
             _ = row["upstream"], _percent(row), _timed(row), _bar(row)

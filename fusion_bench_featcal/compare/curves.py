@@ -1,5 +1,6 @@
 """How trainings went: the losses that a run left in `training_curves.jsonl`, and their figure."""
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .drawing import PALETTE, RULE, legend_below, new_figure, style
-from .files import LOG_DIR_SETTING, ReportError, write_atomic
+from .files import (
+    DIGEST,
+    LOG_DIR_SETTING,
+    ReportError,
+    parse_json,
+    tell_without_digest,
+    write_atomic,
+)
 from .tables import short_names
 
 if TYPE_CHECKING:
@@ -38,7 +46,7 @@ def as_curves(content: Any, place: str) -> Curves:
             str(task): [(int(step), float(loss)) for step, loss in points]
             for task, points in content.items()
         }
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise ReportError(f"{place}: a curve is a list of [step, loss]: {error}") from error
     for task, points in curves.items():
         steps = [step for step, _ in points]
@@ -65,15 +73,22 @@ def write_curves(
         ReportError: The file cannot be written.
     """
     path = Path(directory) / CURVES_FILE
-    lines = [
-        json.dumps({"name": name, "task": task, "losses": points}, allow_nan=False) + "\n"
+    records = [
+        {"name": name, "task": task, "losses": points}
         for name, tasks in curves.items()
         for task, points in tasks.items()
     ]
-    if not lines:
+    if not records:
         path.unlink(missing_ok=True)
         return None
+    # Of all lines, and in each of them: no line can be missing unnoticed.
+    digest = _digest(records)
+    lines = [json.dumps({**record, DIGEST: digest}, allow_nan=False) + "\n" for record in records]
     return write_atomic(path, "".join(lines), setting)
+
+
+def _digest(records: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_curves(directory: str | Path) -> dict[str, Curves]:
@@ -87,11 +102,16 @@ def load_curves(directory: str | Path) -> dict[str, Curves]:
         return {}
     curves: dict[str, Curves] = {}
     try:
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
+        records = [parse_json(line) for line in path.read_bytes().splitlines()]
+        digests = {record.pop(DIGEST, None) for record in records}
+        if digests == {None}:
+            tell_without_digest(path)
+        elif digests != {_digest(records)}:
+            raise ValueError("its digest does not fit its content")
+        for record in records:
             part = as_curves({record["task"]: record["losses"]}, str(path))
-            curves.setdefault(record["name"], {}).update(part)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            curves.setdefault(str(record["name"]), {}).update(part)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ReportError(f"{path} is damaged: {error}") from error
     return curves
 

@@ -1,16 +1,25 @@
 """Files that a run leaves behind: written whole or not at all."""
 
 import contextlib
+import hashlib
 import json
+import logging
 import math
 import os
+import re
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 LOG_DIR_SETTING = "path.log_dir"
+DIGEST = "digest"
+_PARTIAL = ".part"
+_told: list[Path] = []
 
 
 class ReportError(RuntimeError):
@@ -60,7 +69,7 @@ def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTIN
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(
-            dir=path.parent, prefix=f".{path.name}.", suffix=".part"
+            dir=path.parent, prefix=partial_prefix(path.name), suffix=_PARTIAL
         )
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
@@ -70,25 +79,105 @@ def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTIN
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except OSError as error:
+        raise _unwritable(path, setting, error) from error
+    finally:  # after a signal, too
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-        raise _unwritable(path, setting, error) from error
     return path
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file.
+def sealed_json(content: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file that carries the digest of its own content.
+
+    Args:
+        content: What the file holds, fit for JSON.
+    """
+    # It comes first: no gap in the file takes the digest away and leaves other content.
+    return json.dumps({DIGEST: _digest(content), **content}, indent=2, allow_nan=False) + "\n"
+
+
+def read_json(path: Path, *, sealed: bool = False) -> Any:
+    """Read a JSON file, and check its digest if it has one.
+
+    Args:
+        path: The file.
+        sealed: Refuse a file without a digest; otherwise the log says once that there are such.
+
+    Returns:
+        The content without its digest.
 
     Raises:
-        ReportError: The file is missing, unreadable or not JSON.
+        ReportError: The file is missing, unreadable, not JSON, holds numbers that are not finite or
+            beyond 64 bits, or is not what was written.
     """
     try:
-        return json.loads(path.read_text())
+        content = parse_json(path.read_bytes())
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is not valid JSON: {error}") from error
+    seal = content.pop(DIGEST, None) if isinstance(content, dict) else None
+    if seal is None and sealed:
+        raise ReportError(f"{path} has no digest")
+    if seal is None:
+        tell_without_digest(path)
+    elif seal != _digest(content):
+        raise ReportError(
+            f"{path} is damaged: its digest does not fit its content. Restore it or run again (if "
+            f'it was edited on purpose, remove its key "{DIGEST}")'
+        )
+    return content
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Parse JSON strictly.
+
+    Raises:
+        ValueError: It is not UTF-8 or not JSON, or a number is not finite or beyond 64 bits.
+        RecursionError: It is nested too deeply.
+    """
+    text = data.decode() if isinstance(data, bytes) else data
+    return json.loads(text, parse_constant=_refuse, parse_float=_float, parse_int=_integer)
+
+
+def tell_without_digest(path: Path) -> None:
+    """Say, once in a process, that a file of an earlier version cannot be checked."""
+    if not _told:
+        log.info(
+            "%s was written by an earlier version, without a digest: damage to it, or to others "
+            "like it, may go unnoticed",
+            path,
+        )
+        _told.append(path)
+
+
+def sweep_partial(paths: Iterable[Path]) -> None:
+    """Remove what killed processes left half-written.
+
+    Args:
+        paths: Temporary neighbours of files; those of a living process stay.
+    """
+    for path in paths:
+        match = re.search(r"\.(\d+)\.[^.]*\.part$", path.name)
+        if match is not None and _is_alive(int(match.group(1))):
+            continue
+        log.info("removing what an interrupted run left: %s", path)
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that it holds; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def partial_prefix(name: str) -> str:
+    """Return the prefix of a temporary neighbour's name; its suffix is `.part`."""
+    return f".{name}.{os.getpid()}."
 
 
 def plain(value: Any, place: str) -> Any:
@@ -117,6 +206,34 @@ def plain(value: Any, place: str) -> Any:
     if getattr(value, "ndim", None) == 0:
         return plain(value.item(), place)  # pyright: ignore[reportAttributeAccessIssue]
     raise ReportError(f"{place}: a {type(value).__name__} cannot be kept in report.json")
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _refuse(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
+
+
+def _integer(text: str) -> int:
+    return int(text) if len(text) <= 20 else _refuse(text)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def _umask() -> int:

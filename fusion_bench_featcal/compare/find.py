@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import ReportError, read_json
+from .layout import COMPARISON, check_types
 from .report import REPORT_FILE
 from .validate import KIND
 
@@ -108,6 +109,7 @@ def _search(folder: Path, found: Found) -> None:
         return
     if content.get("kind") == SIDE_BY_SIDE_KIND:
         found.comparisons.append(folder)
+        check_types(content, COMPARISON, str(folder / REPORT_FILE))
         if content.get("runs"):
             found.runs += [folder / name for name in content["runs"]]
             found.failed += _failed(content, folder)

@@ -1,8 +1,8 @@
 """Which test items each row of a report got right: what a paired bootstrap needs."""
 
+import hashlib
 import io
 import json
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import LOG_DIR_SETTING, ReportError, write_atomic
+from .files import (
+    LOG_DIR_SETTING,
+    ReportError,
+    parse_json,
+    tell_without_digest,
+    write_atomic,
+)
 
 ITEMS_FILE = "items.npz"
+_MOST_BYTES = 2**31  # of all flags, unpacked
 
 Items = dict[str, dict[str, NDArray[np.bool_]]]
 """Row name -> task -> bool `[items]`, in the test set's order."""
@@ -56,25 +63,55 @@ def save_items(directory: Path, items: Mapping[str, Mapping[str, Any]],
     arrays["index"] = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # pyright: ignore[reportArgumentType]
-    return write_atomic(Path(directory) / ITEMS_FILE, buffer.getvalue(), setting)
+    return write_atomic(Path(directory) / ITEMS_FILE, _sealed(buffer.getvalue()), setting)
+
+
+def _sealed(archive: bytes) -> bytes:
+    """The archive with its own digest as its comment, which is how every zip file ends."""
+    digest = hashlib.sha256(archive).hexdigest().encode()
+    return archive[:-2] + len(digest).to_bytes(2, "little") + digest
+
+
+def _check_seal(content: bytes, path: Path) -> None:
+    length = 2 * hashlib.sha256().digest_size
+    if content[-length - 2 : -length] != length.to_bytes(2, "little"):
+        tell_without_digest(path)
+    elif _sealed(content[: -length - 2] + b"\0\0") != content:
+        raise ReportError(f"{path} is damaged: its digest does not fit its content")
 
 
 def load_items(directory: Path) -> Items | None:
     """Read `items.npz` from `directory`; None when the run left none.
 
     Raises:
-        ReportError: The file is damaged or not one that `save_items` wrote.
+        ReportError: The file is damaged or not one that `save_items` wrote. A file of an earlier
+            version has no digest; then checksums of its parts find most damage.
     """
     path = Path(directory) / ITEMS_FILE
     if not path.exists():
         return None
-    items: Items = {}
     try:
         # From memory: numpy leaves a damaged file open.
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as archive:
-            for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
-                place = f"{path}: row '{row}', task '{task}'"
-                items.setdefault(row, {})[task] = as_correct(archive[f"array_{number}"], place)
-    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise ReportError(f"{path} is damaged: {error}") from error
+        content = path.read_bytes()
+        _check_seal(content, path)
+        return _unpacked(content, path)
+    except ReportError:
+        raise
+    # Whatever zip, its decompressors and numpy raise for bytes that are not theirs.
+    except Exception as error:
+        raise ReportError(f"{path} is damaged: {error!r}") from error
+
+
+def _unpacked(content: bytes, path: Path) -> Items:
+    items: Items = {}
+    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+        size = sum(entry.file_size for entry in archive.zip.infolist())
+        if size > _MOST_BYTES:
+            raise ValueError(f"it unpacks to {size} bytes")
+        for number, (row, task) in enumerate(parse_json(archive["index"].tobytes())):
+            place = f"{path}: row {row!r}, task {task!r}"
+            tasks = items.setdefault(row, {})
+            if not isinstance(row, str) or not isinstance(task, str) or task in tasks:
+                raise ValueError(f"row {row!r}, task {task!r} is no new entry")
+            tasks[task] = as_correct(archive[f"array_{number}"], place)
     return items

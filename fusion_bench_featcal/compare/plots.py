@@ -3,7 +3,6 @@
 matplotlib comes with the extra `plots` and is imported only when a figure is drawn.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ from .drawing import (
     save_figure,
     style,
 )
-from .files import LOG_DIR_SETTING, ReportError, prepare_directory
+from .files import LOG_DIR_SETTING, ReportError, parse_json, prepare_directory
+from .layout import NUMBER, check_types
 from .names import AVERAGE, BASE, EXPERTS, FEATCAL
 from .report import Report
 from .tables import short_names
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 # The log of `featcal` has this stem; that of `featcal:<preset>` adds `.<preset>`.
 CALIBRATION_LOG = "calibration_log"
+_MOMENTS = ("before", "after")
+_DRIFTS = [f"{kind}_{moment}" for kind in ("drift", "relative_drift") for moment in _MOMENTS]
+_RECORD = {"task": (str,), "block": (str,), **dict.fromkeys(_DRIFTS, (*NUMBER, None))}
 
 
 def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--out") -> list[Path]:
@@ -118,7 +121,8 @@ def drift_figure(records: Sequence[Mapping[str, Any]], title: str = "") -> "Figu
     """
     if not records:
         raise ReportError("there is no drift to draw: the run was made with log_drift=false")
-    relative = all(record.get("relative_drift_before") is not None for record in records)
+    keys = [f"relative_drift_{moment}" for moment in _MOMENTS]
+    relative = all(record.get(key) is not None for record in records for key in keys)
     prefix = "relative_drift" if relative else "drift"
     blocks = list(dict.fromkeys(record["block"] for record in records))
     with style():
@@ -151,13 +155,17 @@ def drift_records(path: str | Path) -> list[dict[str, Any]]:
     """
     records = []
     try:
-        for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
-            record = json.loads(line)
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+            place = f"{path}, line {number}"
+            record = parse_json(line)
             if not isinstance(record, dict):
-                raise ReportError(f"{path}, line {number} is not a record")
+                raise ReportError(f"{place} is not a record")
+            check_types(record, _RECORD, place)
             if record.get("drift_before") is not None and record.get("drift_after") is not None:
+                if not {"task", "block"} <= record.keys():
+                    raise ReportError(f"{place} names no task and block")
                 records.append(record)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ReportError(f"{path} is damaged: {error}") from error
     return records
 

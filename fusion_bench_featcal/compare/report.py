@@ -2,22 +2,31 @@
 
 import csv
 import io
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import LOG_DIR_SETTING, ReportError, plain, prepare_directory, read_json, write_atomic
+from .files import (
+    LOG_DIR_SETTING,
+    ReportError,
+    plain,
+    prepare_directory,
+    read_json,
+    sealed_json,
+    write_atomic,
+)
 from .items import ITEMS_FILE, Items, as_correct, load_items, save_items
-from .names import AVERAGE, EXPERTS, recovered_share
+from .layout import RUN, check_types
+from .names import AVERAGE, BASE, EXPERTS, recovered_share, worst_task
 from .tables import (
     TEXT_WIDTH,
     console,
     print_lines,
     provenance,
     report_markdown,
-    report_table,
+    report_tables,
 )
 from .validate import KIND, SCHEMA, TOLERANCE, check_content, check_row, mean
 
@@ -36,6 +45,8 @@ class Report:
         upstream: The row that holds the upstream merger, for example `task_arithmetic`.
         rows: Row name -> task -> accuracy in 0..1, and `average` (mean over tasks). Names are
             `base`, `experts`, the upstream merger's, `featcal` and `featcal:<preset>`.
+        loss: Row name -> task -> loss, and `average` where every task has one; without the rows and
+            tasks for which the task pool computes none.
         settings: Row name -> the settings it was made with.
         cost: Row name -> seconds, peak_rss_bytes, expert_bytes...; "unavailable" if not measured.
         samples: Row name -> task -> {"samples": number really used, "split": calibration split}.
@@ -59,6 +70,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    loss: dict[str, dict[str, float]] = field(default_factory=dict)
     items: Items = field(default_factory=dict, repr=False)
     schema: int = SCHEMA
 
@@ -77,6 +89,7 @@ class Report:
         cost: Mapping[str, Any] | None = None,
         samples: Mapping[str, Mapping[str, Any]] | None = None,
         correct: Mapping[str, Any] | None = None,
+        loss: Mapping[str, float | None] | None = None,
     ) -> None:
         """Add one model's results.
 
@@ -87,6 +100,7 @@ class Report:
             cost: What it cost, see `Report.cost`.
             samples: Calibration samples really used, see `Report.samples`.
             correct: Task -> bool `[items]`, for intervals; its mean must be the accuracy.
+            loss: Task -> loss; None where there is none. One that is not finite becomes a note.
 
         Raises:
             ReportError: The name is taken, tasks differ from the rows before, an accuracy is
@@ -103,6 +117,20 @@ class Report:
         for kept, value in ((self.settings, settings), (self.cost, cost), (self.samples, samples)):
             if value is not None:
                 kept[name] = plain(value, name)
+        self._add_loss(name, loss or {})
+
+    def _add_loss(self, name: str, loss: Mapping[str, float | None]) -> None:
+        known = {task: loss[task] for task in self.tasks if loss.get(task) is not None}
+        values = {task: float(value) for task, value in known.items() if value is not None}
+        finite = {task: value for task, value in values.items() if math.isfinite(value)}
+        self.notes += [
+            f"{name}: the loss of {task} is {value}"
+            for task, value in values.items()
+            if task not in finite
+        ]
+        if finite:
+            average = {AVERAGE: mean(finite)} if len(finite) == len(self.tasks) else {}
+            self.loss[name] = finite | average
 
     def _add_items(self, name: str, row: Mapping[str, float], correct: Mapping[str, Any]) -> None:
         items = {}
@@ -140,6 +168,13 @@ class Report:
             return None
         return recovered_share(self.rows[name][task], merged[task], experts[task])
 
+    def worst(self, name: str) -> tuple[str, float | None] | None:
+        """A row's worst task and the share of its gap recovered; None for references."""
+        if name in (BASE, EXPERTS, self.upstream):
+            return None
+        merged, experts = self.rows.get(self.upstream or ""), self.rows.get(EXPERTS)
+        return worst_task(self.rows[name], merged, experts)
+
     def to_dict(self) -> dict[str, Any]:
         """Return what `report.json` holds."""
         stored = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -161,7 +196,9 @@ class Report:
             ReportError: Another schema, a key is missing or unknown, or the numbers disagree.
         """
         check_content(content, place)
-        return cls(**{key.name: content[key.name] for key in fields(cls) if key.name != "items"})
+        check_types(content, RUN, place)
+        names = [key.name for key in fields(cls) if key.name != "items" and key.name in content]
+        return cls(**{name: content[name] for name in names})
 
     def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
         """Write `report.csv`, `report.md`, `items.npz` (if known) and, last, `report.json`.
@@ -176,7 +213,7 @@ class Report:
         Raises:
             ReportError: The folder or a file in it cannot be written.
         """
-        text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        text = sealed_json(self.to_dict())
         directory = prepare_directory(directory, setting)
         write_atomic(directory / "report.csv", self.csv(), setting)
         write_atomic(directory / "report.md", report_markdown(self), setting)
@@ -200,30 +237,36 @@ class Report:
             if name not in report.rows:
                 raise ReportError(f"{path}: items.npz has row '{name}', the report has not")
             row = {task: report.rows[name][task] for task in report.tasks}
-            report._add_items(name, row, flags)
+            try:
+                report._add_items(name, row, flags)
+            except ReportError as error:
+                raise ReportError(f"{path.with_name(ITEMS_FILE)}: {error}") from error
         return report
 
     def csv(self) -> str:
         """Return the long form: one line per row and task (the average counts as a task)."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["suite", "upstream", "name", "task", "accuracy", "recovered_gap"])
+        writer.writerow(["suite", "upstream", "name", "task", "accuracy", "recovered_gap", "loss"])
         for name, row in self.rows.items():
             for task, accuracy in row.items():
                 share = self.share(name, task)
                 gap = "" if share is None else f"{share:.6f}"
-                line = [self.suite, self.upstream or "", name, task, f"{accuracy:.6f}", gap]
-                writer.writerow(line)
+                value = self.loss.get(name, {}).get(task)
+                loss = "" if value is None else f"{value:.6f}"
+                place = [self.suite, self.upstream or "", name, task]
+                writer.writerow([*place, f"{accuracy:.6f}", gap, loss])
         return text.getvalue()
 
-    def table(self, width: int = TEXT_WIDTH) -> "Table":
-        """Return the terminal table, laid out for `width` columns."""
-        return report_table(self, width)
+    def tables(self, width: int = TEXT_WIDTH) -> "list[Table]":
+        """Return the terminal tables, each at most `width` columns wide."""
+        return report_tables(self, width)
 
     def show(self) -> None:
-        """Print the table to stdout, and under it what was calibrated with what, and where."""
+        """Print the tables to stdout, and under them what was calibrated with what, and where."""
         terminal = console()
-        terminal.print(self.table(terminal.width))
+        for table in self.tables(terminal.width):
+            terminal.print(table)
         print_lines(terminal, provenance(self))
 
 
@@ -234,3 +277,9 @@ def accuracies(evaluation: Mapping[str, Any]) -> dict[str, float]:
         for task, values in evaluation.items()
         if task not in (AVERAGE, "model_info") and isinstance(values, Mapping)
     }
+
+
+def losses(evaluation: Mapping[str, Any], tasks: Iterable[str]) -> dict[str, float | None]:
+    """Pick task -> loss out of the same for some tasks; None where the pool computes none."""
+    found = {task: evaluation[task].get("loss") for task in tasks}
+    return {task: None if value is None else float(value) for task, value in found.items()}

@@ -15,9 +15,9 @@ def report_scalars(report: Report) -> dict[str, float]:
 
     Returns:
         `<row>/<what>` for `base`, `experts` and the upstream merger, `<merger>/<row>/<what>` for
-        what was made of it. What: `accuracy/<task>`, `average`, `normalised`, `gain` (over the
-        merger), `recovered_gap`, and the costs. What is not known or could not be measured is
-        left out. Characters that loggers refuse become `_`.
+        what was made of it. What: `accuracy/<task>`, `average`, `loss/<task>`, `loss/average`,
+        `normalised`, `gain` (over the merger), `recovered_gap`, and the costs. What is not known or
+        could not be measured is left out. Characters that loggers refuse become `_`.
     """
     scalars = {}
     for name in report.rows:
@@ -33,6 +33,7 @@ def _row_scalars(report: Report, name: str) -> dict[str, float]:
     row, merged = report.rows[name], report.rows.get(report.upstream or "")
     values = {f"accuracy/{task}": row[task] for task in report.tasks}
     values[AVERAGE] = row[AVERAGE]
+    values |= {f"loss/{task}": value for task, value in report.loss.get(name, {}).items()}
     derived = {NORMALISED: normalised_average(row, report.rows.get(EXPERTS))}
     if name not in (BASE, EXPERTS, report.upstream):
         derived["gain"] = None if merged is None else row[AVERAGE] - merged[AVERAGE]

@@ -128,7 +128,7 @@ def _side_by_side_row(
         spread=_spread({NORMALISED: known} | {k: _numbers(costs, k) for k in row.cost}),
         samples=_samples([report.samples.get(row.name, {}) for report in reports]),
         seeds=_known(report.seeds.get(row.name) for report in reports),
-        published=published_average(row.suite, row.upstream, row.name),
+        published=published_average(row.suite, row.upstream, row.name, reports),
     )
 
 

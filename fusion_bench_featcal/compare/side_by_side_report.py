@@ -2,8 +2,7 @@
 
 import csv
 import io
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,15 @@ from .combined_report import (
     average_text,
     explanations,
     gain_text,
+    loss_parts,
     recovered_text,
     row_head,
     task_grid,
+    worst_texts,
 )
-from .files import LOG_DIR_SETTING, plain, prepare_directory, write_atomic
+from .files import LOG_DIR_SETTING, plain, prepare_directory, sealed_json, write_atomic
 from .find import SIDE_BY_SIDE_KIND, FailedCell, refuse_run
+from .grid import Grid
 from .names import AVERAGE, BASE, EXPERTS, UNAVAILABLE
 from .report import REPORT_FILE
 from .side_by_side import (
@@ -29,7 +31,15 @@ from .side_by_side import (
     SideBySide,
     SideBySideRow,
 )
-from .tables import Grid, console, markdown_grid, percent, print_lines, rich_grid
+from .tables import (
+    MARKDOWN_COLUMNS,
+    WORST,
+    console,
+    markdown_grid,
+    percent,
+    print_lines,
+    titled_tables,
+)
 from .validate import SCHEMA
 
 _ABSENT = "-"
@@ -38,15 +48,10 @@ _FAILED = "failed"
 
 def show_side_by_side(comparison: SideBySide) -> None:
     """Print accuracy, what each row takes, and what the columns mean to stdout."""
-    from rich.console import Console
-    from rich.text import Text
-
     terminal = console()
     for title, grid in _grids(comparison):
-        table = rich_grid(grid)
-        table.title = Text(f"{comparison.suite}: {title}")
-        # Nothing is left out or cut on a narrow terminal; there the lines break.
-        Console(width=max(terminal.width, grid.width())).print(table)
+        for table in titled_tables(f"{comparison.suite}: {title}", grid.split(terminal.width)):
+            terminal.print(table)
     print_lines(terminal, _sentences(comparison))
 
 
@@ -61,7 +66,7 @@ def write_side_by_side(
     refuse_run(directory, setting)
     directory = prepare_directory(directory, setting)
     content = side_by_side_dict(comparison) | {"runs": _runs_inside(comparison, directory)}
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    text = sealed_json(content)
     write_atomic(directory / "report.csv", side_by_side_csv(comparison), setting)
     write_atomic(directory / "report.md", side_by_side_markdown(comparison), setting)
     return write_atomic(directory / REPORT_FILE, text, setting)
@@ -119,7 +124,8 @@ def side_by_side_markdown(comparison: SideBySide) -> str:
     tasks = task_grid(comparison.combined, comparison.suite)
     parts += [
         "## Accuracy per task",
-        markdown_grid(tasks if len(tasks.columns) <= 12 else tasks.transposed()),
+        markdown_grid(tasks if len(tasks.columns) <= MARKDOWN_COLUMNS else tasks.transposed()),
+        *loss_parts(comparison.combined, comparison.suite),
         "## What the columns mean",
         "\n".join(f"- {line}" for line in _sentences(comparison)),
     ]
@@ -127,7 +133,10 @@ def side_by_side_markdown(comparison: SideBySide) -> str:
 
 
 def _grids(comparison: SideBySide) -> list[tuple[str, Grid]]:
-    accuracy = ["average", "normalised", "gain over merger", "recovered gap", "paper"]
+    worst = worst_texts([entry.row for entry in comparison.rows])
+    accuracy_cells = map(_accuracy_cells, comparison.rows, worst)
+    heads = WORST if any(worst) else ()
+    accuracy = ["average", "normalised", "gain over merger", "recovered gap", *heads, "paper"]
     takes = [
         "task id",
         "modules / parameters",
@@ -140,8 +149,8 @@ def _grids(comparison: SideBySide) -> list[tuple[str, Grid]]:
         "seeds",
     ]
     return [
-        ("accuracy", _grid(comparison, "accuracy, %", accuracy, _accuracy_cells)),
-        ("what it takes", _grid(comparison, "", takes, _cost_cells)),
+        ("accuracy", _grid(comparison, "accuracy, %", accuracy, accuracy_cells)),
+        ("what it takes", _grid(comparison, "", takes, map(_cost_cells, comparison.rows))),
     ]
 
 
@@ -149,10 +158,13 @@ def _grid(
     comparison: SideBySide,
     corner: str,
     columns: Sequence[str],
-    cells: Callable[[SideBySideRow], list[str]],
+    cells: Iterable[Sequence[str]],
 ) -> Grid:
     """Rows and failed cells, each under its upstream merger."""
-    lines = [(_section(e), row_head(e.row), cells(e)) for e in comparison.rows]
+    lines: list[tuple[str, str, Sequence[str]]] = [
+        (_section(entry), row_head(entry.row), texts)
+        for entry, texts in zip(comparison.rows, cells, strict=True)
+    ]
     blank = [_FAILED, *[_ABSENT] * (len(columns) - 1)]
     for upstream, name in dict.fromkeys((cell.upstream, cell.name) for cell in comparison.failed):
         lines.append((upstream or "", _failed_head(upstream, name), blank))
@@ -172,7 +184,7 @@ def _failed_head(upstream: str | None, name: str) -> str:
     return name if upstream in (None, name) else f"+ {name}"
 
 
-def _accuracy_cells(entry: SideBySideRow) -> list[str]:
+def _accuracy_cells(entry: SideBySideRow, worst: Sequence[str]) -> list[str]:
     published = _ABSENT
     if entry.published is not None:
         published = percent(entry.published.value) + ("*" if entry.published.note else "")
@@ -181,7 +193,7 @@ def _accuracy_cells(entry: SideBySideRow) -> list[str]:
     normalised = percent(entry.normalised)
     if NORMALISED in entry.spread:
         normalised += f" ± {percent(entry.spread[NORMALISED])}"
-    return [average_text(row), normalised, gain_text(row), share, published]
+    return [average_text(row), normalised, gain_text(row), share, *worst, published]
 
 
 def _cost_cells(entry: SideBySideRow) -> list[str]:
@@ -278,4 +290,7 @@ _CSV_COLUMNS: dict[str, Callable[[SideBySideRow], Any]] = {
     "seeds": lambda entry: " ".join(map(str, entry.seeds)),
     "published": lambda entry: _number(entry.published and entry.published.value),
     "published_note": lambda entry: entry.published.note if entry.published else "",
+    "worst_task": lambda entry: entry.row.worst_task or "",
+    "worst_recovered_gap": lambda entry: _number(entry.row.worst_recovered_gap),
+    "loss": lambda entry: _number(entry.row.loss.get(AVERAGE)),
 }

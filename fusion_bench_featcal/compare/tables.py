@@ -1,9 +1,9 @@
 """How a report looks: in the terminal (rich) and as Markdown."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .grid import Grid, broken
 from .names import AVERAGE, BASE, EXPERTS
 
 if TYPE_CHECKING:
@@ -12,46 +12,15 @@ if TYPE_CHECKING:
 
     from .report import Report
 
-TEXT_WIDTH = 100
+TEXT_WIDTH = 80
 RECOVERED = "recovered gap"
+WORST = ("worst task", "its gap")
 _ABSENT = "-"
-_LONGEST_WORD = 9
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table of text: a corner, column heads, and lines of (head, cells); `best` cells stand out.
-
-    `best` holds (line, column) positions. `rules` holds lines that a rule follows.
-    """
-
-    corner: str
-    columns: Sequence[str]
-    lines: Sequence[tuple[str, Sequence[str]]]
-    best: frozenset[tuple[int, int]] = frozenset()
-    rules: frozenset[int] = frozenset()
-
-    def transposed(self) -> "Grid":
-        """Swap lines and columns; rules do not survive."""
-        heads = [head for head, _ in self.lines]
-        lines = [
-            (column, [cells[index] for _, cells in self.lines])
-            for index, column in enumerate(self.columns)
-        ]
-        return Grid("", heads, lines, frozenset((column, line) for line, column in self.best))
-
-    def width(self) -> int:
-        """Terminal columns that `rich_grid` needs for it."""
-        heads = [self.corner, *(head for head, _ in self.lines)]
-        widths = [max(map(len, heads))]
-        for index, column in enumerate(self.columns):
-            texts = [*broken(column).splitlines(), *(cells[index] for _, cells in self.lines)]
-            widths.append(max(map(len, texts)))
-        return sum(widths) + 2 * len(widths)
+MARKDOWN_COLUMNS = 12
 
 
 def console() -> "Console":
-    """Return a console on stdout: as wide as the terminal, or 100 columns where there is none."""
+    """Return a console on stdout: as wide as the terminal, or 80 columns where there is none."""
     from rich.console import Console
 
     terminal = Console()
@@ -78,20 +47,6 @@ def short_names(tasks: Sequence[str]) -> dict[str, str]:
     return {task: task.removeprefix(prefix) if shared else task for task in tasks}
 
 
-def broken(name: str) -> str:
-    """Break a long head at `_`, `-`, `:`, `+` or blanks into lines of about nine letters."""
-    lines = [""]
-    word = ""
-    for letter in name + " ":
-        word += letter
-        if letter in "_-:+ ":
-            if word.strip() and lines[-1] and len(lines[-1]) + len(word.rstrip()) > _LONGEST_WORD:
-                lines.append("")
-            lines[-1] += word
-            word = ""
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def best_cells(
     values: Sequence[Sequence[float | None]], eligible: Sequence[bool]
 ) -> frozenset[tuple[int, int]]:
@@ -108,43 +63,72 @@ def best_cells(
     return frozenset(best)
 
 
+def worst_cells(rows: Sequence[tuple[str, float | None] | None]) -> list[list[str]]:
+    """Worst task of each row and the share of its gap; no cells if no row has one."""
+    if not any(rows):
+        return [[] for _ in rows]
+    return [[row[0], with_unit(row[1])] if row else [_ABSENT] * len(WORST) for row in rows]
+
+
 def report_grid(report: "Report") -> Grid:
-    """Rows of the report by tasks, average and recovered gap; the best merged model stands out."""
+    """Rows of the report by tasks, average, recovered gap and worst task.
+
+    The best merged model of each column stands out.
+    """
     names = short_names(report.tasks)
     keys = [*report.tasks, AVERAGE]
     values = [[row[key] for key in keys] for row in report.rows.values()]
     eligible = [name not in (BASE, EXPERTS) for name in report.rows]
     # Base is not an attempt to repair the merged model: its share says nothing.
     shares = [None if name == BASE else report.share(name, AVERAGE) for name in report.rows]
+    worst = [report.worst(name) for name in report.rows]
+    worst = worst_cells([found and (names[found[0]], found[1]) for found in worst])
     lines = [
-        (name, [*map(percent, cells), _with_unit(share)])
-        for name, cells, share in zip(report.rows, values, shares, strict=True)
+        (name, [*map(percent, cells), with_unit(share), *last])
+        for name, cells, share, last in zip(report.rows, values, shares, worst, strict=True)
     ]
-    columns = [*names.values(), AVERAGE, RECOVERED]
+    columns = [*names.values(), AVERAGE, RECOVERED, *(WORST if any(worst) else ())]
     best = best_cells(values, eligible) if sum(eligible) > 1 else frozenset()
     return Grid("accuracy, %", columns, lines, best)
 
 
-def report_table(report: "Report", width: int) -> "Table":
-    """Lay the report out for `width` columns: rows across, else tasks across, else no tasks."""
+def report_tables(report: "Report", width: int) -> "list[Table]":
+    """Lay the report out for `width` columns: one table, else a summary and the tasks."""
+    grid, tasks = report_grid(report), len(report.tasks)
+    if grid.width() <= width:
+        return titled_tables(_title(report), [grid])
+    summary = titled_tables(_title(report), grid.part(tasks).split(width))
+    return summary + titled_tables("accuracy per task, %", fitting(grid.part(0, tasks), width))
+
+
+def titled_tables(title: str, grids: Sequence[Grid]) -> "list[Table]":
+    """Render grids of which the first has the title, the others continue it."""
     from rich.text import Text
 
-    grid = fitting(report_grid(report), width, summary_columns=2)
-    table = rich_grid(grid)
-    # As Text, so that brackets in a name are not read as markup.
-    table.title = Text(_title(report))
-    return table
+    tables = [rich_grid(grid) for grid in grids]
+    for number, table in enumerate(tables):
+        # As Text, so that brackets in a name are not read as markup.
+        table.title = Text(title + (" (continued)" if number else ""))
+    return tables
 
 
-def fitting(grid: Grid, width: int, summary_columns: int) -> Grid:
-    """Choose the form of `grid` that fits: as it is, transposed, or its last columns only."""
+def fitting(grid: Grid, width: int) -> list[Grid]:
+    """Choose the form of `grid` that fits `width`: as it is, transposed, or several grids."""
     for form in (grid, grid.transposed()):
         if form.width() <= width:
-            return form
-    first = len(grid.columns) - summary_columns
-    lines = [(head, cells[first:]) for head, cells in grid.lines]
-    best = frozenset((line, column - first) for line, column in grid.best if column >= first)
-    return Grid(grid.corner, grid.columns[first:], lines, best, grid.rules)
+            return [form]
+    return grid.split(width)
+
+
+def loss_grid(losses: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> Grid:
+    """Loss of rows by tasks and average; a dash where there is none."""
+    keys = [*tasks, AVERAGE]
+    lines = [
+        (name, [f"{row[key]:.4f}" if key in row else _ABSENT for key in keys])
+        for name, row in losses.items()
+    ]
+    grid = Grid("loss", [*short_names(tasks).values(), AVERAGE], lines)
+    return grid if len(keys) <= MARKDOWN_COLUMNS else grid.transposed()
 
 
 def rich_grid(grid: Grid) -> "Table":
@@ -154,7 +138,8 @@ def rich_grid(grid: Grid) -> "Table":
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
-    table.add_column(grid.corner, no_wrap=True)
+    # Numbers are never cut: where even one column is too wide, the heads of lines are folded.
+    table.add_column(grid.corner, overflow="fold")
     for column in grid.columns:
         table.add_column(Text(broken(column)), justify="right", no_wrap=True)
     for number, (head, cells) in enumerate(grid.lines):
@@ -209,15 +194,19 @@ def _samples_phrase(tasks: Mapping[str, Mapping[str, Any]]) -> str:
 def report_markdown(report: "Report") -> str:
     """Return the text of `report.md`: the table, then everything needed to judge it."""
     grid = report_grid(report)
-    if len(grid.columns) > 12:
+    if len(grid.columns) > MARKDOWN_COLUMNS:
         grid = grid.transposed()
     parts = [
         f"# {_title(report)}",
         markdown_grid(grid),
         "Accuracy in per cent. *Recovered gap*: (row - merged) / (experts - merged) on the "
-        f"average, where merged is `{report.upstream}`. Bold: best merged model of a column.",
+        f"average, where merged is `{report.upstream}`. *Worst task*: the one with the smallest "
+        "share recovered (of the tasks with a gap of a point or more). Bold: best merged model of "
+        "a column.",
         "\n".join(f"- {line}" for line in provenance(report)),
     ]
+    if report.loss:
+        parts += ["## Loss", markdown_grid(loss_grid(report.loss, report.tasks))]
     for title, table in (("Settings", report.settings), ("Cost", report.cost)):
         if table:
             parts += [f"## {title}", markdown_grid(mapping_grid(table))]
@@ -251,7 +240,8 @@ def _title(report: "Report") -> str:
     return f"{report.suite}, merged by {report.upstream or 'nobody'}"
 
 
-def _with_unit(share: float | None) -> str:
+def with_unit(share: float | None) -> str:
+    """Write a share as whole per cent with its unit; None as a dash."""
     return _ABSENT if share is None else f"{100 * share:.0f} %"
 
 

@@ -26,7 +26,8 @@ _KEYS: dict[str, type | tuple[type, ...]] = {
     "device": dict,
     "notes": list,
 }
-_DERIVED = {"kind", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}
+_OPTIONAL = {"loss": dict}  # earlier reports lack it
+_DERIVED = {"kind", "digest", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}
 
 
 def mean(row: Mapping[str, float]) -> float:
@@ -77,6 +78,16 @@ def check_content(content: Any, place: str) -> None:
             raise ReportError(
                 f"{place}: row '{name}': {AVERAGE} {row[AVERAGE]} is not the mean over its tasks"
             )
+    _check_loss(content.get("loss", {}), content["rows"], place)
+
+
+def _check_loss(loss: Mapping[str, Any], rows: Mapping[str, Any], place: str) -> None:
+    for name, row in loss.items():
+        known = isinstance(row, dict) and set(row) <= set(rows.get(name, ()))
+        if not known or not all(_is_number(value) for value in row.values()):
+            raise ReportError(
+                f"{place}: the loss of '{name}' must map the row's task names to numbers"
+            )
 
 
 def check_layout(content: Any, place: str) -> None:
@@ -93,11 +104,11 @@ def check_layout(content: Any, place: str) -> None:
             f"reads schema {SCHEMA}. Use the version that wrote it, or run again."
         )
     missing = sorted(set(_KEYS) - set(content))
-    unknown = sorted(set(content) - set(_KEYS) - _DERIVED)
+    unknown = sorted(set(content) - set(_KEYS) - set(_OPTIONAL) - _DERIVED)
     if missing or unknown:
         raise ReportError(f"{place}: missing keys {missing}, unknown keys {unknown}")
-    for key, kind in _KEYS.items():
-        if not isinstance(content[key], kind):
+    for key, kind in (_KEYS | _OPTIONAL).items():
+        if key in content and not isinstance(content[key], kind):
             raise ReportError(f"{place}: '{key}' has the wrong type {type(content[key]).__name__}")
 
 

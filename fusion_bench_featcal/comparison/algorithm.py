@@ -1,6 +1,8 @@
 """`method=compare`: upstream mergers and post-merging methods side by side on one model pool."""
 
+import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +12,34 @@ import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
+from fusion_bench_featcal.boundary.closing import at_the_end
+from fusion_bench_featcal.boundary.ending import ending_cleanly
 from fusion_bench_featcal.boundary.loggers import log_reports
-from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, checked_settings, plain
-from fusion_bench_featcal.boundary.pool_models import (
-    BASE_MODEL,
-    check_pool_experts,
-    check_pool_models,
-    load_pool_model,
-)
+from fusion_bench_featcal.boundary.options import checked_settings, plain, take_fusion_bench_keys
+from fusion_bench_featcal.boundary.pool_checks import check_pool_experts, check_pool_models
+from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.boundary.program import prepare_run
 from fusion_bench_featcal.boundary.results import suite_name
 from fusion_bench_featcal.compare import Report
+from fusion_bench_featcal.compare.remarks import closing_lines_of_a_comparison
+from fusion_bench_featcal.compare.side_by_side import SideBySide
 from fusion_bench_featcal.compare.side_by_side_report import show_side_by_side
 from fusion_bench_featcal.comparison.cells import GridRun
+from fusion_bench_featcal.comparison.digests import FileDigests
 from fusion_bench_featcal.comparison.fingerprint import (
-    describe,
     describe_pool,
     describe_software,
+    describe_task_pool,
 )
 from fusion_bench_featcal.comparison.grid import Grid, GridChoices, for_pool, make_grid
 from fusion_bench_featcal.comparison.methods import CellInputs
-from fusion_bench_featcal.comparison.reports import write_reports
+from fusion_bench_featcal.comparison.reports import check_places, write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.image_cache import ImageCache
+from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
 
 
 class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -56,7 +62,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         seed: int = 42,
         samples_per_task: int = 256,
         calibration_split: str = "train",
-        training_steps: int = 1000,
+        steps: int = 1000,
+        training_steps: int | None = None,
+        cells: Any = None,
         results_dir: str | None = None,
         pixel_cache_mb: float = 0,
         cache_dir: str | None = None,
@@ -67,9 +75,12 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
         Args:
             seed: Seeds every merger and every method.
-            samples_per_task: Not used here: YAML hands it to the methods.
-            calibration_split: Likewise.
-            training_steps: Likewise.
+            samples_per_task: Samples per task of every method that takes any; YAML hands it to
+                them.
+            calibration_split: Split of those samples: train, val or test; likewise.
+            steps: Updates of each task's modules in methods that train; likewise.
+            training_steps: Older name of `steps`.
+            cells: Older name of `post_merging`.
             results_dir: Where finished cells are kept; None: `outputs/comparison/<model pool>`.
             pixel_cache_mb: Memory for processed images that several cells ask for, in MiB; above 0
                 the first of them alone pays for the processing.
@@ -80,11 +91,21 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             ValueError: If the seed is no integer >= 0, a value out of range or a key unknown.
         """
-        meta = {key: choices.pop(key) for key in FUSION_BENCH_KEYS if key in choices}
-        unknown = sorted(set(choices) - set(GridChoices.__dataclass_fields__))
-        if unknown:
-            known = (*self._KEYS, "samples_per_task", "calibration_split", "training_steps")
-            raise ValueError(f"method.{unknown[0]} is unknown; compare takes {', '.join(known)}")
+        meta = take_fusion_bench_keys(choices)
+        known = GridChoices.__dataclass_fields__
+        others = ("samples_per_task", "calibration_split", "steps")
+        unknown = [key for key in choices if key not in known]
+        refuse_unknown_settings(unknown, [*self._KEYS, *others], owner="compare")
+        if training_steps not in (None, steps):
+            log.info("method.training_steps is an older name of method.steps: %s", training_steps)
+        if cells is not None:
+            log.info("method.cells is an older name of method.post_merging")
+            if choices.get("post_merging") not in (None, cells):
+                raise ValueError(
+                    "method.post_merging and method.cells, its older name, are both set: leave "
+                    "method.cells out"
+                )
+            choices["post_merging"] = cells
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"method.seed must be an integer >= 0, got {seed!r}")
         self.choices = GridChoices(**choices)
@@ -116,16 +137,21 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._check(grid, inputs)
         suite = suite_name(modelpool)
         store = ResultStore(self.results_dir or Path("outputs") / "comparison" / suite)
+        check_places(self._folder(store), grid)
+        files = FileDigests()
         run = GridRun(
             grid=grid,
             inputs=inputs,
             store=store,
-            conditions=self._conditions(inputs),
+            conditions=self._conditions(inputs, files),
             seed=self.seed,
+            files=files,
             program=self._program,
             log_dir=None if self.log_dir is None else Path(self.log_dir),
         )
-        run.run()
+        go_on = f"ended before it was done: finished cells are in {store.folder}. To go on, repeat"
+        with ending_cleanly(self._program, lambda: f"{go_on} the command"):
+            run.run()
         inputs.images.close()
         self._report(suite, run)
 
@@ -134,7 +160,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if taskpool is None:
             raise CalibrationError(
                 "compare needs a task pool to evaluate on: the model pool brings none "
-                "(default_taskpool), so name one, for example "
+                "(default_taskpool), or taskpool=dummy was asked for. Name one, for example "
                 "taskpool=CLIPVisionModelTaskPool/clip-vit-classification_TA8"
             )
         if getattr(self._program, "merged_model_save_path", None) is not None:
@@ -149,27 +175,33 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def _check(self, grid: Grid, inputs: CellInputs) -> None:
         """Refuse what cannot work before a model is loaded; experts against the base at once."""
-        check_pool_models(inputs.modelpool)
+        check_pool_models(inputs.modelpool, self.fabric)
         for name, method in grid.cells.items():
             try:
                 method.check(inputs)
-            except CalibrationError as error:
-                raise CalibrationError(f"method.post_merging_methods.{name}: {error}") from error
+            except (CalibrationError, ValueError) as error:
+                place = f"method.post_merging_methods.{name}"
+                kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
+                raise kind(f"{place}: {error}") from error
         if inputs.modelpool.has_pretrained:
             check_pool_experts(inputs.modelpool, load_pool_model(inputs.modelpool, BASE_MODEL))
 
-    def _conditions(self, inputs: CellInputs) -> dict[str, Any]:
+    def _conditions(self, inputs: CellInputs, files: FileDigests) -> dict[str, Any]:
         return {
-            "modelpool": describe_pool(inputs.modelpool),
-            "taskpool": describe(inputs.taskpool.config),
+            "modelpool": describe_pool(inputs.modelpool, files),
+            "taskpool": describe_task_pool(inputs.taskpool, files),
             "software": describe_software(),
             "device": self.fabric.device.type,
             "precision": str(self.fabric.strategy.precision.precision),
         }
 
+    def _folder(self, store: ResultStore) -> Path:
+        """Folder of the reports."""
+        return store.folder if self.log_dir is None else Path(self.log_dir)
+
     def _report(self, suite: str, run: GridRun) -> None:
         """Write, log and print the reports; then fail if cells failed."""
-        folder = run.log_dir or run.store.folder
+        folder = self._folder(run.store)
         comparison = write_reports(
             folder,
             suite,
@@ -182,8 +214,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         )
         if comparison is not None:
             log_reports(self.fabric, map(Report.load, comparison.combined.runs))
-            show_side_by_side(comparison)
-            print(f"report.md, report.csv and report.json: {folder}")
+            show = partial(_show, comparison, folder)
+            if not at_the_end(show):
+                show()
         if run.failed:
             cells = "; ".join(
                 f"{cell.upstream or 'reference'}, {cell.name}: {cell.reason}" for cell in run.failed
@@ -192,3 +225,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 f"{len(run.failed)} of {len(run.grid)} cells failed; the others are finished and "
                 f"stay so when the command is repeated. {cells}"
             )
+
+
+def _show(comparison: SideBySide, folder: Path) -> None:
+    show_side_by_side(comparison)
+    for line in closing_lines_of_a_comparison(folder):
+        print(line)

@@ -30,6 +30,7 @@ from fusion_bench_featcal.boundary.options import checked_settings
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, pool_source
 from fusion_bench_featcal.comparison.methods import CellInputs
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_settings
 from fusion_bench_featcal.settings import CalibrationError
 
 _ANCHOR_SETTINGS = ("anchor_rho", "calibrate_bias", "calibrate_norm", "modules", "family")
@@ -49,12 +50,7 @@ class AnchorOnly:
         Raises:
             ValueError: If one is unknown or out of range.
         """
-        unknown = sorted(set(settings) - set(_ANCHOR_SETTINGS))
-        if unknown:
-            raise ValueError(
-                f"method.{unknown[0]} is no setting of the anchor, which takes "
-                f"{', '.join(_ANCHOR_SETTINGS)}"
-            )
+        refuse_unknown_settings(settings, _ANCHOR_SETTINGS, owner="the anchor")
         self._settings = checked_settings(settings)
         check_family(self._settings.family)
 
@@ -123,13 +119,17 @@ class FeatureCorrection:
             ValueError: If the method is unknown, or a setting is unknown or out of range.
         """
         if method not in self._KINDS:
-            known = ", ".join(self._KINDS)
-            raise ValueError(f"method.method must be one of {known}, got {method!r}")
+            known, hint = ", ".join(self._KINDS), nearest_hint(method, self._KINDS)
+            raise ValueError(f"method.method must be one of {known}, got {method!r}{hint}")
+        names = None
         if method == "surgery_v2":
             refuse_other_settings(settings)
+            names = SURGERY_V2_SETTINGS
         self._method = method
         self._clip_model, self._final_norm = clip_model, final_norm
-        self._settings: CorrectionSettings = settings_from(self._KINDS[method], settings)
+        others = ("method", "clip_model", "final_norm")
+        kind = self._KINDS[method]
+        self._settings: CorrectionSettings = settings_from(kind, settings, others, names)
 
     @property
     def settings(self) -> dict[str, Any]:

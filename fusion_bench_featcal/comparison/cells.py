@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -17,6 +19,7 @@ from fusion_bench_featcal.boundary.evaluation import Evaluation, evaluate, join,
 from fusion_bench_featcal.boundary.options import plain
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.boundary.program import run_merger
+from fusion_bench_featcal.calibration_data import samples_used
 from fusion_bench_featcal.compare import BASE, UNAVAILABLE, measure
 from fusion_bench_featcal.compare.curves import as_curves
 from fusion_bench_featcal.compare.find import FailedCell
@@ -26,6 +29,8 @@ from fusion_bench_featcal.compare.side_by_side import (
     SECONDS_PER_SAMPLE,
     TASK_ID,
 )
+from fusion_bench_featcal.comparison.data import DataDigests
+from fusion_bench_featcal.comparison.digests import FileDigests, describe_code
 from fusion_bench_featcal.comparison.fingerprint import fingerprint
 from fusion_bench_featcal.comparison.grid import NONE, Grid, Merger
 from fusion_bench_featcal.comparison.inference import InferenceTimer
@@ -46,6 +51,7 @@ class GridRun:
         store: Where results are kept.
         conditions: What every result depends on: pools, versions, device.
         seed: Seeds each merger and each cell, so that a resumed run equals an uninterrupted one.
+        files: Digests of the files that results depend on.
         program: The FusionBench program, or None.
         log_dir: Where FusionBench's task pools leave their own reports; None: nowhere.
         results: (merger, cell) -> result; references have the merger None.
@@ -57,6 +63,7 @@ class GridRun:
     store: ResultStore
     conditions: Mapping[str, Any]
     seed: int
+    files: FileDigests = field(default_factory=FileDigests)
     program: Any = None
     log_dir: Path | None = None
     results: dict[tuple[str | None, str], CellResult] = field(default_factory=dict)
@@ -64,7 +71,9 @@ class GridRun:
     _unmerged: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Prepare what times the models of all cells."""
+        """Prepare what times the models of all cells, and what digests their data."""
+        self.data = DataDigests(self.inputs.modelpool, self.inputs.taskpool)
+        self.conditions = {**self.conditions, "test_items": self.data.tested()}
         self._timer = InferenceTimer(self.inputs.taskpool, self.inputs.fabric)
 
     def run(self) -> None:
@@ -80,17 +89,28 @@ class GridRun:
 
     def _merger_cell(self, merger: Merger, cell: str) -> None:
         # The settings come from the method, so that defaults count too.
-        settings = None if cell == NONE else self.grid.cells[cell].settings
-        depends = {"merger": plain(merger.config), "method": self._method_name(cell), **(
-            {"settings": settings} if settings is not None else {}
-        )}  # fmt: skip
+        depends = {"merger": self._merger_depends(merger), "method": self._method_depends(cell)}
         self._cell(merger.name, cell, depends, lambda: self._post_merged(merger, cell))
 
-    def _method_name(self, cell: str) -> str:
+    def _merger_depends(self, merger: Merger) -> dict[str, Any]:
+        """Everything that a merged model depends on but the run's conditions."""
+        config = plain(merger.config)
+        code = describe_code(config, self.files)
+        return {"config": config, "code": code, "data": self.data.drawn(config)}
+
+    def _method_depends(self, cell: str) -> Any:
+        """Everything that a cell depends on but its merged model and the run's conditions."""
         if cell == NONE:
             return NONE
-        method = type(self.grid.cells[cell])
-        return f"{method.__module__}.{method.__qualname__}"
+        method, config = self.grid.cells[cell], self.grid.configs[cell]
+        kind = type(method)
+        return {
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "settings": method.settings,  # with defaults
+            "config": config,  # with what the settings leave out
+            "code": describe_code([kind, config], self.files),
+            "data": self.data.drawn(config, method.settings),
+        }
 
     def _cell(
         self, merger: str | None, cell: str, depends: Any, work: Callable[[], CellResult]
@@ -109,6 +129,7 @@ class GridRun:
             lightning.seed_everything(self.seed, verbose=False)
             try:
                 result = work()
+                self.store.keep_result(name, key, result)
             # Whatever a method or merger raises, the other cells are worth having.
             except Exception as error:
                 # A CalibrationError says all there is to say; where others came from must be seen.
@@ -125,7 +146,6 @@ class GridRun:
                 return
             finally:
                 gc.collect()  # lets go of models in reference cycles before the next is loaded
-            self.store.keep_result(name, key, result)
         self.results[merger, cell] = result
 
     def _base(self) -> CellResult:
@@ -158,7 +178,7 @@ class GridRun:
             settings = plain(merger.config)
             result = _result(evaluation, settings=settings)
             result.cost = {**merging, **self._deployed(merged, {})}
-            result.samples = _samples_in(settings, list(evaluation.accuracy))
+            result.samples = _samples_in(settings, self.inputs.modelpool)
             result.seed = seed_of(settings)
             return result
         method = self.grid.cells[cell]
@@ -178,8 +198,9 @@ class GridRun:
         """The merged model and what merging cost; merged once, then from disk."""
         if merger.name in self._unmerged:
             raise CalibrationError(f"not merged: {self._unmerged[merger.name]}")
-        key = fingerprint(self.conditions, self.seed, plain(merger.config))
-        if not self.store.has_model(merger.name, key):
+        key = fingerprint(self.conditions, self.seed, self._merger_depends(merger))
+        kept = self.store.model(merger.name, key, self._load_like)
+        if kept is None:
             place = "mergers_alone" if merger.alone else "upstream_mergers"
             try:
                 with measure() as cost:
@@ -192,9 +213,16 @@ class GridRun:
             except Exception as error:
                 self._unmerged[merger.name] = str(error).strip() or type(error).__name__
                 raise
-            self.store.keep_model(merger.name, key, model, cost.as_dict())
+            if not self.store.keep_model(merger.name, key, model, cost.as_dict()):
+                return model, cost.as_dict()
             del model
-        return self.store.model(merger.name, key, self._load_like)
+            kept = self.store.model(merger.name, key, self._load_like)
+        if kept is None:
+            raise CalibrationError(
+                f"the model that {merger.name} made was kept in {self.store.folder}, but cannot be "
+                "read again. Set method.results_dir to a folder on another disk"
+            )
+        return kept
 
     def _load_like(self) -> nn.Module:
         """A model of the class that mergers make, whose weights may be replaced."""
@@ -224,8 +252,12 @@ def _result(
     settings: dict[str, Any] | None = None,
     cost: dict[str, Any] | None = None,
 ) -> CellResult:
+    losses = {task: loss for task, loss in evaluation.loss.items() if loss is not None}
+    finite = {task: loss for task, loss in losses.items() if math.isfinite(loss)}
     return CellResult(
         accuracy=evaluation.accuracy,
+        loss=finite,
+        notes=[f"the loss of {task} is {losses[task]}" for task in losses if task not in finite],
         correct=evaluation.correct,
         settings=settings or {},
         cost=cost or {},
@@ -239,10 +271,10 @@ def _inference(seconds_per_sample: Sequence[float | str]) -> dict[str, Any]:
     return {SECONDS_PER_SAMPLE: statistics.fmean(known) if whole else UNAVAILABLE}
 
 
-def _samples_in(config: Any, tasks: list[str]) -> dict[str, dict[str, Any]]:
-    """Samples that a merger's config names in FeatCal's words."""
+def _samples_in(config: Any, pool: BaseModelPool) -> dict[str, dict[str, Any]]:
+    """Samples that a merger used whose config is in FeatCal's words."""
     config = config if isinstance(config, Mapping) else {}
     if "samples_per_task" not in config:
         return {}
     split = str(config.get("calibration_split", "train"))
-    return {task: {"samples": config["samples_per_task"], "split": split} for task in tasks}
+    return samples_used(pool, pool.model_names, config["samples_per_task"], split)

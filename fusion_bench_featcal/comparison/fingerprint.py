@@ -8,12 +8,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from fusion_bench import BaseModelPool
+from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
 import fusion_bench_featcal
+from fusion_bench_featcal.boundary.checkpoints import adapter_paths, checkpoint_path
 from fusion_bench_featcal.boundary.options import plain
+from fusion_bench_featcal.checkpoints.fingerprint import InputsDigest, describe_model
+from fusion_bench_featcal.comparison.digests import FileDigests, describe_code
 
 _LENGTH = 20
 _PACKAGES = ("fusion-bench", "torch", "transformers")
@@ -46,17 +48,50 @@ def describe(value: Any) -> Any:
         return [describe(entry) for entry in value]
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, nn.Module):
-        return {"class": kind, "weights": _digest(value)}
+        weights = InputsDigest()
+        weights.add(value.state_dict())
+        return {"class": kind, "model": describe_model(value), "weights": weights.text()}
     return {"class": kind, "length": len(value) if hasattr(value, "__len__") else None}
 
 
-def describe_pool(modelpool: BaseModelPool) -> dict[str, Any]:
-    """A pool's config, and sizes and times of the model files it names."""
+def describe_pool(modelpool: BaseModelPool, files: FileDigests) -> dict[str, Any]:
+    """A pool's config, its code, and the content of the model files that it names.
+
+    Args:
+        modelpool: The pool; hub ids of its models are found, or downloaded.
+        files: Digests of files.
+    """
+    config = describe(modelpool.config)
+    named = {key: value for key, value in config.items() if not key.endswith("_datasets")}
+    folders = {
+        name: [str(path) for path in _folders(modelpool, name)]
+        for name in modelpool.all_model_names
+    }
     return {
         "class": type(modelpool).__qualname__,
-        "config": describe(modelpool.config),
-        "files": _stamps(describe(modelpool._models)),
+        "config": config,
+        "files": files.named_in(named),
+        "models": {name: [files.folder(Path(p)) for p in paths] for name, paths in folders.items()},
+        "code": describe_code([type(modelpool), modelpool.config], files),
     }
+
+
+def describe_task_pool(taskpool: BaseTaskPool, files: FileDigests) -> dict[str, Any]:
+    """A task pool's config, its code, and the files of the models and tokenizers that it names."""
+    config = describe(taskpool.config)
+    named = {k: v for k, v in config.items() if k not in ("tasks", "test_datasets")}
+    return {
+        "config": config,
+        "files": files.named_in(named),
+        "code": describe_code([type(taskpool), taskpool.config], files),
+    }
+
+
+def _folders(modelpool: BaseModelPool, name: str) -> list[Path]:
+    """Folders of a model's files: one, or base and adapter."""
+    path = checkpoint_path(modelpool, name)
+    folders = [path] if path is not None else list(adapter_paths(modelpool, name) or ())
+    return [folder for folder in folders if folder.is_dir()]
 
 
 @cache
@@ -72,25 +107,4 @@ def _code() -> str:
         place = path.relative_to(root)
         if place.parts[0] not in _NO_PART_IN_RESULTS:
             digest.update(f"{place.as_posix()}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:_LENGTH]
-
-
-def _stamps(value: Any) -> list[Any]:
-    """Name, size and time of the files in every folder that a description names."""
-    if isinstance(value, dict):
-        return [stamp for entry in value.values() for stamp in _stamps(entry)]
-    if isinstance(value, list):
-        return [stamp for entry in value for stamp in _stamps(entry)]
-    if not isinstance(value, str) or not Path(value).is_dir():
-        return []
-    files = [path for path in sorted(Path(value).iterdir()) if path.is_file()]
-    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-
-
-def _digest(module: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:_LENGTH]

@@ -3,14 +3,14 @@
 import difflib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.boundary.options import check_merger, plain
 from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL
+from fusion_bench_featcal.comparison.entries import OWN, check_target, made_of
 from fusion_bench_featcal.comparison.methods import Chain, PostMerging
 
 log = logging.getLogger(__name__)
@@ -43,11 +43,13 @@ class Grid:
         mergers: In order.
         cells: Name -> post-merging method, run on every merger that is not alone.
         references: Of `base` and `experts`.
+        configs: Cell -> config of its method; of a chain, step -> config.
     """
 
     mergers: list[Merger]
     cells: dict[str, PostMerging]
     references: list[str]
+    configs: dict[str, Any] = field(default_factory=dict)
 
     def cells_of(self, merger: Merger) -> list[str]:
         """Cells of one merger; the merger without post-merging comes first."""
@@ -65,7 +67,8 @@ class GridChoices:
     Attributes:
         upstreams: Names out of `upstream_mergers`.
         alone: Names out of `mergers_alone`.
-        cells: Names out of `post_merging_methods`; `none`, which is always run, may be among them.
+        post_merging: Names out of `post_merging_methods`; `none`, which is always run, may be
+            among them.
         references: Of `base` and `experts`.
         upstream_mergers: Name -> config of a FusionBench method.
         mergers_alone: Name -> config of a FusionBench method that is not post-processed.
@@ -74,7 +77,7 @@ class GridChoices:
 
     upstreams: Any = None
     alone: Any = None
-    cells: Any = None
+    post_merging: Any = None
     references: Any = None
     upstream_mergers: Any = None
     mergers_alone: Any = None
@@ -142,12 +145,13 @@ def make_grid(
     without = left_out or {}
     chosen = _chosen(choices.upstreams, upstreams, "upstreams", without)
     chosen_alone = _chosen(choices.alone, alone, "alone", without)
-    cells = _chosen(choices.cells, {NONE: None, **methods}, "cells", without)
+    cells = _chosen(choices.post_merging, {NONE: None, **methods}, "post_merging", without)
     references = _chosen(choices.references, dict.fromkeys(REFERENCES), "references")
     if not (chosen and cells) and not chosen_alone:
         raise ValueError(
-            f"the grid is empty: method.upstreams is {chosen}, method.cells {cells}, method.alone "
-            f"{chosen_alone}; name at least one upstream merger and one cell, or a merger alone"
+            f"the grid is empty: method.upstreams is {chosen}, method.post_merging {cells}, "
+            f"method.alone {chosen_alone}; name at least one upstream merger and one post-merging "
+            "method (or none), or a merger alone"
         )
     mergers = [
         _merger(name, every, place, is_alone)
@@ -159,7 +163,8 @@ def make_grid(
     ]
     made = {name: _method(name, methods) for name in cells if name != NONE}
     _refuse_taken([*(merger.name for merger in mergers), *made])
-    return Grid(mergers=mergers, cells=made, references=references)
+    configs = {name: _config(name, methods) for name in made}
+    return Grid(mergers=mergers, cells=made, references=references, configs=configs)
 
 
 def _mapping(value: Any, key: str) -> dict[str, Any]:
@@ -213,6 +218,9 @@ def _merger(name: str, every: Mapping[str, Any], place: str, alone: bool) -> Mer
             f"method.{place}.{name} must be a method's config (with _target_ or name), got "
             f"{config!r}; add one by +method@method.{place}.{name}=task_arithmetic (with the @)"
         ) from None
+    check_target(config, f"method.{place}.{name}")
+    if str(config.get("_target_")).startswith(OWN):
+        made_of(config, f"method.{place}.{name}")  # its constructor checks the settings
     return Merger(name=name, config=config, alone=alone)
 
 
@@ -227,18 +235,22 @@ def _method(name: str, methods: Mapping[str, Any], within: Sequence[str] = ()) -
         return Chain({step: _method(step, methods, (*within, name)) for step in config})
     if not isinstance(config, Mapping) or "_target_" not in config:
         raise ValueError(f"{place} must have a _target_ or be a list of names, got {config!r}")
-    try:
-        method = instantiate(config, _recursive_=False)
-    # Hydra wraps what a constructor raises; whichever it is, a setting does not fit.
-    except Exception as error:
-        reason = error.__cause__ or error
-        raise ValueError(f"{place}: {str(reason).replace('method.', f'{place}.')}") from error
+    check_target(config, place)
+    method = made_of(config, place)
     missing = [part for part in _PARTS if not hasattr(method, part)]
     if missing:
         raise ValueError(
             f"{place}: {config['_target_']} is no post-merging method: it lacks {missing}"
         )
     return method
+
+
+def _config(name: str, methods: Mapping[str, Any]) -> Any:
+    """A method's config; of a chain, those of its steps."""
+    config = methods[name]
+    if isinstance(config, list):
+        return {step: _config(step, methods) for step in config}
+    return config
 
 
 def _refuse_taken(names: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
 from fusion_bench_featcal.boundary.options import checked_settings
+from fusion_bench_featcal.boundary.pool_checks import check_pool_settings
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_input_processor, pool_source
 from fusion_bench_featcal.boundary.reads import check_read_budgets
 from fusion_bench_featcal.calibration import calibrate
@@ -88,6 +89,7 @@ class FeatCal:
             ValueError: If one is unknown or out of range.
         """
         self._settings = checked_settings(settings)
+        self._drawn: dict[str, int] = {}
         check_family(self._settings.family)
         if self._settings.checkpoint_dir is not None:
             raise ValueError(
@@ -104,11 +106,14 @@ class FeatCal:
         return self._settings.as_dict()
 
     def check(self, inputs: CellInputs) -> None:
-        """Open the calibration data; see that there is a base if anchors need it.
+        """Open the calibration data; see that models fit and a base is there if anchors need it.
 
         Raises:
-            CalibrationError: If data or base are missing, or a read budget cannot be kept.
+            CalibrationError: If data or base are missing, a model does not fit or a read budget
+                cannot be kept.
+            ValueError: If the family does not know the models.
         """
+        check_pool_settings(inputs.modelpool, self._settings)
         self._batches(inputs)
         check_read_budgets(inputs.modelpool, [self._settings])
         if not inputs.modelpool.has_pretrained and self._settings.anchor_rho != 1:
@@ -139,15 +144,17 @@ class FeatCal:
             device=inputs.fabric.device,
             autocast=inputs.fabric.autocast,
         )
+        self._drawn = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         return result.model
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The same number for each task, from the calibration split."""
-        drawn = {
-            "samples": self._settings.samples_per_task,
-            "split": self._settings.calibration_split,
+        """The samples of the last call of `post_merge`."""
+        split = self._settings.calibration_split
+        return {
+            task: {"samples": self._drawn[task], "split": split}
+            for task in tasks
+            if task in self._drawn
         }
-        return {task: dict(drawn) for task in tasks}
 
     def added(self, model: nn.Module) -> dict[str, int]:
         """Nothing: the calibrated weights take the merged ones' place."""

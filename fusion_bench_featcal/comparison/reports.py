@@ -16,8 +16,10 @@ from fusion_bench_featcal.compare import (
 )
 from fusion_bench_featcal.compare.comparison_plots import plot_comparison
 from fusion_bench_featcal.compare.curves import write_curves
-from fusion_bench_featcal.compare.find import FailedCell
+from fusion_bench_featcal.compare.files import LOG_DIR_SETTING
+from fusion_bench_featcal.compare.find import FailedCell, refuse_run
 from fusion_bench_featcal.compare.plots import plot_run
+from fusion_bench_featcal.compare.remarks import tasks_below_merged
 from fusion_bench_featcal.compare.side_by_side import COMPARISON_SEED, SideBySide, side_by_side
 from fusion_bench_featcal.compare.side_by_side_report import write_side_by_side
 from fusion_bench_featcal.comparison.grid import NONE, Grid
@@ -78,6 +80,26 @@ def write_reports(
     return comparison
 
 
+def check_places(folder: Path, grid: Grid) -> None:
+    """Refuse folders that the reports cannot be written to, before hours of work.
+
+    Args:
+        folder: Where the reports will be written to.
+        grid: What will be run.
+
+    Raises:
+        ReportError: Naming what is in the way.
+    """
+    refuse_run(folder, LOG_DIR_SETTING)
+    for place in (folder, *(folder / merger.name for merger in grid.mergers)):
+        folders = [path for path in place.glob("report.*") if path.is_dir()]
+        in_the_way = [place] if place.is_file() else folders
+        if in_the_way:
+            raise ReportError(
+                f"{in_the_way[0]} is in the way of a report: remove it, or change {LOG_DIR_SETTING}"
+            )
+
+
 def draw_figures(folder: Path, runs: Sequence[Path]) -> None:
     """Draw what `featcal plot` draws; where that cannot be, the reports stand without."""
     try:
@@ -111,12 +133,14 @@ def upstream_report(
             cost=result.cost or None,
             samples=result.samples or None,
             correct=result.correct,
+            loss=result.loss,
         )
         if result.seed is not None:
             report.seeds[name] = result.seed
         if name in notes:
             report.notes.append(f"{name}: {notes[name]}")
         report.notes += [f"{name}: {note}" for note in result.notes]
+    report.notes += tasks_below_merged(report)
     report.notes += [
         f"{merger}, {cell.name} failed: {cell.reason}" for cell in failed if cell.upstream == merger
     ]

@@ -1,21 +1,32 @@
 """Finished cells and merged models on disk: whole or absent, each in a folder of its own."""
 
-import json
+import hashlib
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
+from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
 from fusion_bench_featcal.compare import ReportError, load_items, prepare_directory, save_items
 from fusion_bench_featcal.compare.curves import Curves, as_curves
-from fusion_bench_featcal.compare.files import plain, read_json, write_atomic
+from fusion_bench_featcal.compare.files import (
+    partial_prefix,
+    plain,
+    read_json,
+    remove,
+    sealed_json,
+    sweep_partial,
+    write_atomic,
+)
+from fusion_bench_featcal.compare.items import ITEMS_FILE
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -25,6 +36,15 @@ _RESULT = "result.json"
 _WEIGHTS = "model.safetensors"
 _COST = "cost.json"
 _ROW = "cell"
+# The folder may hold others' files: nothing else is removed.
+_LEFTOVERS = (
+    "cells/*/.*.part", "upstreams/*/.*.part", ".report.*.part", "*/.report.*.part",
+    "*/.items.npz.*.part", "*/.training_curves.jsonl.*.part",
+)  # fmt: skip
+# Whatever reading a damaged file or its content raises.
+_DAMAGES = (
+    ReportError, OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError,
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -33,6 +53,7 @@ class CellResult:
 
     Attributes:
         accuracy: Task -> accuracy in 0..1.
+        loss: Task -> loss, where the task pool computes one and it is finite.
         settings: What made it.
         cost: What it cost, and what it adds to the model; see `Report.cost`.
         samples: Task -> {"samples", "split"} really used; empty for what uses no data.
@@ -43,6 +64,7 @@ class CellResult:
     """
 
     accuracy: dict[str, float]
+    loss: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     cost: dict[str, Any] = field(default_factory=dict)
     samples: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -53,10 +75,14 @@ class CellResult:
 
 
 class ResultStore:
-    """Results by name and fingerprint, in one folder that may serve many comparisons."""
+    """Results by name and fingerprint, in one folder that may serve many comparisons.
+
+    What is kept carries digests. An entry that is damaged, unreadable or in the way is reported in
+    the log and made again; one that cannot be written is not kept, and nothing else is lost.
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        """Make the folder.
+        """Make the folder, and remove what interrupted runs left half-written in it.
 
         Args:
             folder: Where results are kept.
@@ -65,6 +91,8 @@ class ResultStore:
             ReportError: If it cannot be made or written.
         """
         self.folder = prepare_directory(folder, SETTING)
+        for pattern in _LEFTOVERS:
+            sweep_partial(list(self.folder.glob(pattern)))
 
     def result(self, name: str, key: str) -> CellResult | None:
         """The finished result of a cell; None if there is none that is whole.
@@ -74,15 +102,18 @@ class ResultStore:
             key: The fingerprint of what it depends on.
         """
         folder = self._place("cells", name, key)
-        if not (folder / _RESULT).is_file():
+        if not os.path.lexists(folder / _RESULT):
             return None
         try:
-            content = read_json(folder / _RESULT)
-            has_items = content.pop("has_items")
+            content = read_json(folder / _RESULT, sealed=True)
+            items = content.pop("items")
             result = CellResult(**content)
             result.curves = as_curves(result.curves, str(folder))
-            result.correct = (load_items(folder) or {})[_ROW] if has_items else None
-        except (ReportError, KeyError, TypeError, AttributeError) as error:
+            if items is not None:
+                if _file_digest(folder / ITEMS_FILE) != items:
+                    raise ReportError(f"{ITEMS_FILE} is not the one that was kept")
+                result.correct = (load_items(folder) or {})[_ROW]
+        except _DAMAGES as error:
             log.warning("the result in %s is damaged and made again: %s", folder, error)
             return None
         return result
@@ -91,38 +122,44 @@ class ResultStore:
         """Keep a finished cell; `result.json` comes last, so that it stands for the whole.
 
         Raises:
-            ReportError: If it cannot be written.
+            ReportError: If a part of it has no JSON form.
         """
-        folder = prepare_directory(self._place("cells", name, key), SETTING)
-        if result.correct is not None:
-            save_items(folder, {_ROW: result.correct}, SETTING)
+        folder, items = self._place("cells", name, key), None
         names = [entry.name for entry in fields(result) if entry.name != "correct"]
         content = {entry: plain(getattr(result, entry), entry) for entry in names}
-        content["has_items"] = result.correct is not None
-        write_atomic(folder / _RESULT, json.dumps(content, indent=2) + "\n", SETTING)
+        try:
+            _make_way(folder, (_RESULT, ITEMS_FILE))
+            if result.correct is not None:
+                items = _file_digest(save_items(folder, {_ROW: result.correct}, SETTING))
+            write_atomic(folder / _RESULT, sealed_json({**content, "items": items}), SETTING)
+        except (ReportError, OSError) as error:
+            log.warning("the result of %s is not kept, and will be made again: %s", name, error)
 
-    def has_model(self, name: str, key: str) -> bool:
-        """Whether a merged model is kept."""
-        return (self._place("upstreams", name, key) / _WEIGHTS).is_file()
+    def keep_model(self, name: str, key: str, model: nn.Module, cost: Mapping[str, Any]) -> bool:
+        """Keep a merged model's weights, and what merging cost; `cost.json` comes last.
 
-    def keep_model(self, name: str, key: str, model: nn.Module, cost: Mapping[str, Any]) -> None:
-        """Keep a merged model's weights, and what merging cost; the weights come last.
-
-        Raises:
-            ReportError: If they cannot be written.
+        Returns:
+            Whether it is kept: a full disk is no reason to stop.
         """
-        folder = prepare_directory(self._place("upstreams", name, key), SETTING)
-        text = json.dumps(plain(cost, "cost"), indent=2) + "\n"
-        write_atomic(folder / _COST, text, SETTING)
+        folder = self._place("upstreams", name, key)
         # Copies: safetensors refuses tensors that share memory, and tied weights do.
         state = {entry: tensor.clone() for entry, tensor in model.state_dict().items()}
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".part") as partial:
-            save_file(state, Path(partial) / _WEIGHTS)
-            os.replace(Path(partial) / _WEIGHTS, folder / _WEIGHTS)
+        content = {"cost": plain(cost, "cost"), "weights": _digests(state)}
+        try:
+            _make_way(folder, (_WEIGHTS, _COST))
+            prefix = partial_prefix(_WEIGHTS)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=prefix, suffix=".part") as partial:
+                save_file(state, Path(partial) / _WEIGHTS)
+                os.replace(Path(partial) / _WEIGHTS, folder / _WEIGHTS)
+            write_atomic(folder / _COST, sealed_json(content), SETTING)
+        except (ReportError, OSError, SafetensorError) as error:
+            log.warning("the model that %s made is not kept: %s", name, error)
+            return False
+        return True
 
     def model(
         self, name: str, key: str, load_like: Callable[[], nn.Module]
-    ) -> tuple[nn.Module, dict[str, Any]]:
+    ) -> tuple[nn.Module, dict[str, Any]] | None:
         """Load a merged model that was kept.
 
         Args:
@@ -131,13 +168,25 @@ class ResultStore:
             load_like: Loads a model of its class, whose weights are replaced.
 
         Returns:
-            The model, bit by bit as it was, without gradients; and what merging cost.
+            The model, bit by bit as it was, without gradients, and what merging cost; None if there
+            is none that is whole.
 
         Raises:
             CalibrationError: If the weights do not fit that class.
         """
-        path = self._place("upstreams", name, key) / _WEIGHTS
-        state = load_file(path)
+        folder = self._place("upstreams", name, key)
+        path = folder / _WEIGHTS
+        if not os.path.lexists(folder / _COST):
+            return None
+        try:
+            content = read_json(folder / _COST, sealed=True)
+            cost, expected = content["cost"], content["weights"]
+            state = load_file(path)
+            if _digests(state) != expected:
+                raise ReportError(f"{_WEIGHTS} is not the one that was kept")
+        except _DAMAGES as error:
+            log.warning("the merged model in %s is damaged and made again: %s", folder, error)
+            return None
         model = load_like()
         known = model.state_dict()
         # Replacing the tensors keeps the merged model's dtype, but would part tied weights.
@@ -148,7 +197,27 @@ class ResultStore:
             raise CalibrationError(
                 f"the model that {name} made ({path}) is not of the base's class: {error}"
             ) from error
-        return model.requires_grad_(False), read_json(path.with_name(_COST))
+        return model.requires_grad_(False), cost
 
     def _place(self, kind: str, name: str, key: str) -> Path:
         return self.folder / kind / f"{re.sub(r'[^0-9A-Za-z_.+-]', '_', name)}-{key}"
+
+
+def _make_way(folder: Path, files: Sequence[str]) -> None:
+    """Make an entry's folder, without files in place of folders and folders in place of files."""
+    in_the_way = [place for place in (folder.parent, folder) if not place.is_dir()]
+    in_the_way += [folder / name for name in files if (folder / name).is_dir()]
+    for place in in_the_way:
+        if os.path.lexists(place):
+            log.warning("%s is in the way of a result and is removed", place)
+            remove(place)
+    prepare_directory(folder, SETTING)
+
+
+def _digests(state: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest_tensor(tensor) for name, tensor in state.items()}
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -139,11 +139,12 @@ def test_streams_use_their_split_and_featcals_draw(models):
         torch.testing.assert_close(value.matrix, known.matrix, rtol=1e-3, atol=1e-4)
 
 
-def test_short_test_stream_is_taken_whole_and_short_calibration_data_refused(models):
-    model = merge(models, SurgerySettings(steps=2, samples_per_task=99))
-    assert model.samples[TASKS[0]] == {"samples": 10, "split": "test"}
-    with pytest.raises(CalibrationError, match=r"task 'one' has 12 samples.*samples_per_task"):
-        merge(models, SurgerySettings(steps=2, samples_per_task=99, stream="calibration"))
+@pytest.mark.parametrize(("stream", "used"), [("test_tta", 10), ("calibration", 12)])
+def test_short_stream_is_taken_whole_with_a_warning(models, stream, used, caplog):
+    model = merge(models, SurgerySettings(steps=2, samples_per_task=99, stream=stream))
+    split = "test" if stream == "test_tta" else "train"
+    assert model.samples[TASKS[0]] == {"samples": used, "split": split}
+    assert f"task one has {used} samples, fewer than method.samples_per_task = 99" in caplog.text
 
 
 def test_losses_of_every_step_are_kept(models):

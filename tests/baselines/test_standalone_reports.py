@@ -58,7 +58,11 @@ def test_improved_model_stands_beside_the_merged_one(
     assert report.seeds == {"doubled": 7}
     assert report.samples == {"doubled": DRAWN}
     assert isinstance(report.cost["doubled"]["seconds"], float)
-    assert report.notes == ["doubled was made with samples of the test split"]
+    assert report.notes == [
+        "doubled was made with samples of the test split",
+        "left ends below the merged model: doubled -15.0 points",
+        "right ends below the merged model: doubled -45.0 points",
+    ]
     assert (tmp_path / "logs" / "metrics.csv").is_file()
     assert load_curves(tmp_path / "logs") == {"doubled": {"left": [(0, 2.0), (20, 1.0)]}}
     assert taskpool.evaluated == 2
@@ -107,3 +111,21 @@ def test_command_leaves_a_report_that_fits_a_comparisons(tmp_path: Path) -> None
     assert report.settings["ridge_surgery"] == cell.settings
     assert report.samples["ridge_surgery"]["mini_korean"]["samples"] == 8
     assert report.items.keys() == report.rows.keys()
+
+
+def test_model_is_saved_before_it_is_evaluated(tmp_path: Path, monkeypatch) -> None:
+    class Folder(nn.Module):
+        def save_pretrained(self, path: str) -> None:
+            Path(path).mkdir()
+
+    def evaluated(*_: Any, **__: Any) -> None:
+        assert "- factor: `2`" in (tmp_path / "saved" / "README.md").read_text()
+        raise RuntimeError("the evaluation failed")
+
+    algorithm, pool = Algorithm(tmp_path), model_pool()
+    algorithm._program.merged_model_save_path = str(tmp_path / "saved")
+    monkeypatch.setattr(results, "evaluate", evaluated)
+    monkeypatch.setattr(pool, "save_model", lambda model, path: model.save_pretrained(path))
+    with pytest.raises(RuntimeError, match="the evaluation failed"):
+        run_merging(algorithm, pool, ROW, Folder)
+    assert (tmp_path / "saved" / "README.md").is_file()

@@ -73,6 +73,15 @@ def test_every_method_gives_one_correction_a_task(pool, kind, settings):
     assert bool(model.curves) == (not isinstance(settings, RidgeSurgerySettings))
 
 
+def test_token_ids_that_models_lack_name_task_and_item(pool, kind):
+    rows = [{"input_ids": [3, 4, 5], "labels": [-100, 5, 3]}] * 4
+    rows += [{"input_ids": [3, 9999, 4], "labels": [-100, 5, 3]}]
+    broken = with_data(copy.copy(pool), lambda _: rows)
+    settings = RidgeSurgerySettings(samples_per_task=5, batch_size=2, stream="calibration")
+    with pytest.raises(CalibrationError, match=r"task 'one', .*item 4: input_ids has .* id 9999"):
+        fitted(broken, kind, settings)
+
+
 class _Drifting(nn.Module):
     """A norm whose output drifts in two directions."""
 

@@ -147,7 +147,9 @@ def test_other_tasks_are_refused_with_both_lists(seeds: list[Path], tmp_path: Pa
 
 def test_another_schema_is_refused_with_both_numbers(seeds: list[Path]):
     path = seeds[1] / "report.json"
-    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+    content = json.loads(path.read_text())
+    del content["digest"]
+    path.write_text(json.dumps(content | {"schema": 2}))
     with pytest.raises(ReportError, match=r"seed2.* has schema 2; .* reads schema 1"):
         combine(find_runs([seeds[0].parent]))
 
@@ -224,7 +226,7 @@ def test_tables_fit_a_page(tmp_path: Path):
 
 def test_csv_has_as_many_cells_as_heads(seeds: list[Path]):
     lines = list(csv.reader(io.StringIO(combined_csv(combine(seeds)))))
-    assert {len(line) for line in lines} == {13}
+    assert {len(line) for line in lines} == {14}
 
 
 def test_seeds_disagreeing_on_the_merged_model_are_averaged_too(tmp_path: Path):
@@ -238,3 +240,33 @@ def test_seeds_disagreeing_on_the_merged_model_are_averaged_too(tmp_path: Path):
     deviation = find_row(combined, "task_arithmetic").deviation
     assert deviation is not None
     assert deviation[AVERAGE] == pytest.approx(float(np.std([0.5, 0.6], ddof=1)))
+
+
+def test_losses_are_averaged_over_runs_and_absent_where_one_has_none(tmp_path: Path):
+    for seed in (1, 2):
+        report = make_report({"task_arithmetic": 0.5}, seed=seed, items=False)
+        report.add_row("featcal", {"cars": 0.5, "dtd": 0.5}, loss={"cars": seed, "dtd": 4.0})
+        report.add_row("new", {"cars": 0.5, "dtd": 0.5}, loss={"cars": 1.0} if seed == 1 else {})
+        report.write(tmp_path / str(seed))
+    combined = combine(find_runs([tmp_path]))
+    assert find_row(combined, "featcal").loss == {"cars": 1.5, "dtd": 4.0, "average": 2.75}
+    assert find_row(combined, "new").loss == {}
+    lines = {
+        (line["name"], line["task"]): line["loss"]
+        for line in csv.DictReader(io.StringIO(combined_csv(combined)))
+    }
+    assert lines["featcal", "cars"] == "1.500000"
+    assert lines["new", "cars"] == ""
+    assert "| + featcal (task_arithmetic) | 1.5000 | 4.0000 | 2.7500 |" in combined_markdown(
+        combined
+    )
+
+
+def test_worst_task_of_several_runs_is_that_of_their_means(tmp_path: Path):
+    for seed, cars in ((1, 0.5), (2, 0.7)):
+        report = make_report({"experts": 0.9, "task_arithmetic": 0.4}, seed=seed, items=False)
+        report.add_row("featcal", {"cars": cars, "dtd": 0.6})
+        report.write(tmp_path / str(seed))
+    row = find_row(combine(find_runs([tmp_path])), "featcal")
+    assert (row.worst_task, row.worst_recovered_gap) == ("cars", pytest.approx(0.4))
+    assert find_row(combine(find_runs([tmp_path])), "experts").worst_task is None

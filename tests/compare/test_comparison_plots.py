@@ -131,7 +131,7 @@ def test_without_seconds_there_is_no_cost_figure(tmp_path: Path) -> None:
     [
         ({"kind": "run"}, "is not a comparison"),
         ({"schema": 0}, "has schema 0"),
-        ({"rows": [{"name": "ties"}]}, "is damaged"),
+        ({"rows": [{"name": "ties"}]}, r"rows\[0\]: no upstream"),
         ({"rows": []}, "no row to draw"),
     ],
 )

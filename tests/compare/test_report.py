@@ -10,6 +10,7 @@ import torch
 from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.compare import AVERAGE, Report, ReportError, accuracies
+from fusion_bench_featcal.compare.report import losses
 
 
 def test_average_is_the_mean_over_tasks_and_order_follows_the_first_row():
@@ -102,6 +103,41 @@ def test_settings_may_be_a_dataclass_and_scalars_may_be_tensors(tmp_path: Path):
     assert content["cost"]["featcal"] == {"seconds": 1.5, "bytes": 3}
 
 
+LOSSES = {"cars": 0.5, "dtd": 1.5}
+
+
+def test_losses_are_in_json_and_csv_and_load_again(tmp_path: Path):
+    report = make_report(items=False)
+    report.add_row("new", {"cars": 0.5, "dtd": 0.25}, loss=LOSSES)
+    report.write(tmp_path)
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["loss"] == {"new": {**LOSSES, AVERAGE: 1.0}}
+    assert Report.load(tmp_path).loss == report.loss
+    lines = list(csv.DictReader(io.StringIO(report.csv())))
+    new = {line["task"]: line["loss"] for line in lines if line["name"] == "new"}
+    assert new == {"cars": "0.500000", "dtd": "1.500000", "average": "1.000000"}
+    assert {line["loss"] for line in lines if line["name"] != "new"} == {""}
+    assert list(lines[0])[-1] == "loss"
+
+
+def test_losses_that_are_absent_stay_absent_and_infinite_ones_become_notes(tmp_path: Path):
+    report = Report()
+    report.add_row("one", {"a": 0.5, "b": 0.5}, loss={"a": 2.0, "b": None})
+    report.add_row("two", {"a": 0.5, "b": 0.5}, loss={"a": float("nan"), "b": 1.0})
+    report.add_row("three", {"a": 0.5, "b": 0.5}, loss={})
+    assert report.loss == {"one": {"a": 2.0}, "two": {"b": 1.0}}
+    assert report.notes == ["two: the loss of a is nan"]
+    report.write(tmp_path)
+
+
+def test_a_report_from_before_losses_were_kept_loads(tmp_path: Path):
+    make_report(items=False).write(tmp_path)
+    content = json.loads((tmp_path / "report.json").read_text())
+    del content["loss"], content["digest"]
+    (tmp_path / "report.json").write_text(json.dumps(content))
+    assert Report.load(tmp_path).loss == {}
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [(float("nan"), "featcal.x: nan cannot be kept"), (object(), "featcal.x: a object cannot")],
@@ -145,6 +181,7 @@ def test_flags_must_agree_with_accuracy_and_with_the_other_rows():
 
 def _damage(path: Path, **changes: object) -> None:
     content = json.loads((path / "report.json").read_text())
+    del content["digest"]  # as of an earlier version, or edited on purpose
     content.update(changes)
     (path / "report.json").write_text(json.dumps(content))
 
@@ -155,6 +192,9 @@ def _damage(path: Path, **changes: object) -> None:
         ({"schema": 99}, "has schema 99; this version .* reads schema 1"),
         ({"kind": "other"}, "is not the report of a run"),
         ({"surprise": 1}, r"unknown keys \['surprise'\]"),
+        ({"loss": []}, "'loss' has the wrong type list"),
+        ({"loss": {"other": {"cars": 1.0}}}, "the loss of 'other' must map the row's task names"),
+        ({"loss": {"base": {"cars": "low"}}}, "the loss of 'base' must map the row's task names"),
         ({"rows": []}, "'rows' has the wrong type list"),
         ({"rows": {"base": {"a": 0.5}}}, "row 'base' has no 'average'"),
         ({"rows": {"base": {"a": 0.5, "average": 0.6}}}, "'base': average 0.6 is not the mean"),
@@ -197,3 +237,5 @@ def test_accuracies_come_out_of_an_evaluation():
         "average": {"accuracy": 0.375, "loss": 1.5},
     }
     assert accuracies(evaluation) == {"cars": 0.5, "dtd": 0.25}
+    assert losses(evaluation, ["cars", "dtd"]) == {"cars": 1.0, "dtd": 2.0}
+    assert losses({"cars": {"accuracy": 0.5}}, ["cars"]) == {"cars": None}

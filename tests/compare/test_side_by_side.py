@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from fusion_bench_featcal.compare.side_by_side_report import (
 )
 
 SUITE = "clip-vit-large-patch14_TALL20"
+PAPER = {
+    "hidden": 128, "learning_rate": 1e-3, "steps": 1000, "batch_size": 16, "stream": "test_tta"
+}  # fmt: skip
 COST = {
     "seconds": 2.0,
     "peak_rss_bytes": 2**30,
@@ -38,8 +42,9 @@ def report(upstream: str, merged: float, *, seed: int = 42, **changes: Any) -> R
     made.add_row(
         "prob_surgery",
         {"a": 0.6, "b": 0.5},
+        settings=PAPER,
         cost=COST | changes,
-        samples={"a": {"samples": 8, "split": "test"}, "b": {"samples": 8, "split": "test"}},
+        samples={task: {"samples": 256, "split": "test"} for task in ("a", "b")},
     )
     return made
 
@@ -103,7 +108,7 @@ def test_what_is_not_measured_is_called_unavailable(tmp_path: Path) -> None:
     assert row.cost["peak_accelerator_bytes"] == "unavailable"
     assert row.cost["task_id_at_inference"] == "yes"
     assert row.seeds == [42, 43]
-    assert row.samples == "8 test"
+    assert row.samples == "256 test"
 
 
 def test_failed_cells_stand_in_every_table(comparison: SideBySide, capsys) -> None:
@@ -191,7 +196,7 @@ def test_a_comparison_stands_for_its_own_runs_and_failures(
 
 def test_damaged_failures_are_named(comparison: SideBySide, tmp_path: Path) -> None:
     path = write_side_by_side(comparison, tmp_path)
-    path.write_text(path.read_text().replace('"reason"', '"raisin"'))
+    path.write_text(re.sub(r'"digest": "\w+",', "", path.read_text()).replace("reason", "raisin"))
     with pytest.raises(ReportError, match=r"report\.json: damaged list of failed cells"):
         find([tmp_path])
 
@@ -206,3 +211,26 @@ def test_nothing_is_cut_in_a_narrow_terminal(comparison: SideBySide, capsys) -> 
     costs = capsys.readouterr().out.partition("what it takes")[2]
     assert "unavailable" in costs and "6 / 1536" in costs
     assert "…" not in costs
+
+
+@pytest.mark.parametrize("tasks", [6, 14, 20])
+def test_comparisons_fit_eighty_columns(
+    tasks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"oxford_flowers{number}" for number in range(tasks)]
+    made = Report(suite=SUITE, upstream="task_arithmetic")
+    for name, level in {"base": 0.1, "experts": 0.9, "task_arithmetic": 0.5}.items():
+        made.add_row(name, dict.fromkeys(names, level))
+    for number in range(12):
+        accuracy = {task: 0.6 + 0.002 * (number + at) for at, task in enumerate(names)}
+        made.add_row(f"prob_surgery:calibration_{number}", accuracy, cost=COST)
+    made.write(tmp_path)
+    show_side_by_side(side_by_side([tmp_path]))
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for number in range(12):
+        row = made.rows[f"prob_surgery:calibration_{number}"]
+        assert f"{100 * row['average']:.1f}" in text.split()
+        worst = [names[0].removeprefix("oxford_"), f"{25 + number / 2:.0f}", "%"]
+        assert any(line.split()[-4:-1] == worst for line in text.splitlines())

@@ -1,14 +1,17 @@
 import io
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
 from synthetic import LEVELS, SIX, make_report
 
 from fusion_bench_featcal.compare import Report
+from fusion_bench_featcal.compare.grid import broken
 from fusion_bench_featcal.compare.tables import (
     TEXT_WIDTH,
     best_cells,
-    broken,
+    percent,
     provenance,
     report_grid,
     report_markdown,
@@ -17,39 +20,96 @@ from fusion_bench_featcal.compare.tables import (
 )
 
 TWENTY = tuple(f"some_data_set_{number}" for number in range(20))
+REAL = (
+    "kmnist", "fashion_mnist", "emnist_letters", "stanford_cars", "oxford_flowers102",
+    "rendered_sst2", "sun397", "resisc45", "eurosat", "svhn", "gtsrb", "mnist", "dtd",
+    "oxford-iiit-pet", "stl10", "cifar100", "cifar10", "food101", "pcam", "fer2013",
+)  # fmt: skip
 PRESETS = {f"featcal:preset_{number}": 0.7 for number in range(8)}
 
 
 def printed(report: Report, width: int = TEXT_WIDTH) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(report.table(width))
+    for table in report.tables(width):
+        console.print(table)
     output = console.file
     assert isinstance(output, io.StringIO)
     return output.getvalue()
 
 
-def test_six_tasks_fit_the_page_with_every_number():
-    text = printed(make_report({**LEVELS, "featcal:suite": 0.8}, SIX))
-    assert max(map(len, text.splitlines())) <= TEXT_WIDTH
+def distinct_report(rows: Sequence[str], tasks: Sequence[str]) -> Report:
+    """Every cell has a value of its own, with experts above and base below the merged model."""
+    report = Report(suite="toy", upstream="task_arithmetic")
+    for number, name in enumerate(rows):
+        level = {"base": 0.1, "experts": 0.9}.get(name, 0.3 + 0.03 * number)
+        report.add_row(name, {task: level + 0.001 * at for at, task in enumerate(tasks)})
+    return report
+
+
+@pytest.mark.parametrize("tasks", [REAL[:6], REAL[:8], REAL[:14], REAL])
+@pytest.mark.parametrize("presets", [1, 9])
+def test_tables_fit_eighty_columns_with_every_number(tasks: tuple[str, ...], presets: int):
+    rows = [*LEVELS, *(f"featcal:preset_{number}" for number in range(presets))]
+    report = distinct_report(rows, tasks)
+    text = printed(report, 80)
+    assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    line = next(line for line in text.splitlines() if line.strip().startswith("featcal:suite"))
-    assert line.split() == ["featcal:suite", *["80.0"] * 7, "67", "%"]
+    numbers = Counter(text.replace("\n", " ").split())
+    expected = Counter(percent(value) for row in report.rows.values() for value in row.values())
+    assert numbers >= expected
+    for row in rows[4:]:
+        summary = next(line for line in text.splitlines() if line.strip().startswith(f"{row} "))
+        task, gap = report.worst(row) or ("", None)
+        assert summary.split()[-3:] == [task, f"{100 * (gap or 0):.0f}", "%"]
 
 
-def test_twenty_tasks_are_listed_downwards():
-    text = printed(make_report(tasks=TWENTY))
-    assert max(map(len, text.splitlines())) <= TEXT_WIDTH
-    lines = [line.split() for line in text.splitlines()]
-    for task in TWENTY:
-        assert [task.removeprefix("some_"), "30.0", "90.0", "60.0", "75.0"] in lines
-    assert ["recovered", "gap", "-", "100", "%", "0", "%", "50", "%"] in lines
+@pytest.mark.parametrize("tasks", [6, 20])
+def test_reports_fit_eighty_columns_where_stdout_is_no_terminal(
+    tasks: int, capsys: pytest.CaptureFixture[str]
+):
+    report = distinct_report([*LEVELS, "featcal:mini"], REAL[:tasks])
+    report.show()
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for task in report.tasks:
+        assert percent(report.rows["featcal:mini"][task]) in text
 
 
-def test_twenty_tasks_and_many_rows_are_summed_up():
-    text = printed(make_report({**LEVELS, **PRESETS}, TWENTY))
-    lines = [line.split() for line in text.splitlines()]
-    assert ["featcal", "75.0", "50", "%"] in lines
-    assert "data_set_3" not in text
+def test_a_wide_terminal_has_one_table_with_tasks_and_worst_task():
+    report = distinct_report([*LEVELS], REAL[:6])
+    task, _ = report.worst("featcal") or ("", None)
+    text = printed(report, 140)
+    line = next(line for line in text.splitlines() if line.strip().startswith("featcal"))
+    cells = [f"{39 + number / 10:.1f}" for number in range(6)]
+    assert line.split() == ["featcal", *cells, "39.2", "6", "%", task, "6", "%"]
+
+
+def test_an_endless_name_is_folded_and_numbers_stay_whole():
+    name = "featcal:" + "x" * 90
+    text = printed(make_report({**LEVELS, name: 0.8}), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert name in "".join(line.split()[0] for line in text.splitlines() if line.strip())
+
+
+def test_worst_task_is_that_with_the_least_share_of_a_gap_worth_the_name():
+    report = Report(upstream="merged")
+    report.add_row("merged", {"far": 0.1, "near": 0.8, "level": 0.899})
+    report.add_row("featcal", {"far": 0.3, "near": 0.85, "level": 0.89})
+    assert report.worst("featcal") == ("level", None)  # the smallest gain, without experts
+    report.add_row("experts", {"far": 0.9, "near": 0.9, "level": 0.9})
+    assert report.worst("featcal") == ("far", pytest.approx(0.25))
+    assert report.worst("merged") is None
+
+
+def test_losses_have_a_table_of_their_own_in_markdown():
+    report = Report(upstream="merged")
+    report.add_row("merged", {"a": 0.5, "b": 0.25}, loss={"a": 1.25, "b": 0.75})
+    report.add_row("featcal", {"a": 0.5, "b": 0.25}, loss={"a": 0.5, "b": None})
+    text = report_markdown(report)
+    assert "| merged | 1.2500 | 0.7500 | 1.0000 |" in text
+    assert "| featcal | 0.5000 | - | - |" in text
+    assert "## Loss" not in report_markdown(make_report())
 
 
 @pytest.mark.parametrize("tasks", [("cars",), ("cars", "dtd"), SIX, TWENTY])

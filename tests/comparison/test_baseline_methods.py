@@ -107,6 +107,25 @@ def test_correction_after_featcal_is_one_cell() -> None:
     assert len(chain.added(model)) == 2
 
 
+def test_reports_have_the_samples_that_were_there(caplog) -> None:
+    cell, given = FeatCal(samples_per_task=SAMPLES), inputs()
+    pool: Any = given.modelpool
+    few = image.load_split("mini_greek", "train")
+    few.grey = few.grey[:3]
+    few.labels = few.labels[:3]
+    real = pool.load_train_dataset
+    pool.load_train_dataset = lambda task: few if task == "mini_greek" else real(task)
+    for checked in (cell, correction("ridge_surgery")):
+        checked.check(given)
+        model = checked.post_merge(merged(), given)
+        used = checked.samples(model, [*TASKS, "mini_korean"])
+        assert {task: entry["samples"] for task, entry in used.items()} == {
+            "mini_greek": 3,
+            "mini_latin": SAMPLES,
+        }
+    assert caplog.text.count("task mini_greek has 3 samples, fewer than") == 1
+
+
 @pytest.mark.parametrize("keeps", ["nothing", "memory", "disk"])
 def test_cells_share_processed_images_where_asked_to(keeps: str, tmp_path: Path) -> None:
     folder = str(tmp_path) if keeps == "disk" else None

@@ -15,13 +15,15 @@ def test_command_compares_and_leaves_reports(tmp_path: Path) -> None:
             "modelpool=clip-vit-mini_alphabets2",
             "method.upstreams=[simple_average]",
             "method.alone=[lot]",
-            "method.cells=[anchor_only,ridge_surgery]",
+            "method.post_merging=[anchor_only,ridge_surgery]",
             "method.samples_per_task=8",
             f"path.log_dir={tmp_path}/log",
         ],
         tmp_path,
     )
     assert "+ ridge_surgery" in result.stdout
+    *_, last = result.stdout.strip().splitlines()
+    assert last.endswith(f"featcal plot {tmp_path}/log")  # nothing of FusionBench's comes after it
     assert "8 train" in result.stdout
     content = json.loads((tmp_path / "log" / "report.json").read_text())
     assert content["failed"] == []

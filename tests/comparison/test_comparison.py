@@ -1,6 +1,7 @@
 """A comparison from end to end: reports, failures, and what is not run again."""
 
 import csv
+import importlib
 import io
 import json
 import os
@@ -29,7 +30,7 @@ from comparison_parts import (
 from lightning.fabric.loggers import CSVLogger
 
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.compare import Report
+from fusion_bench_featcal.compare import Report, ReportError
 from fusion_bench_featcal.compare.find import find_runs
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -114,6 +115,83 @@ def test_changed_weights_run_everything(tmp_path: Path) -> None:
     again = comparison(tmp_path, **ONE, post_merging_methods=DOUBLE)
     again.run(pool)
     assert evaluations(again) == 1 + 2 + 2  # base, experts, merger and cell
+
+
+def test_changed_source_of_an_own_method_runs_its_cells_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "my_scale.py"
+
+    def run(source: str) -> int:
+        file.write_text(
+            f"from comparison_parts import Scale\n\n\nclass Mine(Scale):\n    {source}\n"
+        )
+        monkeypatch.delitem(sys.modules, "my_scale", raising=False)
+        importlib.invalidate_caches()
+        methods = {**DOUBLE, "mine": {"_target_": "my_scale.Mine"}}
+        algorithm = comparison(tmp_path, **ONE, post_merging_methods=methods)
+        algorithm.run(model_pool())
+        return evaluations(algorithm)
+
+    assert run("x = 1") == 1 + 2 + 3
+    assert run("x = 1") == 0
+    assert run("x = 2") == 1
+
+
+def test_damage_in_the_results_runs_only_what_it_hit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    choices = {**ONE, "post_merging_methods": DOUBLE}
+    comparison(tmp_path, **choices).run(model_pool())
+    before = Report.load(tmp_path / "results" / "task_arithmetic").rows
+    for pattern, again, upstreams in (
+        ("cells/task_arithmetic--double-*/items.npz", 1, 0),
+        ("cells/base-*/result.json", 1, 0),
+        ("cells/task_arithmetic--double-*/result.json", 1, 1),  # with its merged model, below
+    ):
+        (file,) = (tmp_path / "results").glob(pattern)
+        files = [file, *((tmp_path / "results").glob("upstreams/*/*") if upstreams else ())]
+        for place in files:
+            content = bytearray(place.read_bytes())
+            content[len(content) // 2] ^= 4
+            place.write_bytes(content)
+        caplog.clear()
+        algorithm = comparison(tmp_path, **choices)
+        algorithm.run(model_pool())
+        assert evaluations(algorithm) == again
+        assert caplog.text.count("is damaged and made again") == 1 + upstreams
+        assert Report.load(tmp_path / "results" / "task_arithmetic").rows == before
+
+
+@pytest.mark.parametrize(
+    "place", ["task_arithmetic", "report.json/x", "task_arithmetic/report.md/x"]
+)
+def test_what_is_in_the_way_of_reports_is_told_before_any_work(tmp_path: Path, place: str) -> None:
+    file = tmp_path / "results" / place
+    file.parent.mkdir(parents=True)
+    file.touch()
+    algorithm = comparison(tmp_path, **ONE, post_merging_methods=DOUBLE)
+    with pytest.raises(ReportError, match=rf"{place.removesuffix('/x')} is in the way.*remove it"):
+        algorithm.run(model_pool())
+    assert evaluations(algorithm) == 0
+
+
+def test_every_row_has_its_loss(tmp_path: Path) -> None:
+    algorithm: Any = comparison(tmp_path, **ONE, post_merging_methods=DOUBLE)
+    pool = algorithm._program.taskpool
+    evaluate = pool.evaluate
+    losses = {"left": 0.25, "right": float("nan")}
+    pool.evaluate = lambda model, *args, **kwargs: {
+        task: {**scores, "loss": losses[task]} for task, scores in evaluate(model).items()
+    }
+    algorithm.run(model_pool())
+    results = [
+        json.loads(file.read_text())
+        for file in (tmp_path / "results" / "cells").glob("task_arithmetic*/result.json")
+    ]
+    assert [result["loss"] for result in results] == [{"left": 0.25}] * 2
+    assert all("the loss of right is nan" in result["notes"] for result in results)
 
 
 def test_failed_cell_is_reported_and_the_rest_goes_on(tmp_path: Path, capsys) -> None:
@@ -232,6 +310,7 @@ def test_report_is_rebuilt_from_what_the_comparison_left(tmp_path: Path, capsys)
     )
     assert own.pop("runs") == ["simple_average", "task_arithmetic"]
     assert again.pop("runs") == []
+    assert own.pop("digest") != again.pop("digest")
     assert again == own
 
 

@@ -1,19 +1,30 @@
 """A fingerprint changes with everything that a result depends on, and with nothing else."""
 
+import logging
+import os
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pytest
 import torch
 from comparison_parts import linear, model_pool
-from fusion_bench import BaseModelPool
+from fusion_bench import BaseModelPool, BaseTaskPool
 from omegaconf import OmegaConf
+from PIL import Image
 
+from fusion_bench_featcal.calibration_data import draw_samples
+from fusion_bench_featcal.comparison.data import DataDigests
+from fusion_bench_featcal.comparison.digests import FileDigests, describe_code, digest_rows
 from fusion_bench_featcal.comparison.fingerprint import (
     describe,
     describe_pool,
     describe_software,
     fingerprint,
 )
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
 def test_order_of_keys_does_not_count_but_values_do() -> None:
@@ -40,11 +51,11 @@ def test_weights_in_memory_count() -> None:
 
 
 def test_pool_in_memory_counts_with_its_weights() -> None:
-    known = fingerprint(describe_pool(model_pool()))
-    assert fingerprint(describe_pool(model_pool())) == known
+    known = fingerprint(describe_pool(model_pool(), FileDigests()))
+    assert fingerprint(describe_pool(model_pool(), FileDigests())) == known
     pool: Any = model_pool()
     torch.nn.init.zeros_(pool._models["right"][0].bias)
-    assert fingerprint(describe_pool(pool)) != known
+    assert fingerprint(describe_pool(pool, FileDigests())) != known
 
 
 def test_changed_model_file_counts(tmp_path: Path) -> None:
@@ -52,10 +63,127 @@ def test_changed_model_file_counts(tmp_path: Path) -> None:
         return BaseModelPool(OmegaConf.create({"expert": str(tmp_path)}))
 
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    known = fingerprint(describe_pool(pool()))
-    assert fingerprint(describe_pool(pool())) == known
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    assert fingerprint(describe_pool(pool())) != known
+    known = fingerprint(describe_pool(pool(), FileDigests()))
+    assert fingerprint(describe_pool(pool(), FileDigests())) == known
+    file = tmp_path / "model.safetensors"
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    file.write_bytes(b"weightz")  # of the same size and time
+    os.utime(file, ns=times)
+    assert fingerprint(describe_pool(pool(), FileDigests())) != known
+
+
+def test_folders_that_are_written_to_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    config = {"save_path": str(tmp_path), "model": {"cache_dir": str(tmp_path)}}
+    assert FileDigests().named_in(config) == {}
+    assert list(FileDigests().named_in({"tokenizer": str(tmp_path)})) == [str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"image": torch.zeros(2, 2), "label": 0}, {"image": torch.ones(2, 2), "label": 1}],
+        [(Image.new("RGB", (2, 2)), 0), (Image.new("RGB", (2, 2), "red"), 1)],
+        [{"prompt": "a", "target": "b"}, {"prompt": "a", "target": "c"}],
+        datasets.Dataset.from_dict(
+            {"image": [Image.new("L", (2, 2)), Image.new("L", (2, 2), 3)], "label": [0, 1]},
+            features=datasets.Features(
+                {"image": datasets.Image(), "label": datasets.Value("int8")}
+            ),
+        ),
+    ],
+)
+def test_items_count_with_content_and_labels(rows: Any) -> None:
+    assert digest_rows(rows) == digest_rows(rows, [0, 1])
+    assert len({digest_rows(rows), digest_rows(rows, [0, 0]), digest_rows(rows, [1, 0])}) == 3
+
+
+def test_items_that_are_files_count_with_their_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"one")
+    known = digest_rows([{"image": str(file)}])
+    file.write_bytes(b"two")
+    assert digest_rows([{"image": str(file)}]) != known
+
+
+class Rows(torch.utils.data.Dataset):
+    """Texts that are numbers."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"value": self.values[index]}
+
+
+def drawn(values: list[int], **config: Any) -> dict[str, Any]:
+    data = {"left": {"_target_": "test_fingerprint.Rows", "values": values}}
+    models: Any = {"left": linear(1)}
+    pool = BaseModelPool(models, train_datasets=OmegaConf.create(data))
+    return DataDigests(pool, BaseTaskPool()).drawn(config)
+
+
+def test_only_drawn_samples_count() -> None:
+    config = {"_target_": "fusion_bench_featcal.comparison.FeatCal", "samples_per_task": 3}
+    values = list(range(10))
+    (index, *_) = draw_samples(10, "left", FeatCalSettings(samples_per_task=3))
+    known = drawn(values, **config)
+    other = {n: [*values[:n], -1, *values[n + 1 :]] for n in range(10)}
+    changed = [n for n in range(10) if drawn(other[n], **config) != known]
+    assert index in changed and len(changed) == 3
+
+
+def test_samples_of_a_method_that_tells_no_draw_count_all() -> None:
+    config = {"_target_": "comparison_parts.Scale"}
+    known = drawn([1, 2], **config)
+    assert drawn([1, 3], **config) != known
+    average = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
+    assert drawn([1, 2], **average) == drawn([1, 3], **average) == {}
+
+
+def test_test_items_count(caplog: pytest.LogCaptureFixture) -> None:
+    def tested(values: list[int]) -> dict[str, Any]:
+        pool: Any = BaseTaskPool()
+        pool._test_datasets = {"left": Rows(values)}
+        return DataDigests(model_pool(), pool).tested()
+
+    assert tested([1, 2]) == tested([1, 2]) != tested([1, 3])
+    with caplog.at_level(logging.INFO):
+        assert DataDigests(model_pool(), BaseTaskPool()).tested() == {}
+    assert "does not show its test items" in caplog.text
+
+
+def test_items_without_content_count_by_length_and_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool: Any = BaseTaskPool()
+    pool._test_datasets = {"left": [object(), object()]}
+    assert DataDigests(model_pool(), pool).tested() == {"left": {"class": "list", "length": 2}}
+    assert "test_datasets.left counts in fingerprints by class and length alone" in caplog.text
+
+
+def test_own_code_counts_by_source_and_packages_by_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_method", raising=False)
+    file = tmp_path / "own_method.py"
+    file.write_text("class Method:\n    pass\n")
+    config = {"steps": [{"_target_": "own_method.Method"}]}
+    known = describe_code(config, FileDigests())
+    assert list(known) == ["own_method"]
+    assert describe_code(config, FileDigests()) == known
+    file.write_text("class Method:\n    scale = 2\n")
+    assert describe_code(config, FileDigests()) != known
+    merger = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
+    versions = set(describe_code(merger, FileDigests()).values())
+    assert f"fusion-bench {version('fusion-bench')}" in versions
+    assert (
+        describe_code({"_target_": "fusion_bench_featcal.SafetensorsExpert"}, FileDigests()) == {}
+    )
 
 
 def test_objects_count_with_class_and_length() -> None:

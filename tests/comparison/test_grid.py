@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from comparison_parts import MERGERS, Refusing, Scale, comparison, method, model_pool
+from omegaconf import OmegaConf
+from test_text_comparison import composed
 from torch import nn
 
 from fusion_bench_featcal.comparison import Chain, ComparisonAlgorithm, FeatCal
@@ -13,6 +15,7 @@ from fusion_bench_featcal.comparison.grid import GridChoices, for_pool, make_gri
 from fusion_bench_featcal.comparison.methods import seed_of
 from fusion_bench_featcal.settings import CalibrationError
 
+WUDI = "fusion_bench.method.WUDIMerging"
 FEATCAL = {"_target_": "fusion_bench_featcal.comparison.FeatCal", "seed": 3}
 
 
@@ -34,20 +37,23 @@ def test_everything_is_run_unless_chosen() -> None:
 
 
 def test_merger_without_post_merging_is_always_run() -> None:
-    chosen = grid(upstreams=["task_arithmetic"], cells=["double"], references=[])
+    chosen = grid(upstreams=["task_arithmetic"], post_merging=["double"], references=[])
     assert [chosen.cells_of(merger) for merger in chosen.mergers] == [["none", "double"]]
 
 
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"cells": ["duoble"]}, r"method\.cells: 'duoble' is unknown; the nearest is 'double'"),
+        (
+            {"post_merging": ["duoble"]},
+            r"method\.post_merging: 'duoble' is unknown; the nearest is 'double'",
+        ),
         ({"upstreams": ["ties"]}, r"method\.upstreams: 'ties' is unknown.*task_arithmetic"),
         ({"alone": ["regmean"]}, r"method\.alone: 'regmean' is unknown"),
         ({"references": ["expert"]}, r"method\.references: 'expert' is unknown.*'experts'"),
-        ({"cells": "double"}, r"method\.cells must be a list of names"),
+        ({"post_merging": "double"}, r"method\.post_merging must be a list of names"),
         ({"upstreams": []}, r"the grid is empty"),
-        ({"cells": []}, r"the grid is empty"),
+        ({"post_merging": []}, r"the grid is empty"),
         ({"upstream_mergers": {"x": "task_arithmetic"}}, r"\+method@method\.upstream_mergers\.x="),
         ({"post_merging_methods": {"x": {"a": 1}}}, r"methods\.x must have a _target_"),
         ({"post_merging_methods": {"x": ["y"]}}, r"methods\.x: a list names other methods"),
@@ -68,6 +74,73 @@ def test_merger_without_post_merging_is_always_run() -> None:
 def test_bad_grid_is_refused(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grid(**choices)
+
+
+CORRECTION = "fusion_bench_featcal.comparison.FeatureCorrection"
+REGMEAN = "fusion_bench_featcal.baselines.peer_algorithms.RegMeanAlgorithm"
+ANCHOR = "fusion_bench_featcal.comparison.AnchorOnly"
+
+
+@pytest.mark.parametrize(
+    ("key", "entry", "message"),
+    [
+        ("post_merging_methods", {"_target_": "no_such.Method"}, r"'no_such\.Method' cannot be"),
+        ("upstream_mergers", {"_target_": "no_such.Merger"}, r"'no_such\.Merger' cannot be"),
+        ("mergers_alone", {"_target_": "no_such.Merger"}, r"cannot be imported \(.*no_such"),
+        ("upstream_mergers", {"_target_": "fusion_bench.method.Simpel"}, r"cannot be imported"),
+        ("upstream_mergers", {"name": "clip_layer_wise_adamergin"}, r"no method .*nearest"),
+        ("post_merging_methods", method(Scale, facter=2), r"x\.facter is unknown.*'factor'"),
+        ("upstream_mergers", MERGERS["task_arithmetic"] | {"scaling_facter": 1}, "_factor'"),
+        ("mergers_alone", {"_target_": REGMEAN, "sampels_per_task": 8}, r"'samples_per_task'"),
+        ("mergers_alone", {"_target_": REGMEAN, "off_diag": 8}, r"x\.off_diag .*'off_diagonal'"),
+        ("mergers_alone", {"_target_": REGMEAN, "samples_per_task": 0}, "_per_task must be"),
+        ("post_merging_methods", {"_target_": ANCHOR, "anchor_roh": 2}, r"nearest is 'anchor_rho'"),
+        (
+            "post_merging_methods",
+            {"_target_": CORRECTION, "method": "surgery", "stpes": 3},
+            r"x\.stpes .* nearest is 'steps'",
+        ),
+        (
+            "post_merging_methods",
+            {"_target_": CORRECTION, "method": "surgery_v2", "clip_modle": "x"},
+            r"x\.clip_modle .* nearest is 'clip_model'",
+        ),
+        (
+            "post_merging_methods",
+            {"_target_": CORRECTION, "method": "surgry"},
+            r"x\.method must be one of surgery.*nearest: 'surgery'",
+        ),
+        ("post_merging_methods", {"_target_": CORRECTION, "metod": "surgery"}, r"x: .*'method'"),
+    ],
+)  # fmt: skip
+def test_wrong_entry_is_named_before_anything_is_loaded(
+    key: str, entry: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    pool: Any = NoModels()
+    with pytest.raises(ValueError, match=message) as caught:
+        comparison(tmp_path, **{key: {"x": entry}}).run(pool)
+    text = str(caught.value)
+    assert f"method.{key}.x" in text and text.count("\n") == 0 and len(text) < 600
+    assert not (tmp_path / "results").exists()
+
+
+def test_older_names_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        algorithm = ComparisonAlgorithm(cells=["none"], steps=1000, training_steps=7)
+    assert algorithm.choices.post_merging == ["none"]
+    assert "method.cells is an older name of method.post_merging" in caplog.text
+    assert "method.training_steps is an older name of method.steps: 7" in caplog.text
+    with pytest.raises(ValueError, match=r"method\.post_merging and method\.cells"):
+        ComparisonAlgorithm(cells=["none"], post_merging=["double"])
+
+
+@pytest.mark.parametrize("word", ["steps=7", "training_steps=7"])
+def test_both_names_of_the_steps_reach_every_method_that_trains(word: str) -> None:
+    config = composed("clip-vit-mini_TA6", f"method.{word}", "method.cells=[none]").method
+    methods = OmegaConf.to_container(config.post_merging_methods, resolve=True)
+    assert isinstance(methods, dict)
+    trained = [m["steps"] for m in methods.values() if isinstance(m, dict) and "steps" in m]
+    assert trained == [7] * 5
 
 
 def test_entry_set_to_null_is_taken_out() -> None:
@@ -115,7 +188,7 @@ class NoModels:
 @pytest.mark.parametrize(
     ("choices", "error", "message"),
     [
-        ({"cells": ["unknown"]}, ValueError, "unknown"),
+        ({"post_merging": ["unknown"]}, ValueError, "unknown"),
         ({"upstreams": []}, ValueError, "empty"),
         (
             {"post_merging_methods": {"refusing": method(Refusing)}},
@@ -147,15 +220,24 @@ def test_comparison_saves_no_model(tmp_path: Path) -> None:
         algorithm.run(model_pool())
 
 
-@pytest.mark.parametrize("choices", [{"seed": -1}, {"seed": True}, {"upstream": ["wudi"]}])
-def test_bad_key_is_named(choices: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"method\.{next(iter(choices))}"):
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"seed": -1}, r"method\.seed must be"),
+        ({"seed": True}, r"method\.seed must be"),
+        ({"upstream": ["wudi"]}, r"method\.upstream .* nearest is 'upstreams'"),
+        ({"sampels_per_task": 1}, r"method\.sampels_per_task .* nearest is 'samples_per_task'"),
+        ({"stepz": 1}, r"method\.stepz .* nearest is 'steps'"),
+    ],
+)
+def test_bad_key_is_named(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ComparisonAlgorithm(**choices)
 
 
 def test_pool_leaves_entries_out_and_sets_others() -> None:
     choices = GridChoices(
-        upstream_mergers={"wudi": {"_target_": "m", "iter_num": 3}, "ties": None, **MERGERS},
+        upstream_mergers={"wudi": {"_target_": WUDI, "iter_num": 3}, "ties": None, **MERGERS},
         post_merging_methods={"scale": method(Scale), "twice": method(Scale)},
     )
     changes = {
@@ -167,9 +249,9 @@ def test_pool_leaves_entries_out_and_sets_others() -> None:
     changed, left_out = for_pool(choices, changes)
     grid = make_grid(changed, {}, left_out)
     assert [merger.name for merger in grid.mergers] == ["wudi", "task_arithmetic"]
-    assert grid.mergers[0].config == {"_target_": "m", "iter_num": 3, "exclude_keys": ["head"]}
+    assert grid.mergers[0].config == {"_target_": WUDI, "iter_num": 3, "exclude_keys": ["head"]}
     assert list(grid.cells) == ["scale"]
-    chosen, left_out = for_pool(replace(choices, cells=["twice"]), changes)
+    chosen, left_out = for_pool(replace(choices, post_merging=["twice"]), changes)
     assert list(make_grid(chosen, {}, left_out).cells) == ["twice"]
     with pytest.raises(ValueError, match=r"modelpool\.featcal\.compare: \['upstream'\] unknown"):
         for_pool(choices, {"upstream": {}})
