@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.calibration import CalibrationResult, calibrate
     from fusion_bench_featcal.engine.log import CalibrationLog
     from fusion_bench_featcal.engine.processes import TorchProcesses
-    from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, SafetensorsExpert
+    from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
+    from fusion_bench_featcal.experts_files import SafetensorsExpert
     from fusion_bench_featcal.families import Family, ReplayFamily
     from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -23,7 +24,7 @@ _EXPORTS = {
     "FeatCalSettings": "settings",
     "InMemoryExpert": "experts",
     "ReplayFamily": "families",
-    "SafetensorsExpert": "experts",
+    "SafetensorsExpert": "experts_files",
     "TorchProcesses": "engine.processes",
     "calibrate": "calibration",
 }

@@ -1,8 +1,7 @@
 """FeatCal as a FusionBench method: where pools, task pools and mergers meet the loop."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import fusion_bench_featcal.compat  # noqa: F401
@@ -12,61 +11,80 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
-from fusion_bench_featcal.boundary.evaluation import Evaluation
-from fusion_bench_featcal.boundary.fusing import checked_fusing, start_upstream
+from fusion_bench_featcal.boundary.ending import ending_cleanly
+from fusion_bench_featcal.boundary.fusing import (
+    check_merger_budget,
+    checked_fusing,
+    start_upstream,
+)
 from fusion_bench_featcal.boundary.loggers import log_reports
+from fusion_bench_featcal.boundary.model_card import CardFacts
 from fusion_bench_featcal.boundary.options import (
-    FUSION_BENCH_KEYS,
     MERGED,
     check_merger,
     checked_choices,
     checked_settings,
     plain,
+    take_fusion_bench_keys,
 )
 from fusion_bench_featcal.boundary.plan_run import log_plan, stored_itemsize
+from fusion_bench_featcal.boundary.pool_checks import (
+    check_experts,
+    check_pool_models,
+    check_pool_settings,
+)
 from fusion_bench_featcal.boundary.pool_models import (
     BASE_MODEL,
     PoolSources,
-    check_pool_experts,
-    check_pool_models,
     load_input_processor,
-    load_pool_model,
     pool_source,
 )
 from fusion_bench_featcal.boundary.processes import (
     announcing,
     join_processes,
     share_model,
-    share_saving,
 )
 from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
 from fusion_bench_featcal.boundary.reads import (
     BY_ITSELF,
     EARLIER,
     FUSED,
+    add_upstream,
+    budget_beside_merger,
     check_read_budgets,
-    upstream_reads,
 )
 from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
-from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.boundary.saved_row import RowSaver, skip_saving
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.calibration_data import calibration_batches, image_counts
 from fusion_bench_featcal.checkpoints import check_checkpoints
-from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL, Cost, measure, prepare_directory
+from fusion_bench_featcal.compare import (
+    FEATCAL,
+    UNAVAILABLE,
+    Cost,
+    measure,
+    prepare_directory,
+)
 from fusion_bench_featcal.engine.merging import UpstreamMerge
 from fusion_bench_featcal.engine.processes import OneProcess, Processes
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.image_cache import ImageCache
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import (
+    SETTINGS_OF_THE_RUN,
+    CalibrationError,
+    FeatCalSettings,
+)
 
 log = logging.getLogger(__name__)
+
+_PRESET = f"{FEATCAL}:"
 
 
 class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Merges with any FusionBench method, calibrates, and evaluates what is asked for beside it.
 
     Run by `fusion_bench method=featcal modelpool=...`; in Python, `run(modelpool)` returns the
-    calibrated model. Every key but the four named below is a `FeatCalSettings` field.
+    calibrated model. Every key but the five named below is a `FeatCalSettings` field.
     """
 
     _config_mapping = BaseAlgorithm._config_mapping | {
@@ -77,6 +95,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             "presets",
             "compare_with",
             "fuse_merge",
+            "save",
         )
     }
 
@@ -87,6 +106,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         presets: Mapping[str, Mapping[str, Any]] | None = None,
         compare_with: Sequence[str] | None = None,
         fuse_merge: bool | str = "auto",
+        save: str = FEATCAL,
         **settings: Any,
     ) -> None:
         """Check everything that can be checked before a model is loaded.
@@ -100,12 +120,13 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             fuse_merge: `auto`: FusionBench's simple average and task arithmetic, where base and
                 experts lie in files, share the calibration's reads; False: mergers run by
                 themselves.
+            save: The row that is saved and returned: `featcal`, `featcal:<preset>` or `merged`.
             **settings: Fields of `FeatCalSettings`.
 
         Raises:
             ValueError: If a key is unknown or a value out of range.
         """
-        meta = {key: settings.pop(key) for key in FUSION_BENCH_KEYS if key in settings}
+        meta = take_fusion_bench_keys(settings)
         self.settings = checked_settings(settings)
         check_family(self.settings.family)
         check_merger(base_method)
@@ -113,11 +134,15 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self.presets = plain(presets)
         self.compare_with = plain(compare_with)
         self.fuse_merge = checked_fusing(fuse_merge)
-        self._how = BY_ITSELF
-        checked_choices(self.settings, self.presets, self.compare_with, {})
+        self._budget = self.settings.expert_read_budget
+        self.save = save
+        # A preset's name may be one that the model pool brings.
+        row = save if self.presets is not None or not str(save).startswith(_PRESET) else FEATCAL
+        checked_choices(self.settings, self.presets, self.compare_with, {}, row)
         for name, value in self.settings.as_dict().items():
             setattr(self, name, value)
         self._processes: Processes = OneProcess()
+        self._saver: RowSaver | None = None
         super().__init__(**meta)
 
     def on_run_start(self) -> None:
@@ -128,9 +153,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             return
         with announcing(self._processes):
             prepare_run(program, self.log_dir)
-            if program.merged_model_save_path is not None:
-                path = Path(program.merged_model_save_path.replace("{log_dir}", str(self.log_dir)))
-                prepare_directory(path.parent, "merged_model_save_path")
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, calibrate, evaluate and report.
@@ -140,24 +162,31 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 and, without `base_method`, the `_merged_` model.
 
         Returns:
-            The calibrated model, made with the method's own settings.
+            The model of the row `save`: the calibrated one, made with the method's own settings.
 
         Raises:
             CalibrationError: If the run cannot go on; nothing half-written is left behind.
         """
         if self._processes.size == 1:  # it was not started by a program
             self._processes = join_processes(self)
-        with announcing(self._processes):
+        self._saver = None
+        with (
+            ending_cleanly(self._program, self._how_to_go_on),
+            announcing(self._processes),
+        ):
             return self._run(modelpool, first=self._processes.rank == 0)
 
     def _run(self, modelpool: BaseModelPool, *, first: bool) -> nn.Module:
         """Run in one of several processes; all but the first only help to calibrate."""
         suite = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
-        choices = checked_choices(self.settings, self.presets, self.compare_with, suite)
-        presets = {f"{FEATCAL}:{name}": value for name, value in choices.presets.items()}
-        for settings in (self.settings, *presets.values()):
+        choices = checked_choices(self.settings, self.presets, self.compare_with, suite, self.save)
+        presets = {f"{_PRESET}{name}": value for name, value in choices.presets.items()}
+        runs = {FEATCAL: self.settings, **presets}
+        for settings in runs.values():
             check_checkpoints(settings, self._processes)
-        self._check_pool(modelpool, [self.settings, *presets.values()])
+            if settings.activations_dir is not None:
+                prepare_directory(settings.activations_dir, "method.activations_dir")
+        self._check_pool(modelpool, [*runs.values()])
         processor = load_input_processor(modelpool)
         # Data sets are opened before a merger that may take hours.
         shared = self.settings.pixel_cache_mb if presets else 0
@@ -171,12 +200,15 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 device=self.fabric.device,
                 images=images,
             )
-            for name, settings in {FEATCAL: self.settings, **presets}.items()
+            for name, settings in runs.items()
         }
         results = self._start_results(modelpool)
+        saver = RowSaver(self._program if first else None, modelpool, processor, choices.save)
+        self._saver = saver
         merged = merging = None
+        self._processes.doing = "the upstream merger (method.base_method)"
         if first:
-            self._add_base_and_experts(results, modelpool, choices.compare_with)
+            results.add_notes(check_experts(modelpool))
             merged, merging = start_upstream(
                 self._program,
                 self.base_method,
@@ -186,27 +218,62 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 processes=self._processes.size,
             )
         merged = share_model(merged, self._processes, self.fabric.device, "method.base_method")
-
-        def add_merged() -> None:
-            if first and MERGED in choices.compare_with:
-                results.add_reference(results.upstream, merged, plain(self.base_method))
-
-        self._how = BY_ITSELF if merging is None else EARLIER
+        # Presets are calibrated on the merged model that is there already.
+        self._budget = budget_beside_merger(
+            modelpool, self.base_method, self.settings, fused=merging is not None
+        )
+        upstream = CardFacts(MERGED, self.base_method)
         if merging is None:
-            add_merged()
-        model, evaluation = self._add_calibrated(
-            FEATCAL, self.settings, modelpool, merged, batches[FEATCAL], results,
-            fused=merging, merged_is_done=add_merged,
-        )  # fmt: skip
-        for name, settings in presets.items():
-            self._add_calibrated(name, settings, modelpool, merged, batches[name], results)
+            saver.offer(merged, upstream)
+        model = evaluation = None
+        for name, settings in runs.items():
+            log.info("calibrating %s: %s", name, settings.described())
+            result, cost = self._calibrate(settings, modelpool, merged, batches[name], merging)
+            log.info("calibrated %s in %.1f s", name, cost.seconds)
+            if merging is not None:
+                saver.offer(merged, upstream)
+                merging = None  # the merged model is complete
+            saver.offer(result.model, self._facts(name, settings, result))
+            found = results.add_calibrated(name, result, settings, cost, modelpool.model_names)
+            if name == choices.save:
+                model, evaluation = result.model, found
+            del result  # one model less in memory
         images.close()
-        share_saving(self._program, self._processes)
+        self._processes.doing = "evaluations of references and the report"
+        if first and MERGED in (*choices.compare_with, choices.save):
+            found = results.add_reference(results.upstream, merged, plain(self.base_method))
+            evaluation = found if choices.save == MERGED else evaluation
+        model = merged if model is None else model
+        del merged
         if first:
-            results.finish(self._program, model, evaluation)
+            results.add_base_and_experts(modelpool, choices.compare_with)
+            results.finish(self._program, model, evaluation, choices.save, saver.folder)
+            saver.finish(results.report)
             log_reports(self.fabric, [results.report])
-        modelpool.save_model = CompleteSaver(modelpool, processor)  # type: ignore[method-assign]
+        self._processes.gather(None)  # none ends well while the first one still fails
+        skip_saving(self._program, model)
         return model
+
+    def _facts(self, name: str, settings: FeatCalSettings, result: CalibrationResult) -> CardFacts:
+        samples = {task["task"]: task["samples"] for task in result.log.of_kind("task")}
+        values = settings.as_dict()
+        own = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
+        return CardFacts(name, self.base_method, own, samples)
+
+    def _how_to_go_on(self) -> str:
+        """Return what a run that is stopped says last."""
+        saved = self._saver is not None and self._saver.folder
+        done = f"the model of row {self.save} is saved in {saved}; " if saved else ""
+        folder = self.settings.checkpoint_dir
+        if folder is None:
+            return (
+                f"ended before it was done: {done}no blocks are kept. Set method.checkpoint_dir to "
+                "be able to go on after an interruption"
+            )
+        return (
+            f"ended before it was done: {done}finished blocks are in {folder}. To go on, repeat "
+            "the command with method.resume=true"
+        )
 
     def _check_pool(self, modelpool: BaseModelPool, runs: Sequence[FeatCalSettings]) -> None:
         """Refuse what cannot work before anything is loaded or merged."""
@@ -216,8 +283,13 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 f"the pool has no base model (modelpool.models.{BASE_MODEL}), which anchors need: "
                 "name it, or set method.anchor_rho to 1"
             )
-        check_pool_models(modelpool)
+        check_pool_models(modelpool, self.fabric)
+        for settings in runs:
+            check_pool_settings(modelpool, settings)
         check_read_budgets(modelpool, runs)
+        check_merger_budget(
+            self.base_method, modelpool, self.settings, self.fuse_merge, self._processes.size
+        )
 
     def _start_results(self, modelpool: BaseModelPool) -> RunResults:
         return RunResults(
@@ -226,38 +298,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             suite=suite_name(modelpool),
             upstream=MERGED if self.base_method is None else method_name(self.base_method),
             device=self.fabric.device,
+            linear_kernel=self.settings.linear_kernel,
         )
-
-    def _add_base_and_experts(
-        self, results: RunResults, modelpool: BaseModelPool, references: Sequence[str]
-    ) -> None:
-        """Check the experts against the base; evaluate them where asked, one at a time."""
-        if modelpool.has_pretrained:
-            base = load_pool_model(modelpool, BASE_MODEL)
-            check_pool_experts(modelpool, base)
-            if BASE in references:
-                results.add_reference(BASE, base)
-            del base
-        if EXPERTS in references:
-            results.add_experts(modelpool)
-
-    def _add_calibrated(
-        self,
-        name: str,
-        settings: FeatCalSettings,
-        modelpool: BaseModelPool,
-        merged: nn.Module,
-        batches: Mapping[str, Iterable[Any]],
-        results: RunResults,
-        fused: UpstreamMerge | None = None,
-        merged_is_done: Callable[[], None] | None = None,
-    ) -> tuple[nn.Module, Evaluation | None]:
-        """Calibrate, measure and report one row; a fused merger is done in between."""
-        result, cost = self._calibrate(settings, modelpool, merged, batches, fused)
-        if fused is not None and merged_is_done is not None:
-            merged_is_done()
-        evaluation = results.add_calibrated(name, result, settings, cost, modelpool.model_names)
-        return result.model, evaluation
 
     def _calibrate(
         self,
@@ -268,7 +310,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         fused: UpstreamMerge | None = None,
     ) -> tuple[CalibrationResult, Cost]:
         """Calibrate the merged model with some settings, and measure it."""
-        log.info("calibrating with %s", settings.as_dict())
         tasks, stream = modelpool.model_names, settings.stream_experts
         with measure() as cost:
             base = None
@@ -286,25 +327,30 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 loaded=1 + base_held,
                 itemsize=stored_itemsize(base),
                 fused=fused is not None,
+                merges=self.base_method is not None and settings is self.settings,
                 processes=self._processes.size,
                 neighbours=self._processes.neighbours,
             )
             exchanged = self._processes.exchanged_bytes
+            own = settings is self.settings
+            limited = settings.replace(expert_read_budget=self._budget) if own else settings
             result = calibrate(
                 merged,
                 base,
                 experts,
                 batches,
-                settings,
+                limited,
                 device=self.fabric.device,
                 autocast=self.fabric.autocast,
                 merging=fused,
                 processes=self._processes,
             )
         cost.more |= image_counts(batches)
-        how = self._how if fused is None else FUSED
-        result.reads["upstream"] = upstream_reads(modelpool, self.base_method, how)
-        cost.more["expert_bytes"] = result.reads["totals"]["experts_read"]
+        how = EARLIER if not own else BY_ITSELF if fused is None else FUSED
+        result.reads["budget"] = settings.expert_read_budget
+        add_upstream(result.reads, modelpool, self.base_method, how)
+        read = result.reads["totals"]["all_experts_read"]
+        cost.more["expert_bytes"] = UNAVAILABLE if read is None else read
         planned = result.reads["totals"]["experts_planned"]
         if planned is not None:
             cost.more["expert_bytes_planned"] = planned

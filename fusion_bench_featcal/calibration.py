@@ -1,7 +1,7 @@
 """FeatCal's loop: repair a merged model block by block in forward order (Algorithm 1)."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.checkpoints import describe_run
+from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
+from fusion_bench_featcal.engine.finite_weights import refuse_not_finite
 from fusion_bench_featcal.engine.kernels import using_kernel
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.memory import naming_memory
 from fusion_bench_featcal.engine.merging import FusedMerge, UpstreamMerge
 from fusion_bench_featcal.engine.passes import advance, collect, run_expert
-from fusion_bench_featcal.engine.precision import exact_products
 from fusion_bench_featcal.engine.processes import OneProcess, Processes, announced
 from fusion_bench_featcal.engine.reading import plan_reads, reads_manifest
-from fusion_bench_featcal.engine.run import Autocast, Modes, Run, device_of
+from fusion_bench_featcal.engine.run import BASE, Autocast, Modes, Run, device_of
 from fusion_bench_featcal.engine.samples import check_inputs, take_samples
 from fusion_bench_featcal.engine.stages import (
     Streams,
@@ -28,10 +29,10 @@ from fusion_bench_featcal.engine.stages import (
     can_skip,
     skip_stage,
 )
-from fusion_bench_featcal.engine.start import BASE, start_run
+from fusion_bench_featcal.engine.start import start_run
 from fusion_bench_featcal.engine.together import solve_together
 from fusion_bench_featcal.engine.visits import accounts_of, task_record
-from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.plan.advice import memory_advice
@@ -80,11 +81,12 @@ def calibrate(
     Args:
         merged: The merged model. It is not changed (but by `in_place` and `merging`); its hooks,
             if any, go with the copy.
-        base: The base model; None drops lambda for biases and norms and needs `anchor_rho` 1.
+        base: The base model; None needs `anchor_rho` 1, where every anchor is the merged parameter.
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
             arguments, tuples of arguments, or single tensors; batch first.
-        settings: Settings; `samples_per_task` samples of each task are used.
+        settings: Settings; `samples_per_task` samples of each task are used, or all where there
+            are fewer.
         family: How the model is cut into blocks; None takes `settings.family`.
         device: Where to compute; None: where the merged model is.
         autocast: Makes the context for forward passes (Fabric's `autocast`); statistics are never
@@ -109,7 +111,7 @@ def calibrate(
     processes = processes or OneProcess()
     check_inputs(base, experts, batches, settings)
     if merging is not None:
-        _check_merging(settings, processes, in_place=in_place)
+        _check_merging(processes, in_place=in_place)
     if in_place:
         _check_in_place(merged, base, experts, settings)
     resolved = resolve_family(settings.family if family is None else family, merged)
@@ -133,24 +135,43 @@ def calibrate(
     autocast_off = torch.autocast(run.device.type, enabled=False)
     explained = naming_memory(run.device, lambda: run.place, lambda: memory_advice(run))
     try:
-        with autocast_off, using_kernel(run.kernel), run.progress, explained, run.activations:
+        with (
+            autocast_off,
+            convolving_as_multiplying(),
+            using_kernel(run.kernel),
+            run.progress,
+            explained,
+            run.activations,
+        ):
+            if merging is None:
+                _check_weights(run, "the merged model", "Check method.base_method")
             plan = plan_reads(run, shown.state_dict())
             run.log.add("engine", {"linear_kernel": run.kernel})
             _compare_with_kept(run, shown, merging)
-            _run_blocks(run, {t: take_samples(t, batches[t], settings) for t in run.shares.mine})
+            mine = run.shares.mine
+            _run_blocks(run, {t: take_samples(t, batches[t], settings, shown) for t in mine})
+            _check_weights(run, "the calibrated model", "Raise method.ridge_lambda")
     finally:
         modes.restore(run.model)
     reads = reads_manifest(run, plan)
     return CalibrationResult(view.restored(run.model).to(home), run.log, reads)
 
 
-def _check_merging(settings: FeatCalSettings, processes: Processes, *, in_place: bool) -> None:
+def _check_weights(run: Run, label: str, advice: str) -> None:
+    """Refuse NaN and infinity in the model, naming the base or expert that brought them."""
+    models = [*([run.base] if run.base is not None else []), *run.experts.values()]
+
+    def reader(source: ExpertModel) -> Callable[[str], object]:
+        return lambda name: source.stored(name) if name in source.keys else None
+
+    refuse_not_finite(run.model, label, advice, map(reader, models))
+
+
+def _check_merging(processes: Processes, *, in_place: bool) -> None:
     if in_place:
         raise ValueError("merging completes the merged model, which in_place would use up")
     if processes.size > 1:
         raise ValueError("merging needs all experts, of which each process reads only its own")
-    if settings.expert_read_budget is not None:
-        raise ValueError("merging reads every expert whole; set method.expert_read_budget to null")
 
 
 def _check_in_place(
@@ -224,7 +245,8 @@ def _calibrate_block(run: Run, block: str, streams: Streams) -> list[str]:
     """
     start, sums = time.perf_counter(), None
     if run.shares.leads:
-        sums = BlockSums(block, run.modules[block].sites, run.model, run.base, run.settings)
+        sites = run.modules[block].sites
+        sums = BlockSums(block, sites, run.model, run.base, run.settings, run.fold_dtype)
     visits = {task: collect(run, block, task, streams[task], sums) for task in streams}
     run.at(f"{block} · solve")
     with exact_products():

@@ -3,28 +3,36 @@
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.calibration_text import text_batches, text_rows
+from fusion_bench_featcal.engine.samples import warn_of_few_samples
 from fusion_bench_featcal.image_cache import MEMORY, PROCESSED, ImageCache, describe_processor
+from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks.images import ImageItems
 from fusion_bench_featcal.tasks.item_digest import fixed_content
 from fusion_bench_featcal.tasks.loading import offline_hint
-from fusion_bench_featcal.tasks.names import nearest_hint
 from fusion_bench_featcal.tasks.pixels import Processor, stack_pixels, to_pixels
 from fusion_bench_featcal.tasks.read_ahead import automatic_workers, in_order
 
 log = logging.getLogger(__name__)
+
+_TEXT_SETTINGS = "text settings"
+
+# A run opens its pool's data sets several times, and is warned of them once.
+# Model pool -> (split, task) -> number of samples; _TEXT_SETTINGS -> whether they were warned of.
+_NOTES: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +61,15 @@ class TaskBatches:
     split: str = ""
     workers: int = 0
     images: ImageCache = field(default_factory=ImageCache)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(self.indices)
+
+    def at(self, number: int) -> str:
+        """Name of a sample in messages."""
+        return self.items.at(self.indices[number])
 
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)
@@ -96,14 +113,18 @@ class TaskBatches:
     ) -> tuple[Tensor, str]:
         """An item's pixels, and where they came from."""
         index, image, kept = item
-        place, root = self.items.at(index), self.items.root
+        place, root, background = self.items.at(index), self.items.root, self.items.background
+
+        def processed() -> Tensor:
+            return to_pixels(image, self.processor, place, root, background)
+
         if kept is not None:
             return kept, MEMORY
         if described is None:
-            return to_pixels(image, self.processor, place, root), PROCESSED
-        image, content = fixed_content(image, place, root)
+            return processed(), PROCESSED
+        image, content = fixed_content(image, place, root, background)
         key = hashlib.sha256(f"{described} {content}".encode()).hexdigest()
-        return self.images.from_folder(key, lambda: to_pixels(image, self.processor, place, root))
+        return self.images.from_folder(key, processed)
 
 
 def calibration_batches(
@@ -120,7 +141,7 @@ def calibration_batches(
     Data sets are opened here, so that a missing one is reported before any work is done; samples
     are read and processed batch by batch when asked for. A task's samples depend on the seed, its
     name and its data set alone: not on the other tasks, nor on the batch size. Fewer samples of one
-    seed are the first of more.
+    seed are the first of more. A task with fewer than asked for is taken whole, with one warning.
 
     Args:
         modelpool: A FusionBench model pool with data sets for the tasks.
@@ -141,8 +162,7 @@ def calibration_batches(
 
     Raises:
         CalibrationError: If a task has no data (naming the tasks that have), its data cannot be
-            loaded, it has fewer samples than asked for, or `cache_dir` cannot be written; and
-            during iteration, if a sample
+            loaded or is empty, or `cache_dir` cannot be written; and during iteration, if a sample
             cannot be read, images differ in size, or a text is empty or too long.
     """
     split = settings.calibration_split
@@ -155,6 +175,8 @@ def calibration_batches(
                 f"pool's {split}_datasets are: {', '.join(available) or 'none'}."
             )
     is_text = text_kind(modelpool) is not None
+    if not is_text:
+        _warn_of_text_settings(modelpool, settings)
     cache = ImageCache(folder=settings.cache_dir) if images is None and not is_text else images
     if is_text:
         cache = None
@@ -168,6 +190,7 @@ def calibration_batches(
     for task in task_names:
         rows = _open(modelpool, task, split, is_text)
         indices = draw_samples(len(rows), task, settings)
+        _note_size(modelpool, task, len(rows), settings)
         if is_text:
             batches[task] = text_batches(
                 modelpool, task, rows, indices, settings, processor, device
@@ -224,22 +247,78 @@ def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[i
         settings: `samples_per_task`, `seed` and `calibration_split` are used.
 
     Returns:
-        `settings.samples_per_task` distinct positions below `available`, in random order.
+        `settings.samples_per_task` distinct positions below `available`, or all of them where
+        there are fewer, in random order.
 
     Raises:
-        CalibrationError: If the task has fewer samples.
+        CalibrationError: If the task has no samples.
     """
-    wanted = settings.samples_per_task
-    if available < wanted:
+    if available == 0:
         raise CalibrationError(
-            f"task {task!r} has {available} samples in "
-            f"modelpool.{settings.calibration_split}_datasets, "
-            f"fewer than method.samples_per_task (now {wanted}). Lower method.samples_per_task "
-            "or give the task more data."
+            f"task {task!r} has 0 samples in modelpool.{settings.calibration_split}_datasets."
+            f"{task}. Give it data, or choose another method.calibration_split."
         )
     digest = hashlib.sha256(f"{settings.seed}:{task}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.randperm(available, generator=generator)[:wanted].tolist()
+    return torch.randperm(available, generator=generator)[: settings.samples_per_task].tolist()
+
+
+def samples_used(
+    modelpool: Any, tasks: Iterable[str], wanted: int, split: str
+) -> dict[str, dict[str, Any]]:
+    """Number of samples that a draw takes from each task's data, for reports.
+
+    Args:
+        modelpool: The model pool; data sets that were not opened before are opened.
+        tasks: The tasks; those without data of the split are left out.
+        wanted: `samples_per_task`.
+        split: `calibration_split`.
+
+    Returns:
+        Task -> `{"samples": number, "split": split}`.
+    """
+    sizes = _notes_of(modelpool)
+    used: dict[str, dict[str, Any]] = {}
+    for task in tasks:
+        if task not in getattr(modelpool, f"{split}_dataset_names"):
+            continue
+        if (split, task) not in sizes:
+            sizes[split, task] = len(
+                _open(modelpool, task, split, text_kind(modelpool) is not None)
+            )
+        used[task] = {"samples": min(wanted, sizes[split, task]), "split": split}
+    return used
+
+
+def _notes_of(modelpool: Any) -> dict[Any, int]:
+    """Return notes about a pool; of one that allows no weak reference none are kept."""
+    try:
+        return _NOTES.setdefault(modelpool, {})
+    except TypeError:
+        return {}
+
+
+def _warn_of_text_settings(modelpool: Any, settings: FeatCalSettings) -> None:
+    """Warn once for each pool of settings that mean nothing to image models."""
+    names = ("calibration_targets", "generated_tokens", "max_length", "decoder_rows")
+    changed = [n for n in names if getattr(settings, n) != getattr(FeatCalSettings, n)]
+    notes = _notes_of(modelpool)
+    if changed and not notes.get(_TEXT_SETTINGS):
+        notes[_TEXT_SETTINGS] = True
+        log.warning(
+            "%s: settings for language models, without effect on %s, which holds image models",
+            ", ".join(f"method.{name}" for name in changed),
+            type(modelpool).__name__,
+        )
+
+
+def _note_size(modelpool: Any, task: str, size: int, settings: FeatCalSettings) -> None:
+    """Remember a data set's size; the first time, warn if it is smaller than asked for."""
+    split, wanted = settings.calibration_split, settings.samples_per_task
+    key, sizes = (split, task), _notes_of(modelpool)
+    if size < wanted and sizes.get(key) != size:
+        warn_of_few_samples(task, size, wanted)
+    sizes[key] = size
 
 
 def _open(modelpool: Any, task: str, split: str, is_text: bool) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.boundary.pool_models import load_pool_model
 from fusion_bench_featcal.boundary.tokenizers import text_kind
+from fusion_bench_featcal.engine.samples import check_token_ids
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.text_samples import Sample, TextEncoder, pad_samples
 
@@ -49,6 +50,29 @@ class TextBatches:
     generated_tokens: int = 64
     _answers: list[list[int]] = field(default_factory=list, init=False)
 
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(self.indices)
+
+    def at(self, number: int) -> str:
+        """Name of a sample in messages."""
+        return f"{self.place}, item {self.indices[number]}"
+
+    def _at_offset(self, start: int, row: int) -> str:
+        return self.at(start + row)
+
+    def checked(self, model: nn.Module) -> list[dict[str, Tensor]]:
+        """List the batches for a model.
+
+        Raises:
+            CalibrationError: If a token id is not in its vocabulary.
+        """
+        batches = list(self)
+        for number, batch in enumerate(batches):
+            check_token_ids(batch, model, partial(self._at_offset, number * self.batch_size))
+        return batches
+
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)
 
@@ -69,10 +93,9 @@ class TextBatches:
         return self.encoder.answered(prompt, self._answers[number], place)
 
     def _row(self, number: int) -> tuple[Mapping[str, Any], str]:
-        index = self.indices[number]
-        place = f"{self.place}, item {index}"
+        place = self.at(number)
         try:
-            row = self.rows[index]
+            row = self.rows[self.indices[number]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CalibrationError(f"{place} cannot be read ({error})") from error
         if not isinstance(row, Mapping):
@@ -86,6 +109,8 @@ class TextBatches:
         answers: list[list[int]] = []
         for start in range(0, len(prompts), self.batch_size):
             chosen = prompts[start : start + self.batch_size]
+            ids = {"input_ids": padded_left(chosen, self.encoder.pad_id)[0]}
+            check_token_ids(ids, expert, partial(self._at_offset, start))
             answers += greedy_answers(expert, chosen, self.encoder, self.generated_tokens)
         return answers
 

@@ -30,15 +30,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words of the command line; those of the process by default.
 
     Returns:
-        The exit code. A user's mistake gives one line on stderr, never a traceback.
+        The exit code. A user's mistake gives one line on stderr; any other
+        error a short block, or with HYDRA_FULL_ERROR=1 its traceback.
     """
     options = _parser().parse_args(arguments)
+    # Read when torch is loaded: threads that wait spinning crawl on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from fusion_bench_featcal.compare import ReportError
+    from fusion_bench_featcal.error_block import error_block
 
     try:
         return options.command(options)
     except (UsageError, ReportError, OSError) as error:
         print(f"featcal: error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        more = "traceback: set HYDRA_FULL_ERROR=1"
+        print(error_block(error, more, prefix="featcal: error"), file=sys.stderr)
         return 2
 
 
@@ -159,6 +169,28 @@ def _rates(path: str | None, device: str, linear_kernel: str) -> "Rates":
     return rates
 
 
+def settings_command(options: argparse.Namespace) -> int:
+    """List the settings of a method: defaults, accepted values and meaning."""
+    import json
+    from dataclasses import asdict
+
+    from fusion_bench_featcal.nearest_names import nearest_hint
+    from fusion_bench_featcal.setting_docs import METHODS, other_methods, settings_text
+
+    names = {name.rpartition("/")[2]: name for name in METHODS} | {name: name for name in METHODS}
+    if options.method not in names:
+        hint = nearest_hint(options.method, names)
+        raise UsageError(f"no method {options.method!r}{hint}; there are {', '.join(METHODS)}")
+    method = names[options.method]
+    settings = METHODS[method]()
+    if options.json:
+        print(json.dumps([asdict(setting) for setting in settings], indent=1))
+    else:
+        print(settings_text(method, settings))
+        print(f"\n{other_methods()}")
+    return 0
+
+
 def suite_build_command(options: argparse.Namespace) -> int:
     """Train a bundled suite again, from the data in the package."""
     chosen = {"tasks": options.task} if options.task else {}
@@ -219,7 +251,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="featcal",
         description="Tables and figures of calibration runs, and the bundled suites. "
-        "Runs themselves start with: fusion_bench method=featcal modelpool=...",
+        "Runs themselves start with: fusion_bench method=featcal modelpool=...; their settings: "
+        "featcal settings",
     )
     parser.add_argument("--version", action="version", version=f"featcal {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -251,6 +284,11 @@ def _parser() -> argparse.ArgumentParser:
         "--rates", metavar="FILE", help="the machine's rates: read from there, or kept there"
     )
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
+    settings = _command(commands, "settings", settings_command)
+    settings.add_argument(
+        "method", nargs="?", default="featcal", metavar="METHOD", help="default: featcal"
+    )
+    settings.add_argument("--json", action="store_true", help="print them as JSON")
     suite = commands.add_parser("suite", help="build, check or locate the bundled suites")
     _add_suite_commands(suite.add_subparsers(title="commands", required=True, metavar="COMMAND"))
     return parser

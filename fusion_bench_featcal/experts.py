@@ -1,21 +1,16 @@
 """Where expert weights come from, and experts that hold one block's weights at a time."""
 
 import copy
-import json
-import math
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.experts_pairing import aliases, pair_names
-from fusion_bench_featcal.fetching import TensorRanges, copied_to, tell_expected
+from fusion_bench_featcal.fetching import copied_to, tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
@@ -25,7 +20,9 @@ class ExpertSource(Protocol):
     """A readable set of named tensors: one model's weights.
 
     A source may have a method `expect(names)` besides: it is told which tensors will be read next.
-    `nbytes(name)`, how many bytes reading a tensor takes, is needed for read budgets only.
+    `nbytes(name)`, how many bytes reading a tensor takes, is needed for read budgets only. An
+    attribute `config`, the model's transformers config or the content of its config.json, is
+    compared with the merged model's.
     """
 
     def names(self) -> set[str]:
@@ -50,6 +47,7 @@ class InMemoryExpert:
         Args:
             module: The expert; it is neither moved nor changed.
         """
+        self.config = getattr(module, "config", None)
         self._tensors = module.state_dict()
 
     def names(self) -> set[str]:
@@ -72,96 +70,6 @@ class InMemoryExpert:
 def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
     """A model's weights as a source: a module's own, or the source itself."""
     return InMemoryExpert(model) if isinstance(model, nn.Module) else model
-
-
-class SafetensorsExpert:
-    """Weights read from safetensors files, tensor by tensor (memory-mapped, sharded or not)."""
-
-    def __init__(self, path: str | Path) -> None:
-        """Open a checkpoint.
-
-        Args:
-            path: A `.safetensors` file, or a folder with `model.safetensors` or
-                `model.safetensors.index.json` and its shards.
-
-        Raises:
-            FileNotFoundError: If there is no such file.
-            CalibrationError: If a file is damaged.
-        """
-        self._files: dict[str, Path] = {}
-        self._ranges = TensorRanges()
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, str] = {}
-        for file in safetensors_files(Path(path)):
-            try:
-                with safe_open(file, framework="pt") as handle:
-                    for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
-                        self._files[name] = file
-                        header = handle.get_slice(name)
-                        self._shapes[name] = tuple(header.get_shape())
-                        self._dtypes[name] = str(header.get_dtype())
-            except Exception as error:  # safetensors raises its own class, not a built-in one
-                raise CalibrationError(
-                    f"{file} is no readable safetensors file: {error}"
-                ) from error
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor, from the file's header."""
-        return self._shapes[name]
-
-    def stored_dtype(self, name: str) -> str:
-        """The dtype of one tensor as the file's header has it: `F32`, `BF16`."""
-        return self._dtypes[name]
-
-    def nbytes(self, name: str) -> int:
-        """Size of one tensor in the file, from its header."""
-        bits = re.search(r"\d+", self._dtypes[name])  # BOOL has none and takes a byte
-        return math.prod(self._shapes[name]) * int(bits[0] if bits else 8) // 8
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor.
-
-        The file is opened anew: pages that were read stay resident as long as their mapping, so one
-        that is kept would grow to the whole expert, block by block.
-        """
-        with safe_open(self._files[name], framework="pt") as handle:
-            return handle.get_tensor(name)
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Have the system fetch tensors that will be read soon; it never fails.
-
-        Args:
-            names: Names of tensors; unknown ones are passed over.
-        """
-        self._ranges.fetch((name, self._files[name]) for name in names if name in self._files)
-
-
-def safetensors_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
-
-    Raises:
-        FileNotFoundError: If there is none, naming what was looked for.
-        CalibrationError: If the index is damaged.
-    """
-    if path.is_file():
-        return [path]
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CalibrationError(f"{index} is damaged: {error!r}") from error
-        missing = [shard for shard in shards if not (path / shard).is_file()]
-        if missing:
-            raise FileNotFoundError(f"{path} lacks the shards {missing} that its index names")
-        return [path / shard for shard in shards]
-    raise FileNotFoundError(f"{path} holds neither model.safetensors nor an index of shards")
 
 
 def known_bytes(source: ExpertSource, name: str) -> int:
@@ -208,6 +116,9 @@ class ExpertModel:
         self._setting = f"modelpool.models.{name}"
         wanted = like.state_dict()
         self.keys = pair_names(name, role, source, wanted, aliases(like))
+        parameters = {id(parameter) for parameter in like.parameters()}
+        stored = like.state_dict(keep_vars=True)
+        self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (tensor.dtype, tensor.device) for name, tensor in wanted.items()}
         self.module = hollow_copy(like)
 
@@ -215,20 +126,36 @@ class ExpertModel:
         """One tensor under the merged model's name, as it is stored.
 
         Raises:
-            CalibrationError: If it holds NaN or infinity.
+            CalibrationError: If it cannot be read, holds NaN or, as a parameter, infinity, or
+                integers in place of real numbers.
         """
-        stored = self._source.tensor(self.keys[name])
-        if not all_finite(stored):
+        try:
+            stored = self._source.tensor(self.keys[name])
+        except CalibrationError as error:
+            raise CalibrationError(f"{self._label}: {error}. Check {self._setting}") from error
+        if self._like[name][0].is_floating_point and not stored.is_floating_point():
+            raise CalibrationError(
+                f"{self._label}: tensor {name!r} is stored as {stored.dtype}, not as real numbers: "
+                f"the model may be quantized. Check {self._setting}"
+            )
+        if not is_sound(stored, is_parameter=name in self._parameters):
             raise CalibrationError(
                 f"{self._label}: tensor {name!r} has NaN or infinite values. Check {self._setting}"
             )
         return stored
 
+    def first_rows(self, name: str, count: int) -> Tensor:
+        """The first rows of one tensor on the CPU, read alone where the source can."""
+        read = getattr(self._source, "first_rows", None)
+        key = self.keys[name]
+        rows = self._source.tensor(key)[:count] if read is None else read(key, count)
+        return rows.to("cpu")
+
     def tensor(self, name: str) -> Tensor:
         """One tensor under the merged model's name, in its dtype and on its device.
 
         Raises:
-            CalibrationError: If it holds NaN or infinity.
+            CalibrationError: If it holds NaN, or, as a parameter, infinity.
         """
         stored = self.stored(name)
         dtype, device = self._like[name]

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.experts import ExpertSource, SafetensorsExpert, known_bytes
+from fusion_bench_featcal.experts import ExpertSource, known_bytes
+from fusion_bench_featcal.experts_files import SafetensorsExpert
 from fusion_bench_featcal.fetching import tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -50,6 +51,11 @@ class LoraExpert:
         self._config = _read_config(self._folder)
         self._weights = SafetensorsExpert(self._folder / "adapter_model.safetensors")
         self._adapted = self._pair()
+
+    @property
+    def config(self) -> Any:
+        """The base's config, if it has one."""
+        return getattr(self._base, "config", None)
 
     def names(self) -> set[str]:
         """Names of all tensors: the base's."""

@@ -1,6 +1,7 @@
 """Experts with more rows in their vocabulary matrices than the other models have."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,6 +29,11 @@ class CommonRows:
         """
         self._source = source
         self._rows = rows
+
+    @property
+    def config(self) -> Any:
+        """The source's config, if it has one."""
+        return getattr(self._source, "config", None)
 
     def names(self) -> set[str]:
         """Names of all tensors."""

@@ -7,7 +7,6 @@ import logging
 import tempfile
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
 from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
+from fusion_bench_featcal.leftovers import PART, remove_orphans, temporary_neighbour
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -29,13 +29,12 @@ Place = tuple[str, str, int]
 """Split, task and number of an image."""
 
 _TENSOR = "pixel_values"
-_PARTIAL = ".part"
 PROCESSED, MEMORY, DISK = "images_processed", "images_from_memory", "images_from_disk"
 _FORGOTTEN_AFTER = 3600  # seconds: nobody writes one image for so long
 _MB = 2**20
 # What turns a picture into numbers, beside the processor's own settings.
 _PACKAGES = ("pillow", "numpy", "torch", "transformers")
-_CODE = ("tasks/images.py", "tasks/pixels.py", "tasks/item_digest.py")
+_CODE = tuple(f"tasks/{name}.py" for name in ("colours", "images", "pixels", "item_digest"))
 
 
 class ImageFolder:
@@ -64,7 +63,9 @@ class ImageFolder:
                 f"method.cache_dir {self.folder} cannot be written: {error.strerror or error}. "
                 "Choose another folder, or null to keep no processed images"
             ) from error
-        for partial in self.folder.glob(f"*/.*{_PARTIAL}"):  # of processes that were killed
+        for group in self.folder.glob("??"):
+            remove_orphans(group, ".")
+        for partial in self.folder.glob(f"??/.*{PART}"):  # of other hosts' dead processes
             with contextlib.suppress(OSError):
                 if time.time() - partial.stat().st_mtime > _FORGOTTEN_AFTER:
                     partial.unlink()
@@ -91,7 +92,7 @@ class ImageFolder:
     def write(self, key: str, pixels: Tensor) -> None:
         """Keep an image; where that fails the run goes on, with one warning."""
         path = self._path(key)
-        partial = path.with_name(f".{uuid.uuid4().hex}{_PARTIAL}")
+        partial = temporary_neighbour(path)
         pixels = pixels.detach().cpu().contiguous()
         data = safetensors.torch.save({_TENSOR: pixels}, _mark(key, pixels))
         try:

@@ -14,7 +14,7 @@ CALIBRATION_SPLITS = ("train", "val", "test")
 DECODER_ROWS = ("all", "targets")
 STREAM_EXPERTS = ("auto", True, False)
 LINEAR_KERNELS = ("auto", "torch", "onednn")
-SUMS_PRECISIONS = ("float32", "tf32", "bfloat16")
+SUMS_PRECISIONS = ("auto", "float32", "float64", "tf32", "bfloat16")
 ACTIVATIONS = ("auto", "device", "host", "disk")
 CALIBRATION_TARGETS = ("labels", "generated")
 READ_UNITS = {"B": 1} | {
@@ -28,6 +28,7 @@ SETTINGS_OF_THE_RUN = (
     "cache_dir",
     "checkpoint_dir",
     "decode_workers",
+    "ignore_config",
     "pixel_cache_mb",
     "resume",
     "stream_experts",
@@ -48,14 +49,14 @@ class FeatCalSettings:
     The same names are used in YAML (`method.<name>`), in Python and in error messages.
 
     Attributes:
-        ridge_lambda: Strength of the pull towards the anchor (paper: lambda, Eq. 15), >= 0. It is
-            relative: every task's gram enters with Frobenius norm 1.
+        ridge_lambda: Strength of the pull towards the anchor (paper: lambda, Eq. 15), 0 to 1e12.
+            It is relative: every task's gram enters with Frobenius norm 1.
         mix_alpha: Share of the expert's features in the target input (alpha, Eq. 10), 0 to 1.
-        anchor_rho: Anchor extrapolation (rho, Eq. 11): 0 is the base, 1 the merged model; may
-            exceed 1.
+        anchor_rho: Anchor extrapolation (rho, Eq. 11): 0 is the base, 1 the merged model; -1000
+            to 1000.
         eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
-            (Eqs. 14, 17), >= 0.
-        samples_per_task: Calibration samples drawn for each task, >= 1.
+            (Eqs. 14, 17), 0 to 1e12.
+        samples_per_task: Calibration samples drawn for each task, >= 1; fewer: all of them.
         batch_size: Samples that run through a block together, >= 1. Changes memory and rounding.
         seed: Seeds each task's own draw of samples, together with the task's name, >= 0.
         calibrate_bias: Whether biases are calibrated (Eqs. 51-55).
@@ -77,6 +78,9 @@ class FeatCalSettings:
             limit, beyond which a text is an error.
         family: How the model is cut into blocks: `auto`, a family's name, a mapping with `name` and
             that family's options (`{name: replay, blocks: [encoder.*]}`), or a Family object.
+        ignore_config: Keys in which experts' configs may differ from the merged model's although
+            they change what a model computes (`hidden_act`): experts then run as the merged model
+            does.
         stream_experts: `auto` reads experts block by block where they are safetensors files and
             loads them whole elsewhere; True insists on files; False loads them whole.
         expert_read_budget: Most bytes of expert weights to read: a number, or a text with a unit
@@ -84,13 +88,14 @@ class FeatCalSettings:
             model's weights stand in for the expert's. None: no limit.
         log_drift: Whether each block's drift is measured before and after (costs the expert's
             forward pass when `mix_alpha` is 0).
-        linear_kernel: What multiplies float32 matrices on the CPU: `torch` (its default, MKL),
-            `onednn`, or `auto`: oneDNN where a short probe finds it much faster. They round
-            otherwise; a resumed run keeps what it began with.
-        sums_precision: In what the sums over rows multiply float32 features: `float32`; `tf32`,
-            faster on a GPU and the same as float32 elsewhere; `bfloat16`: rounded features, faster
-            still on a GPU. Experts' weights times features, where sums are formed of those, are
-            among them. Products are added up in float32, solves are as exact as ever.
+        linear_kernel: Library that multiplies float32 matrices on the CPU, in calibration and
+            evaluation: `torch` (its default, MKL), `onednn`, or `auto`: oneDNN where a short probe
+            finds it much faster. The two round differently; a resumed run keeps its choice.
+        sums_precision: Precision of the products that accumulate the Gram and cross matrices.
+            `auto`: float64 for a `ridge_lambda` below 0.01, which float32 rounding would reach the
+            update through, else float32. `float32`, `float64`; `tf32`, faster on a GPU and the same
+            as float32 elsewhere; `bfloat16`: rounded features, faster still on a GPU. TF32 and
+            bfloat16 products are added up in float32.
         activations: Where samples' features wait between blocks: on the `device`, in `host` memory
             (pinned beside a GPU), in files on `disk` that are mapped when they are read, or `auto`:
             the first of these with room. Changes memory and rounding.
@@ -125,11 +130,12 @@ class FeatCalSettings:
     generated_tokens: int = 64
     max_length: int | None = None
     family: Any = "auto"
+    ignore_config: Sequence[str] = ()
     stream_experts: bool | str = "auto"
     expert_read_budget: float | str | None = None
     log_drift: bool = True
     linear_kernel: str = "auto"
-    sums_precision: str = "float32"
+    sums_precision: str = "auto"
     activations: str = "auto"
     activations_dir: str | None = None
     checkpoint_dir: str | None = None
@@ -160,6 +166,7 @@ class FeatCalSettings:
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         if self.modules is not None:
             object.__setattr__(self, "modules", tuple(self.modules))
+        object.__setattr__(self, "ignore_config", tuple(self.ignore_config))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -187,10 +194,17 @@ class FeatCalSettings:
             **{name: getattr(FeatCalSettings, name) for name in SETTINGS_OF_THE_RUN}
         )
 
+    def described(self) -> str:
+        """The settings that differ from the defaults, for people."""
+        usual, own = FeatCalSettings().as_dict(), self.as_dict()
+        changed = [f"{name}={own[name]}" for name in own if own[name] != usual[name]]
+        return ", ".join(changed) or "default settings"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values by name, fit for JSON and YAML."""
         values = {name: getattr(self, name) for name in self.names()}
         values["modules"] = None if self.modules is None else list(self.modules)
+        values["ignore_config"] = list(self.ignore_config)
         if not isinstance(self.family, str):
             values["family"] = _describe_family(self.family)
         return values
@@ -235,15 +249,20 @@ def _is_integer(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_pattern_list(value: Any) -> bool:
-    if value is None:
-        return True
+def _is_ridge(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1e12
+
+
+def _is_text_list(value: Any) -> bool:
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str)
-        and len(value) > 0
-        and all(isinstance(pattern, str) and pattern for pattern in value)
+        and all(isinstance(text, str) and text for text in value)
     )
+
+
+def _is_pattern_list(value: Any) -> bool:
+    return value is None or (_is_text_list(value) and len(value) > 0)
 
 
 def _is_folder_or_none(value: Any) -> bool:
@@ -257,14 +276,20 @@ def _one_of(choices: Sequence[Any]) -> tuple[str, Callable[[Any], bool]]:
 
 
 _BOOLEAN = ("true or false", lambda value: isinstance(value, bool))
+# Every gram has norm 1: beyond this no digit of float64 is left for the data.
+_RIDGE = "a finite number >= 0 and at most 1e12"
 _NON_NEGATIVE = ("a finite number >= 0", lambda value: _is_number(value) and value >= 0)
 _POSITIVE_INTEGER = ("an integer >= 1", lambda value: _is_integer(value, 1))
 
 _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("ridge_lambda", *_NON_NEGATIVE),
+    ("ridge_lambda", _RIDGE, _is_ridge),
     ("mix_alpha", "a number in [0, 1]", lambda value: _is_number(value) and 0 <= value <= 1),
-    ("anchor_rho", "a finite number", _is_number),
-    ("eps", *_NON_NEGATIVE),
+    (
+        "anchor_rho",
+        "a finite number from -1000 to 1000 (2 is twice as far from the base as the merged model)",
+        lambda value: _is_number(value) and abs(value) <= 1000,
+    ),
+    ("eps", _RIDGE, _is_ridge),
     ("samples_per_task", *_POSITIVE_INTEGER),
     ("batch_size", *_POSITIVE_INTEGER),
     ("seed", "an integer >= 0", lambda value: _is_integer(value, 0)),
@@ -282,6 +307,7 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         "a family's name, a mapping with its `name`, or a Family",
         lambda value: value is not None and value != "",
     ),
+    ("ignore_config", "a list of config keys, such as [hidden_act]", _is_text_list),
     ("stream_experts", *_one_of(STREAM_EXPERTS)),
     (
         "expert_read_budget",
@@ -304,3 +330,6 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("pixel_cache_mb", *_NON_NEGATIVE),
     ("cache_dir", "null or a folder's path", _is_folder_or_none),
 )
+
+ACCEPTED = {name: wanted for name, wanted, _ in _CHECKS}
+"""Setting -> the values that it accepts, in words."""

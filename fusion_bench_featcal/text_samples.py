@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -182,11 +183,13 @@ class TextEncoder:
         return text
 
     def _tokenised(self, row: Mapping[str, Any], place: str) -> _Text:
-        ids = _integers(row["input_ids"])
+        ids = _integers(row["input_ids"], f"{place}: input_ids")
         mask = [1] * len(ids)
         if row.get("attention_mask") is not None:
-            mask = _integers(row["attention_mask"])
-        labels = None if row.get("labels") is None else _integers(row["labels"])
+            mask = _integers(row["attention_mask"], f"{place}: attention_mask")
+        labels = None
+        if row.get("labels") is not None:
+            labels = _integers(row["labels"], f"{place}: labels")
         aligned = labels is None or self.kind == "seq2seq" or len(labels) == len(ids)
         if len(mask) != len(ids) or not aligned:
             raise CalibrationError(
@@ -290,6 +293,12 @@ def _padded(rows: Sequence[list[int]], fill: int, left: bool) -> Tensor:
     return padded
 
 
-def _integers(values: Any) -> list[int]:
-    plain = values.tolist() if hasattr(values, "tolist") else values
+def _integers(values: Any, name: str) -> list[int]:
+    plain = values.tolist() if hasattr(values, "tolist") else list(values)
+    for value in plain:
+        if not isinstance(value, Integral):  # bool counts: masks may be of it
+            raise CalibrationError(
+                f"{name} must be integers, got {value!r} ({type(value).__name__}). Store them as "
+                "integers"
+            )
     return [int(value) for value in plain]

@@ -1,7 +1,7 @@
 """Lets Hydra find this package's YAMLs and FusionBench's, wherever a program is started from.
 
 Installed as ``hydra_plugins.fusion_bench_featcal``. Hydra imports it in every Hydra program, so it
-imports neither FusionBench nor the rest of this package.
+imports neither FusionBench nor the rest of this package, but where a method of ours is run.
 """
 
 import sys
@@ -56,3 +56,13 @@ class FeatCalSearchPath(SearchPathPlugin):
             if folder is not None:
                 # Not Path.as_uri(): Hydra takes what follows file:// as it stands, unquoted.
                 search_path.append(provider="fusion_bench_featcal", path=f"file://{folder}")
+        # Only in FusionBench's own command: others that build search paths read other words.
+        if folders[0] is not None and "fusion_bench.scripts.cli" in (_main_module(), *sys.modules):
+            from fusion_bench_featcal.boundary.config_errors import explain_config_errors
+
+            explain_config_errors(sys.argv[1:], folders[0] / "method")
+
+
+def _main_module() -> str:
+    """Name of the module that `python -m` runs."""
+    return getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")

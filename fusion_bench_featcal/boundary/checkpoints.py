@@ -1,11 +1,13 @@
 """Where the files of a pool's models lie."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fusion_bench.modelpool import BaseModelPool
 from fusion_bench.utils.modelscope import resolve_repo_path
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from fusion_bench_featcal.settings import CalibrationError
@@ -53,18 +55,46 @@ def adapter_paths(modelpool: BaseModelPool, name: str) -> tuple[Path, Path] | No
 
 def not_loadable(name: str, entry: Any, error: Exception) -> CalibrationError:
     """The error of a model that cannot be found or loaded."""
+    why, hint = reason(error), EXPECTED
+    location = _location(entry)
+    if why.startswith("Unsupported model configuration type"):
+        why = "its model pool takes no plain names"
+        hint = (
+            "write {_target_: transformers.<class>.from_pretrained, "
+            f"pretrained_model_name_or_path: {entry}}}"
+        )
+    elif location is None or os.path.exists(location):
+        hint = ""
     return CalibrationError(
-        f"model {name!r} ({entry}) cannot be loaded: {reason(error)}. Check "
-        f"modelpool.models.{name}: {EXPECTED}"
+        f"model {name!r} ({entry}) cannot be loaded: {why}. Check modelpool.models.{name}"
+        + (f": {hint}" if hint else "")
     )
 
 
-def reason(error: Exception) -> str:
-    """The first line of an error's message, else its class."""
+def reason(error: BaseException) -> str:
+    """The first line of an error's message, else its class; of what Hydra wraps the cause's."""
+    if isinstance(error, HydraException) and error.__cause__ is not None:
+        return reason(error.__cause__)
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _location(entry: Any) -> str | None:
+    """The folder or hub id that an entry names."""
+    if isinstance(entry, Mapping | DictConfig):
+        entry = entry.get("pretrained_model_name_or_path")
+    return entry if isinstance(entry, str) else None
+
+
 def _resolve(modelpool: BaseModelPool, name: str, location: str) -> Path:
+    try:
+        os.stat(location)
+    except PermissionError as error:  # os.path.exists would deny that it is there
+        raise CalibrationError(
+            f"model {name!r}: {location} cannot be read: permission denied. Check "
+            f"modelpool.models.{name}"
+        ) from error
+    except (OSError, ValueError):
+        pass  # a hub id
     try:
         platform: Any = getattr(modelpool, "_platform", "hf")
         return Path(resolve_repo_path(location, repo_type="model", platform=platform))

@@ -2,14 +2,17 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from fusion_bench import BaseTaskPool
 from torch import nn
 
-from fusion_bench_featcal.compare.report import accuracies
+from fusion_bench_featcal.compare.report import accuracies, losses
+from fusion_bench_featcal.engine.kernels import choose_kernel, with_kernel
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,11 @@ class Evaluation:
     raw: Mapping[str, Any]
     accuracy: dict[str, float]
     correct: dict[str, Any] | None
+
+    @property
+    def loss(self) -> dict[str, float | None]:
+        """Task -> loss; None where the pool computes none."""
+        return losses(self.raw, self.accuracy)
 
 
 def task_names(taskpool: BaseTaskPool) -> list[str] | None:
@@ -42,6 +50,7 @@ def evaluate(
     name: str,
     tasks: Iterable[str] | None = None,
     log_dir: Path | None = None,
+    linear_kernel: str = "auto",
 ) -> Evaluation:
     """Evaluate one model.
 
@@ -52,6 +61,7 @@ def evaluate(
         tasks: The tasks to evaluate on; None: all. A pool that cannot be restricted evaluates all.
         log_dir: Where FusionBench's pools leave a report of their own for each model; it is moved
             to `evaluations/<name>.json`, because `report.json` is ours.
+        linear_kernel: The setting of that name: the library for float32 products on the CPU.
 
     Returns:
         The evaluation, of the asked tasks only.
@@ -63,7 +73,8 @@ def evaluate(
         if loaders is not None and wanted is not None:
             chosen = {task: loader for task, loader in loaders.items() if task in wanted}
             taskpool.test_dataloaders = chosen  # type: ignore[attr-defined]
-        raw = taskpool.evaluate(model)
+        with with_kernel(choose_kernel(linear_kernel, _device(taskpool)), nullcontext)():
+            raw = taskpool.evaluate(model)
     finally:
         if loaders is not None:
             taskpool.test_dataloaders = loaders  # type: ignore[attr-defined]
@@ -74,6 +85,12 @@ def evaluate(
     if correct is None or not set(accuracy) <= set(correct):
         return Evaluation(raw, accuracy, None)
     return Evaluation(raw, accuracy, {task: correct[task] for task in accuracy})
+
+
+def _device(taskpool: BaseTaskPool) -> torch.device:
+    """Device on which the pool's Fabric evaluates; the CPU where it has none."""
+    fabric = getattr(taskpool, "fabric", None)
+    return getattr(fabric, "device", torch.device("cpu"))
 
 
 def join(evaluations: Iterable[Evaluation]) -> Evaluation:
@@ -120,11 +137,19 @@ class EvaluatedTaskPool:
         """The remembered report for the remembered model; else the pool's own evaluation."""
         if model is self._model:
             self._when_asked()
-            return dict(self._evaluation.raw)
+            return _Unprinted(self._evaluation.raw)
         return self._taskpool.evaluate(model, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._taskpool, name)
+
+
+class _Unprinted(dict[str, Any]):
+    """A report that FusionBench stores but does not print: it asks for keys only to print."""
+
+    def keys(self) -> Any:
+        """None."""
+        return ()
 
 
 def _own_reports(log_dir: Path | None) -> set[Path]:

@@ -22,9 +22,11 @@ from fusion_bench_featcal.boundary.checkpoints import checkpoint_path
 from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, plain
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, file_source, load_pool_model
 from fusion_bench_featcal.boundary.program import upstream_model
+from fusion_bench_featcal.boundary.reads import budget_beside_merger
 from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.engine.merging import UpstreamMerge
-from fusion_bench_featcal.experts import ExpertModel, SafetensorsExpert
+from fusion_bench_featcal.experts import ExpertModel
+from fusion_bench_featcal.experts_files import SafetensorsExpert
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ def start_upstream(
         The merged model and None; or the model that is to become it, and the merger.
 
     Raises:
-        CalibrationError: As `upstream_model`.
+        CalibrationError: As `upstream_model`; or if a read budget cannot be kept.
     """
     if base_method is not None:
         name = method_name(base_method)
@@ -76,13 +78,27 @@ def start_upstream(
             log.info("%s shares the calibration's reads: each expert is read once", name)
             return prepared
         log.info("%s runs by itself: %s", name, prepared)
+        budget_beside_merger(modelpool, base_method, settings, fused=False)
     return upstream_model(program, base_method, modelpool), None
+
+
+def check_merger_budget(
+    base_method: Any, modelpool: BaseModelPool, settings: FeatCalSettings, fuse: Any, processes: int
+) -> None:
+    """Refuse a read budget that the upstream merger exceeds, before anything is loaded.
+
+    Raises:
+        CalibrationError: If it does.
+    """
+    if base_method is not None and settings.expert_read_budget is not None:
+        fused = not _why_not(base_method, modelpool, settings, fuse, processes)
+        budget_beside_merger(modelpool, base_method, settings, fused=fused)
 
 
 def _why_not(
     base_method: Any, modelpool: BaseModelPool, settings: FeatCalSettings, fuse: Any, processes: int
 ) -> str:
-    """What keeps a merger from being fused; empty if nothing does."""
+    """Reason against fusing a merger, as far as configs and headers tell; empty if none."""
     if fuse is False:
         return "method.fuse_merge is false"
     merger = merger_class(base_method)
@@ -90,8 +106,6 @@ def _why_not(
         return "it is neither plain simple average nor plain task arithmetic"
     if processes > 1:
         return "there are several processes, of which each reads only its own experts"
-    if settings.expert_read_budget is not None:
-        return "method.expert_read_budget limits what the calibration reads"
     if settings.stream_experts is False:
         return "method.stream_experts is false"
     if merger is TaskArithmeticAlgorithm and not modelpool.has_pretrained:

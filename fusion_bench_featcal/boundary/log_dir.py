@@ -5,16 +5,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
-from fusion_bench_featcal.compare import prepare_directory
+from fusion_bench_featcal.boundary.closing import begin_job, end_job
+from fusion_bench_featcal.compare import ReportError, prepare_directory
+from fusion_bench_featcal.error_block import error_block
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
 class LogDirectoryCheck(Callback):
-    """Refuses a log directory that cannot be made or written, naming the setting.
+    """Refuses a log directory that cannot be made or written; shows results when a job ends.
+
+    A pool of language models without a tokenizer, which FusionBench cannot even make, is given
+    `tokenizer: null`: the method then says what is missing.
 
     Of several processes only the first one keeps a log directory: its default name holds the time,
     which others would read a second later.
@@ -28,15 +34,38 @@ class LogDirectoryCheck(Callback):
             **kwargs: What else Hydra tells.
 
         Raises:
-            ReportError: If a file is in its place or it cannot be written.
+            SystemExit: If a file is in its place or it cannot be written; Hydra would only warn.
         """
+        _name_no_tokenizer(config)
         if is_helper(os.environ):
             _log_to_console_only(config)
             return
         # The folder's default name holds the time, which needs Hydra's own config; Hydra sets it
         # itself a moment later.
         HydraConfig.instance().set_config(config)
-        prepare_directory(config.hydra.run.dir)
+        try:
+            prepare_directory(config.hydra.run.dir)
+        except ReportError as error:
+            raise SystemExit(error_block(error)) from error
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Let results wait for the end of the job.
+
+        Args:
+            config: The whole config.
+            **kwargs: What else Hydra tells.
+        """
+        begin_job()
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Show the results, below everything that FusionBench printed.
+
+        Args:
+            config: The whole config.
+            job_return: The job's status.
+            **kwargs: What else Hydra tells.
+        """
+        end_job()
 
 
 def is_helper(environment: Mapping[str, str]) -> bool:
@@ -47,6 +76,15 @@ def is_helper(environment: Mapping[str, str]) -> bool:
     """
     own = next((environment[name] for name in _RANKS if name in environment), "0")
     return int(own) > 0 or int(environment.get("NODE_RANK", "0")) > 0
+
+
+def _name_no_tokenizer(config: DictConfig) -> None:
+    pool = config.get("modelpool")
+    if isinstance(pool, DictConfig) and str(pool.get("_target_")).endswith(
+        ("CausalLMPool", "Seq2SeqLMPool")
+    ):
+        with open_dict(pool):
+            pool.tokenizer = pool.get("tokenizer")
 
 
 def _log_to_console_only(config: DictConfig) -> None:

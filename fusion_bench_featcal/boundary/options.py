@@ -1,6 +1,6 @@
 """A method's keys from YAML: checked, and refused by name where they are unknown."""
 
-import difflib
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +9,14 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from fusion_bench_featcal.compare import BASE, EXPERTS
+from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL
+from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_settings
 from fusion_bench_featcal.settings import FeatCalSettings
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 """Keys that FusionBench's configs carry beside a method's own."""
+
+log = logging.getLogger(__name__)
 
 MERGED = "merged"
 REFERENCES = (BASE, EXPERTS, MERGED)
@@ -26,10 +29,30 @@ class Choices:
     Attributes:
         presets: Name -> settings that are calibrated on the same merged model.
         compare_with: References to evaluate, of `base`, `experts` and `merged`.
+        save: The row that is saved and returned.
     """
 
     presets: Mapping[str, FeatCalSettings]
     compare_with: tuple[str, ...]
+    save: str = FEATCAL
+
+
+def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
+    """Take out of a method's keys those that are none of its settings.
+
+    Args:
+        keys: All keys; `debug`, which the console reads from the config, is taken out too.
+
+    Returns:
+        What FusionBench's own constructor takes.
+
+    Raises:
+        ValueError: If `debug` is neither true nor false.
+    """
+    debug = keys.pop("debug", False)
+    if not isinstance(debug, bool):
+        raise ValueError(f"method.debug must be true or false, got {debug!r}")
+    return {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
 
 
 def checked_settings(values: Mapping[str, Any]) -> FeatCalSettings:
@@ -44,7 +67,7 @@ def checked_settings(values: Mapping[str, Any]) -> FeatCalSettings:
     Raises:
         ValueError: If a key is unknown, with the nearest one, or a value out of range.
     """
-    refuse_unknown_settings(values, "method")
+    refuse_unknown_settings(values, FeatCalSettings.names(), owner="featcal")
     return FeatCalSettings(**{key: plain(value) for key, value in values.items()})
 
 
@@ -53,6 +76,7 @@ def checked_choices(
     presets: Mapping[str, Mapping[str, Any]] | None,
     compare_with: Any,
     suite: Mapping[str, Any],
+    save: Any = FEATCAL,
 ) -> Choices:
     """Presets and references: the method's own where given, else the suite's.
 
@@ -61,12 +85,14 @@ def checked_choices(
         presets: `method.presets`.
         compare_with: `method.compare_with`.
         suite: What the model pool's YAML brings for this method (its key `featcal`).
+        save: `method.save`.
 
     Returns:
         The checked choices.
 
     Raises:
-        ValueError: If a reference is unknown, or a preset's setting is unknown or out of range.
+        ValueError: If a reference or the row to save is unknown, or a preset's setting is unknown
+            or out of range.
     """
     unknown = sorted(set(suite) - {"presets", "compare_with", "compare"})
     if unknown:
@@ -79,7 +105,41 @@ def checked_choices(
     references = compare_with if compare_with is not None else suite.get("compare_with", [MERGED])
     if isinstance(references, str) or not set(references) <= set(REFERENCES):
         raise ValueError(f"method.compare_with must be of {list(REFERENCES)}, got {references!r}")
-    return Choices(_checked_presets(settings, wanted, f"{place}.presets"), tuple(references))
+    checked = _checked_presets(settings, wanted, f"{place}.presets")
+    if presets is None:
+        checked = _without_own(settings, checked)
+    rows = [FEATCAL, *(f"{FEATCAL}:{name}" for name in checked), MERGED]
+    if save not in rows:
+        raise ValueError(
+            f"method.save must be a row that this run makes, of {', '.join(rows)}, got {save!r}"
+            f"{nearest_hint(str(save), rows)}"
+        )
+    return Choices(checked, tuple(references), save)
+
+
+def _without_own(
+    settings: FeatCalSettings, presets: dict[str, FeatCalSettings]
+) -> dict[str, FeatCalSettings]:
+    """The pool's presets, without those that are the run's own settings."""
+    folder = settings.checkpoint_dir
+    others = {n: p for n, p in presets.items() if p.replace(checkpoint_dir=folder) != settings}
+    for name in presets.keys() - others.keys():
+        log.info("the pool's preset %s is this run's own settings: the row is featcal", name)
+    papers = [name for name in others if name.startswith("paper_") and "-" not in name]
+    if papers and len(others) == len(presets) and _is_default(settings):
+        log.warning(
+            "the row featcal has the paper's settings for CLIP; those for this pool are the row "
+            "featcal:%s. With them alone: fusion_bench method=featcal/%s modelpool=...",
+            papers[0],
+            papers[0],
+        )
+    return others
+
+
+def _is_default(settings: FeatCalSettings) -> bool:
+    default = FeatCalSettings()
+    names = ("ridge_lambda", "mix_alpha", "anchor_rho")
+    return all(getattr(settings, name) == getattr(default, name) for name in names)
 
 
 def _checked_presets(
@@ -96,7 +156,7 @@ def _checked_presets(
             )
         if "fuse_merge" in changes:
             raise ValueError(f"{place}.{name}.fuse_merge: set method.fuse_merge, for all presets")
-        refuse_unknown_settings(changes, f"{place}.{name}")
+        refuse_unknown_settings(changes, FeatCalSettings.names(), f"{place}.{name}", "featcal")
         for key in {"checkpoint_dir", "resume"} & set(changes):
             raise ValueError(
                 f"{place}.{name}.{key}: set method.{key}, in which every preset has a folder"
@@ -110,22 +170,6 @@ def _checked_presets(
         except ValueError as error:
             raise ValueError(str(error).replace("method.", f"{place}.{name}.")) from None
     return checked
-
-
-def refuse_unknown_settings(values: Mapping[str, Any], place: str) -> None:
-    """Refuse keys that are no settings.
-
-    Args:
-        values: Values by name.
-        place: Where they stand in the config, for the message.
-
-    Raises:
-        ValueError: Naming the first unknown key and the nearest known one.
-    """
-    for key in values:
-        if key not in FeatCalSettings.names():
-            near = difflib.get_close_matches(key, FeatCalSettings.names(), n=1, cutoff=0.0)[0]
-            raise ValueError(f"{place}.{key} is no setting of featcal; the nearest is {near!r}")
 
 
 def check_merger(base_method: Any) -> None:

@@ -18,11 +18,14 @@ from fusion_bench_featcal.boundary.preflight_pool import (
     location_of,
     settings_among,
 )
-from fusion_bench_featcal.experts import hollow_copy, known_bytes, safetensors_files
+from fusion_bench_featcal.boundary.results import method_name
+from fusion_bench_featcal.experts import hollow_copy, known_bytes
+from fusion_bench_featcal.experts_files import safetensors_files
 from fusion_bench_featcal.plan.prediction import Plan, Request, predict
 from fusion_bench_featcal.plan.rates import Rates, measure_rates
 from fusion_bench_featcal.plan.show import one_line, warnings_of
 from fusion_bench_featcal.preflight import empty_model
+from fusion_bench_featcal.reads.plan import budget_left
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -68,6 +71,10 @@ def run_request(
     base_held = base is not None and not _streams(base, settings)
     devices = _devices(fabric["devices"], torch.device(device))
     processes = devices * int(fabric["num_nodes"])
+    fused = processes == 1 and not held and not base_held and _fuses(method)
+    merger = method.get("base_method")
+    if merger is not None and settings.expert_read_budget is not None:
+        settings = _beside_merger(settings, merger, model, experts, fused=fused)
     return Request(
         model=model,
         settings=settings,
@@ -78,7 +85,8 @@ def run_request(
         base_held=base_held,
         itemsize=_itemsize(experts[0]),
         device=torch.device(device),
-        fused=processes == 1 and not held and not base_held and _fuses(method, settings),
+        fused=fused,
+        merges=merger is not None,
         processes=processes,
         neighbours=devices,
     )
@@ -118,14 +126,36 @@ def _streams(entry: Any, settings: FeatCalSettings) -> bool:
     return isinstance(entry, str) and not (Path(entry).is_dir() and not _files(Path(entry)))
 
 
-def _fuses(method: Mapping[str, Any], settings: FeatCalSettings) -> bool:
+def _fuses(method: Mapping[str, Any]) -> bool:
     """Whether the upstream merge will share the calibration's reads, as far as its entry tells."""
     merger = merger_class(method.get("base_method") or {})
-    return (
-        merger is not None
-        and method.get("fuse_merge", "auto") == "auto"
-        and settings.expert_read_budget is None
-    )
+    return merger is not None and method.get("fuse_merge", "auto") == "auto"
+
+
+def _beside_merger(
+    settings: FeatCalSettings, merger: Any, model: nn.Module, experts: Sequence[Any], *, fused: bool
+) -> FeatCalSettings:
+    """Settings with what the upstream merger leaves of the read budget.
+
+    Raises:
+        ValueError: If it leaves nothing.
+    """
+    assert settings.expert_read_budget is not None
+    whole = sum(value.numel() * value.element_size() for value in model.state_dict().values())
+    sizes = [sum(path.stat().st_size for path in _files_of(entry)) for entry in experts]
+    upstream = sum(size or whole for size in sizes)
+    try:
+        left = budget_left(settings.expert_read_budget, upstream, method_name(merger), fused=fused)
+    except CalibrationError as error:
+        raise ValueError(str(error)) from error
+    return settings.replace(expert_read_budget=left)
+
+
+def _files_of(entry: Any) -> list[Path]:
+    try:
+        return _files(Path(location_of(entry)))
+    except ValueError:
+        return []
 
 
 def _files(folder: Path) -> list[Path]:
@@ -138,7 +168,7 @@ def _files(folder: Path) -> list[Path]:
 def _itemsize(entry: Any) -> int | None:
     """Bytes of a number in an expert's files, from a header; None: not known."""
     try:
-        with safe_open(_files(Path(location_of(entry)))[0], framework="pt") as handle:
+        with safe_open(_files_of(entry)[0], framework="pt") as handle:
             names = list(handle.keys())
             return _ITEMSIZES.get(handle.get_slice(names[0]).get_dtype())
     except (ValueError, OSError, IndexError, SafetensorError):
@@ -165,6 +195,7 @@ def log_plan(
     loaded: int = 1,
     itemsize: int | None = None,
     fused: bool = False,
+    merges: bool = False,
     processes: int = 1,
     neighbours: int = 1,
 ) -> Plan | None:
@@ -180,6 +211,7 @@ def log_plan(
         loaded: Number of models that are in memory already, the merged one among them.
         itemsize: Bytes of a number in the experts' files; None: as in the model.
         fused: Whether the upstream merge shares the calibration's reads.
+        merges: Whether an upstream merger reads the experts, too.
         processes: Number of processes that work on it.
         neighbours: Number of those on this machine.
 
@@ -194,8 +226,8 @@ def log_plan(
         model = hollow_copy(merged).to("meta")
         request = Request(
             model, settings, tasks, length, held=held, base_held=base_held, itemsize=itemsize,
-            loaded=loaded, device=device, fused=fused, processes=processes,
-            neighbours=neighbours,
+            loaded=loaded, device=device, fused=fused, merges=merges,
+            processes=processes, neighbours=neighbours,
         )  # fmt: skip
         plan = predict(request, _quick_rates(device, settings.linear_kernel))
     except Exception as error:  # a model of unknown inputs: the calibration itself will tell

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from fusion_bench.modelpool import BaseModelPool
 from torch import nn
 
@@ -17,11 +18,11 @@ from fusion_bench_featcal.boundary.checkpoints import (
 )
 from fusion_bench_featcal.boundary.tokenizers import (
     check_expert_tokenizers,
-    check_same_kind,
     load_tokenizer,
     text_kind,
 )
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, SafetensorsExpert
+from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts_files import SafetensorsExpert
 from fusion_bench_featcal.experts_lora import LoraExpert
 from fusion_bench_featcal.experts_vocabulary import CommonRows
 from fusion_bench_featcal.settings import CalibrationError
@@ -47,7 +48,9 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     """
     try:
         return modelpool.load_model(name)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (CalibrationError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a loader may raise anything
         raise not_loadable(name, modelpool._models.get(name), error) from error
 
 
@@ -154,46 +157,6 @@ def file_source(modelpool: BaseModelPool, name: str) -> ExpertSource | None:
     return source if rows is None else CommonRows(source, rows)
 
 
-def check_pool_models(modelpool: BaseModelPool) -> None:
-    """Find every model of a pool before any work is done.
-
-    Args:
-        modelpool: The pool.
-
-    Raises:
-        CalibrationError: If a model's folder or hub id cannot be found, naming it.
-    """
-    for name in modelpool.all_model_names:
-        path = checkpoint_path(modelpool, name)
-        if path is not None and path.is_dir() and not any(path.glob("*.safetensors*")):
-            weights = [f for pattern in ("*.bin*", "*.pt", "*.pth") for f in path.glob(pattern)]
-            if not weights:
-                raise not_loadable(name, modelpool._models[name], FileNotFoundError("no weights"))
-
-
-def check_pool_experts(modelpool: BaseModelPool, base: nn.Module) -> None:
-    """Compare experts that lie in files with the base, reading configs and headers only.
-
-    Args:
-        modelpool: The pool.
-        base: Its base model.
-
-    Raises:
-        CalibrationError: If an expert is of another architecture or has another vocabulary, lacks
-            a tensor or has it in another shape, naming both.
-    """
-    for name in modelpool.model_names:
-        path = checkpoint_path(modelpool, name)
-        if path is not None and text_kind(modelpool) is not None:
-            check_same_kind(modelpool, name, path, base)
-        try:
-            source = file_source(modelpool, name)
-        except FileNotFoundError:
-            continue  # other files than safetensors: compared when they are loaded
-        if source is not None:
-            ExpertModel(name, source, base)
-
-
 def pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
     """The pool as a merger may use it: with copies of models that it holds in memory.
 
@@ -224,7 +187,7 @@ def load_processor(modelpool: BaseModelPool) -> Any:
         )
     try:
         return modelpool.load_processor()  # type: ignore[attr-defined]
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # a loader may raise anything
         raise CalibrationError(
             f"the processor ({entry}) cannot be loaded: {reason(error)}. Check "
             f"modelpool.processor: {EXPECTED}"

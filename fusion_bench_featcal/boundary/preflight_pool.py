@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.boundary.config_errors import explained
 from fusion_bench_featcal.boundary.options import checked_settings
 from fusion_bench_featcal.preflight import Preflight, empty_model, preflight
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -80,7 +81,7 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
         fabric = {name: given.get(name, 1) for name in ("devices", "num_nodes")}
         fabric = OmegaConf.to_container(OmegaConf.create(fabric))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(f"{' '.join(words)}: {str(error).splitlines()[0]}") from error
+        raise explained(error) from error
     return RunConfig(method, models, fabric)
 
 

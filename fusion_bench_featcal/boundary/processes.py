@@ -135,23 +135,3 @@ def _packed(model: nn.Module, setting: str) -> bytes:
             f"{error}. Set fabric.devices=1, or save it first and calibrate it as "
             "modelpool.models._merged_ with method.base_method=null"
         ) from error
-
-
-def share_saving(program: Any, processes: Processes) -> None:
-    """Let the first process save what the method returns, and all end as it does.
-
-    Args:
-        program: The running FusionBench program, or None.
-        processes: The processes.
-    """
-    if program is None or processes.size == 1:
-        return
-    save = program.save_merged_model
-
-    def save_once(merged_model: Any) -> None:
-        with announcing(processes):
-            if processes.rank == 0:
-                save(merged_model)
-            processes.gather(None)
-
-    program.save_merged_model = save_once

@@ -1,19 +1,29 @@
 """What a method takes from the FusionBench program that runs it: its task pool, its mergers."""
 
 import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool, instantiate
 from fusion_bench.taskpool.dummy import DummyTaskPool
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_object
 from omegaconf import OmegaConf
 from torch import nn
 
+from fusion_bench_featcal.boundary.busy import warn_if_busy
 from fusion_bench_featcal.boundary.pool_models import (
+    BASE_MODEL,
     MERGED_MODEL,
     load_pool_model,
     pool_for_merging,
 )
+from fusion_bench_featcal.boundary.results import method_name
+from fusion_bench_featcal.boundary.save_target import check_save_target
 from fusion_bench_featcal.compare import prepare_directory
+from fusion_bench_featcal.engine.finite_weights import refuse_not_finite
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -24,6 +34,8 @@ _LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
 def take_default_taskpool(program: Any) -> None:
     """Give the program the model pool's own task pool where none was named.
 
+    `taskpool=dummy` on the command line is named: then nothing is evaluated.
+
     Args:
         program: The running program; its task pool becomes None where the pool brings none either.
     """
@@ -31,9 +43,18 @@ def take_default_taskpool(program: Any) -> None:
         return
     default = program._modelpool.get("default_taskpool")
     program.taskpool = None
-    if default is not None:
+    if _taskpool_was_named():
+        log.info("taskpool=dummy was asked for: nothing is evaluated")
+    elif default is not None:
         log.info("no task pool was named: evaluating on the model pool's default_taskpool")
         program.taskpool = program._instantiate_and_setup(default)
+
+
+def _taskpool_was_named() -> bool:
+    if not HydraConfig.initialized():
+        return False
+    words = HydraConfig.get().overrides.task
+    return any(re.match(r"\+*taskpool(@\w+)?=", word) for word in words)
 
 
 def prepare_run(program: Any, log_dir: str | None) -> None:
@@ -46,7 +67,9 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
     Raises:
         ReportError: If the directory cannot be written.
         CalibrationError: If the program runs in several processes, of which only featcal makes
-            something.
+            something, or the disk has too little room for the model.
+        ValueError: If calibration and test images are composited on different backgrounds, or
+            `merged_model_save_path` cannot be meant.
     """
     if program is None:
         return
@@ -56,10 +79,20 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
             f"this method runs in one process, not in {fabric.world_size}: set fabric.devices=1 "
             "(method=featcal runs in several)"
         )
+    warn_if_busy()
     take_default_taskpool(program)
+    check_backgrounds = getattr(program.taskpool, "check_backgrounds", None)
+    if check_backgrounds is not None:
+        check_backgrounds(getattr(program, "modelpool", None))
     if log_dir is not None:
         folder = prepare_directory(log_dir)
         OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
+    report = getattr(program, "report_save_path", None)
+    if report is not None:
+        path = Path(str(report).replace("{log_dir}", str(log_dir)))
+        prepare_directory(path.parent, "report_save_path")
+    if getattr(program, "modelpool", None) is not None:
+        check_save_target(program, program.modelpool)
 
 
 def check_upstream(base_method: Any, modelpool: BaseModelPool) -> None:
@@ -71,6 +104,7 @@ def check_upstream(base_method: Any, modelpool: BaseModelPool) -> None:
 
     Raises:
         CalibrationError: If there is neither.
+        ValueError: If the merger cannot be imported.
     """
     if base_method is None and not modelpool.has_merged:
         raise CalibrationError(
@@ -78,6 +112,15 @@ def check_upstream(base_method: Any, modelpool: BaseModelPool) -> None:
             f"modelpool.models.{MERGED_MODEL}, or choose a merger "
             "(method@method.base_method=task_arithmetic)"
         )
+    target = base_method.get("_target_") if base_method is not None else None
+    try:
+        if target is not None:
+            get_object(target)
+    except Exception as error:  # importing a module may raise anything
+        raise ValueError(
+            f"method.base_method._target_={target} cannot be imported: {error.__cause__ or error}. "
+            "Check the name, and that its package is installed"
+        ) from error
 
 
 def upstream_model(program: Any, base_method: Any, modelpool: BaseModelPool) -> nn.Module:
@@ -114,6 +157,7 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
     Raises:
         CalibrationError: If the method returns anything but one model.
     """
+    log.info("merging with %s", method_name(config))
     if program is not None:
         merger = program._instantiate_and_setup(config, compat_load_fn=_LOAD_METHOD)
     else:
@@ -124,4 +168,21 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
             f"{setting} ({type(merger).__name__}) returned {type(merged).__name__}; "
             "what follows needs one merged model"
         )
+    _refuse_not_finite(merged, modelpool, setting)
     return merged.requires_grad_(False)
+
+
+def _refuse_not_finite(merged: nn.Module, modelpool: BaseModelPool, setting: str) -> None:
+    """Refuse a merged model with NaN or infinity, naming the model of the pool that has them."""
+
+    def check(name: str) -> Callable[[str], None]:
+        def read(tensor: str) -> None:
+            model = load_pool_model(modelpool, name)
+            if tensor in model.state_dict():
+                refuse_not_finite(model, f"model {name!r}", f"Check modelpool.models.{name}")
+
+        return read
+
+    names = [*([BASE_MODEL] if modelpool.has_pretrained else []), *modelpool.model_names]
+    advice = f"The pool's models are finite there: check {setting}"
+    refuse_not_finite(merged, "the merged model", advice, map(check, names))

@@ -5,12 +5,14 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
+from fusion_bench_featcal.boundary.closing import at_the_end
 from fusion_bench_featcal.boundary.evaluation import (
     EvaluatedTaskPool,
     Evaluation,
@@ -18,9 +20,10 @@ from fusion_bench_featcal.boundary.evaluation import (
     join,
     task_names,
 )
-from fusion_bench_featcal.boundary.pool_models import load_pool_model
+from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.calibration import CalibrationResult
 from fusion_bench_featcal.compare import (
+    BASE,
     EXPERTS,
     FEATCAL,
     Cost,
@@ -29,6 +32,11 @@ from fusion_bench_featcal.compare import (
     versions,
 )
 from fusion_bench_featcal.compare.files import write_atomic
+from fusion_bench_featcal.compare.remarks import (
+    closing_lines,
+    tasks_below_merged,
+    tasks_with_high_drift,
+)
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -45,6 +53,7 @@ class RunResults:
         suite: str,
         upstream: str,
         device: Any,
+        linear_kernel: str = "auto",
     ) -> None:
         """Start a report.
 
@@ -54,8 +63,10 @@ class RunResults:
             suite: Name of the model pool.
             upstream: Name of the row of the upstream merger.
             device: What the run computes on.
+            linear_kernel: The setting of that name, for evaluation too.
         """
         self.taskpool = taskpool
+        self._linear_kernel = linear_kernel
         self._log_dir = None if log_dir is None else Path(log_dir)
         self.report = Report(
             suite=suite,
@@ -69,19 +80,45 @@ class RunResults:
         """Name of the upstream merger's row."""
         return str(self.report.upstream)
 
-    def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
+    def add_notes(self, notes: Sequence[str]) -> None:
+        """Warn of something at once, and say it in the report."""
+        for note in notes:
+            log.warning(note)
+        self.report.notes += notes
+
+    def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> Evaluation | None:
         """Evaluate a model that was not calibrated.
 
         Args:
             name: Its row.
             model: The model.
             settings: What made it, if anything: runs that are compared must agree in it.
+
+        Returns:
+            Its evaluation; None without a task pool.
         """
         evaluation = self._evaluate(name, model)
         if evaluation is not None:
             self.report.add_row(
-                name, evaluation.accuracy, settings=settings, correct=evaluation.correct
+                name,
+                evaluation.accuracy,
+                settings=settings,
+                correct=evaluation.correct,
+                loss=evaluation.loss,
             )
+        return evaluation
+
+    def add_base_and_experts(self, modelpool: BaseModelPool, references: Sequence[str]) -> None:
+        """Load and evaluate the base and the experts, where asked, one in memory at a time.
+
+        Args:
+            modelpool: The pool.
+            references: The rows that are asked for.
+        """
+        if BASE in references and modelpool.has_pretrained and self.taskpool is not None:
+            self.add_reference(BASE, load_pool_model(modelpool, BASE_MODEL))
+        if EXPERTS in references:
+            self.add_experts(modelpool)
 
     def add_experts(self, modelpool: BaseModelPool) -> None:
         """Evaluate each expert on its own task, one in memory at a time."""
@@ -93,12 +130,13 @@ class RunResults:
             note = f"no row of experts: the model pool has none for the tasks {without}"
             self.report.notes.append(note)
             return
+        log.info("evaluating the experts, each on its own task")
         row = join(
             evaluation
             for task in tasks
             if (evaluation := self._evaluate(task, load_pool_model(modelpool, task), [task]))
         )
-        self.report.add_row(EXPERTS, row.accuracy, correct=row.correct)
+        self.report.add_row(EXPERTS, row.accuracy, correct=row.correct, loss=row.loss)
 
     def add_calibrated(
         self,
@@ -125,13 +163,15 @@ class RunResults:
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
             manifest = json.dumps(result.reads, indent=1) + "\n"
             write_atomic(self._log_dir / f"reads{preset}.json", manifest, "path.log_dir")
-        drawn = {"samples": settings.samples_per_task, "split": settings.calibration_split}
+        self.add_notes(tasks_with_high_drift(name, result.log.records))
+        split = settings.calibration_split
+        counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         return self.add_made(
             name,
             result.model,
             settings=settings.of_the_model().as_dict(),
             cost=cost,
-            samples=dict.fromkeys(tasks, drawn),
+            samples={task: {"samples": counts[task], "split": split} for task in tasks},
             seed=settings.seed,
         )
 
@@ -168,26 +208,53 @@ class RunResults:
             for kept, value in made.items():
                 getattr(self.report, kept)[name] = dict(value)
         else:
-            self.report.add_row(name, evaluation.accuracy, correct=evaluation.correct, **made)
+            self.report.add_row(
+                name,
+                evaluation.accuracy,
+                correct=evaluation.correct,
+                loss=evaluation.loss,
+                **made,
+            )
         return evaluation
 
-    def finish(self, program: Any, model: nn.Module, evaluation: Evaluation | None) -> None:
+    def finish(
+        self,
+        program: Any,
+        model: nn.Module,
+        evaluation: Evaluation | None,
+        row: str,
+        saved: Path | None,
+    ) -> None:
         """Write and show the report, and spare FusionBench a second evaluation of the model.
 
         Args:
             program: The running FusionBench program, or None.
             model: The model that the method returns.
             evaluation: Its evaluation, None without a task pool.
+            row: Its row.
+            saved: Folder that it was saved to; None: it was not.
         """
+        self.report.notes += tasks_below_merged(self.report)
+        first = [BASE, EXPERTS, self.upstream]  # references are evaluated last and listed first
+        for kept in (self.report.rows, self.report.loss, self.report.settings, self.report.items):
+            for name in [*(n for n in first if n in kept), *(n for n in kept if n not in first)]:
+                kept[name] = kept.pop(name)  # type: ignore[assignment]
         if self._log_dir is not None:
             self.report.write(self._log_dir)
         if self.taskpool is None or evaluation is None:
             log.info("no task pool: the model is not evaluated")
-        elif program is not None:
-            # FusionBench prints its own report at the very end; the table that people read comes
-            # after it, and only if the model could be saved.
+        if program is None:
+            return
+        show = partial(self._show, row, saved)
+        waits = at_the_end(show)
+        if self.taskpool is not None and evaluation is not None:
+            # Without our Hydra callback the interpreter's end is what comes after all that
+            # FusionBench prints. It asks for the evaluation when the model has been saved.
             program.taskpool = EvaluatedTaskPool(
-                self.taskpool, model, evaluation, lambda: atexit.register(self._print_table)
+                self.taskpool,
+                model,
+                evaluation,
+                lambda: None if waits else atexit.register(show),
             )
 
     def _evaluate(
@@ -195,13 +262,23 @@ class RunResults:
     ) -> Evaluation | None:
         if self.taskpool is None:
             return None
-        log.info("evaluating %s", name)
-        return evaluate(self.taskpool, model, name=name, tasks=tasks, log_dir=self._log_dir)
+        if tasks is None:  # of the experts, each on its own task, there is one line
+            log.info("evaluating %s", name)
+        return evaluate(
+            self.taskpool,
+            model,
+            name=name,
+            tasks=tasks,
+            log_dir=self._log_dir,
+            linear_kernel=self._linear_kernel,
+        )
 
-    def _print_table(self) -> None:
-        self.report.show()
-        if self._log_dir is not None:
-            print(f"report.md, report.csv and report.json: {self._log_dir}")
+    def _show(self, row: str, saved: Path | None) -> None:
+        """Print the table and the closing lines."""
+        if self.report.rows:
+            self.report.show()
+        for line in closing_lines(self.report, row, saved, self._log_dir):
+            print(line)
 
 
 def method_name(config: Any) -> str:

@@ -1,5 +1,6 @@
 """A baseline run by itself: what it makes is evaluated and reported as FeatCal's is."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -8,11 +9,17 @@ from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.boundary.loggers import log_reports
+from fusion_bench_featcal.boundary.model_card import CardFacts
 from fusion_bench_featcal.boundary.options import MERGED, plain
+from fusion_bench_featcal.boundary.pool_models import load_input_processor
 from fusion_bench_featcal.boundary.program import upstream_model
 from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
+from fusion_bench_featcal.boundary.saved_row import RowSaver, skip_saving
 from fusion_bench_featcal.compare import measure
 from fusion_bench_featcal.compare.curves import write_curves
+from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
 
 Made = TypeVar("Made", bound=nn.Module)
 
@@ -58,7 +65,7 @@ def run_post_merging(
     upstream = MERGED if config is None else method_name(config)
     results = _results(algorithm, modelpool, upstream)
     results.add_reference(upstream, merged, plain(config))
-    return _report(algorithm, results, row, lambda: make(merged))
+    return _report(algorithm, modelpool, results, row, lambda: make(merged))
 
 
 def run_merging(
@@ -77,7 +84,7 @@ def run_merging(
     """
     if not _is_run(algorithm):
         return make()
-    return _report(algorithm, _results(algorithm, modelpool, row.name), row, make)
+    return _report(algorithm, modelpool, _results(algorithm, modelpool, row.name), row, make)
 
 
 def _is_run(algorithm: Any) -> bool:
@@ -95,9 +102,20 @@ def _results(algorithm: Any, modelpool: BaseModelPool, upstream: str) -> RunResu
     )
 
 
-def _report(algorithm: Any, results: RunResults, row: Row, make: Callable[[], Made]) -> Made:
+def _report(
+    algorithm: Any,
+    modelpool: BaseModelPool,
+    results: RunResults,
+    row: Row,
+    make: Callable[[], Made],
+) -> Made:
+    log.info("making %s", row.name)
     with measure() as cost:
         model = make()
+    log.info("made %s in %.1f s", row.name, cost.seconds)
+    saver = RowSaver(algorithm._program, modelpool, _processor(modelpool), row.name)
+    upstream = getattr(algorithm, "base_method", None)
+    saver.offer(model, CardFacts(row.name, upstream, row.settings, row.samples(model)))
     evaluation = results.add_made(
         row.name,
         model,
@@ -106,8 +124,18 @@ def _report(algorithm: Any, results: RunResults, row: Row, make: Callable[[], Ma
         samples=row.samples(model),
         seed=row.seed,
     )
-    results.finish(algorithm._program, model, evaluation)
+    results.finish(algorithm._program, model, evaluation, row.name, saver.folder)
+    saver.finish(results.report)
     if algorithm.log_dir is not None:
         write_curves(algorithm.log_dir, {row.name: getattr(model, "curves", {})})
     log_reports(algorithm.fabric, [results.report])
+    skip_saving(algorithm._program, model)
     return model
+
+
+def _processor(modelpool: BaseModelPool) -> Any:
+    """Return the pool's processor or tokenizer; None where it has none."""
+    try:
+        return load_input_processor(modelpool)
+    except CalibrationError:  # not every merger needs one
+        return None

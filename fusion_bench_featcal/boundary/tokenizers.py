@@ -1,6 +1,5 @@
 """The tokenizer of a pool of language models, and what each of its experts makes of it."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from fusion_bench_featcal.boundary.checkpoints import (
     checkpoint_path,
     reason,
 )
+from fusion_bench_featcal.experts_config import read_config
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.text_samples import TextKind
 
@@ -53,7 +53,7 @@ def load_tokenizer(modelpool: BaseModelPool) -> Any:
         if isinstance(entry, str):
             return AutoTokenizer.from_pretrained(entry)
         return instantiate(entry) if isinstance(entry, Mapping | DictConfig) else entry
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # a loader may raise anything
         raise CalibrationError(
             f"the tokenizer ({entry}) cannot be loaded: {reason(error)}. Check "
             f"modelpool.tokenizer: {EXPECTED}"
@@ -105,10 +105,9 @@ def check_same_kind(modelpool: BaseModelPool, name: str, path: Path, base: Any) 
         CalibrationError: If it is of another architecture, or has another number of embedding rows
             and the pool does not say what to do about it.
     """
-    file, known = path / "config.json", getattr(base, "config", None)
-    if known is None or not file.is_file():
+    config, known = read_config(path), getattr(base, "config", None)
+    if known is None or config is None:
         return
-    config = json.loads(file.read_text(encoding="utf-8"))
     if config.get("model_type") != known.model_type:
         raise CalibrationError(
             f"expert {name!r} is a {config.get('model_type')!r} model, the base a "

@@ -4,18 +4,21 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from fusion_bench_featcal.leftovers import remove, remove_orphans, temporary_neighbour
 from fusion_bench_featcal.settings import CalibrationError
 
 _CHECKSUM = "checksum"
-_PARTIAL = ".part"
+_LARGEST = 2**28  # bytes of a manifest; real ones have about 200 for each tensor
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -32,7 +35,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         CalibrationError: If it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
+    partial = temporary_neighbour(path)
     try:
         with open(partial, "wb") as file:
             file.write(data)
@@ -41,13 +44,21 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.replace(partial, path)
         _sync_folder(path.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise CalibrationError(
-            f"cannot write the checkpoint {path}: {error.strerror or error}. Make room or change "
+            f"cannot write the checkpoint {path}: {error.strerror or error}. It needs "
+            f"{len(data) / 1e6:.3g} MB, and {_free(path)} are free. Make room or change "
             "method.checkpoint_dir; with method.resume=true a run goes on after its last whole "
             "block"
         ) from error
+    finally:  # after a signal, too
+        remove(partial)
+
+
+def _free(path: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(path.parent).free / 1e6:.3g} MB"
+    except OSError:  # the folder itself is gone
+        return "0 MB"
 
 
 def _sync_folder(folder: Path) -> None:
@@ -61,10 +72,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove what killed processes were writing."""
-    for pattern in ("block-*", "run.json"):
-        for partial in folder.glob(f".{pattern}.*{_PARTIAL}"):
-            partial.unlink(missing_ok=True)
+    """Remove what killed processes of this host were writing."""
+    for prefix in (".block-", ".run.json."):
+        remove_orphans(folder, prefix)
 
 
 def prepare_folder(folder: Path) -> None:
@@ -103,20 +113,55 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
         CalibrationError: If it is missing, damaged or edited.
     """
     try:
+        if path.stat().st_size > _LARGEST:
+            raise damaged(path, f"it is larger than {_LARGEST >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
+        checksum = content.pop(_CHECKSUM, None) if isinstance(content, dict) else None
+        expected = _checksum(content)
     except OSError as error:
         raise damaged(path, error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise damaged(path, f"it is no JSON ({error})") from error
     if not isinstance(content, dict):
         raise damaged(path, "it holds no manifest")
-    checksum = content.pop(_CHECKSUM, None)
-    if checksum != _checksum(content):
+    if checksum != expected:
         raise damaged(path, "its content does not match its checksum")
     return content, str(checksum)
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
+def read_block_manifest(path: Path) -> dict[str, Any]:
+    """Read a block's manifest.
+
+    Raises:
+        CalibrationError: If it is missing, damaged, edited or lacks something.
+    """
+    content, _ = read_manifest(path)
+    reads, records = content.get("reads"), content.get("records")
+    well = all(isinstance(content.get(key), str) for key in ("run", "block", "digest"))
+    well = well and isinstance(reads, dict) and all(map(_is_texts, reads.values()))
+    well = well and isinstance(records, list) and all(map(_is_record, records))
+    if not well:
+        raise damaged(path, "an entry is missing or of another type")
+    return content
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _is_record(value: Any) -> bool:
+    """Return whether a log record has what reports read of it."""
+    if not isinstance(value, dict):
+        return False
+    kind = value.get("kind")
+    numbers = {"task": ("samples", "expert_bytes"), "inputs": ("expert_bytes",)}
+    numbers |= {"block": ("seconds",)}
+    return isinstance(kind, str) and all(
+        type(value.get(name)) in (int, float) for name in numbers.get(kind, ())
+    )
+
+
+def _checksum(content: Any) -> str:
     return digest(json.dumps(content, sort_keys=True).encode())
 
 
@@ -143,7 +188,10 @@ def read_tensors(path: Path, wanted: str) -> dict[str, Tensor]:
         raise damaged(path, error.strerror or str(error)) from error
     if digest(data) != wanted:
         raise damaged(path, "its content does not match its manifest's digest")
-    return safetensors.torch.load(data)
+    try:
+        return safetensors.torch.load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path, f"it holds no tensors ({error})") from error
 
 
 def damaged(path: Path, reason: str) -> CalibrationError:

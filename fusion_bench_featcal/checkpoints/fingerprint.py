@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fusion_bench_featcal
+from fusion_bench_featcal.core.float32_products import products_in_force
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
 _SHORT = 32  # hexadecimal digits: 128 bits, beyond any accident
@@ -67,7 +68,7 @@ def describe_run(
         "models": list(models),
         "family": {"name": family.name, "options": _ADDRESS.sub("", repr(family))},
         "blocks": [list(stage) for stage in stages],
-        "merged": _describe_model(merged),
+        "merged": describe_model(merged),
         "weights": {name: digest_tensor(t) for name, t in tensors.items()},
         "precision": _describe_precision(device, autocast) | {"linear_kernel": kernel},
         "software": _describe_software(),
@@ -122,7 +123,7 @@ def _update(digest: Any, name: str, tensor: Tensor) -> None:
     digest.update(flat.view(torch.uint8).numpy())
 
 
-def _describe_model(model: nn.Module) -> dict[str, Any]:
+def describe_model(model: nn.Module) -> dict[str, Any]:
     """Class, modules and config: what a model computes besides its weights."""
     config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else None
@@ -158,8 +159,7 @@ def _describe_precision(
     return {
         "device": kind,
         "autocast": dtype,
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "products": products_in_force(),
     }
 
 
@@ -219,12 +219,14 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if part == "weights":
             found.append(f"weights of the merged model ({_differing(before, value)})")
         elif part == "samples":
-            tasks = [task for task in value if (before or {}).get(task) != value[task]]
+            known = before if isinstance(before, Mapping) else {}
+            tasks = [task for task in value if known.get(task) != value[task]]
             found.append(f"calibration samples of the tasks {tasks} (modelpool.*_datasets)")
         elif isinstance(value, Mapping) and isinstance(before, Mapping):
             for key in sorted({*before, *value}):
                 if _text(before.get(key)) != _text(value.get(key)):
-                    found.append(f"{label}{key}{_then_now(before.get(key), value.get(key))}")
+                    name = _text(key)[1:-1][:100]  # whatever a damaged file holds, in plain ASCII
+                    found.append(f"{label}{name}{_then_now(before.get(key), value.get(key))}")
         else:
             found.append(f"{label}{_then_now(before, value)}")
     return found

@@ -12,6 +12,7 @@ from torch import nn
 from fusion_bench_featcal.checkpoints.files import (
     damaged,
     prepare_folder,
+    read_block_manifest,
     read_manifest,
     read_tensors,
     remove_partials,
@@ -30,7 +31,7 @@ from fusion_bench_featcal.checkpoints.sources import (
     joined_reads,
     take_recent,
 )
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import LINEAR_KERNELS, CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,9 @@ class Checkpoints:
 
     def kernel(self) -> str | None:
         """What multiplies matrices in the run that is gone on with; None where none has begun."""
-        return self._then.get("precision", {}).get("linear_kernel")
+        precision = self._then.get("precision")
+        kernel = precision.get("linear_kernel") if isinstance(precision, dict) else None
+        return kernel if kernel in LINEAR_KERNELS else None
 
     def compare(self, describe: Callable[[], Mapping[str, Any]]) -> None:
         """Compare what this run depends on with what the kept blocks do, and find those.
@@ -140,7 +143,7 @@ class Checkpoints:
             path = self._path(block, "json")
             if not path.exists():
                 break
-            found[block], _ = read_manifest(path)
+            found[block] = read_block_manifest(path)
             if (found[block]["run"], found[block]["block"]) != (self._key, block):
                 raise damaged(path, "it belongs to another run")
         return found
@@ -194,13 +197,16 @@ class Checkpoints:
         manifest = self._manifests[block]
         path = self._path(block, "safetensors")
         tensors = read_tensors(path, manifest["digest"])
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, tensor in tensors.items():
-            parameter = model.get_parameter(name)
-            if (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
-                raise damaged(path, f"{name} does not fit the model")
+            parameter = parameters.get(name)
+            if parameter is None or (parameter.shape, parameter.dtype) != (
+                tensor.shape, tensor.dtype,
+            ):  # fmt: skip
+                raise damaged(path, f"{name[:100]!r} does not fit the model")
         with torch.no_grad():
             for name, tensor in tensors.items():
-                model.get_parameter(name).copy_(tensor)
+                parameters[name].copy_(tensor)
         run_log.records[self._logged :] = manifest["records"]
         self._logged = len(run_log.records)
         self._restored += 1
@@ -253,6 +259,10 @@ class Checkpoints:
 
     def _refuse(self, found: list[str]) -> None:
         if found:
+            more = [f"and {len(found) - 5} more"] if len(found) > 5 else []
+            found = [
+                text[:300].encode("utf-8", "backslashreplace").decode() for text in found[:5]
+            ] + more
             raise CalibrationError(
                 f"method.checkpoint_dir {self.folder} holds the checkpoints of another run, which "
                 f"differs in: {'; '.join(found)}. Go on with what that run had, or choose another "

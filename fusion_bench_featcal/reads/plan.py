@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.settings import CalibrationError, budget_in_bytes
 
 
 class Unit(NamedTuple):
@@ -184,6 +184,36 @@ def make_plan(readings: Mapping[str, Reading], limit: int | None) -> ReadPlan:
         for expert, reading in readings.items()
     }
     return ReadPlan(limit, full, least, ORDER.__name__, planned, omitted)
+
+
+def budget_left(budget: float | str, upstream: int, merger: str, *, fused: bool) -> float | str:
+    """Rest of a read budget that an upstream merger leaves which reads every expert whole.
+
+    Args:
+        budget: The setting `expert_read_budget`.
+        upstream: Bytes of the experts' files.
+        merger: The merger's name, for the message.
+        fused: Whether the calibration shares the merger's reads.
+
+    Returns:
+        The calibration's own budget: all of it where reads are shared, the plan then sees that it
+        reaches; else the rest, in bytes.
+
+    Raises:
+        CalibrationError: If nothing is left, naming what can be set instead.
+    """
+    limit = budget_in_bytes(budget, upstream)
+    if limit >= upstream if fused else upstream == 0:
+        return budget
+    if not fused and limit > upstream and not str(budget).endswith("%"):
+        return limit - upstream
+    needed = upstream if fused else upstream + 1
+    again = "" if fused else ", and the calibration reads besides"
+    raise CalibrationError(
+        f"method.expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
+        f"({upstream} bytes){again}. Calibrate a stored merged model (method.base_method=null, "
+        f"modelpool.models._merged_=...), allow at least {needed} bytes, or set it to null"
+    )
 
 
 def _by_place(reading: Reading, taken: set[Unit]) -> dict[str, int]:

@@ -1,0 +1,207 @@
+"""The screen while one of this package's methods runs: few lines, and errors as a short block.
+
+Hydra calls `Console`, which the methods' YAMLs bring. Other methods run as they always do.
+"""
+
+import copy
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import TaskFunction
+from omegaconf import DictConfig, OmegaConf
+from rich.logging import RichHandler
+from tqdm.std import tqdm
+
+from fusion_bench_featcal.boundary import config_errors
+from fusion_bench_featcal.boundary.log_dir import is_helper
+from fusion_bench_featcal.error_block import error_block
+
+log = logging.getLogger(__name__)
+
+_CHATTY = ("fusion_bench.", "lightning", "httpx", "datasets", "huggingface_hub")
+"""Loggers whose INFO goes to the log file only."""
+
+_MARK = "FEATCAL_QUIET"
+"""Environment variable that a quiet job sets."""
+
+_NEEDLESS = (
+    "Unused argument: default_taskpool=",  # keys of a model pool that are read from the config
+    "Unused argument: featcal=",
+    "Using a slow image processor",
+)
+"""Beginnings of warnings that ask nothing of the user."""
+
+
+class Console(Callback):
+    """Quietens FusionBench, and ends a failed run in one block instead of two tracebacks.
+
+    What is kept from the screen stays in the run's log file. `method.debug=true`,
+    `HYDRA_FULL_ERROR=1` and `hydra.verbose=true` show everything.
+    """
+
+    def __init__(self) -> None:
+        """Begin, before Hydra runs anything."""
+        config_errors.stop_explaining()
+        # FusionBench sets it for a quiet job too, whose processes hand it on to those they start.
+        self._full = os.environ.get("HYDRA_FULL_ERROR") == "1" and _MARK not in os.environ
+        self._quiet: Quiet | None = None
+
+    def on_job_start(
+        self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any
+    ) -> None:
+        """Keep from the screen what only repeats the config.
+
+        Args:
+            config: The job's config.
+            task_function: FusionBench's program.
+            **kwargs: What else Hydra tells.
+        """
+        method = config.get("method") or {}
+        ours = str(method.get("_target_")).startswith("fusion_bench_featcal.")
+        if ours and not (self._full or method.get("debug") is True or config.hydra.verbose):
+            # Unresolved: a word may hold an interpolation that leads nowhere.
+            words: Any = OmegaConf.to_container(config.hydra.overrides.task)
+            asked = [str(word).lower() for word in words]
+            if config.get("dry_run"):  # which is there to show the config
+                asked.append("print_config=true")
+            self._quiet = Quiet(asked)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Put an error's block in the place of the error.
+
+        Python prints what a `SystemExit` holds as the last thing of all, and exits with 1; where
+        Hydra runs several jobs, the others come first.
+
+        Args:
+            config: The job's config.
+            job_return: Its result, or error.
+            **kwargs: What else Hydra tells.
+        """
+        quiet, self._quiet = self._quiet, None
+        if quiet is None:
+            return
+        error = job_return._return_value
+        if job_return.status == JobStatus.FAILED and isinstance(error, Exception):
+            if quiet.hidden is not error:  # FusionBench logs what fails while its program runs
+                log.error(error, exc_info=error)
+            # Each of several processes fails; the first one speaks for all.
+            silent = is_helper(os.environ)
+            block = "\n" + error_block(error, _more())  # apart from a table above it
+            job_return.return_value = SystemExit(1 if silent else block)
+        quiet.end()
+        sys.stdout.flush()
+
+    def on_run_end(self, config: DictConfig, *, job_return: JobReturn, **kwargs: Any) -> None:
+        """End a failed run here: Hydra would first print all overrides.
+
+        Args:
+            config: The config.
+            job_return: As `on_job_end` left it.
+            **kwargs: What else Hydra tells.
+        """
+        if isinstance(job_return._return_value, SystemExit):
+            raise job_return._return_value
+
+
+class Quiet(logging.Filter):
+    """Keeps the screen to this package's own lines, until `end`.
+
+    Attributes:
+        hidden: The error whose traceback was kept from the screen.
+    """
+
+    def __init__(self, asked: Sequence[str]) -> None:
+        """Begin.
+
+        Args:
+            asked: Words of the command line: what they ask FusionBench to print stays.
+        """
+        super().__init__()
+        self.hidden: object = None
+        self._undo: list[Callable[[], object]] = []
+        self._silence_fusion_bench(asked)
+        self._shorten_log()
+        os.environ[_MARK] = "1"
+        self._undo.append(lambda: os.environ.pop(_MARK, None))
+        if not sys.stderr.isatty():
+            # FusionBench's bars have no switch, and print a line an update into a file.
+            hidden = functools.partialmethod(tqdm.__init__, disable=None)
+            self._replace(tqdm, "__init__", hidden)
+
+    def end(self) -> None:
+        """Let everything be as it was."""
+        for undo in reversed(self._undo):
+            undo()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether a record is shown on the screen."""
+        if record.exc_info and record.exc_info[1] is record.msg:
+            self.hidden = record.msg
+            return False
+        if record.levelno > logging.INFO:
+            return not str(record.msg).startswith(_NEEDLESS)
+        return not record.name.startswith(_CHATTY)
+
+    def _silence_fusion_bench(self, asked: Sequence[str]) -> None:
+        from fusion_bench.mixins import SimpleProfilerMixin
+        from fusion_bench.programs import fabric_fusion_program
+        from fusion_bench.utils import instantiate_utils
+
+        # Here and not by the switches in the config: Hydra has copied it, and its
+        # `print_function_call` never reaches the functions that print.
+        if "print_config=true" not in asked:
+            self._replace(fabric_fusion_program, "print_config_tree", _nothing)
+        if "print_function_call=true" not in asked:
+            self._replace(instantiate_utils, "PRINT_FUNCTION_CALL", False)
+        self._replace(SimpleProfilerMixin, "print_profile_summary", _nothing)
+
+    def _shorten_log(self) -> None:
+        """Filter what reaches the screen, in lines that leave room for the message."""
+        root = logging.getLogger()
+        for handler in list(root.handlers):
+            if isinstance(handler, logging.FileHandler):
+                continue
+            if type(handler) is RichHandler:
+                short = RichHandler(handler.level, show_path=False, log_time_format="%H:%M:%S")
+                short.setFormatter(_WithoutTraceback())
+                others = [short if other is handler else other for other in root.handlers]
+                self._replace(root, "handlers", others)
+                handler = short
+            self._filter(handler)
+        for handler in logging.getLogger("transformers").handlers:  # it prints by itself
+            self._filter(handler)
+
+    def _filter(self, handler: logging.Handler) -> None:
+        handler.addFilter(self)
+        self._undo.append(lambda: handler.removeFilter(self))
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        before = vars(owner)[name]
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, before))
+
+
+class _WithoutTraceback(logging.Formatter):
+    """The message alone; the log file has the traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = copy.copy(record)
+        message.exc_info = message.exc_text = None
+        return super().format(message)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for what prints."""
+
+
+def _more() -> str:
+    """Tell where the traceback is."""
+    files = [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+    place = f"{files[0].baseFilename}, or on the screen with " if files else ""
+    return f"traceback: {place}method.debug=true"

@@ -1,0 +1,73 @@
+"""SIGTERM and Ctrl-C: a run cleans up, says how to go on, and ends with the usual exit code."""
+
+import atexit
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
+
+
+class Terminated(SystemExit):
+    """SIGTERM, as an exception that no handler of errors catches."""
+
+    def __str__(self) -> str:
+        return "ended by SIGTERM"
+
+
+@contextmanager
+def ending_cleanly(program: Any, how_to_go_on: Callable[[], str]) -> Iterator[None]:
+    """Context that SIGTERM leaves by an exception, so that temporary files go.
+
+    The handler is installed in the main thread only, and for the time of the context.
+
+    Args:
+        program: The running FusionBench program: then the exit code after Ctrl-C is 130. None: a
+            KeyboardInterrupt stays one.
+        how_to_go_on: Returns the last line that the process prints.
+
+    Raises:
+        SystemExit: With code 143 after SIGTERM, 130 after Ctrl-C.
+    """
+    own = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or own is _terminate:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as stop:
+        if isinstance(stop, KeyboardInterrupt) and program is None:
+            raise
+        # At exit: FusionBench logs the exception first.
+        atexit.register(print, how_to_go_on(), file=sys.stderr, flush=True)
+        if isinstance(stop, Terminated):
+            raise
+        raise SystemExit(INTERRUPTED) from stop
+    finally:
+        signal.signal(signal.SIGTERM, own or signal.SIG_DFL)
+
+
+def ends_cleanly(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a method's `run`, of which nothing is kept on the way, end as `ending_cleanly` says."""
+
+    @wraps(run)
+    def ending(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with ending_cleanly(getattr(args[0], "_program", None), lambda: NOTHING_KEPT):
+            return run(*args, **kwargs)
+
+    return ending
+
+
+NOTHING_KEPT = "ended before it was done: nothing is kept, and the same command begins anew"
+
+
+def _terminate(*_: Any) -> None:
+    raise Terminated(TERMINATED)

@@ -1,0 +1,283 @@
+"""Checks of a pool's models before any is loaded: entries, configs, headers of files."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from fusion_bench.modelpool import BaseModelPool
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from fusion_bench_featcal.boundary.checkpoints import (
+    adapter_paths,
+    checkpoint_path,
+    not_loadable,
+    reason,
+)
+from fusion_bench_featcal.boundary.options import plain
+from fusion_bench_featcal.boundary.pool_models import (
+    BASE_MODEL,
+    MERGED_MODEL,
+    file_source,
+    load_pool_model,
+)
+from fusion_bench_featcal.boundary.pool_warnings import warn_about_pool
+from fusion_bench_featcal.boundary.tokenizers import check_same_kind, text_kind
+from fusion_bench_featcal.experts import ExpertModel
+from fusion_bench_featcal.experts_config import (
+    check_same_function,
+    complete_config,
+    matching_part,
+    read_config,
+)
+from fusion_bench_featcal.experts_distance import far_experts
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.preflight import empty_model
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+_LOAD_SEQ2SEQ = "transformers.AutoModelForSeq2SeqLM.from_pretrained"
+_VISION_TOWER = "clip_vision_model"
+_WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth")
+_DATA = ("train_datasets", "val_datasets", "test_datasets")
+
+
+def check_pool_models(modelpool: BaseModelPool, fabric: Any) -> None:
+    """Find every model of a pool before any work is done; warn of what is hardly meant.
+
+    Args:
+        modelpool: The pool. FusionBench's pool of sequence-to-sequence models, which loads no
+            model that is named by its folder or hub id alone, can do so from here on.
+        fabric: Lightning Fabric.
+
+    Raises:
+        CalibrationError: If the precision has no effect, or a model's entry is none, its files
+            cannot be found or read or are damaged, naming it.
+    """
+    check_precision(fabric)
+    _check_entries(modelpool)
+    _check_targets(modelpool)
+    for name in modelpool.all_model_names:
+        try:
+            _check_files(modelpool, name)
+        except CalibrationError as error:
+            place = f"modelpool.models.{name}"
+            if place in str(error):
+                raise
+            raise CalibrationError(f"model {name!r}: {error}. Check {place}") from error
+    warn_about_pool(modelpool)
+
+
+def check_precision(fabric: Any) -> None:
+    """Refuse a precision that would convert models, which a pool loads in dtypes of their own.
+
+    Raises:
+        CalibrationError: If it is neither 32-true nor a mixed one, with what to set instead.
+    """
+    precision = str(fabric.strategy.precision.precision)
+    if precision == "32-true" or precision.endswith("-mixed"):
+        return
+    dtype = {"bf16": "bfloat16", "16": "float16", "64": "float64"}.get(precision.split("-")[0])
+    mixed = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}.get(str(dtype), "32-true")
+    loading = f", or load the models in {dtype}: torch_dtype of every entry of modelpool.models"
+    raise CalibrationError(
+        f"fabric.precision={precision} has no effect on a pool's models, which keep the dtype that "
+        f"they are loaded in. Set fabric.precision={mixed}{loading if dtype else ''}"
+    )
+
+
+def check_pool_settings(modelpool: BaseModelPool, settings: FeatCalSettings) -> None:
+    """Compare settings that depend on the models with their configs.
+
+    Args:
+        modelpool: The pool.
+        settings: `family` and `ignore_config` are used.
+
+    Raises:
+        CalibrationError: If a model's config makes it another function than the one that runs its
+            weights, or has no such blocks as the family needs.
+        ValueError: If the family does not know the models, with what to try.
+    """
+    reference = next(iter(_by_importance(modelpool)), None)
+    if reference is None:
+        return
+    wanted = _config(modelpool, reference)
+    other = "the base" if reference == BASE_MODEL else f"model {reference!r}"
+    for name in modelpool.all_model_names:
+        role = "expert" if name in modelpool.model_names else "model"
+        check_same_function(
+            name, _config(modelpool, name), wanted, settings.ignore_config, role=role, other=other
+        )
+    model = _model_as_loaded(modelpool, reference)
+    if model is not None:
+        resolve_family(settings.family, model).stages(model)
+    elif settings.family == "auto":
+        resolve_family("auto", _model_of_config(wanted or {}))
+
+
+def check_pool_experts(modelpool: BaseModelPool, base: nn.Module) -> dict[str, ExpertModel]:
+    """Compare experts that lie in files with the base, reading configs and headers only.
+
+    Args:
+        modelpool: The pool.
+        base: Its base model.
+
+    Returns:
+        The experts that lie in files, by task.
+
+    Raises:
+        CalibrationError: If an expert is of another architecture or has another vocabulary, lacks
+            a tensor or has it in another shape, naming both.
+    """
+    experts = {}
+    for name in modelpool.model_names:
+        path = checkpoint_path(modelpool, name)
+        if path is not None and text_kind(modelpool) is not None:
+            check_same_kind(modelpool, name, path, base)
+        try:
+            source = file_source(modelpool, name)
+        except FileNotFoundError:
+            continue  # other files than safetensors: compared when they are loaded
+        if source is not None:
+            experts[name] = ExpertModel(name, source, base)
+    return experts
+
+
+def check_experts(modelpool: BaseModelPool) -> list[str]:
+    """Load the base, if there is one, and compare experts with it; see `check_pool_experts`.
+
+    Args:
+        modelpool: The pool.
+
+    Returns:
+        A sentence for each expert that lies far farther from the base than the others.
+
+    Raises:
+        CalibrationError: If the base cannot be loaded or an expert does not fit it.
+    """
+    if not modelpool.has_pretrained:
+        return []
+    base = load_pool_model(modelpool, BASE_MODEL)
+    return far_experts(check_pool_experts(modelpool, base), base)
+
+
+def _check_entries(modelpool: BaseModelPool) -> None:
+    """Refuse entries that are none; give names of folders the form that FusionBench loads."""
+    if not modelpool._models:
+        raise CalibrationError("modelpool.models is empty: name a base model and experts")
+    for name in modelpool.all_model_names:
+        entry: Any = modelpool._models[name]
+        if entry is None or entry == "" or isinstance(plain(entry), bool | int | float | list):
+            raise CalibrationError(
+                f"modelpool.models.{name} is {plain(entry)!r}, which is no model: give a folder or "
+                "hub id, or a mapping with _target_"
+            )
+        if isinstance(entry, str) and text_kind(modelpool) == "seq2seq":
+            spelt = {"_target_": _LOAD_SEQ2SEQ, "pretrained_model_name_or_path": entry}
+            models: Any = modelpool._models
+            models[name] = OmegaConf.create(spelt)
+
+
+def _check_targets(modelpool: BaseModelPool) -> None:
+    """Import what every `_target_` of the pool names."""
+    parts = {"models": modelpool._models, **{name: _part(modelpool, name) for name in _DATA}}
+    parts |= {name: _part(modelpool, name) for name in ("processor", "tokenizer")}
+    for place, target in _targets(parts, "modelpool"):
+        try:
+            get_object(target)
+        except Exception as error:  # importing a module may raise anything
+            raise CalibrationError(
+                f"{place}={target} cannot be imported: {reason(error)}. Install what it belongs "
+                "to, or correct the name"
+            ) from error
+
+
+def _part(modelpool: BaseModelPool, name: str) -> Any:
+    return getattr(modelpool, f"_{name}", None) or getattr(modelpool, name, None)
+
+
+def _targets(config: Any, place: str) -> Iterator[tuple[str, str]]:
+    if not isinstance(config, Mapping | DictConfig):
+        return
+    for key, value in config.items():
+        if key == "_target_" and isinstance(value, str):
+            yield f"{place}._target_", value
+        else:
+            yield from _targets(value, f"{place}.{key}")
+
+
+def _check_files(modelpool: BaseModelPool, name: str) -> None:
+    """See that a model's files are there and readable, by names and headers."""
+    entry, path = modelpool._models[name], checkpoint_path(modelpool, name)
+    if path is not None and path.is_dir():
+        try:
+            files = os.listdir(path)
+        except OSError as error:
+            raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
+        if not any(fnmatch(file, pattern) for file in files for pattern in _WEIGHTS):
+            raise not_loadable(name, entry, FileNotFoundError(f"no weights in {path}"))
+        if read_config(path) is None and "adapter_config.json" not in files:
+            raise not_loadable(name, entry, FileNotFoundError(f"no config.json in {path}"))
+    with suppress(FileNotFoundError):  # files of another kind
+        file_source(modelpool, name)
+
+
+def _by_importance(modelpool: BaseModelPool) -> list[str]:
+    """The models with a config that can be seen, first the one whose modules run the others."""
+    names = [BASE_MODEL, MERGED_MODEL, *modelpool.model_names]
+    known = (name for name in names if name in modelpool._models)
+    return [name for name in known if _config(modelpool, name) is not None]
+
+
+def _config(modelpool: BaseModelPool, name: str) -> dict[str, Any] | None:
+    """A model's complete config; of a pool of CLIP's vision towers the tower's."""
+    entry: Any = modelpool._models[name]
+    if isinstance(entry, nn.Module):
+        return complete_config(getattr(entry, "config", None))
+    path = _config_folder(modelpool, name)
+    config = None if path is None else complete_config(read_config(path))
+    if config is None or not _holds_towers(modelpool):
+        return config
+    return matching_part(config, _VISION_TOWER)
+
+
+def _config_folder(modelpool: BaseModelPool, name: str) -> Path | None:
+    adapter = adapter_paths(modelpool, name)
+    path = adapter[0] if adapter else checkpoint_path(modelpool, name)
+    return path if path is not None and path.is_dir() else None
+
+
+def _model_as_loaded(modelpool: BaseModelPool, name: str) -> nn.Module | None:
+    """A model as the pool loads it, but without weights; None if that cannot be told."""
+    entry: Any = modelpool._models[name]
+    if isinstance(entry, nn.Module):
+        return entry
+    if text_kind(modelpool) is None and not _holds_towers(modelpool):
+        return None
+    try:
+        return empty_model(str(_config_folder(modelpool, name)))
+    except ValueError:
+        return None
+
+
+def _model_of_config(config: Mapping[str, Any]) -> nn.Module:
+    """An empty model of the class that a config names, or of none; its structure is a guess."""
+    architecture = next(iter(config.get("architectures") or ["a model"]))
+    try:
+        kind = getattr(transformers, architecture)
+        with torch.device("meta"):
+            return kind(kind.config_class.from_dict(dict(config)))
+    except Exception:  # a class of another library, or a config that it refuses
+        model: Any = type(architecture, (nn.Module,), {})()
+        model.config = SimpleNamespace(**config)
+        return model
+
+
+def _holds_towers(modelpool: BaseModelPool) -> bool:
+    return any(kind.__name__ == "CLIPVisionModelPool" for kind in type(modelpool).__mro__)

@@ -1,0 +1,100 @@
+"""An error as a short block of text: the message, its place, and where the traceback is.
+
+Imports nothing heavy: the command `featcal` shows its errors by it too.
+"""
+
+import shutil
+import textwrap
+import traceback
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+_MOST_LINES = 7
+"""Lines of the message: with place and traceback the block stays within ten."""
+
+
+def error_block(error: BaseException, more: str = "", *, prefix: str = "error") -> str:
+    """Describe an error in at most ten lines of the terminal's width.
+
+    Errors of this package say by themselves what to do. Of others the type, what was being made
+    and the last line of this package that ran are told too.
+
+    Args:
+        error: The error; of one that only wraps another, the other is shown.
+        more: Last line: where all the rest can be seen; empty: there is none.
+        prefix: First word.
+
+    Returns:
+        The lines, without a line break at the end.
+    """
+    wrapper, error = error, _wrapped(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = _is_own(error, frames)
+    message = str(error).strip()
+    if not own:
+        message = f"unexpected {type(error).__name__}: {message or 'without a message'}"
+    width = shutil.get_terminal_size().columns
+    lines = _fitting(f"{prefix}: {message or type(error).__name__}", width, _MOST_LINES)
+    if not own:
+        where = [_made_by(wrapper)]
+        where += [f"in {_place(frame)}" for frame in frames if _is_ours(frame)][-1:]
+        if any(where):
+            lines += _fitting("  " + ", ".join(filter(None, where)), width, 1)
+    return "\n".join([*lines, more] if more else lines)  # a path that is cut is of no use
+
+
+def _wrapped(error: BaseException) -> BaseException:
+    """Cause of Hydra's failure to instantiate something; else the error itself."""
+    while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _is_own(error: BaseException, frames: traceback.StackSummary) -> bool:
+    """Tell whether this package raised it, with a message for the user."""
+    if type(error).__module__.partition(".")[0] == _PACKAGE.name:
+        return True
+    last = frames[-1] if frames else None
+    return last is not None and _is_ours(last) and (last.line or "").startswith("raise ")
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return _PACKAGE in Path(frame.filename).parents
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    path = Path(frame.filename).relative_to(_PACKAGE.parent)
+    return f"{path}:{frame.lineno} ({frame.name})"
+
+
+def _made_by(error: BaseException) -> str:
+    """`making <key> <_target_>` where FusionBench was making the pool, method or task pool."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_instantiate_and_setup":
+            config, program = frame.f_locals.get("config"), frame.f_locals.get("self")
+            parts = ("modelpool", "method", "taskpool")
+            part = [name for name in parts if getattr(program, f"_{name}", None) is config]
+            pool = getattr(program, "_modelpool", None) or {}
+            if not part and config is not None and pool.get("default_taskpool") == config:
+                part = ["modelpool.default_taskpool"]
+            return " ".join(["making", *part, str((config or {}).get("_target_"))])
+    return ""
+
+
+def _fitting(text: str, width: int, most: int) -> list[str]:
+    """Wrap a text, words longer than a line whole; cut it at `most` lines of the terminal."""
+    lines = [
+        part
+        for line in text.splitlines()
+        for part in textwrap.wrap(
+            line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    ]
+    kept, room = [], most
+    for number, line in enumerate(lines, start=1):
+        rows = -(-len(line) // width)
+        if rows > room or (rows == room and number < len(lines)):
+            return [*kept, f"{line[: room * width - 4]} ..."]
+        kept.append(line)
+        room -= rows
+    return kept

@@ -1,0 +1,178 @@
+"""Configs of experts, compared in what changes a model's function with the model that runs them."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.settings import CalibrationError
+
+# Names, training, sizes (tensors' shapes tell them) and keys that others follow from.
+_BOOKKEEPING = {
+    "attn_implementation", "auto_map", "d_ff", "d_model", "dtype", "gradient_checkpointing",
+    "hidden_size", "intermediate_size", "max_window_layers", "n_embd", "n_inner", "num_labels",
+    "pretraining_tp", "projection_dim", "quantization_config", "tie_word_embeddings",
+    "torch_dtype", "use_cache", "vocab_size",
+}  # fmt: skip
+_BOOKKEEPING_STARTS = ("_", "output_", "summary_")
+_BOOKKEEPING_ENDS = ("_token_id", "_token_ids", "_token_index")
+_BOOKKEEPING_WITHIN = ("drop", "init")  # dropout rates, initialisation
+# Releases of transformers write these on their own or inside `rope_parameters`.
+_ROPE = "rope_parameters"
+_OF_ROPE = ("rope_theta", "partial_rotary_factor")
+_SHOWN = 4
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """Content of a checkpoint's config.json, None if it has none.
+
+    Args:
+        folder: The checkpoint's folder.
+
+    Raises:
+        CalibrationError: If the file cannot be read or is damaged.
+    """
+    file = folder / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no mapping")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CalibrationError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CalibrationError(f"{file} is damaged: {error}") from error
+    return content
+
+
+def config_of(model: Any) -> Any:
+    """The config of a module or of a source of weights, None if it has none."""
+    return getattr(model, "config", None)
+
+
+def check_same_function(
+    name: str,
+    config: Any,
+    reference: Any,
+    ignored: Sequence[str] = (),
+    *,
+    role: str = "expert",
+    other: str = "the merged model",
+) -> None:
+    """Refuse a model whose config makes it another function than the model that runs its weights.
+
+    Every model's weights run in the merged model's modules. A key that one config lacks has its
+    class's default; names, dtypes, token ids, sizes of vocabularies and all that concerns training
+    or generation may differ.
+
+    Args:
+        name: The model's name in the pool, or the task's.
+        config: Its transformers config or the content of config.json; None: nothing is compared.
+        reference: The config of the model that runs its weights, or None. Where only one of the
+            two is a part of the other's kind (CLIP's vision tower), the parts are compared.
+        ignored: Keys that may differ: `method.ignore_config`.
+        role: What messages call the model.
+        other: What messages call the model that runs its weights.
+
+    Raises:
+        CalibrationError: If they differ, naming keys and both values.
+    """
+    found, wanted = complete_config(config), complete_config(reference)
+    if found is None or wanted is None:
+        return
+    found = matching_part(found, wanted.get("model_type"))
+    wanted = matching_part(wanted, found.get("model_type"))
+    here, there = dict(_flat(found)), dict(_flat(wanted))
+    keys = [k for k in here.keys() & there.keys() if here[k] != there[k] and _counts(k, ignored)]
+    if not keys:
+        return
+    if "model_type" in keys:
+        raise CalibrationError(
+            f"{role} {name!r} is a {here['model_type']!r} model, {other} a "
+            f"{there['model_type']!r} one: experts must share its architecture. Check "
+            f"modelpool.models.{name}"
+        )
+    shown = [f"{key}={here[key]!r} (there {there[key]!r})" for key in sorted(keys)[:_SHOWN]]
+    more = f" and {len(keys) - _SHOWN} keys more" if len(keys) > _SHOWN else ""
+    raise CalibrationError(
+        f"{role} {name!r} is another function than {other}, in whose modules its weights run: its "
+        f"config has {', '.join(shown)}{more}. Check modelpool.models.{name}, or set "
+        f"method.ignore_config=[{','.join(sorted(keys))}] to calibrate all the same"
+    )
+
+
+def complete_config(config: Any) -> dict[str, Any] | None:
+    """A config as a dictionary, with its class's default where it lacks a key.
+
+    Args:
+        config: A transformers config, the content of config.json, or anything else.
+
+    Returns:
+        The dictionary; None for anything else.
+    """
+    if callable(getattr(config, "to_dict", None)):
+        return config.to_dict()
+    if not isinstance(config, Mapping):
+        return None
+    from transformers import CONFIG_MAPPING
+
+    values = dict(config)
+    if values.get("model_type") not in CONFIG_MAPPING:
+        return values
+    try:
+        return CONFIG_MAPPING[values["model_type"]].from_dict(values).to_dict()
+    except Exception:  # values that its class refuses: the model's own loader says it better
+        return values
+
+
+def matching_part(config: Mapping[str, Any], model_type: Any) -> dict[str, Any]:
+    """The part of a config that is of a model type, such as CLIP's vision tower; else all of it."""
+    parts = (part for part in config.values() if isinstance(part, Mapping))
+    found = next((part for part in parts if part.get("model_type") == model_type), None)
+    return dict(config if found is None or config.get("model_type") == model_type else found)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys with dots and plain values; lists for tuples, and what rope is made of in one place."""
+    inside_rope = prefix.endswith(f"{_ROPE}.")
+    for key, value in (config if inside_rope else _with_rope_together(config)).items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def _with_rope_together(config: Mapping[str, Any]) -> dict[str, Any]:
+    values = dict(config)
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", _ROPE):
+        given = values.pop(key, None)
+        rope |= given if isinstance(given, Mapping) else {}
+    rope |= {key: values.pop(key) for key in _OF_ROPE if key in values and key not in rope}
+    if rope:
+        kind = rope.pop("type", "default")
+        values[_ROPE] = {"rope_type": kind, **rope}
+    return values
+
+
+def _counts(key: str, ignored: Sequence[str]) -> bool:
+    """Tell whether a key changes the model's function, and the user did not say to ignore it."""
+    parts = {key, *key.split(".")}
+    if parts & {*ignored, *_BOOKKEEPING} or (parts - {"model_type"}) & _common():
+        return False
+    leaf = key.rsplit(".", 1)[-1]
+    return not (
+        leaf.startswith(_BOOKKEEPING_STARTS)
+        or leaf.endswith(_BOOKKEEPING_ENDS)
+        or any(part in leaf for part in _BOOKKEEPING_WITHIN)
+    )
+
+
+@cache
+def _common() -> frozenset[str]:
+    """Keys that every config has, or that say how a model generates."""
+    from transformers import GenerationConfig, PretrainedConfig
+
+    return frozenset(PretrainedConfig().to_dict()) | frozenset(GenerationConfig().to_dict())

@@ -1,0 +1,224 @@
+"""The settings of every method, as its docstrings, signatures and checks describe them."""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_bench_featcal.settings import FeatCalSettings
+
+_WIDTH = 80
+_WORDS = {
+    r"(?:[a-z]+\.)*Mapping\[.*\]": "a mapping",
+    r"(?:[a-z]+\.)*Sequence\[.*?\]": "a list of names",
+    r"\bbool\b": "true or false",
+    r"\bstr\b": "a text",
+    r"\bint\b": "an integer",
+    r"\bfloat\b": "a number",
+    r"\bNone\b": "null",
+}
+_ENTRY = re.compile(r"(\w+): (.*)")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a method.
+
+    Attributes:
+        name: Its key, `method.<name>`.
+        default: Its default.
+        values: The values that are accepted.
+        meaning: What it does.
+    """
+
+    name: str
+    default: Any
+    values: str
+    meaning: str
+
+
+def documented(text: str | None, section: str) -> dict[str, str]:
+    """Entries of a section of a Google-style docstring.
+
+    Args:
+        text: The docstring.
+        section: Its name: `Args` or `Attributes`.
+
+    Returns:
+        Name -> description on one line.
+    """
+    lines = inspect.cleandoc(text or "").splitlines()
+    if f"{section}:" not in lines:
+        return {}
+    entries: dict[str, str] = {}
+    name = ""
+    for line in lines[lines.index(f"{section}:") + 1 :]:
+        if line and not line.startswith(" "):
+            break
+        entry = _ENTRY.fullmatch(line.strip())
+        if line.startswith("    ") and not line.startswith("     "):
+            name = entry[1] if entry else ""  # "" for **more
+            entries |= {name: entry[2]} if entry else {}
+        elif name and line.strip():
+            entries[name] += f" {line.strip()}"
+    return entries
+
+
+def settings_of(
+    source: Any,
+    values: Mapping[str, str],
+    names: Iterable[str] | None = None,
+    meanings: Mapping[str, str] | None = None,
+) -> list[Setting]:
+    """Settings that a dataclass's fields or a callable's parameters describe.
+
+    Args:
+        source: The dataclass, or a callable with documented arguments.
+        values: Accepted values by name, for messages; else the annotation is taken.
+        names: Which of them; None: all that are documented.
+        meanings: Descriptions that replace those of the docstring.
+    """
+    section = "Attributes" if isinstance(source, type) else "Args"
+    known = documented(source.__doc__, section) | dict(meanings or {})
+    parameters = inspect.signature(source).parameters
+    chosen = [n for n in parameters if n in known] if names is None else names
+    return [
+        Setting(
+            name,
+            parameters[name].default,
+            values.get(name, _annotation(parameters[name].annotation)),
+            known[name],
+        )
+        for name in chosen
+    ]
+
+
+def _annotation(annotation: Any) -> str:
+    """Accepted values in YAML's words, where no check says more."""
+    if annotation is Any:
+        return "null or as its meaning says"
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    for pattern, word in _WORDS.items():
+        text = re.sub(pattern, word, text)
+    return text.replace(" | ", " or ")
+
+
+def _featcal() -> list[Setting]:
+    from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+
+    return [*_fields(FeatCalSettings.names()), *settings_of(FeatCalAlgorithm.__init__, {})]
+
+
+def _fields(names: Iterable[str]) -> list[Setting]:
+    from fusion_bench_featcal.settings import ACCEPTED
+
+    return settings_of(FeatCalSettings, ACCEPTED, names)
+
+
+def _compare() -> list[Setting]:
+    from fusion_bench_featcal.comparison import ComparisonAlgorithm
+    from fusion_bench_featcal.comparison.grid import GridChoices
+
+    return [
+        *settings_of(GridChoices, {}),
+        *settings_of(ComparisonAlgorithm.__init__, {}),
+    ]
+
+
+def _correction(kind: str) -> Callable[[], list[Setting]]:
+    def settings() -> list[Setting]:
+        from fusion_bench_featcal.baselines import algorithms
+        from fusion_bench_featcal.baselines import settings as baseline
+
+        source = getattr(baseline, f"{kind}Settings")
+        common = documented(baseline.SurgerySettings.__doc__, "Attributes")
+        own = documented(source.__doc__, "Attributes")
+        meanings = {name: text for name, text in common.items() if _is_shorter(own.get(name), text)}
+        return [
+            *_fixed(algorithms.OWN_KEYS),
+            *settings_of(source, baseline.ACCEPTED, baseline.setting_names(source), meanings),
+        ]
+
+    return settings
+
+
+def _is_shorter(text: str | None, other: str) -> bool:
+    """Tell whether a description only repeats in short what the other one says."""
+    return text is not None and len(text) < len(other)
+
+
+def _fixed(keys: Mapping[str, str]) -> list[Setting]:
+    """Settings of which None is the default."""
+    return [Setting(name, None, _annotation(Any), meaning) for name, meaning in keys.items()]
+
+
+def _surgery_v2() -> list[Setting]:
+    from fusion_bench_featcal.baselines import settings as baseline
+    from fusion_bench_featcal.baselines.algorithms import OWN_KEYS
+    from fusion_bench_featcal.baselines.surgery_v2_algorithm import SURGERY_V2_SETTINGS
+
+    own = {name: OWN_KEYS[name] for name in ("base_method", "clip_model")}
+    source = baseline.SurgerySettings
+    return [*_fixed(own), *settings_of(source, baseline.ACCEPTED, SURGERY_V2_SETTINGS)]
+
+
+def _merger(name: str) -> Callable[[], list[Setting]]:
+    def settings() -> list[Setting]:
+        from fusion_bench_featcal.baselines import regmean, regmean_plusplus
+        from fusion_bench_featcal.baselines.pool_merging import MERGER_SETTINGS
+
+        options = {
+            "regmean": regmean.regmean,
+            "regmean_plusplus": regmean_plusplus.regmean_plusplus,
+        }
+        own = ("off_diagonal", "task_weights") if name in options else ()
+        return [*_fields(MERGER_SETTINGS), *settings_of(options.get(name, _fields), {}, own)]
+
+    return settings
+
+
+def _anchor_only() -> list[Setting]:
+    from fusion_bench_featcal.baselines.algorithms import OWN_KEYS
+    from fusion_bench_featcal.baselines.pool_merging import ANCHOR_SETTINGS
+
+    return [*_fixed({"base_method": OWN_KEYS["base_method"]}), *_fields(ANCHOR_SETTINGS)]
+
+
+METHODS: dict[str, Callable[[], list[Setting]]] = {
+    "featcal": _featcal,
+    "compare": _compare,
+    "surgery": _correction("Surgery"),
+    "prob_surgery": _correction("ProbSurgery"),
+    "ridge_surgery": _correction("RidgeSurgery"),
+    "featcal_baselines/surgery_v2": _surgery_v2,
+    "featcal_baselines/anchor_only": _anchor_only,
+    "featcal_baselines/regmean": _merger("regmean"),
+    "featcal_baselines/regmean_plusplus": _merger("regmean_plusplus"),
+    "featcal_baselines/lot": _merger("lot"),
+}
+"""`method=<name>` -> its settings."""
+
+
+def settings_text(method: str, settings: Iterable[Setting]) -> str:
+    """Settings for a page of 80 columns."""
+    lines = [f"method={method}", "method.<name>=<value> sets one; null stands for None"]
+    for setting in settings:
+        lines += ["", f"{setting.name} = {_as_yaml(setting.default)}"]
+        indent = " " * 4
+        for text in (f"values: {setting.values}", setting.meaning):
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join(lines)
+
+
+def other_methods() -> str:
+    """The names of all methods, for a page of 80 columns."""
+    text = f"other methods: featcal settings METHOD, one of {', '.join(METHODS)}"
+    return textwrap.fill(text, _WIDTH, break_on_hyphens=False)
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
