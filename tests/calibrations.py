@@ -63,7 +63,12 @@ def run_fast(
     )
 
 
-def run_slow(suite: Suite, knobs: Knobs = PAPER, has_base: bool = True) -> Outcome:
+def run_slow(
+    suite: Suite,
+    knobs: Knobs = PAPER,
+    has_base: bool = True,
+    features: torch.dtype = torch.float64,
+) -> Outcome:
     masks = None
     first = next(iter(suite.inputs.values()))[0]
     if isinstance(first, Mapping) and "attention_mask" in first:
@@ -77,6 +82,7 @@ def run_slow(suite: Suite, knobs: Knobs = PAPER, has_base: bool = True) -> Outco
         modules_of(suite.merged, suite.blocks),
         knobs,
         masks,
+        features=features,
     )
 
 

@@ -66,6 +66,9 @@ class FakeProgram:
         self.taskpool = taskpool
         self._modelpool = {"featcal": {"presets": presets or {}}}
 
+    def save_merged_model(self, merged_model: Any) -> None:
+        """Save nothing: there is no `merged_model_save_path`."""
+
     def _instantiate_and_setup(self, config: Any, compat_load_fn: str | None = None) -> Any:
         return instantiate(config, _recursive_=False)
 

@@ -131,7 +131,7 @@ def random_case(seed: int) -> Case:
         ),
         "log_drift": draw([True, False]),
         "linear_kernel": draw(["auto", "torch", "onednn"]),
-        "sums_precision": draw(["float32", "tf32", "bfloat16"]),
+        "sums_precision": draw(["auto", "float32", "float64", "tf32", "bfloat16"]),
         "expert_read_budget": draw([None, "100%", f"{generator.randrange(1, 100)}%", "1GB", 1]),
         "activations": draw(["auto", "device", "host", "disk"]),
         "seed": generator.randrange(100),

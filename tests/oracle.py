@@ -69,12 +69,14 @@ def calibrate_slowly(
     knobs: Knobs,
     row_weights: Mapping[str, Masks] | None = None,
     other_rows: Mapping[str, Mapping[str, Masks]] | None = None,
+    features: torch.dtype = torch.float64,
 ) -> Outcome:
     """Calibrate a float64 copy of `merged`, block by block.
 
     `inputs` maps a task to its batches, `modules` a block to the full names of its modules, and
     `row_weights` a task to one `[samples, tokens]` tensor per batch (absent: every row counts one),
-    `other_rows` the full name of a block or module that sees other rows to the like.
+    `other_rows` the full name of a block or module that sees other rows to the like. `features` is
+    the dtype in which models run and keep their parameters; all else is float64 always.
     """
     outcome = Outcome(model=copy.deepcopy(merged).double().eval())
     doubled = {task: copy.deepcopy(expert).double().eval() for task, expert in experts.items()}
@@ -82,8 +84,12 @@ def calibrate_slowly(
     common = row_weights or dict.fromkeys(doubled)
     for block in blocks:
         names, block_masks = modules[block], (other_rows or {}).get(block, common)
-        seen = {task: record(outcome.model, inputs[task], names) for task in doubled}
-        theirs = {task: record(expert, inputs[task], names) for task, expert in doubled.items()}
+        current = in_dtype(outcome.model, features)
+        seen = {task: record(current, inputs[task], names) for task in doubled}
+        theirs = {
+            task: record(in_dtype(expert, features), inputs[task], names)
+            for task, expert in doubled.items()
+        }
         new: dict[str, Tensor] = {}
         for name in names:
             light = block == blocks[-1] and not name.endswith(("k_proj", "v_proj"))
@@ -101,18 +107,24 @@ def calibrate_slowly(
         before = block_drift(outcome.model, doubled, inputs, block, block_masks)
         with torch.no_grad():
             for name, value in new.items():
-                outcome.model.get_parameter(name).copy_(value)
+                outcome.model.get_parameter(name).copy_(value.to(features))
         after = block_drift(outcome.model, doubled, inputs, block, block_masks)
         outcome.drift |= {(block, task): (*before[task], *after[task]) for task in doubled}
     return outcome
 
 
-def anchors(merged: nn.Module, base: nn.Module | None, knobs: Knobs) -> dict[str, Tensor] | None:
-    """Eq. 11 for every parameter; None without a base, when the merged weights are the anchor."""
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model itself if it has that dtype, else a copy that does."""
+    same = next(model.parameters()).dtype == dtype
+    return model if same else copy.deepcopy(model).to(dtype)
+
+
+def anchors(merged: nn.Module, base: nn.Module | None, knobs: Knobs) -> dict[str, Tensor]:
+    """Eq. 11 for every parameter; without a base, which rho = 1 does not need, the merged ones."""
     if base is None:
         if knobs.rho != 1:
             raise ValueError(f"rho = {knobs.rho} needs a base model")
-        return None
+        base = merged
     start = dict(base.named_parameters())
     return {
         name: knobs.rho * value.detach().double() + (1 - knobs.rho) * start[name].detach().double()
@@ -148,11 +160,12 @@ def record(
 
 
 def run(model: nn.Module, batch: Batch) -> None:
-    """One forward pass with floating-point inputs in float64."""
+    """One forward pass with floating-point inputs in the model's dtype."""
+    dtype = next(model.parameters()).dtype
 
     def wide(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
-        return value.double() if is_float else value
+        return value.to(dtype) if is_float else value
 
     if isinstance(batch, Tensor):
         model(wide(batch))
@@ -184,7 +197,7 @@ def solve(
     name: str,
     model: nn.Module,
     experts: Models,
-    anchor: Mapping[str, Tensor] | None,
+    anchor: Mapping[str, Tensor],
     rows: Mapping[str, Rows],
     knobs: Knobs,
 ) -> dict[str, Tensor]:
@@ -200,7 +213,7 @@ def solve(
         return weight.T if turned else weight
 
     weights = {task: upright(their.weight) for task, their in theirs.items()}
-    weight_anchor = upright(module.weight if anchor is None else anchor[f"{name}.weight"])
+    weight_anchor = upright(anchor[f"{name}.weight"])
     task_weight = {task: 1 / second_moment(r).square().sum().sqrt() for task, r in rows.items()}
     new = stacked_weight(rows, weights, weight_anchor, task_weight, knobs)
     solved = {f"{name}.weight": new.T if turned else new}
@@ -209,8 +222,8 @@ def solve(
         for task, r in rows.items():
             wanted = theirs[task].bias.detach() + r.target(knobs.alpha) @ weights[task].T
             errors[task] = wanted - r.cal @ new.T
-        bias_anchor = None if anchor is None else anchor[f"{name}.bias"]
-        solved[f"{name}.bias"] = stacked_bias(rows, errors, bias_anchor, task_weight, knobs.lam)
+        pull = anchor[f"{name}.bias"]
+        solved[f"{name}.bias"] = stacked_bias(rows, errors, pull, task_weight, knobs.lam)
     return solved
 
 
@@ -244,7 +257,7 @@ def stacked_weight(
 def stacked_bias(
     rows: Mapping[str, Rows],
     errors: Mapping[str, Tensor],
-    anchor: Tensor | None,
+    anchor: Tensor,
     task_weight: Mapping[str, Tensor],
     lam: float,
 ) -> Tensor:
@@ -253,8 +266,7 @@ def stacked_bias(
     for task, r in rows.items():
         scale = (task_weight[task] * r.p).sqrt()[:, None]
         pieces.append((scale, scale * errors[task]))
-    if anchor is not None:
-        pieces.append((pieces[0][0].new_full((1, 1), lam**0.5), lam**0.5 * anchor[None]))
+    pieces.append((pieces[0][0].new_full((1, 1), lam**0.5), lam**0.5 * anchor[None]))
     return least_squares(pieces)[0]
 
 
@@ -262,7 +274,7 @@ def solve_norm(
     name: str,
     module: Any,
     theirs: Mapping[str, Any],
-    anchor: Mapping[str, Tensor] | None,
+    anchor: Mapping[str, Tensor],
     rows: Mapping[str, Rows],
     knobs: Knobs,
 ) -> dict[str, Tensor]:
@@ -278,10 +290,9 @@ def solve_norm(
             gain, shift = (p.detach()[channel] for p in (theirs[task].weight, theirs[task].bias))
             left = torch.stack([scale * z, scale], dim=1)
             pieces.append((left, (scale * (z * gain + shift))[:, None]))
-        if anchor is not None:
-            pair = torch.stack([anchor[part][channel] for part in names])[:, None]
-            eye = torch.eye(2, dtype=torch.float64)
-            pieces.append((knobs.lam**0.5 * eye, knobs.lam**0.5 * pair))
+        pair = torch.stack([anchor[part][channel] for part in names])[:, None]
+        eye = torch.eye(2, dtype=torch.float64)
+        pieces.append((knobs.lam**0.5 * eye, knobs.lam**0.5 * pair))
         solved.append(least_squares(pieces)[:, 0])
     return dict(zip(names, torch.stack(solved, dim=1), strict=True))
 

@@ -91,10 +91,23 @@ def test_logger_has_the_reports_numbers(run) -> None:
     assert float(line["task_arithmetic/featcal_anchor/seconds"]) == pytest.approx(seconds)
 
 
-def test_table_comes_last(run) -> None:
-    lines = run[1].stdout.strip().splitlines()
-    assert "report.json" in lines[-1]
-    assert any("featcal:anchor" in line for line in lines[-25:])
+def test_table_and_what_to_do_next_come_last(run) -> None:
+    log_dir, result = run
+    lines = result.stdout.strip().splitlines()
+    assert lines[-1].endswith(f"featcal plot {log_dir}")
+    assert f"reports: {log_dir}" in lines[-5:]
+    assert f"saved the model of row featcal: {log_dir}/calibrated" in lines[-5:]
+    assert any("featcal:anchor" in line for line in lines[-40:])
+    table = lines[next(n for n, line in enumerate(lines) if "merged by" in line) :]
+    assert max(len(line) for line in table if str(log_dir) not in line) <= 80
+
+
+def test_losses_are_those_of_fusion_bench(run) -> None:
+    theirs = json.loads((run[0] / "program_report.json").read_text())
+    ours = Report.load(run[0]).loss
+    assert {t: theirs[t]["loss"] for t in image.TA6} == {t: ours["featcal"][t] for t in image.TA6}
+    assert ours["featcal"]["average"] == pytest.approx(theirs["average"]["loss"])
+    assert set(ours) == {"base", "experts", "task_arithmetic", "featcal", "featcal:anchor"}
 
 
 def test_log_has_every_block_and_task(run) -> None:
@@ -173,7 +186,7 @@ def test_failed_run_exits_nonzero_and_leaves_nothing_half_written(tmp_path: Path
         [
             "method=featcal",
             "modelpool=clip-vit-mini_TA6",
-            "method.samples_per_task=100000",
+            "method.calibration_split=val",
             "method.compare_with=[]",
             f"path.log_dir={tmp_path}/log",
             f"merged_model_save_path={tmp_path}/calibrated",
@@ -182,7 +195,7 @@ def test_failed_run_exits_nonzero_and_leaves_nothing_half_written(tmp_path: Path
         check=False,
     )
     assert result.returncode != 0
-    assert "method.samples_per_task" in result.stderr + result.stdout
+    assert "method.calibration_split (now val)" in result.stderr + result.stdout
     assert not (tmp_path / "calibrated").exists()
     assert not list((tmp_path / "log").glob("report*"))
     assert not list(tmp_path.rglob("*.part"))

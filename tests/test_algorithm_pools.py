@@ -14,9 +14,13 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.boundary.options import checked_choices
-from fusion_bench_featcal.boundary.results import method_name
+from fusion_bench_featcal.boundary.pool_checks import check_experts
+from fusion_bench_featcal.boundary.results import RunResults, method_name
 from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.calibration import CalibrationResult
+from fusion_bench_featcal.compare import Cost
 from fusion_bench_featcal.comparison.methods import FeatCal
+from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.suites import image
 
 AVERAGE = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
@@ -81,6 +85,31 @@ def test_presets_of_another_shape_are_refused(presets: object) -> None:
 def test_suite_with_a_misspelt_key_is_refused() -> None:
     with pytest.raises(ValueError, match=r"modelpool\.featcal.*compare_wiht"):
         checked_choices(FeatCalSettings(), None, None, {"compare_wiht": []})
+
+
+PAPER = {"presets": {"paper_flan_t5": {"ridge_lambda": 1e-5, "mix_alpha": 0.6}}}
+
+
+def test_default_settings_where_the_pool_brings_the_papers_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chosen = checked_choices(FeatCalSettings(), None, None, PAPER)
+    assert list(chosen.presets) == ["paper_flan_t5"]
+    assert "fusion_bench method=featcal/paper_flan_t5" in caplog.text
+    caplog.clear()
+    assert checked_choices(FeatCalSettings(), {}, None, PAPER).presets == {}
+    checked_choices(FeatCalSettings(ridge_lambda=0.1), None, None, PAPER)
+    assert caplog.text == ""
+
+
+def test_preset_of_the_pool_that_is_the_runs_own_is_not_calibrated_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = FeatCalSettings(ridge_lambda=1e-5, mix_alpha=0.6, checkpoint_dir="somewhere")
+    with caplog.at_level("INFO"):
+        assert checked_choices(own, None, None, PAPER).presets == {}
+    assert "preset paper_flan_t5 is this run's own settings" in caplog.text
+    assert list(checked_choices(own, PAPER["presets"], None, {}).presets) == ["paper_flan_t5"]
 
 
 def test_unknown_family_is_refused_before_anything_is_loaded() -> None:
@@ -152,7 +181,7 @@ def test_checkpoints_of_presets_lie_apart_and_are_resumed(tmp_path: Path) -> Non
         "presets": {"weak": {"mix_alpha": 0.1}},
         "checkpoint_dir": str(tmp_path),
     }
-    unused: dict[str, Any] = {**options, "base_method": {"_target_": "unused"}}
+    unused: dict[str, Any] = {**options, "base_method": AVERAGE}
     wanted = FeatCalAlgorithm(**options).run(suite_pool()).state_dict()
     assert (tmp_path / "run.json").is_file()
     assert (tmp_path / "preset-weak" / "block-0003.json").is_file()
@@ -177,7 +206,7 @@ def test_read_budget_is_refused_where_an_expert_is_loaded_whole(tmp_path: Path) 
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     models = {"_pretrained_": image.path(), "mini_greek": str(folder)}
     refusal = r"method\.expert_read_budget cannot be kept: expert 'mini_greek'.*loaded whole"
-    merger = {"_target_": "unused"}
+    merger = AVERAGE
     with pytest.raises(CalibrationError, match=refusal):
         FeatCalAlgorithm(base_method=merger, expert_read_budget="50%").run(
             suite_pool(models=models)
@@ -209,7 +238,7 @@ def test_expert_of_another_width_is_named_before_merging(tmp_path: Path) -> None
 def test_processor_that_cannot_be_found_offline_is_named() -> None:
     pool = suite_pool(processor="nobody/no-such-processor")
     with pytest.raises(CalibrationError, match=r"nobody/no-such-processor.*modelpool\.processor"):
-        FeatCalAlgorithm(base_method={"_target_": "unused"}).run(pool)
+        FeatCalAlgorithm(base_method=AVERAGE).run(pool)
 
 
 def test_saving_over_an_older_model_leaves_only_the_new_one(tmp_path: Path) -> None:
@@ -240,3 +269,31 @@ def test_saving_over_an_older_model_leaves_only_the_new_one(tmp_path: Path) -> N
 )
 def test_upstream_row_is_named_after_the_merger(config: dict[str, str], name: str) -> None:
     assert method_name(config) == name
+
+
+def test_an_expert_far_from_the_base_is_named(tmp_path: Path) -> None:
+    base = CLIPVisionModel.from_pretrained(image.path())
+    expert = CLIPVisionModel.from_pretrained(image.path("mini_mnist"))
+    start = dict(base.named_parameters())
+    with torch.no_grad():
+        for name, parameter in expert.named_parameters():
+            parameter.copy_(start[name] + 20 * (parameter - start[name]))
+    expert.save_pretrained(tmp_path / "far")
+    pool = suite_pool()
+    pool._models["mini_mnist"] = str(tmp_path / "far")
+    (note,) = check_experts(pool)
+    assert note.startswith("expert mini_mnist lies ")
+
+
+def test_a_task_that_keeps_a_high_drift_is_named_and_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = CalibrationLog()
+    log.add("task", {"block": "0", "task": "far", "samples": 8, "relative_drift_after": 0.95})
+    log.add("task", {"block": "0", "task": "near", "samples": 8, "relative_drift_after": 0.3})
+    results = RunResults(None, str(tmp_path), suite="toy", upstream="merged", device="cpu")
+    calibrated = CalibrationResult(torch.nn.Identity(), log)
+    results.add_calibrated("featcal", calibrated, FeatCalSettings(), Cost(), ["far", "near"])
+    (note,) = results.report.notes
+    assert note.startswith("featcal: far keeps a relative drift of 0.95")
+    assert note in caplog.text

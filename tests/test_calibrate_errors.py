@@ -10,6 +10,7 @@ import torch
 from calibrations import PAPER, assert_same, replay, run_fast, settings_of
 from oracle import Knobs
 from safetensors.torch import save_file
+from tiny_decoders import decoder_suite
 from tiny_models import Suite, clip_model, clip_suite, normal, residual_suite, suite_of
 from torch import Tensor, nn
 from tricky_models import Plain, stack_suite
@@ -33,7 +34,7 @@ def test_task_without_data():
     del suite.inputs["task_1"]
     with refused(r"task_1.*no calibration data.*task_0.*modelpool\.train_datasets"):
         run_fast(suite, family=replay(suite))
-    with refused(r"task_0.*0 calibration samples.*method\.samples_per_task = 4"):
+    with refused(r"task_0 has 0 calibration samples.*modelpool\.train_datasets\.task_0"):
         calibrate(
             suite.merged,
             suite.base,
@@ -52,10 +53,53 @@ def test_no_task_at_all():
         calibrate(suite.merged, suite.base, {}, {}, settings, replay(suite), progress=False)
 
 
-def test_fewer_samples_than_asked():
+def test_fewer_samples_than_asked_are_all_taken(caplog):
     suite = residual_suite(sizes=(9, 6))
-    with refused(r"task_0 has 15 .*samples.*method\.samples_per_task = 16.*task_0"):
-        run_fast(suite, family=replay(suite), samples_per_task=16)
+    known = run_fast(suite, family=replay(suite), samples_per_task=15)
+    assert not caplog.records
+    suite.inputs["task_1"] += [suite.inputs["task_1"][0][:1]]
+    more = run_fast(suite, family=replay(suite), samples_per_task=16)
+    assert [record.getMessage() for record in caplog.records] == [
+        "task task_0 has 15 samples, fewer than method.samples_per_task = 16: all of them are used"
+    ]
+    counts = {record["task"]: record["samples"] for record in more.log.of_kind("task")}
+    assert counts == {"task_0": 15, "task_1": 16}
+    del suite.inputs["task_1"][-1]
+    assert_same(run_fast(suite, family=replay(suite), samples_per_task=99).model, known.model)
+
+
+@pytest.mark.parametrize("given", [torch.zeros(4, 3), {"pixel_values": torch.zeros(4, 3)}, "text"])
+def test_one_batch_in_place_of_several(given: Any):
+    suite = residual_suite()
+    batches, settings = {**suite.inputs, "task_1": given}, settings_of(PAPER, suite)
+    with refused(r"task task_1: batches are one (Tensor \[4, 3\]|dict|str), .*\[batch\]"):
+        calibrate(suite.merged, suite.base, suite.experts, batches, settings, replay(suite))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.tensor([[1, 2], [3, 900]]), "task task_1, sample 3: input_ids has the token id 900"),
+        (torch.tensor([[1, -5], [3, 4]]), "task task_1, sample 2: input_ids has the token id -5"),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_token_ids_without_an_embedding(ids: Tensor, message: str, known: bool, monkeypatch):
+    suite = decoder_suite(tasks=2)
+    first = {"input_ids": torch.tensor([[1, 2], [3, 4]])}
+    suite.inputs["task_1"] = [first, {"input_ids": ids}]
+    if not known:  # models whose table nobody knows end in PyTorch's own error
+        monkeypatch.setattr(type(suite.merged), "get_input_embeddings", lambda _: None)
+        message = "task task_1: an input is outside a table of the model"
+    with refused(message):
+        run_fast(suite, samples_per_task=4)
+
+
+def test_token_ids_in_floating_point():
+    suite = decoder_suite(tasks=2)
+    suite.inputs["task_1"] = [{"input_ids": torch.rand(2, 2)}]
+    with refused(r"task task_1, sample 0: input_ids are torch\.float64, not integers"):
+        run_fast(suite, samples_per_task=2)
 
 
 @pytest.mark.parametrize("batch", [{"label": "cat"}, "cat", torch.tensor(3.0), {}], ids=str)
@@ -117,8 +161,20 @@ def test_missing_base_needs_rho_one():
 def test_inputs_that_are_not_finite(poison: float, batch: int):
     suite = clip_suite()
     suite.inputs["task_1"][batch]["pixel_values"][1, 0, 2, 3] = poison
+    with refused(
+        rf"task task_1: calibration batch {batch}, input 'pixel_values', has NaN or infinite values"
+        r".*modelpool\.train_datasets\.task_1"
+    ):
+        run_fast(suite)
+
+
+def test_features_that_overflow_are_no_fault_of_weights_or_samples():
+    suite = clip_suite().to(torch.float32)
     first = suite.blocks[0]
-    with refused(rf"task task_1, block {first}, module {first}\.[\w.]+:.*(NaN|infinite).*task_1"):
+    for model in (suite.merged, suite.base, *suite.experts.values()):
+        with torch.no_grad():
+            model.get_parameter(f"{first}.mlp.fc1.weight").mul_(1e38)
+    with refused(rf"task task_\d, block {first}, module {first}.*overflows.*fabric\.precision"):
         run_fast(suite)
 
 
@@ -159,8 +215,38 @@ def test_merged_weights_that_are_not_finite():
     suite = clip_suite()
     with torch.no_grad():
         suite.merged.get_parameter(f"{suite.blocks[0]}.mlp.fc1.weight")[0, 0] = float("inf")
-    with refused(rf"block {suite.blocks[0]}.*mlp\."):
+    with refused(r"the merged model: tensor '[\w.]*fc1\.weight' has NaN.*method\.base_method"):
         run_fast(suite)
+
+
+POST_NORM = next(n for n, _ in clip_suite().merged.named_parameters() if "post_layernorm.w" in n)
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("base", r"base model '_pretrained_'.*modelpool\.models\._pretrained_"),
+        ("task_1", r"expert 'task_1'.*modelpool\.models\.task_1"),
+    ],
+)
+def test_a_merged_model_names_the_one_that_spoilt_it_outside_the_blocks(source: str, place: str):
+    suite = clip_suite()
+    model = suite.base if source == "base" else suite.experts[source]
+    with torch.no_grad():
+        for spoilt in (model, suite.merged):
+            spoilt.get_parameter(POST_NORM)[0] = float("nan")
+    with refused(place):
+        run_fast(suite)
+
+
+def test_infinity_in_a_buffer_may_be_meant_and_nan_may_not():
+    suite = stack_suite(Plain)
+    for model in (suite.merged, suite.base, *suite.experts.values()):
+        model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    run_fast(suite, family=replay(suite))
+    suite.merged.get_buffer("mask")[0] = float("nan")
+    with refused(r"the merged model: tensor 'mask' has NaN"):
+        run_fast(suite, family=replay(suite))
 
 
 def dead_suite(scale: float) -> Suite:

@@ -24,9 +24,12 @@ from calibrations import (
 )
 from safetensors.torch import save_file
 from tiny_models import Suite, clip_suite, gpt2_suite
+from torch import nn
 from transformers import CLIPVisionModel
+from tricky_models import stack_suite
 
 from fusion_bench_featcal import SafetensorsExpert, calibrate
+from fusion_bench_featcal.core import extrapolate_anchor, linear_moments, solve_bias, solve_linear
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 1.5e-3)])
@@ -120,6 +123,60 @@ def test_autocast_wraps_forward_passes_and_statistics_stay_wide():
     exact = run_fast(suite).model
     assert EXACT < distance(result.model, exact) < 3e-2
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_callers_autocast_changes_nothing():
+    suite = clip_suite(seed=15).to(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run_fast(suite).model
+        assert torch.is_autocast_enabled("cpu")
+    assert_identical(found, run_fast(suite).model)
+
+
+class Biased(nn.Module):
+    """One linear map with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.only(hidden)
+
+
+def test_biases_make_up_for_the_rounding_of_the_weights_that_are_stored():
+    suite = stack_suite(Biased, tasks=1, seed=3).to(torch.bfloat16)
+    inputs = torch.cat(suite.inputs["task_0"]).bfloat16()
+    found = run_fast(suite, PAPER, replay(suite), ridge_lambda=1e-3).model
+    rows, expert_rows = (
+        model.get_submodule("embed")(inputs).detach().double()
+        for model in (suite.merged, suite.experts["task_0"])
+    )
+    name = f"{suite.blocks[0]}.only"
+    expert: Any = suite.experts["task_0"].get_submodule(name)
+    moments = {"task_0": linear_moments(rows, expert_rows)}
+    weights, biases = {"task_0": expert.weight.detach()}, {"task_0": expert.bias.detach()}
+
+    def anchor(leaf: str) -> torch.Tensor:
+        merged, base = (
+            model.get_parameter(f"{name}.{leaf}").detach() for model in (suite.merged, suite.base)
+        )
+        return extrapolate_anchor(merged, base, 2.0)
+
+    options = {"mix_alpha": 0.3, "ridge_lambda": 1e-3}
+    solved = solve_linear(moments, weights, anchor("weight"), eps=1e-8, **options)
+    stored = found.get_parameter(f"{name}.weight").detach()
+    torch.testing.assert_close(stored.double(), solved.weight, rtol=1e-2, atol=1e-3)
+
+    def bias_from(weight: torch.Tensor) -> torch.Tensor:
+        bias = solve_bias(
+            moments, weights, biases, weight, solved.task_weights, anchor("bias"), **options
+        )
+        return bias.bfloat16()
+
+    bias = found.get_parameter(f"{name}.bias").detach()
+    assert torch.equal(bias, bias_from(stored))
+    assert not torch.equal(bias, bias_from(solved.weight))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])

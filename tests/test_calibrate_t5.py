@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.engine.block import BlockSums
-from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert, SafetensorsExpert
+from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
+from fusion_bench_featcal.experts_files import SafetensorsExpert
 from fusion_bench_featcal.families import T5
 from fusion_bench_featcal.plan.inputs import example_inputs
 from fusion_bench_featcal.plan.work import count_work

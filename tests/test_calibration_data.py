@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from tiny_images import picture, write_class_folders
 from transformers import CLIPImageProcessor
 
-from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples
+from fusion_bench_featcal.calibration_data import calibration_batches, draw_samples, samples_used
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks import load_images
 
@@ -139,10 +139,38 @@ def test_pool_without_any_data_for_the_split():
         calibration_batches(pool, ["a"], settings(calibration_split="val"), channels_first)
 
 
-def test_fewer_samples_than_asked_for():
-    expected = r"task 'a' has 9 samples .*method\.samples_per_task \(now 10\)"
-    with pytest.raises(CalibrationError, match=expected):
-        calibration_batches(Pool(a=numbered(9)), ["a"], settings(), channels_first)
+def test_fewer_samples_than_asked_for_are_all_taken_with_one_warning(caplog):
+    pool = Pool(a=numbered(9), b=numbered(10))
+    assert sorted(drawn(pool, ("a", "b"))["a"]) == list(range(9))
+    drawn(pool)  # a run opens its data more than once
+    assert [record.getMessage() for record in caplog.records] == [
+        "task a has 9 samples, fewer than method.samples_per_task = 10: all of them are used"
+    ]
+    assert samples_used(pool, ["a", "b", "c"], 10, "train") == {
+        "a": {"samples": 9, "split": "train"},
+        "b": {"samples": 10, "split": "train"},
+    }
+    assert samples_used(Pool(a=numbered(9)), ["a"], 4, "train")["a"]["samples"] == 4
+
+
+def test_settings_for_texts_are_named_once_for_images(caplog):
+    pool, changes = Pool(a=numbered(10)), {"max_length": 9, "decoder_rows": "targets"}
+    for _ in range(2):
+        drawn(pool, **changes)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "method.max_length, method.decoder_rows: settings for language models, without effect on "
+        "Pool, which holds image models"
+    )
+    drawn(Pool(a=numbered(10)))
+    assert len(caplog.records) == 1
+
+
+def test_task_without_a_sample():
+    with pytest.raises(
+        CalibrationError, match=r"'a' has 0 samples in modelpool\.train_datasets\.a"
+    ):
+        calibration_batches(Pool(a=[]), ["a"], settings(), channels_first)
 
 
 def test_images_of_different_sizes():

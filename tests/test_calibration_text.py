@@ -39,6 +39,14 @@ def texts(parts: list[dict], key: str) -> list[list[int]]:
     ]
 
 
+def test_prompts_beyond_an_experts_vocabulary(tmp_path):
+    models = {task: write(llama_model(), tmp_path / task) for task in TASKS}
+    pool = pool_of("causal", models)
+    given = [{"input_ids": [3, 4]}] * 5 + [{"input_ids": [3, 99]}]
+    with pytest.raises(CalibrationError, match=r"task 'one', .*item 5: input_ids has .* id 99"):
+        batches(pool=pool, rows=lambda _: given, calibration_targets="generated")
+
+
 def test_samples_are_drawn_as_images_are_whatever_the_batch_size():
     found = batches()
     assert [part["input_ids"].shape[0] for part in found["one"]] == [4, 2]
@@ -111,7 +119,7 @@ def test_an_encoder_decoder_without_targets_is_told_what_to_set():
         ({"train": []}, r"choose one of its splits \['train'\]"),
         (iter([]), "Load it without streaming"),
         (["a"] * 12, r"item \d+: a text is a mapping, got str"),
-        ([{"prompt": "a"}] * 5, "task 'one' has 5 samples"),
+        ([], "task 'one' has 0 samples"),
     ],
 )
 def test_data_of_another_kind(rows, message):

@@ -137,3 +137,30 @@ def test_wrong_words_exit_with_two(words: list[str], capsys: pytest.CaptureFixtu
         main(words)
     assert stop.value.code == 2
     assert "featcal" in capsys.readouterr().err
+
+
+def break_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path) -> Report:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Report, "load", broken)
+
+
+def test_unexpected_error_is_a_short_block(tmp_path: Path, capsys, monkeypatch):
+    run = leave_run(tmp_path)
+    break_report(monkeypatch)
+    assert main(["report", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("featcal: error: unexpected RuntimeError: a bug\n  in fusion_bench_")
+    assert error.endswith("traceback: set HYDRA_FULL_ERROR=1\n")
+    assert len(error.splitlines()) == 3
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["report", str(run)])
+
+
+def test_misspelt_setting_of_a_plan_gets_the_nearest_name(capsys):
+    words = ["modelpool=clip-vit-mini_TA6", "method.ridge_lamda=1"]
+    assert main(["plan", *words]) == 2
+    line = error_of(capsys)
+    assert line == "featcal: error: method.ridge_lamda is no setting (nearest: 'ridge_lambda')"

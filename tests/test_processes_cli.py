@@ -22,7 +22,7 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.boundary.log_dir import is_helper
-from fusion_bench_featcal.boundary.processes import fabric_alone, share_model, share_saving
+from fusion_bench_featcal.boundary.processes import fabric_alone, share_model
 from fusion_bench_featcal.boundary.program import prepare_run
 from fusion_bench_featcal.compare import Report
 from fusion_bench_featcal.engine.processes import OtherProcessError, Processes
@@ -179,18 +179,19 @@ def test_model_that_cannot_be_sent_names_the_merger() -> None:
             raise error
 
 
-def test_model_that_cannot_be_saved_ends_all() -> None:
-    def work(processes: Processes) -> None:
-        def save(_: Any) -> None:
-            raise OSError("the disk is full")
+@pytest.mark.slow
+def test_model_that_cannot_be_saved_ends_all(tmp_path: Path, monkeypatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-        program = SimpleNamespace(save_merged_model=save)
-        share_saving(program, processes)
-        program.save_merged_model(None)
-
-    first, second = in_processes(2, work)
-    assert isinstance(first, OSError)
-    assert isinstance(second, OtherProcessError) and "OSError: the disk is full" in str(second)
+    monkeypatch.setattr(CLIPVisionModel, "save_pretrained", fail)
+    words = [*UNMERGED, "method=featcal", f"merged_model_save_path={tmp_path}/saved/model"]
+    first, second = command([*words, "modelpool.default_taskpool=null"], tmp_path)
+    for error in (first, second):
+        with pytest.raises(CalibrationError, match=r"saved/model: No space left"):
+            raise error
+    assert isinstance(second, OtherProcessError)
+    assert list((tmp_path / "saved").iterdir()) == []
 
 
 def test_each_process_works_in_the_precision_that_was_chosen() -> None:

@@ -13,7 +13,9 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings, ReplayFamily
 
 METHOD = Path(__file__).parents[1] / "config" / "method"
 # on the algorithm, not on the calibration
-ALGORITHM_KEYS = {"_target_", "_recursive_", "defaults", "presets", "compare_with", "fuse_merge"}
+ALGORITHM_KEYS = {
+    "_target_", "_recursive_", "defaults", "presets", "compare_with", "fuse_merge", "save",
+}  # fmt: skip
 
 # the public defaults: other programs rely on them
 DEFAULTS = {
@@ -34,11 +36,12 @@ DEFAULTS = {
     "generated_tokens": 64,
     "max_length": None,
     "family": "auto",
+    "ignore_config": [],
     "stream_experts": "auto",
     "expert_read_budget": None,
     "log_drift": True,
     "linear_kernel": "auto",
-    "sums_precision": "float32",
+    "sums_precision": "auto",
     "activations": "auto",
     "activations_dir": None,
     "checkpoint_dir": None,
@@ -102,12 +105,17 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("ridge_lambda", "0.05", "number"),
     ("ridge_lambda", True, "number"),
     ("ridge_lambda", None, "number"),
+    ("ridge_lambda", 1e300, "at most 1e12"),
+    ("eps", 1e300, "at most 1e12"),
     ("mix_alpha", 1.01, r"\[0, 1\]"),
     ("mix_alpha", -1e-9, r"\[0, 1\]"),
     ("mix_alpha", NAN, r"\[0, 1\]"),
     ("anchor_rho", NAN, "finite number"),
     ("anchor_rho", -INF, "finite number"),
     ("anchor_rho", None, "number"),
+    ("anchor_rho", 1e30, "from -1000 to 1000"),
+    ("ignore_config", "hidden_act", "a list of config keys"),
+    ("ignore_config", None, "a list of config keys"),
     ("eps", -1e-8, ">= 0"),
     ("samples_per_task", 0, ">= 1"),
     ("samples_per_task", 2.0, "integer"),
@@ -120,7 +128,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("calibrate_norm", "yes", "true or false"),
     ("log_drift", None, "true or false"),
     ("linear_kernel", "mkl", "one of auto, torch, onednn"),
-    ("sums_precision", "float16", "one of float32, tf32, bfloat16"),
+    ("sums_precision", "float16", "one of auto, float32, float64, tf32, bfloat16"),
     ("activations", "gpu", "auto, device, host, disk"),
     ("activations", None, "auto, device, host, disk"),
     ("activations_dir", "", "folder"),
@@ -174,11 +182,12 @@ def test_value_out_of_range_is_named_with_its_range(name: str, value: Any, wante
 
 AT_THE_EDGE: list[tuple[str, Any]] = [
     ("ridge_lambda", 0.0),
-    ("ridge_lambda", 1e6),
+    ("ridge_lambda", 1e12),
+    ("ignore_config", ["hidden_act"]),
     ("mix_alpha", 0.0),
     ("mix_alpha", 1.0),
     ("mix_alpha", 1),
-    ("anchor_rho", -3.0),
+    ("anchor_rho", -1000.0),
     ("anchor_rho", 0),
     ("eps", 0.0),
     ("samples_per_task", 1),

@@ -48,6 +48,18 @@ def test_tokenised_rows_lose_their_padding():
     assert sample(left) == Sample([A, B, C], [-100, B, C])
 
 
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "labels"])
+@pytest.mark.parametrize("value", [3.0, 2.9, "3", None])
+def test_token_ids_that_are_no_integers_are_refused(name, value):
+    row = {"input_ids": [A, B], "attention_mask": [1, 1], "labels": [A, B]}
+    with pytest.raises(CalibrationError, match=rf"item 5: {name} must be integers, got {value!r}"):
+        sample({**row, name: [row[name][0], value]})
+    with pytest.raises(
+        CalibrationError, match=rf"item 5: {name} must be integers, got 1.5 \(float"
+    ):
+        sample({**row, name: torch.tensor([1.5, 2])})
+
+
 def test_gaps_in_a_tokenised_target_stay_gaps():
     row = {"input_ids": [A, B, C, D], "labels": [-100, B, -100, D]}
     assert sample(row) == Sample([A, B, C, D], [-100, B, -100, D])

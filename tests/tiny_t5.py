@@ -103,7 +103,12 @@ def decoder_masks(suite: Suite, decoder_rows: str = "all") -> dict[str, list[Ten
     return {task: [rows(batch) for batch in batches] for task, batches in suite.inputs.items()}
 
 
-def run_slow_t5(suite: Suite, knobs: Knobs = PAPER, decoder_rows: str = "all") -> Outcome:
+def run_slow_t5(
+    suite: Suite,
+    knobs: Knobs = PAPER,
+    decoder_rows: str = "all",
+    features: torch.dtype = torch.float64,
+) -> Outcome:
     """The oracle, told which rows every block and module of T5 sees."""
     encoder = {t: [b["attention_mask"] for b in batches] for t, batches in suite.inputs.items()}
     decoder = decoder_masks(suite, decoder_rows)
@@ -113,4 +118,5 @@ def run_slow_t5(suite: Suite, knobs: Knobs = PAPER, decoder_rows: str = "all") -
         if name.endswith(("EncDecAttention.k", "EncDecAttention.v")):
             others[name] = encoder
     models = (suite.merged, suite.base, suite.experts)
-    return calibrate_slowly(*models, suite.inputs, suite.blocks, modules, knobs, encoder, others)
+    names = (suite.inputs, suite.blocks, modules, knobs, encoder, others)
+    return calibrate_slowly(*models, *names, features=features)

@@ -1,15 +1,19 @@
 """Checkpoint files are whole or absent."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from calibrations import run_fast
+from calibrations import assert_identical, run_fast
+from process_group import in_forks
 from tiny_models import clip_suite
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.checkpoints import files
+from fusion_bench_featcal.compare.files import write_atomic as write_report
+from fusion_bench_featcal.leftovers import owner_mark
 
 
 def test_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monkeypatch):
@@ -26,6 +30,17 @@ def test_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monkeyp
     assert path.read_bytes() == b"old"
 
 
+def test_signal_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch):
+    def stop(*_: Any) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr("os.fsync", stop)
+    for write in (files.write_atomic, write_report):
+        with pytest.raises(SystemExit):
+            write(tmp_path / "file", b"new")
+    assert not list(tmp_path.iterdir())
+
+
 def test_folder_that_cannot_be_made_is_named_before_any_work(tmp_path: Path):
     (tmp_path / "taken").write_text("")
     for folder in (tmp_path / "taken", tmp_path / "taken" / "inner"):
@@ -34,12 +49,36 @@ def test_folder_that_cannot_be_made_is_named_before_any_work(tmp_path: Path):
 
 
 def test_what_killed_processes_left_behind_goes_and_other_files_stay(tmp_path: Path):
-    for name in (".block-0000.json.1.part", ".run.json.77.part", ".mine.part", "notes.txt"):
+    (dead,) = in_forks(1, lambda _: os.getpid())
+    host = owner_mark().removesuffix(f"-{os.getpid()}")
+    gone = [f".block-0000.json.{host}-{dead}-0.part", f".run.json.{host}-{dead}-1.part"]
+    alive = f".run.json.{host}-{os.getppid()}-0.part"
+    kept = [f".run.json.elsewhere-{dead}-0.part", alive, ".mine.part", "notes.txt"]
+    for name in (*gone, *kept):
         (tmp_path / name).write_text("half")
     run_fast(clip_suite(tasks=1), checkpoint_dir=str(tmp_path))
-    assert {entry.name for entry in tmp_path.iterdir() if "000" not in entry.name} == {
-        "run.json", ".mine.part", "notes.txt"
-    }  # fmt: skip
+    left = {entry.name for entry in tmp_path.iterdir() if not entry.name.startswith("block-")}
+    assert left == {"run.json", *kept}
+
+
+def test_full_disk_says_how_much_is_needed_and_leaves_usable_blocks(tmp_path: Path, monkeypatch):
+    suite, replace, written = clip_suite(tasks=1), os.replace, []
+    wanted = run_fast(suite).model
+
+    def full(source: Any, target: Any) -> None:
+        if Path(target).name == "block-0001.safetensors":
+            raise OSError(28, "No space left on device")
+        written.append(replace(source, target))
+
+    monkeypatch.setattr("os.replace", full)
+    message = r"0001\.safetensors: No space.*needs .* MB, and .* MB are free.*checkpoint_dir"
+    with pytest.raises(CalibrationError, match=message):
+        run_fast(suite, checkpoint_dir=str(tmp_path))
+    monkeypatch.undo()
+    assert not list(tmp_path.glob(".*"))
+    resumed = run_fast(suite, checkpoint_dir=str(tmp_path), resume=True)
+    assert [record["blocks"] for record in resumed.log.of_kind("resumed")] == [1]
+    assert_identical(resumed.model, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

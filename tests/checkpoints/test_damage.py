@@ -1,9 +1,13 @@
 """A damaged checkpoint is refused with a message that names it, or does no harm."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 from calibrations import assert_identical, run_fast
 from fuzzing import NAMES_A_SETTING, damage
 from tiny_models import Suite, clip_suite
@@ -11,6 +15,7 @@ from tiny_t5 import t5_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.checkpoints.files import digest, read_manifest, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +70,78 @@ def test_message_names_the_file_and_the_remedy(kept, name, content, message, tmp
         (damaged / name).with_suffix(".json").unlink()
         found = run_fast(suite, checkpoint_dir=str(damaged), resume=True)
         assert_identical(found.model, wanted)
+
+
+def _deep(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+HOSTILE: dict[str, Any] = {
+    "null": None,
+    "number": 7,
+    "text": "../../etc/passwd",
+    "list": [[], {}],
+    "paths": {"../../x": "../y", "/etc/passwd": "/dev/zero"},
+    "deep": _deep(300),
+    "surrogates": {"\ud800": "\udfff" * 1000},
+    "many": {f"key{n}" * 50: "x" * 1000 for n in range(300)},
+    "huge": 10**400,
+}
+
+
+def _rewritten(file: Path, change: Any) -> None:
+    content, _ = read_manifest(file)
+    change(content)
+    file.unlink()
+    write_manifest(file, content)
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("name", ["run.json", "block-0001.json"])
+def test_hostile_manifest_with_a_right_checksum_is_refused(kept, name, case, tmp_path: Path):
+    suite, folder, _, wanted = kept["clip"]
+    keys = [key for key in json.loads((folder / name).read_text()) if key != "checksum"]
+    before = {path: path.read_bytes() for path in tmp_path.parent.glob("*") if path.is_file()}
+    for key in keys:
+        damaged = tmp_path / key
+        shutil.copytree(folder, damaged)
+        _rewritten(damaged / name, lambda content, key=key: content.update({key: HOSTILE[case]}))
+        try:
+            found = run_fast(suite, checkpoint_dir=str(damaged), resume=True)
+        except CalibrationError as error:
+            assert str(damaged) in str(error) and len(str(error)) < 3000
+        else:  # of what is compared only where it is known: the machine
+            assert_identical(found.model, wanted)
+    assert {p: p.read_bytes() for p in tmp_path.parent.glob("*") if p.is_file()} == before
+
+
+def test_manifest_that_nests_too_deep_or_is_too_large_is_refused(kept, tmp_path, monkeypatch):
+    suite, folder, _, _ = kept["clip"]
+    shutil.copytree(folder, tmp_path / "deep")
+    (tmp_path / "deep" / "run.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(CalibrationError, match=r"run\.json .*no JSON"):
+        run_fast(suite, checkpoint_dir=str(tmp_path / "deep"), resume=True)
+    monkeypatch.setattr("fusion_bench_featcal.checkpoints.files._LARGEST", 10)
+    with pytest.raises(CalibrationError, match=r"run\.json .*larger than"):
+        run_fast(suite, checkpoint_dir=str(folder), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"no tensors", "holds no tensors"),
+        (safetensors.torch.save({"../x": torch.ones(1)}), "does not fit the model"),
+        (safetensors.torch.save({"a.b": torch.ones(1)}), "does not fit the model"),
+    ],
+)
+def test_hostile_tensors_with_a_right_digest_are_refused(kept, data, message, tmp_path: Path):
+    suite, folder, _, _ = kept["clip"]
+    shutil.copytree(folder, tmp_path / "x")
+    (tmp_path / "x" / "block-0000.safetensors").write_bytes(data)
+    mark = digest(data)
+    _rewritten(tmp_path / "x" / "block-0000.json", lambda content: content.update(digest=mark))
+    with pytest.raises(CalibrationError, match=rf"block-0000\.safetensors .*{message}"):
+        run_fast(suite, checkpoint_dir=str(tmp_path / "x"), resume=True)

@@ -18,8 +18,8 @@ OPTIONS = [
 ]
 HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_usage_", "_version_"}
 # Keys that FusionBench's pools pass by: they are read from the config, by our algorithm or (as
-# base_model) by other keys of the same file.
-READ_FROM_CONFIG = {"default_taskpool", "featcal", "base_model"}
+# base_model) by other keys of the same file; `debug` by the console.
+READ_FROM_CONFIG = {"default_taskpool", "featcal", "base_model", "debug"}
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

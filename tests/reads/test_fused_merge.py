@@ -121,16 +121,23 @@ def test_what_does_not_go_with_merging_is_refused():
     class Two(OneProcess):
         size = 2
 
-    limited = settings_of(PAPER, suite, expert_read_budget="80%")
     cases: list[tuple[str, dict[str, Any]]] = [
         ("in_place would use up", {"in_place": True}),
         ("each process reads only its own", {"processes": Two()}),
-        ("expert_read_budget to null", {"settings": limited}),
     ]
     for message, more in cases:
         options: dict[str, Any] = {"settings": settings_of(PAPER, suite), "merging": merging} | more
         with pytest.raises(ValueError, match=message):
             calibrate(merged, suite.base, suite.experts, suite.inputs, **options)
+
+
+def test_budget_below_one_read_does_not_go_with_merging():
+    suite = clip_suite()
+    merged, merging, _ = merger("arithmetic", suite)
+    with pytest.raises(CalibrationError, match=r"merging reads every expert.*base_method=null"):
+        calibrated(suite, merged, merging, expert_read_budget="99%")
+    whole = calibrated(suite, copy.deepcopy(merged), merging, expert_read_budget="100%")
+    assert_identical(whole.model, calibrated(suite, merged, merging).model)
 
 
 def test_each_expert_is_read_once_in_all():
@@ -208,7 +215,7 @@ def test_presets_get_the_whole_merged_model():
     for (found, _), (wanted, _) in zip(seen[:2], seen[2:], strict=True):
         assert_identical(found.model, wanted.model)
     hows = [result.reads["upstream"]["how"] for result, _ in seen]
-    assert hows == ["fused", "earlier", "by itself", "by itself"]
+    assert hows == ["fused", "earlier", "by itself", "earlier"]
     files = [set(result.reads["upstream"]["files"]) for result, _ in seen]
     assert files[0] == {"_pretrained_"} and not files[1]
     assert files[2] == {"_pretrained_", "mini_greek", "mini_latin"}
@@ -315,7 +322,6 @@ def named_dtype(_: Path) -> Any:
         ({"_target_": "fusion_bench.method.TiesMergingAlgorithm"}, {}, None, "neither plain"),
         (AVERAGE | {"weights": [1]}, {}, None, "neither plain"),
         (ARITHMETIC | {"scaling_factor": "0.3"}, {}, None, "neither plain"),
-        (ARITHMETIC, {"expert_read_budget": "50%"}, None, "method.expert_read_budget"),
         (ARITHMETIC, {"stream_experts": False}, None, "method.stream_experts is false"),
         (ARITHMETIC, {}, named_dtype, "loads its models in different ways"),
         (ARITHMETIC, {}, other_dtype, "stored in different dtypes"),

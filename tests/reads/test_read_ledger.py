@@ -122,7 +122,6 @@ def test_sizes_of_stored_tensors(tmp_path: Path):
         "brain": torch.zeros(7, dtype=torch.bfloat16),
         "whole": torch.zeros(2, 2, dtype=torch.int64),
         "byte": torch.zeros(9, dtype=torch.uint8),
-        "eight": torch.zeros(9, dtype=torch.float8_e4m3fn),
         "flags": torch.zeros(11, dtype=torch.bool),
         "scalar": torch.zeros((), dtype=torch.float32),
         "none": torch.zeros(0, 4),

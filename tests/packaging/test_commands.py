@@ -1,0 +1,105 @@
+"""Every command in README.md and docs/ composes, or parses: what is printed there can be typed."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from composing import REPOSITORY, compose_here
+
+import fusion_bench_featcal.compat  # noqa: F401
+from fusion_bench_featcal.cli import _parser
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`]+)`")
+SHELLS = ("", "bash", "sh", "console")
+PROGRAMS = ("fusion_bench", "fusion_bench.scripts.cli", "featcal")
+OWN_TASK = re.compile(r"<!-- own-task -->\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def words_of(line: str) -> list[str]:
+    """Words of a shell line from the program on; none where it runs neither program."""
+    line = re.sub(r"\$\{?\w+\}?", "1", line).removeprefix("$ ")
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # prose with an apostrophe
+        return []
+    for position, word in enumerate(words):
+        program = word.rpartition("/")[2]
+        if program in PROGRAMS and (position == 0 or words[position - 1] != "import"):
+            return [program, *words[position + 1 :]]
+    return []
+
+
+def commands_of(text: str) -> Iterator[tuple[str, ...]]:
+    """Whole commands of code blocks, and of the text those without an ellipsis."""
+    for language, block in BLOCK.findall(text):
+        if language in SHELLS:
+            for line in block.replace("\\\n", " ").splitlines():
+                yield tuple(words_of(line))
+    for span in INLINE.findall(BLOCK.sub("", text)):
+        if "..." not in span and span.startswith(PROGRAMS):
+            yield tuple(words_of(span.replace("\n", " ")))
+
+
+def commands() -> list[tuple[str, ...]]:
+    """Each command once, in order; programs that are only mentioned are left out."""
+    found = [words for page in PAGES for words in commands_of(page.read_text(encoding="utf-8"))]
+    return [words for words in dict.fromkeys(found) if len(words) > 1]
+
+
+COMMANDS = commands()
+
+
+@pytest.fixture
+def folder_with_own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the model pool that docs/tasks.md describes, to start in."""
+    page = (REPOSITORY / "docs" / "tasks.md").read_text(encoding="utf-8")
+    block = OWN_TASK.search(page)
+    assert block
+    pools = tmp_path / "config" / "modelpool"
+    pools.mkdir(parents=True)
+    (pools / "my_pool.yaml").write_text(block[1])
+    monkeypatch.chdir(tmp_path)
+
+
+def overrides_of(words: list[str]) -> list[str]:
+    """Words of `fusion_bench` without Hydra's options and their values."""
+    if "--config-dir" in words:
+        place = words.index("--config-dir")
+        words = words[:place] + words[place + 2 :]
+    return [word for word in words if not word.startswith("--")]
+
+
+@pytest.mark.usefixtures("folder_with_own_pool")
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_command_is_valid(words: tuple[str, ...]) -> None:
+    program, *rest = words
+    if program != "featcal":
+        compose_here(*overrides_of(rest))
+        return
+    if rest in (["report"], ["plot"], ["plan"], ["preflight"], ["settings"]):  # only mentioned
+        rest.append("featcal")
+    options = _parser().parse_args(rest)
+    if any("=" in word for word in getattr(options, "words", ())):
+        compose_here(*options.words)
+
+
+def test_commands_are_found() -> None:
+    """At least those of every page that starts with one."""
+    text = [" ".join(words) for words in COMMANDS]
+    assert "fusion_bench method=featcal modelpool=clip-vit-mini_TA6" in text
+    assert "featcal report outputs/my-comparison --out table" in text
+    assert any(line.startswith("fusion_bench.scripts.cli method=featcal") for line in text)
+    assert sum(line.startswith("fusion_bench") for line in text) >= 30
+
+
+def test_a_command_that_does_not_compose_is_noticed() -> None:
+    text = "```\nfusion_bench method=compare \\\n  method.nothing=1\n```\nSee `featcal repot RUN`."
+    (compared, reported) = commands_of(text)
+    with pytest.raises(Exception, match="nothing"):
+        compose_here(*compared[1:])
+    with pytest.raises(SystemExit):
+        _parser().parse_args(reported[1:])

@@ -1,0 +1,150 @@
+"""A read budget counts what the upstream merger reads, and is refused where that exceeds it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_algorithm_pools import suite_pool
+from test_fused_merge import ARITHMETIC, AVERAGE
+from transformers import CLIPVisionModel
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.boundary.plan_run import run_request
+from fusion_bench_featcal.boundary.pool_models import file_source
+from fusion_bench_featcal.experts import known_bytes
+from fusion_bench_featcal.reads.plan import budget_left
+from fusion_bench_featcal.suites import image
+
+TIES = {
+    "_target_": "fusion_bench.method.TiesMergingAlgorithm",
+    "scaling_factor": 0.3,
+    "threshold": 20,
+    "remove_keys": [],
+    "merge_func": "sum",
+}
+EXPERTS = ("mini_greek", "mini_latin")
+
+
+def file_bytes(pool: Any, name: str) -> int:
+    source = file_source(pool, name)
+    assert source is not None
+    return sum(known_bytes(source, key) for key in source.names())
+
+
+def all_experts(pool: Any) -> int:
+    return sum(file_bytes(pool, name) for name in EXPERTS)
+
+
+def reads_of(pool: Any, base_method: Any, **options: Any) -> dict[str, Any]:
+    """The manifest of the run's own calibration."""
+    method = FeatCalAlgorithm(
+        base_method=base_method, samples_per_task=2, presets={}, mix_alpha=0.0, log_drift=False,
+        **options,
+    )  # fmt: skip
+    found: list[Any] = []
+    calibrate = method._calibrate
+
+    def noted(*arguments: Any) -> Any:
+        found.append(calibrate(*arguments))
+        return found[-1]
+
+    method._calibrate = noted  # type: ignore[method-assign]
+    method.run(pool)
+    ((result, cost),) = found
+    totals = result.reads["totals"]
+    assert cost.more["expert_bytes"] == totals["all_experts_read"]
+    return result.reads
+
+
+@pytest.mark.parametrize(
+    ("base_method", "options"),
+    [
+        (ARITHMETIC, {"expert_read_budget": "50%"}),
+        (AVERAGE, {"expert_read_budget": "99%"}),
+        (AVERAGE, {"expert_read_budget": "1MB"}),
+        (ARITHMETIC, {"expert_read_budget": "100%", "fuse_merge": False}),
+        (TIES, {"expert_read_budget": "100%"}),
+        (TIES, {"expert_read_budget": "1MB"}),
+    ],
+)
+def test_budget_that_merging_exceeds_is_refused_before_anything_is_loaded(
+    base_method: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = suite_pool()
+    monkeypatch.setattr(type(pool), "load_model", lambda *_: pytest.fail("a model was loaded"))
+    budget = options["expert_read_budget"]
+    message = (
+        rf"method\.expert_read_budget={budget} cannot be kept: \w+ reads every expert whole "
+        rf"\({all_experts(pool)} bytes\).*method\.base_method=null"
+    )
+    with pytest.raises(CalibrationError, match=message):
+        FeatCalAlgorithm(base_method=base_method, **options).run(pool)
+
+
+def test_one_shared_read_keeps_a_budget_of_one_read() -> None:
+    pool = suite_pool()
+    reads = reads_of(pool, ARITHMETIC, expert_read_budget="100%")
+    totals = reads["totals"]
+    assert (reads["upstream"]["how"], reads["budget"]) == ("fused", "100%")
+    assert totals["upstream_experts_read"] == 0
+    assert totals["upstream_base_read"] == file_bytes(pool, "_pretrained_")
+    assert totals["all_experts_read"] == totals["experts_read"] <= all_experts(pool)
+    assert totals["merged_stood_in"] == 0
+
+
+def test_merger_by_itself_and_calibration_keep_a_budget_together() -> None:
+    pool = suite_pool()
+    whole = all_experts(pool)
+    reads = reads_of(pool, TIES, expert_read_budget=whole + whole // 3)
+    totals = reads["totals"]
+    assert totals["upstream_experts_read"] == whole
+    assert reads["plan"]["limit"] == whole // 3
+    assert 0 < totals["experts_read"] <= whole // 3
+    assert totals["all_experts_read"] == whole + totals["experts_read"]
+    assert totals["merged_stood_in"] > 0
+    assert reads["budget"] == whole + whole // 3
+
+
+def test_merged_model_of_the_pool_is_no_expert_read(tmp_path: Path) -> None:
+    CLIPVisionModel.from_pretrained(image.path()).save_pretrained(tmp_path)
+    models = {"_pretrained_": image.path(), "_merged_": str(tmp_path)}
+    pool = suite_pool(models=models | {name: image.path(name) for name in EXPERTS})
+    totals = reads_of(pool, None, expert_read_budget="50%")["totals"]
+    assert totals["merged_read"] == file_bytes(pool, "_merged_")
+    assert totals["upstream_experts_read"] == 0
+    assert 0 < totals["all_experts_read"] <= all_experts(pool) // 2
+
+
+def test_totals_have_the_reads_of_a_merger_without_a_budget() -> None:
+    pool = suite_pool()
+    totals = reads_of(pool, AVERAGE, fuse_merge=False)["totals"]
+    assert totals["upstream_experts_read"] == all_experts(pool)
+    assert totals["all_experts_read"] == all_experts(pool) + totals["experts_read"]
+    assert totals["upstream_base_read"] == 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "fused", "left"),
+    [("100%", True, "100%"), (1000, True, 1000), ("1KB", True, "1KB"), (1001, False, 1)],
+)
+def test_what_a_merger_of_1000_bytes_leaves(budget: Any, fused: bool, left: Any) -> None:
+    assert budget_left(budget, 1000, "ties", fused=fused) == left
+
+
+@pytest.mark.parametrize(
+    ("budget", "fused"), [("99%", True), (999, True), ("100%", False), (1000, False), ("1%", False)]
+)
+def test_what_a_merger_of_1000_bytes_exceeds(budget: Any, fused: bool) -> None:
+    with pytest.raises(CalibrationError, match=f"={budget} cannot be kept: ties reads"):
+        budget_left(budget, 1000, "ties", fused=fused)
+
+
+def test_plan_offers_no_budget_that_would_be_refused() -> None:
+    words = ["modelpool=clip-vit-mini_TA6"]
+    assert run_request(words).merges
+    assert not run_request([*words, "method.base_method=null"]).merges
+    left = run_request(
+        [*words, "method.expert_read_budget=1GB", "method.fuse_merge=false"]
+    ).settings.expert_read_budget
+    assert isinstance(left, int) and left < 10**9

@@ -1,0 +1,182 @@
+"""SIGTERM and Ctrl-C end a run cleanly; a process that waits for another says so."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from process_group import in_forks, in_processes
+
+from fusion_bench_featcal.baselines.algorithms import SurgeryAlgorithm
+from fusion_bench_featcal.baselines.peer_algorithms import AnchorOnlyAlgorithm, LotAlgorithm
+from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorithm
+from fusion_bench_featcal.boundary.ending import ending_cleanly
+from fusion_bench_featcal.engine import processes as waiting
+from fusion_bench_featcal.engine.processes import Processes
+from fusion_bench_featcal.leftovers import owner_mark
+
+PROGRAM = SimpleNamespace()
+
+
+def stopped(signum: int, program: Any = PROGRAM) -> Any:
+    """Send a signal to a process of its own inside the context; what it ended with."""
+
+    def work(_: int) -> None:
+        with ending_cleanly(program, lambda: "go on"):
+            os.kill(os.getpid(), signum)
+            time.sleep(60)
+
+    (result,) = in_forks(1, work)
+    return result
+
+
+def test_signals_become_exit_codes() -> None:
+    for signum, program, code in (
+        (signal.SIGTERM, PROGRAM, 143), (signal.SIGTERM, None, 143), (signal.SIGINT, PROGRAM, 130),
+    ):  # fmt: skip
+        result = stopped(signum, program)
+        assert isinstance(result, SystemExit) and result.code == code
+
+
+def test_interrupt_stays_one_where_no_program_runs() -> None:
+    with pytest.raises(KeyboardInterrupt), ending_cleanly(None, lambda: ""):
+        raise KeyboardInterrupt
+
+
+def test_handler_is_there_in_the_main_thread_and_for_the_time_of_a_run_only() -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def look() -> None:
+        with ending_cleanly(PROGRAM, lambda: ""):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    look()
+    with pytest.raises(ValueError), ending_cleanly(PROGRAM, lambda: ""):
+        raise ValueError
+    assert seen[0] is before and seen[1] is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    "algorithm", [SurgeryAlgorithm, SurgeryV2Algorithm, AnchorOnlyAlgorithm, LotAlgorithm]
+)
+def test_every_method_ends_so(algorithm: Any) -> None:
+    class Pool:
+        def __getattr__(self, name: str) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    (result,) = in_forks(1, lambda _: algorithm().run(Pool()))
+    assert isinstance(result, SystemExit) and result.code == 143
+
+
+COMMAND = (
+    sys.executable, "-m", "fusion_bench.scripts.cli", "method=featcal",
+    "modelpool=clip-vit-mini_TA6", "modelpool.default_taskpool=null", "print_config=false",
+    "method.presets={}", "method.samples_per_task=64", "method.batch_size=1",
+    "method.activations=disk",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_command_leaves_no_temporary_files_and_says_how_to_go_on(
+    signum: int, tmp_path: Path
+) -> None:
+    kept = signum == signal.SIGTERM
+    words = [f"path.log_dir={tmp_path}/log", f"method.activations_dir={tmp_path}/activations"]
+    words += [f"method.checkpoint_dir={tmp_path}/blocks"] if kept else []
+    orphan = tmp_path / "activations" / f"featcal-{owner_mark()}-x.part"
+    (orphan.with_name(orphan.name.replace(str(os.getpid()), str(_dead())))).mkdir(parents=True)
+    sign = "blocks/block-0000.json" if kept else "activations/*/1??.raw"
+    with open(tmp_path / "output", "w") as output:
+        run = subprocess.Popen([*COMMAND, *words], cwd=tmp_path, stdout=output, stderr=output)
+        while run.poll() is None and not list(tmp_path.glob(sign)):
+            time.sleep(0.05)
+        run.send_signal(signum)
+        assert run.wait() == (143 if kept else 130), (tmp_path / "output").read_text()[-4000:]
+    last = (tmp_path / "output").read_text().strip().splitlines()[-1]
+    assert ("method.resume=true" if kept else "Set method.checkpoint_dir") in last
+    assert not list((tmp_path / "activations").iterdir())
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def _dead() -> int:
+    (pid,) = in_forks(1, lambda _: os.getpid())
+    return pid
+
+
+def test_waiting_process_names_whom_it_waits_for_and_at_what(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(waiting, "SAYS_SO_EVERY", 0.05)
+
+    def work(processes: Processes) -> list[str]:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        waiting.log.addHandler(handler)
+        waiting.log.setLevel(logging.INFO)
+        processes.doing = "encoder.layers.2"
+        if processes.rank == 0:
+            while not (tmp_path / "said").exists():
+                time.sleep(0.01)
+        else:
+            handler.emit = lambda record: (  # type: ignore[method-assign]
+                lines.append(record.getMessage()), (tmp_path / "said").touch(),
+            )  # fmt: skip
+        assert processes.gather(processes.rank) == [0, 1]
+        return lines
+
+    _, lines = in_processes(2, work)
+    host = owner_mark().rsplit("-", 1)[0]
+    assert "process 1 of 2 has waited" in lines[0]
+    assert f"for process 0 ({host}" in lines[0] and lines[0].endswith("at: encoder.layers.2")
+
+
+WAITER = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from fusion_bench_featcal.boundary.ending import ending_cleanly
+from fusion_bench_featcal.engine.processes import TorchProcesses
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+store = dist.FileStore(f"{folder}/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+processes = TorchProcesses()
+if rank == 1:
+    (folder / "ready").touch()
+    while not (folder / "gone").exists():
+        time.sleep(0.01)
+with ending_cleanly(object(), lambda: "go on"):
+    if rank == 0:
+        (folder / "waits").touch()
+    processes.gather(None)
+"""
+
+
+@pytest.mark.slow
+def test_process_that_waits_ends_at_once_and_the_others_with_it(tmp_path: Path) -> None:
+    def start(rank: int) -> Any:
+        words = [sys.executable, "-c", WAITER, str(rank), str(tmp_path)]
+        return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+
+    first, second = start(0), start(1)
+    while not ((tmp_path / "waits").exists() and (tmp_path / "ready").exists()):
+        assert first.poll() is None and second.poll() is None
+        time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    assert first.communicate()[1].strip().splitlines()[-1] == "go on"
+    assert first.returncode == 143
+    (tmp_path / "gone").touch()
+    assert "LostProcessError" in second.communicate()[1]
+    assert second.returncode == 1

@@ -1,0 +1,91 @@
+"""Evaluation multiplies float32 matrices with the library that calibration uses."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fusion_bench_featcal.boundary.evaluation import evaluate
+from fusion_bench_featcal.boundary.results import RunResults
+from fusion_bench_featcal.engine import kernels
+
+needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
+
+
+class LinearTaskPool:
+    """Its accuracy is 1 if the model's output is right to rounding."""
+
+    def evaluate(self, model: Any) -> dict[str, dict[str, float]]:
+        with torch.no_grad():
+            output = model(torch.ones(2, 3, 7))
+        expected = model.weight.sum(1) + model.bias
+        return {"cars": {"accuracy": float(torch.allclose(output, expected, atol=1e-5))}}
+
+
+@pytest.fixture
+def onednn_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Inputs of what goes to oneDNN; the probe says that it is fast."""
+    kernels.onednn_works()
+    monkeypatch.setattr(kernels, "speed_up", lambda: 2.0)
+    seen: list[Any] = []
+    original = kernels._onednn_linear
+
+    def counted(x: Any, weight: Any, bias: Any = None) -> Any:
+        seen.append(x)
+        return original(x, weight, bias)
+
+    monkeypatch.setattr(kernels, "_onednn_linear", counted)
+    return seen
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("setting", "calls"),
+    [({}, 1), ({"linear_kernel": "onednn"}, 1), ({"linear_kernel": "torch"}, 0)],
+)
+def test_evaluation_heeds_the_setting(
+    setting: dict[str, str], calls: int, onednn_calls: list[Any]
+) -> None:
+    evaluation = evaluate(LinearTaskPool(), nn.Linear(7, 4), name="one", **setting)  # type: ignore[arg-type]
+    assert len(onednn_calls) == calls
+    assert evaluation.accuracy == {"cars": 1.0}
+    assert evaluation.loss == {"cars": None}
+
+
+@needs_onednn
+def test_other_dtypes_and_devices_keep_torchs_own(onednn_calls: list[Any]) -> None:
+    class DoublePool(LinearTaskPool):
+        def evaluate(self, model: Any) -> dict[str, dict[str, float]]:
+            model(torch.ones(2, 7, dtype=torch.float64))
+            return {"cars": {"accuracy": 1.0}}
+
+    class OtherDevicePool(LinearTaskPool):
+        fabric = type("Fabric", (), {"device": torch.device("meta")})()
+
+    evaluate(DoublePool(), nn.Linear(7, 4).double(), name="one")  # type: ignore[arg-type]
+    evaluate(OtherDevicePool(), nn.Linear(7, 4), name="one")  # type: ignore[arg-type]
+    assert onednn_calls == []
+
+
+@needs_onednn
+def test_a_task_pool_that_trains_while_it_evaluates_gets_gradients(onednn_calls: list[Any]) -> None:
+    class TrainingPool(LinearTaskPool):
+        def evaluate(self, model: Any) -> dict[str, dict[str, float]]:
+            model(torch.ones(2, 7)).sum().backward()
+            return {"cars": {"accuracy": 1.0}}
+
+    model = nn.Linear(7, 4)
+    evaluate(TrainingPool(), model, name="one")  # type: ignore[arg-type]
+    torch.testing.assert_close(model.weight.grad, torch.full((4, 7), 2.0))
+
+
+@needs_onednn
+def test_results_of_a_run_evaluate_with_its_setting(onednn_calls: list[Any]) -> None:
+    for kernel, calls in (("torch", 0), ("onednn", 1)):
+        pool: Any = LinearTaskPool()
+        run = RunResults(
+            pool, None, suite="toy", upstream="merged", device="cpu", linear_kernel=kernel
+        )
+        run.add_reference("merged", nn.Linear(7, 4))
+        assert len(onednn_calls) == calls

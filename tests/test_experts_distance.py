@@ -1,0 +1,72 @@
+"""Experts far farther from the base than the others are named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
+from fusion_bench_featcal.experts_distance import far_experts
+from fusion_bench_featcal.experts_files import SafetensorsExpert
+
+
+def model(distance: float, seed: int) -> nn.Module:
+    """A base of ones, and `distance` times a random direction of its own."""
+    made = nn.Sequential(nn.Embedding(500, 8), *(nn.Linear(8, 8) for _ in range(20)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + distance * noise)
+    return made
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_an_expert_far_from_the_base_is_named_with_its_ratio(
+    tmp_path: Path, streamed: bool
+) -> None:
+    base = model(0, 0)
+    experts = {}
+    for seed, (name, distance) in enumerate({"a": 0.1, "b": 0.12, "far": 0.8, "c": 0.1}.items()):
+        expert = model(distance, seed)
+        save_file(expert.state_dict(), tmp_path / f"{name}.safetensors")
+        path = tmp_path / f"{name}.safetensors"
+        source = SafetensorsExpert(path) if streamed else InMemoryExpert(expert)
+        experts[name] = ExpertModel(name, source, base)
+    (note,) = far_experts(experts, base)
+    assert note.startswith("expert far lies ")
+    assert 7 < float(note.split()[3]) < 9
+
+
+def test_no_expert_is_far_among_equals_or_alone_or_beside_copies_of_the_base() -> None:
+    base = model(0, 0)
+
+    def named(*distances: float) -> list[str]:
+        made = [InMemoryExpert(model(d, seed)) for seed, d in enumerate(distances)]
+        experts = {str(n): ExpertModel(str(n), source, base) for n, source in enumerate(made)}
+        return far_experts(experts, base)
+
+    assert named(0.1, 0.2, 0.15) == []
+    assert named(5.0) == []
+    assert named(0.0, 0.0, 1.0) == []
+
+
+def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = model(0, 0)
+    save_file(base.state_dict(), tmp_path / "one.safetensors")
+    read: list[int] = []
+    first_rows = SafetensorsExpert.first_rows
+
+    def counted(self: SafetensorsExpert, name: str, count: int) -> torch.Tensor:
+        rows = first_rows(self, name, count)
+        read.append(rows.numel())
+        return rows
+
+    monkeypatch.setattr(SafetensorsExpert, "first_rows", counted)
+    monkeypatch.delattr(SafetensorsExpert, "tensor")
+    far_experts(
+        {"one": ExpertModel("one", SafetensorsExpert(tmp_path / "one.safetensors"), base)}, base
+    )
+    assert sum(read) == 8 * 64  # eight matrices of 8 x 8, without the embedding
