@@ -65,8 +65,8 @@ def run(cell: str, samples: int, seed: int, steps: int, folder: Path) -> Report:
         command = [
             *(sys.executable, "-m", "fusion_bench.scripts.cli", "method=compare"),
             *(f"modelpool={SUITE}", f"method.upstreams=[{MERGER}]", "method.alone=[]"),
-            *("method.references=[]", f"method.cells=['{cell}']", f"method.seed={seed}"),
-            *(f"method.samples_per_task={samples}", f"method.training_steps={steps}"),
+            *("method.references=[]", f"method.post_merging=['{cell}']", f"method.seed={seed}"),
+            *(f"method.samples_per_task={samples}", f"method.steps={steps}"),
             *(f"method.results_dir={place}/cells", f"path.log_dir={place}/log"),
             "print_config=false",
         ]

@@ -6,7 +6,8 @@ The bundled image suite's six experts, on two upstream mergers and with two sett
 and the suite's preset). A budget is spent on modules in some order; where it ends, the merged
 model's weights stand in. Scores: agreement with the experts on train images that were not
 calibrated on (by which the order was chosen), and the share of the merged-to-expert gap that is
-recovered on the test images, both as a mean over mergers and settings. `none` is a full read.
+recovered on the test images, both as a mean over mergers and settings. `none` is a full read. The
+merged models are there already: the budget is the calibration's alone (docs/read_budget.md).
 """
 
 import argparse

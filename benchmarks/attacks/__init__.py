@@ -1,0 +1,1 @@
+"""Attacks on the package: cases of `benchmarks/attack.py`, and how outcomes are judged."""
