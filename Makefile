@@ -4,16 +4,20 @@ PYTHON ?= python3
 VENV ?= .venv
 NEWEST ?= .venv-newest
 OPEN_CLIP ?= .venv-open-clip
+LLM ?= .venv-llm
 PIP_ARGS ?=
 RUNS ?= outputs/demo-full
 COMPARISONS ?= outputs/compare-full
+# OpenMP's threads wait asleep: spinning makes a calibration many times slower on a busy machine.
+export OMP_WAIT_POLICY ?= passive
 
 BIN := $(VENV)/bin
+comma := ,
 # $(1): environment, $(2): constraints, $(3): extras
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full test test-slow test-newest test-open-clip lint types check build tables robust nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full test test-slow test-newest test-open-clip test-llm lint types check build tables robust nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +39,9 @@ $(OPEN_CLIP)/.installed: pyproject.toml constraints.txt constraints-open-clip.tx
 	$(OPEN_CLIP)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS) --editable '.[test]'
 	$(OPEN_CLIP)/bin/python -m pip install --no-deps $(PIP_ARGS) --requirement constraints-open-clip.txt && touch $@
 
+$(LLM)/.installed: pyproject.toml constraints.txt | $(LLM)/bin/python
+	$(call install,$(LLM),constraints.txt,test$(comma)llm)
+
 venv: $(VENV)/.installed-dev ## make .venv with everything for development
 
 demo: $(VENV)/.installed ## merge the bundled six-task CLIP, calibrate it, print the table
@@ -47,7 +54,7 @@ compare: $(VENV)/.installed ## every merger with every post-merging method; fini
 	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6
 
 compare-quick: $(VENV)/.installed ## one merger, fewer samples and training steps: minutes
-	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.upstreams='[task_arithmetic]' method.alone='[regmean]' method.samples_per_task=64 method.training_steps=100
+	$(BIN)/fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.upstreams='[task_arithmetic]' method.alone='[regmean]' method.samples_per_task=64 method.steps=100
 
 compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 8 samples per task
 	PATH="$(abspath $(BIN)):$$PATH" examples/compare_full.sh $(COMPARISONS)
@@ -68,6 +75,9 @@ test-newest: $(NEWEST)/.installed ## all tests under the newest transformers 5.x
 test-open-clip: $(OPEN_CLIP)/.installed ## the tests that need open_clip, in an environment of their own
 	PYTHONPATH="$(abspath tests_open_clip)" $(OPEN_CLIP)/bin/python -m pytest tests_open_clip
 
+test-llm: $(LLM)/.installed ## the tests that need lm-eval, in an environment of their own
+	$(LLM)/bin/python -m pytest tests_llm
+
 lint: $(VENV)/.installed-dev ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,11 +92,13 @@ build: $(VENV)/.installed-dev ## build sdist and wheel, then try wheel, sdist an
 	$(BIN)/python -m build
 	$(PYTHON) scripts/check_install.py dist
 
-robust: $(VENV)/.installed ## kill and resume 50 runs, try 1000 random settings, damage checkpoints
+robust: $(VENV)/.installed ## kill and resume 50 runs, 1000 random settings, attacks, 10000 damaged files
 	$(BIN)/python benchmarks/kills.py
 	$(BIN)/python benchmarks/fuzz.py
+	$(BIN)/python benchmarks/attack.py
+	$(BIN)/python benchmarks/attack_bytes.py
 
-nightly: check test-slow test-newest test-open-clip robust build demo-full ## everything
+nightly: check test-slow test-newest test-open-clip test-llm robust build demo-full ## everything
 
 clean: ## remove environments, builds and caches; run folders stay
-	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) $(LLM) build dist .pytest_cache .ruff_cache

@@ -15,7 +15,7 @@ for samples in 256 8; do
   for seed in 42 43 44; do
     fusion_bench method=compare "modelpool=$pool" "method.seed=$seed" \
       "method.samples_per_task=$samples" 'method.upstreams=[simple_average,task_arithmetic]' \
-      'method.alone=[]' "method.cells=$cells" "path.log_dir=$folder/n$samples/seed-$seed"
+      'method.alone=[]' "method.post_merging=$cells" "path.log_dir=$folder/n$samples/seed-$seed"
   done
 done
 # What the KL weight does on features of norm 1.
@@ -28,7 +28,7 @@ fusion_bench method=compare "modelpool=$pool" "path.log_dir=$folder/kl" 'method.
   "$(probe kl 'normalize: none')" "$(probe kl_scaled 'normalize: none, kl_weight: scaled')" \
   "$(probe kl_norm_1 'normalize: pre')" \
   "$(probe kl_scaled_norm_1 'normalize: pre, kl_weight: scaled')" \
-  'method.cells=[kl,kl_scaled,kl_norm_1,kl_scaled_norm_1]'
+  'method.post_merging=[kl,kl_scaled,kl_norm_1,kl_scaled_norm_1]'
 for suite in flan-t5-mini llama-mini; do
   fusion_bench method=compare "modelpool=${suite}_TA6" "path.log_dir=$folder/$suite" \
     'method.upstreams=[simple_average,task_arithmetic]'
