@@ -15,7 +15,9 @@ from fusion_bench_featcal.experts_config import read_config
 from fusion_bench_featcal.fetching import TensorRanges
 from fusion_bench_featcal.settings import CalibrationError
 
-_UNUSABLE_DTYPES = ("C", "F4", "F6_", "F8")  # complex, or codes that need a scale
+# Complex, or codes that need a scale. Bytes without a sign are a mask in old checkpoints of GPT-2.
+_UNUSABLE_DTYPES = ("C", "F4", "F6_", "F8", "I8")
+_UNUSABLE_WEIGHTS = ("U8",)
 
 
 class SafetensorsExpert:
@@ -57,7 +59,8 @@ class SafetensorsExpert:
 
     def _refuse_unusable_dtypes(self) -> None:
         for name, dtype in self._dtypes.items():
-            if dtype.startswith(_UNUSABLE_DTYPES):
+            unusable = dtype.startswith(_UNUSABLE_DTYPES)
+            if unusable or (name.endswith(".weight") and dtype in _UNUSABLE_WEIGHTS):
                 raise CalibrationError(
                     f"tensor {name!r} of {self._files[name]} is stored as {dtype}, which cannot be "
                     "calibrated: load the model in the library that made it, and save it in "

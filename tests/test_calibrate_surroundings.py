@@ -193,8 +193,13 @@ def test_log_is_complete_and_writes_one_object_a_line(tmp_path: Path):
     log = run_fast(suite).log
     log.write(tmp_path / "log.jsonl")
     lines = (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == log.records
+    written = [json.loads(line) for line in lines]
+    assert len({record.pop("digest") for record in written}) == 1
+    assert written == log.records
     assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
+    log.records[-1]["seconds"] = float("inf")
+    log.write(tmp_path / "log.jsonl")
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["seconds"] is None
     visits = {(r["block"], r["task"]): r for r in log.records if r["kind"] == "task"}
     assert set(visits) == {(b, t) for b in suite.blocks for t in suite.experts}
     for record in visits.values():

@@ -10,7 +10,7 @@ import torch
 from fusion_bench.programs import FabricModelFusionProgram
 from omegaconf import OmegaConf
 from test_algorithm_pools import AVERAGE, suite_pool
-from transformers import CLIPVisionModel
+from transformers import CLIPImageProcessor, CLIPVisionModel
 
 import fusion_bench_featcal.algorithm as featcal
 from fusion_bench_featcal import CalibrationError
@@ -145,7 +145,7 @@ def test_model_is_saved_though_its_evaluation_fails(tmp_path, monkeypatch) -> No
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         run(tmp_path)
     assert weights_at(tmp_path / "saved")
-    assert (tmp_path / "saved" / "preprocessor_config.json").is_file()
+    assert CLIPImageProcessor.from_pretrained(tmp_path / "saved").size  # and its processor
 
 
 def test_card_tells_how_the_model_was_made(tmp_path, monkeypatch) -> None:

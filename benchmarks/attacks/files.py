@@ -33,7 +33,7 @@ from transformers import CLIPVisionModel
 import fusion_bench_featcal.suites.paths as suite_paths
 from attacks.judging import ShownRefusal
 from attacks.parts import Numbered, number_of
-from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert
+from fusion_bench_featcal import CalibrationLog, FeatCalSettings, SafetensorsExpert
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.baselines.ridge_surgery import AffineModule
 from fusion_bench_featcal.baselines.wrapper import CorrectedModel
@@ -154,13 +154,12 @@ def _without_costs(rows: list[Any]) -> Any:
 
 def _write_run(folder: Path) -> None:
     make_report().write(folder)
-    (folder / "calibration_log.jsonl").write_text(
-        "".join(
-            json.dumps({"kind": "task", "block": block, "task": task, "drift_before": 0.5,
-                        "drift_after": 0.25, "seconds": 0.1}) + "\n"
-            for block in ("layers.0", "layers.1") for task in ("cars", "dtd")
-        )
-    )  # fmt: skip
+    records = [
+        {"kind": "task", "block": block, "task": task, "drift_before": 0.5,
+         "drift_after": 0.25, "seconds": 0.1}
+        for block in ("layers.0", "layers.1") for task in ("cars", "dtd")
+    ]  # fmt: skip
+    CalibrationLog("clip", records).write(folder / "calibration_log.jsonl")
     write_curves(folder, {"surgery": {"cars": [(0, 2.0), (20, 1.0)], "dtd": [(0, 1.0), (20, 0.5)]}})
 
 

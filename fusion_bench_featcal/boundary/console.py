@@ -37,6 +37,9 @@ _NEEDLESS = (
 )
 """Beginnings of warnings that ask nothing of the user."""
 
+_LOADED_WRONGLY = ("MISSING", "MISMATCH", "CONVERSION")
+"""Statuses in a load report of transformers that someone should see; UNEXPECTED is not one."""
+
 
 class Console(Callback):
     """Quietens FusionBench, and ends a failed run in one block instead of two tracebacks.
@@ -145,7 +148,7 @@ class Quiet(logging.Filter):
             self.hidden = record.msg
             return False
         if record.levelno > logging.INFO:
-            return not str(record.msg).startswith(_NEEDLESS)
+            return not _is_needless(str(record.msg))
         return not record.name.startswith(_CHATTY)
 
     def _silence_fusion_bench(self, asked: Sequence[str]) -> None:
@@ -185,6 +188,12 @@ class Quiet(logging.Filter):
         before = vars(owner)[name]
         setattr(owner, name, value)
         self._undo.append(lambda: setattr(owner, name, before))
+
+
+def _is_needless(message: str) -> bool:
+    if " LOAD REPORT" in message:  # transformers 5 lists a CLIP's text tower for each vision model
+        return not any(status in message for status in _LOADED_WRONGLY)
+    return message.startswith(_NEEDLESS)
 
 
 class _WithoutTraceback(logging.Formatter):

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 LOG_DIR_SETTING = "path.log_dir"
 DIGEST = "digest"
 _PARTIAL = ".part"
+_LINE_DIGITS = 16  # of a digest that stands in every line
 _told: list[Path] = []
 
 
@@ -130,6 +131,51 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
     return content
 
 
+def sealed_lines(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a JSON lines file whose lines carry the digest of them all.
+
+    Args:
+        records: What the lines hold, fit for JSON.
+    """
+    # In each line: none can be missing, or be changed, unnoticed.
+    digest = _digest(records)[:_LINE_DIGITS]
+    return "".join(
+        json.dumps({**record, DIGEST: digest}, allow_nan=False) + "\n" for record in records
+    )
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSON lines file, and check the digest that its lines carry if they do.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The records without their digest.
+
+    Raises:
+        ReportError: The file cannot be read, is empty, a line of it is no JSON object, or it is not
+            what was written.
+    """
+    records = []
+    try:
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            record = parse_json(line)
+            if not isinstance(record, dict):
+                raise ReportError(f"{path}, line {number} is not a record")
+            records.append(record)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ReportError(f"{path} is damaged: {error}") from error
+    digests = [record.pop(DIGEST, None) for record in records]
+    if not records:
+        raise ReportError(f"{path} is damaged: it is empty")
+    if not any(digests):
+        tell_without_digest(path)
+    elif set(map(str, digests)) != {_digest(records)[:_LINE_DIGITS]}:
+        raise ReportError(f"{path} is damaged: its digest does not fit its content")
+    return records
+
+
 def parse_json(data: bytes | str) -> Any:
     """Parse JSON strictly.
 
@@ -208,7 +254,7 @@ def plain(value: Any, place: str) -> Any:
     raise ReportError(f"{place}: a {type(value).__name__} cannot be kept in report.json")
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def _digest(content: Any) -> str:
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

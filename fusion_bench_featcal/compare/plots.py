@@ -18,7 +18,7 @@ from .drawing import (
     save_figure,
     style,
 )
-from .files import LOG_DIR_SETTING, ReportError, parse_json, prepare_directory
+from .files import LOG_DIR_SETTING, ReportError, prepare_directory, read_lines
 from .layout import NUMBER, check_types
 from .names import AVERAGE, BASE, EXPERTS, FEATCAL
 from .report import Report
@@ -154,19 +154,13 @@ def drift_records(path: str | Path) -> list[dict[str, Any]]:
         ReportError: The file cannot be read or a line of it is damaged.
     """
     records = []
-    try:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-            place = f"{path}, line {number}"
-            record = parse_json(line)
-            if not isinstance(record, dict):
-                raise ReportError(f"{place} is not a record")
-            check_types(record, _RECORD, place)
-            if record.get("drift_before") is not None and record.get("drift_after") is not None:
-                if not {"task", "block"} <= record.keys():
-                    raise ReportError(f"{place} names no task and block")
-                records.append(record)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ReportError(f"{path} is damaged: {error}") from error
+    for number, record in enumerate(read_lines(Path(path)), start=1):
+        place = f"{path}, line {number}"
+        check_types(record, _RECORD, place)
+        if record.get("drift_before") is not None and record.get("drift_after") is not None:
+            if not {"task", "block"} <= record.keys():
+                raise ReportError(f"{place} names no task and block")
+            records.append(record)
     return records
 
 

@@ -1,7 +1,6 @@
 """What a calibration did, block by block: records that a program can read."""
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,16 +50,17 @@ class CalibrationLog:
         return sum(r["expert_bytes"] for kind in kinds for r in self.of_kind(kind))
 
     def write(self, path: str | Path) -> None:
-        """Write one JSON object a line, atomically.
+        """Write one JSON object a line, atomically, with a digest of them all.
 
         Args:
             path: The file to write.
+
+        Raises:
+            ReportError: The file cannot be written.
         """
-        path = Path(path)
-        partial = path.with_name(path.name + ".part")
-        lines = (json.dumps(record) for record in self.records)
-        try:
-            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        # Only here: results are not on the path of a calibration.
+        from fusion_bench_featcal.compare.files import sealed_lines, write_atomic
+
+        # A condition estimate may be infinite, which JSON cannot hold: the log says null.
+        records = json.loads(json.dumps(self.records), parse_constant=lambda _: None)
+        write_atomic(Path(path), sealed_lines(records))

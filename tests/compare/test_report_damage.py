@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fusion_bench_featcal import CalibrationLog
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.compare import Report, ReportError, files, items, load_items, save_items
 from fusion_bench_featcal.compare.comparison_plots import _load as load_comparison
@@ -209,6 +210,23 @@ def test_hostile_drift_is_refused_by_name(record: Any, tmp_path: Path) -> None:
     file.write_text(json.dumps(LOG) + "\n" + json.dumps(record) + "\n")
     with pytest.raises(ReportError, match=r"calibration_log\.jsonl, line 2"):
         drift_records(file)
+
+
+def test_changed_or_missing_line_of_a_log_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "calibration_log.jsonl"
+    CalibrationLog("clip", [LOG | {"drift_after": after} for after in (1.5, 2.5, 3.5)]).write(file)
+    assert [record["drift_after"] for record in drift_records(file)] == [1.5, 2.5, 3.5]
+    text = file.read_text()
+    lines = text.splitlines(keepends=True)
+    for damaged in (
+        text.replace("2.5", "2.6"),
+        "".join(lines[:2]),
+        lines[1] + lines[0] + lines[2],
+        text.replace('"digest"', '"dijest"', 1),
+    ):
+        file.write_text(damaged)
+        with pytest.raises(ReportError, match=r"calibration_log\.jsonl is damaged: its digest"):
+            drift_records(file)
 
 
 def test_drift_that_is_relative_in_part_is_drawn(tmp_path: Path) -> None:
