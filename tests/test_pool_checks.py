@@ -410,6 +410,17 @@ def test_unknown_family_of_a_pool_of_any_models_is_refused_too(tmp_path):
         check_pool_settings(pool, FeatCalSettings())
 
 
+def test_unknown_model_in_memory_without_a_config_is_refused():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    pool = BaseModelPool({"_pretrained_": Net(), "one": Net()})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"auto does not know Net .*blocks: \[layers\.\*\]"):
+        check_pool_settings(pool, FeatCalSettings())
+
+
 def test_suggestions_are_read_off_the_structure():
     class Net(nn.Module):
         def __init__(self, **parts: nn.Module) -> None:

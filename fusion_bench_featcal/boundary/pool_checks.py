@@ -105,7 +105,9 @@ def check_pool_settings(modelpool: BaseModelPool, settings: FeatCalSettings) -> 
         ValueError: If the family does not know the models, with what to try.
     """
     reference = next(iter(_by_importance(modelpool)), None)
-    if reference is None:
+    if reference is None:  # no config to compare; but a model in memory can be looked at
+        for model in [m for m in modelpool._models.values() if isinstance(m, nn.Module)][:1]:
+            resolve_family(settings.family, model).stages(model)
         return
     wanted = _config(modelpool, reference)
     other = "the base" if reference == BASE_MODEL else f"model {reference!r}"

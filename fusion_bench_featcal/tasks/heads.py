@@ -110,8 +110,8 @@ def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int
     """Delete the zero-shot heads that FusionBench stored on disk for these tasks.
 
     It stores them by task name and model path only, so heads of other class names, or of another
-    model at the same path, would be used again unnoticed. They are rebuilt when next needed. Heads
-    whose note of the task is damaged are deleted, too.
+    model at the same path, would be used again unnoticed. They are rebuilt when next needed. So are
+    heads whose note names no task that FusionBench knows: it may be damaged.
 
     Args:
         tasks: Names of tasks defined in YAML.
@@ -121,10 +121,11 @@ def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int
         The number of heads deleted.
     """
     wanted = {repr(task) for task in tasks}
+    kept = {repr(task) for task in CLIPTemplateFactory._dataset_mapping} - wanted
     root = folder or cache_utils.DEFAULT_CACHE_DIR
     deleted = 0
     for note in root.rglob("construct_classification_head/*/metadata.json"):
-        if _task_of(note) in (None, *wanted):
+        if _task_of(note) not in kept:
             shutil.rmtree(note.parent, ignore_errors=True)  # another process may be at it too
             deleted += 1
     return deleted
@@ -138,7 +139,7 @@ def _task_of(note: Path) -> str | None:
             return task
         reason: object = "it names no task"
     except FileNotFoundError:  # another process has deleted it
-        return ""
+        return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = error
     log.warning("stored zero-shot head %s is damaged (%s): made anew", note.parent, reason)
