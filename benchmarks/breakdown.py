@@ -63,7 +63,7 @@ def phase_of(frame: FrameType | None) -> str:
     found = "rest"
     while frame is not None:
         file, function = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if file.name == "linear_sums.py" or function in ("add_linear", "add_norm", "norm_moments"):
+        if file.name == "moments.py" or function in ("add_linear", "add_norm", "norm_moments"):
             return "sums"
         if function in ("solve_linear", "solve_norm", "solve_together", "add_means"):
             return "solves"

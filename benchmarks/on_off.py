@@ -28,9 +28,9 @@ from speed_models import Shape, load
 from torch import Tensor
 
 from fusion_bench_featcal import SafetensorsExpert, calibrate
-from fusion_bench_featcal.core import cholesky, folded
+from fusion_bench_featcal.core import LinearSums, cholesky, products, solve
 from fusion_bench_featcal.core.moments import frobenius_norm
-from fusion_bench_featcal.engine import linear_sums, products, recording, task_sums
+from fusion_bench_featcal.engine import task_sums
 from fusion_bench_featcal.families import resolve_family
 
 
@@ -56,23 +56,17 @@ def whole_grams() -> None:
 
 def cross_moments() -> None:
     """Cross moments are formed whatever the number of outputs."""
-    task_sums.outputs_are_few = lambda weights: False  # type: ignore[assignment]
+    original = LinearSums.__init__
 
+    def formed(self: Any, like: Tensor, *, expert_weights: Any = None, **options: Any) -> None:
+        original(self, like, **options)
 
-def no_outputs() -> None:
-    """The expert's outputs are not used."""
-    task_sums.rows_are_many = lambda rows, like: False  # type: ignore[assignment]
-
-
-def short_chunks() -> None:
-    """Rows are multiplied a few at a time."""
-    linear_sums.CHUNK_ROWS = 256
-    linear_sums.DIRECT_ROWS = 1 << 30
+    LinearSums.__init__ = formed  # type: ignore[method-assign]
 
 
 def double_solves() -> None:
     """Systems are solved in float64."""
-    folded.SINGLE_LAMBDA = float("inf")
+    solve.SINGLE_LAMBDA = float("inf")
 
 
 def whole_residuals() -> None:
@@ -84,16 +78,6 @@ def whole_residuals() -> None:
     cholesky.relative_residual = residual  # type: ignore[assignment]
 
 
-def copies() -> None:
-    """Every recorded input is copied."""
-    original = recording.Recording.__init__
-
-    def copying(self: Any, _: bool = False, stop_after: int | None = None) -> None:
-        original(self, True, stop_after)
-
-    recording.Recording.__init__ = copying  # type: ignore[method-assign]
-
-
 def nothing() -> None:
     """Settings tell the difference."""
 
@@ -103,11 +87,8 @@ PATCHES: dict[str, tuple[str, Callable[[], None]]] = {
     "sharing": ("no shared statistics", no_sharing),
     "grams": ("whole grams", whole_grams),
     "cross": ("cross moments always", cross_moments),
-    "outputs": ("expert's outputs unused", no_outputs),
-    "chunks": ("256 copied rows at a time", short_chunks),
     "solves": ("float64 solves", double_solves),
     "residuals": ("whole residuals", whole_residuals),
-    "copies": ("inputs copied", copies),
     "ends": ("passes run to their end", nothing),
     "streaming": ("experts whole in memory", nothing),
     "in_place": ("merged model kept", nothing),

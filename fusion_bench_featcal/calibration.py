@@ -11,9 +11,9 @@ from torch import nn
 
 from fusion_bench_featcal.checkpoints import describe_run
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
+from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.engine.block import BlockSums, load_updates
-from fusion_bench_featcal.engine.finite_weights import refuse_not_finite
-from fusion_bench_featcal.engine.kernels import using_kernel
+from fusion_bench_featcal.engine.checks import refuse_not_finite
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.memory import naming_memory
 from fusion_bench_featcal.engine.merging import FusedMerge, UpstreamMerge

@@ -26,7 +26,6 @@ from tiny_t5 import t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
-from fusion_bench_featcal.engine import linear_sums, task_sums
 
 
 def fingerprint(value: Any) -> str:
@@ -211,25 +210,6 @@ def test_passes_that_end_early_without_the_drift_log_change_no_bit(make: Callabl
     assert_identical(silent.model, logged.model)
     rows = [[r["rows"] for r in run.log.records if r["kind"] == "task"] for run in (logged, silent)]
     assert rows[0] == rows[1]
-
-
-def test_experts_outputs_are_used_where_rows_are_many_and_change_nothing(monkeypatch: Any):
-    suite = clip_suite(hidden=24)
-    used: list[bool] = []
-    original = linear_sums.LinearSums.__init__
-
-    def noted(self: Any, like: Tensor, **options: Any) -> None:
-        used.append(options.get("from_outputs", False))
-        original(self, like, **options)
-
-    monkeypatch.setattr(linear_sums.LinearSums, "__init__", noted)
-    models = []
-    for many in (True, False):
-        monkeypatch.setattr(task_sums, "rows_are_many", lambda rows, like, many=many: many)
-        used.clear()
-        models.append(run_fast(suite).model)
-        assert any(used) == many
-    assert_same(*models)
 
 
 @pytest.mark.parametrize("make", [clip_suite, tower_suite])

@@ -12,10 +12,9 @@ from calibrations import PAPER, assert_same, cast, replay, settings_of
 from process_group import in_processes
 from tiny_models import Suite, clip_suite, gpt2_suite
 from tiny_t5 import ROUNDING, t5_suite
-from tricky_models import SharesSometimes, stack_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, calibrate
-from fusion_bench_featcal.core import FoldedLinear
+from fusion_bench_featcal.core import LinearSystem
 from fusion_bench_featcal.engine.processes import LostProcessError, OneProcess, Processes
 from fusion_bench_featcal.experts import InMemoryExpert
 
@@ -68,14 +67,6 @@ def assert_one_model(found: list[CalibrationResult]) -> None:
             assert torch.equal(value, first[name]), name
 
 
-def shares_sometimes(*sizes: int) -> Suite:
-    """Its second task's modules share no inputs, its first one's do in batches of more than two."""
-    suite = stack_suite(SharesSometimes, sizes=sizes)
-    suite.inputs["task_1"] = list(torch.cat(suite.inputs["task_1"]).split(1))
-    return suite
-
-
-SHARING = {"family": replay(stack_suite(SharesSometimes))}
 CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], float]] = {
     # more processes than tasks: a task's batches are divided, and one process may have none
     "clip": (clip_suite, {}, (2, 5), 1e-12),
@@ -84,8 +75,6 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], flo
     "no expert features": (clip_suite, {"mix_alpha": 0.0, "log_drift": False}, (4,), 1e-12),
     "t5": (t5_suite, {}, (2,), ROUNDING),
     "gpt2": (gpt2_suite, {"family": replay(gpt2_suite()), "modules": ["h.1.*"]}, (2,), 1e-12),
-    "tasks share otherwise": (lambda: shares_sometimes(5, 3), SHARING, (2,), 1e-12),
-    "batches share otherwise": (lambda: shares_sometimes(5, 1), SHARING, (4,), 1e-12),
 }
 
 
@@ -170,7 +159,7 @@ def run_out_of_memory(given: dict[str, Any], processes: Processes) -> None:
         raise MemoryError("no room for the sums")
 
     if processes.rank == 1:
-        FoldedLinear.tensors = failing  # type: ignore[method-assign]  # in this process alone
+        LinearSystem.tensors = failing  # type: ignore[method-assign]  # in this process alone
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fusion_bench_featcal.baselines.least_squares import GainMean, LinearMean, s
 from fusion_bench_featcal.core import frobenius_norm
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import moment_dtype, weight_of_norm
-from fusion_bench_featcal.core.triangle import mirror_lower
+from fusion_bench_featcal.core.products import mirror_lower
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import BlockModules, Site, find_all_modules
 from fusion_bench_featcal.engine.recording import Recorder
@@ -237,8 +237,6 @@ def _collect(
             sums.add(candidate, inputs, None, batch.valid, batch.other)
         if run.rule.stream == "expert":
             batch.cal = following
-    with exact_products():
-        sums.close()
     sums.check()
     return sums
 

@@ -8,7 +8,8 @@ input directions which no row has.
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import factorise, solve_dtype
+from fusion_bench_featcal.core.cholesky import factor_of, solve_dtype, trusted_condition
+from fusion_bench_featcal.core.finite import read_back
 
 
 def shrink_off_diagonal(gram: Tensor, kept: float) -> Tensor:
@@ -50,8 +51,10 @@ def solve_seen(
     correlations = (gram + gram.T) / 2 / (scales[:, None] * scales)
     if floor > 0 and bool((sizes > 0).all()):
         rounding = torch.finfo(precision).eps
-        factor, _ = factorise(correlations, floor=floor, rounding=rounding)
-        return torch.cholesky_solve((right / scales).T, factor).T / scales, len(gram)
+        factor = factor_of(correlations)
+        signs = read_back([factor.signs])
+        trusted_condition(signs, size=len(gram), floor=floor, rounding=rounding)
+        return torch.cholesky_solve((right / scales).T, factor.lower).T / scales, len(gram)
     energies, directions = torch.linalg.eigh(correlations)
     seen = energies > len(gram) * torch.finfo(precision).eps * energies.max()
     basis = directions[:, seen]

@@ -12,7 +12,7 @@ from fusion_bench import BaseTaskPool
 from torch import nn
 
 from fusion_bench_featcal.compare.report import accuracies, losses
-from fusion_bench_featcal.engine.kernels import choose_kernel, with_kernel
+from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
 
 
 @dataclass(frozen=True)

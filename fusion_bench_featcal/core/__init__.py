@@ -2,10 +2,9 @@
 
 from fusion_bench_featcal.core.cholesky import UnsolvedError
 from fusion_bench_featcal.core.drift import drift_norm_sum
-from fusion_bench_featcal.core.folded import FoldedLinear
-from fusion_bench_featcal.core.folded_norm import FoldedNorm
 from fusion_bench_featcal.core.moments import (
     LinearMoments,
+    LinearSums,
     NormMoments,
     frobenius_norm,
     linear_moments,
@@ -15,6 +14,8 @@ from fusion_bench_featcal.core.moments import (
 )
 from fusion_bench_featcal.core.solve import (
     LinearSolution,
+    LinearSystem,
+    NormSystem,
     extrapolate_anchor,
     solve_bias,
     solve_linear,
@@ -22,11 +23,12 @@ from fusion_bench_featcal.core.solve import (
 )
 
 __all__ = [
-    "FoldedLinear",
-    "FoldedNorm",
     "LinearMoments",
     "LinearSolution",
+    "LinearSums",
+    "LinearSystem",
     "NormMoments",
+    "NormSystem",
     "UnsolvedError",
     "drift_norm_sum",
     "extrapolate_anchor",

@@ -1,6 +1,6 @@
 """Solving the normal equations `W A = R`, checked (Eq. 17)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -9,11 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fusion_bench_featcal.core.blocked import Product, cholesky_by_blocks, solve_by_blocks
 from fusion_bench_featcal.core.finite import not_finite
 from fusion_bench_featcal.core.moments import frobenius_norm
-from fusion_bench_featcal.core.readback import read_back
-from fusion_bench_featcal.core.triangle import mirror_lower
+from fusion_bench_featcal.core.products import mirror_lower, times_transposed
 
 MAX_RESIDUAL = 1e-6
 """Largest accepted relative residual of the normal equations."""
@@ -28,6 +26,9 @@ the number of tasks over lambda."""
 _PROBES = 16
 _POWER_VECTORS, _POWER_STEPS = 2, 4
 _STRIP = 512
+
+BLOCK = 256
+"""Width of a block: its own factor and inverse take little of the time."""
 
 PIVOT_MARGIN = 4
 """A pivot must exceed this many times the dimension's worth of rounding to count as non-zero."""
@@ -64,17 +65,14 @@ class Factor:
     signs: Float[Tensor, "5"]
 
 
-def factor_of(system: Float[Tensor, "d d"], times: Product | None = None) -> Factor:
+def factor_of(system: Float[Tensor, "d d"]) -> Factor:
     """Factorise, and leave it to `trusted_condition` to tell what it is worth.
 
     Args:
         system: `sum_i w_i G_i + (lambda + eps) I`, `[d, d]`, symmetric.
-        times: Products that are faster than LAPACK, by which it is done then; None: LAPACK.
     """
-    if times is None:
-        lower, info = torch.linalg.cholesky_ex(system)
-    else:
-        lower, info = cholesky_by_blocks(system, times)
+    factorise = cholesky_by_blocks if _are_products_faster(system) else torch.linalg.cholesky_ex
+    lower, info = factorise(system)
     pivots = lower.diagonal() ** 2
     largest, condition = system.diagonal().max(), estimated_condition(system, lower)
     signs = (not_finite(system), info != 0, pivots.min(), largest, condition)
@@ -134,20 +132,10 @@ def trusted_condition(signs: Sequence[float], *, size: int, floor: float, roundi
     return condition
 
 
-def factorise(
-    system: Float[Tensor, "d d"], *, floor: float, rounding: float
-) -> tuple[Float[Tensor, "d d"], float]:
-    """`factor_of` and `trusted_condition` in one; the lower factor and the condition."""
-    factor = factor_of(system)
-    signs = read_back([factor.signs])
-    return factor.lower, trusted_condition(signs, size=len(system), floor=floor, rounding=rounding)
-
-
 def solve_factorised(
     factor: Float[Tensor, "d d"],
     system: Float[Tensor, "d d"],
     right: Float[Tensor, "m d"],
-    times: Product | None = None,
 ) -> tuple[Float[Tensor, "m d"], Float[Tensor, ""]]:
     """Solve `W A = R` from the factor of `A`, and leave it to `check_residual` to accept it.
 
@@ -155,13 +143,12 @@ def solve_factorised(
         factor: Lower Cholesky factor of `system`, in whose dtype is solved.
         system: `A`, `[d, d]`.
         right: `R`, `[m, d]`.
-        times: As for `factor_of`.
 
     Returns:
         `W`, `[m, d]`, and the relative residual `|W A - R|_F / |R|_F` (0 where R is 0), as
         `relative_residual` estimates it.
     """
-    weight = triangular_solves(right, factor, times)
+    weight = triangular_solves(right, factor)
     return weight, relative_residual(weight, system, right)
 
 
@@ -183,17 +170,16 @@ def check_residual(residual: float, dtype: torch.dtype) -> None:
 
 
 def triangular_solves(
-    right: Float[Tensor, "m d"], factor: Float[Tensor, "d d"], times: Product | None = None
+    right: Float[Tensor, "m d"], factor: Float[Tensor, "d d"]
 ) -> Float[Tensor, "m d"]:
     """`R (L L')^-1`; faster than `torch.cholesky_solve`, which copies the factor.
 
     Args:
         right: `R`, `[m, d]`.
         factor: `L`, `[d, d]`, lower.
-        times: As for `factor_of`.
     """
-    if times is not None:
-        return solve_by_blocks(right, factor, times)
+    if _are_products_faster(factor):
+        return solve_by_blocks(right, factor)
     half = torch.linalg.solve_triangular(factor.T, right, upper=True, left=False)
     return torch.linalg.solve_triangular(factor, half, upper=False, left=False)
 
@@ -248,3 +234,74 @@ def ridge_system(
     mirror_lower(system)
     system.diagonal().add_(ridge_lambda + eps)
     return system
+
+
+# Cholesky factor and triangular solves by products of blocks. Most of their work is in products,
+# which may go through a faster library than LAPACK's.
+
+
+def _are_products_faster(like: Tensor) -> bool:
+    """Tell whether float32 products are faster than LAPACK: on CPUs by a fourth and more."""
+    return like.is_cpu and like.dtype == torch.float32
+
+
+def cholesky_by_blocks(
+    system: Float[Tensor, "d d"],
+) -> tuple[Float[Tensor, "d d"], Tensor]:
+    """Lower Cholesky factor.
+
+    Args:
+        system: A symmetric matrix; only its lower triangle is looked at.
+
+    Returns:
+        The factor, and a scalar that is 0 if there is one, as `torch.linalg.cholesky_ex` has it.
+    """
+    lower, failed = torch.zeros_like(system), torch.zeros((), dtype=torch.int)
+    for start, stop in _blocks(len(system)):
+        panel = system[start:, start:stop]
+        if start:
+            done = lower[start:, :start]
+            panel = panel - times_transposed(done, done[: stop - start])
+        corner, info = torch.linalg.cholesky_ex(panel[: stop - start])
+        failed = failed + info
+        lower[start:stop, start:stop] = corner
+        lower[stop:, start:stop] = torch.linalg.solve_triangular(
+            corner.T, panel[stop - start :], upper=True, left=False
+        )
+    return lower, failed
+
+
+def solve_by_blocks(
+    right: Float[Tensor, "m d"], lower: Float[Tensor, "d d"]
+) -> Float[Tensor, "m d"]:
+    """`R (L L')^-1`.
+
+    The factor's diagonal blocks are inverted. They are better conditioned than the factor, and who
+    asks looks at the residual.
+
+    Args:
+        right: `R`, `[m, d]`.
+        lower: `L`, `[d, d]`.
+    """
+    solution, blocks = right.clone(), list(_blocks(len(lower)))
+    unit = torch.eye(BLOCK, dtype=lower.dtype)
+    inverses = [
+        torch.linalg.solve_triangular(corner, unit[: len(corner), : len(corner)], upper=False)
+        for corner in (lower[start:stop, start:stop] for start, stop in blocks)
+    ]
+    for (start, stop), inverse in zip(blocks, inverses, strict=True):
+        part = solution[:, start:stop]
+        if start:
+            part -= times_transposed(solution[:, :start], lower[start:stop, :start])
+        part.copy_(times_transposed(part, inverse))
+    for (start, stop), inverse in reversed(list(zip(blocks, inverses, strict=True))):
+        part = solution[:, start:stop]
+        if stop < len(lower):
+            part -= times_transposed(solution[:, stop:], lower[stop:, start:stop].T)
+        part.copy_(times_transposed(part, inverse.T))
+    return solution
+
+
+def _blocks(size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, size, BLOCK):
+        yield start, min(start + BLOCK, size)

@@ -1,4 +1,6 @@
-"""Telling whether large tensors hold NaN or infinity."""
+"""NaN and infinity in large tensors, and the one way in which the host looks at a device."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,3 +33,18 @@ def not_finite(tensor: Tensor) -> Tensor:
     narrow = tensor.is_floating_point() and tensor.dtype.itemsize < 4
     total = tensor.sum(dtype=torch.float32) if narrow else tensor.sum()
     return torch.isfinite(total).logical_not()
+
+
+def read_back(values: Sequence[Tensor]) -> list[float]:
+    """Copy numbers to the host, all at once: on a GPU it waits, once, for what computes them.
+
+    Args:
+        values: Scalars or vectors, of one device and any dtypes.
+
+    Returns:
+        Their entries in order.
+    """
+    if not values:
+        return []
+    wide = torch.float32 if values[0].device.type == "mps" else torch.float64
+    return torch.cat([value.reshape(-1).to(wide) for value in values]).tolist()

@@ -1,9 +1,10 @@
 """Sums over a task's calibration rows, from which every solve is made (Eqs. 13, 14, 56).
 
 Rows are `[n, d]` here (the paper writes inputs as columns). Sums are kept undivided, so that parts
-of a task (batches, devices) merge by `+`; they are divided by the total row weight at the end.
+of a task (batches, devices) add up; they are divided by the total row weight at the end.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -11,8 +12,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fusion_bench_featcal.core.finite import not_finite
+from fusion_bench_featcal.core.products import (
+    add_lower_gram,
+    add_product,
+    columns_of,
+    mirror_lower,
+    times_transposed,
+)
+
 MOMENT_DTYPE = torch.float32
 """Least precise dtype in which sums are kept, whatever the model's dtype is."""
+
+MOST_ROWS = 4096
+"""So many rows are multiplied at a time: products may take copies of them."""
 
 Moments = TypeVar("Moments", "LinearMoments", "NormMoments")
 
@@ -50,9 +63,24 @@ class LinearMoments:
         mixed = mix_alpha * self.cross_exp + (1 - mix_alpha) * self.gram
         return mixed / self.weight
 
-    def mean_target(self, mix_alpha: float) -> Float[Tensor, " d"]:
-        """Mean target input `mu_tgt`, `[d]` (Eqs. 10, 51)."""
-        return (mix_alpha * self.sum_exp + (1 - mix_alpha) * self.sum_cal) / self.weight
+    def means(self, mix_alpha: float, dtype: torch.dtype) -> "TaskMeans":
+        """Means over the rows, as `LinearSystem.fold` takes them.
+
+        Args:
+            mix_alpha: alpha (Eq. 10).
+            dtype: Dtype of the means.
+        """
+        weight = self.weight.to(dtype)
+        gram, cross = self.gram.to(dtype), self.cross_exp.to(dtype)
+        mean_cal, mean_exp = self.sum_cal.to(dtype) / weight, self.sum_exp.to(dtype) / weight
+        return TaskMeans(
+            gram=gram / weight,
+            shift=mix_alpha * (cross - gram).T / weight,
+            reached={},
+            mean_cal=mean_cal,
+            mean_target=mean_cal + mix_alpha * (mean_exp - mean_cal),
+            rounding=torch.finfo(self.gram.dtype).eps,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,19 +167,177 @@ def linear_moments(
             f"{tuple(x_exp.shape)} (expert)"
         )
     (x_cal, x_exp), weights = counted_rows((x_cal, x_exp), row_weights, dtype)
-    weighted = x_cal if weights is None else x_cal * weights[:, None]
-    weighted_exp = x_exp if weights is None else x_exp * weights[:, None]
-    total = x_cal.new_tensor(float(len(x_cal))) if weights is None else weights.sum()
-    drift = x_cal - x_exp
-    drift_sq = (drift * drift) if weights is None else (drift * drift) * weights[:, None]
+    sums = LinearSums(x_cal, mix_alpha=1.0, dtype=x_cal.dtype)
+    sums.add(x_cal, x_exp, weights)
+    drift_sq = (x_cal - x_exp).square().sum(1)
     return LinearMoments(
-        gram=weighted.T @ x_cal,
-        cross_exp=weighted_exp.T @ x_cal,
-        sum_cal=weighted.sum(0),
-        sum_exp=weighted_exp.sum(0),
-        weight=total,
-        drift_sq=drift_sq.sum(),
+        gram=mirror_lower(sums.gram),
+        cross_exp=sums.gram + sums.cross.T,
+        sum_cal=sums.sum_cal,
+        sum_exp=sums.sum_cal + sums.sum_shift,
+        weight=sums.weight,
+        drift_sq=drift_sq.sum() if weights is None else weights @ drift_sq,
     )
+
+
+class LinearSums:
+    """Running sums over one task's rows, for linear modules that share their input (Eq. 13).
+
+    The cross moment enters by its difference to the gram: equal features of both models give
+    exactly zero, and unlike ones a small matrix with a small error. Where the modules have few
+    outputs, `W_i C_i` is summed from the rows in its place, which costs less.
+
+    Attributes:
+        gram: `sum p x_cal x_cal'`, `[d, d]`; only its lower triangle is formed.
+        cross: `sum p x_cal (x_exp - x_cal)'`, `[d, d]`; None where it is not needed.
+        reached: `sum p (W_i x_tgt) x_cal'` of each module, `[m, d]`; empty where there is `cross`.
+        sum_cal: `sum p x_cal`, `[d]`.
+        sum_shift: `sum p (x_exp - x_cal)`, `[d]`.
+        weight: `sum p`, a scalar.
+    """
+
+    def __init__(
+        self,
+        like: Tensor,
+        *,
+        mix_alpha: float,
+        expert_weights: Mapping[str, Tensor] | None = None,
+        dtype: torch.dtype = MOMENT_DTYPE,
+        mean_dtype: torch.dtype = MOMENT_DTYPE,
+    ) -> None:
+        """Start with no rows.
+
+        Args:
+            like: A module's input, `[..., d]`, for width, dtype and device.
+            mix_alpha: alpha (Eq. 10); at 0 expert features need not be given.
+            expert_weights: `W_i` of each module by name, `[m, d]`; None: the cross moment is
+                formed, however few outputs there are.
+            dtype: Least precise dtype of the sums.
+            mean_dtype: Least precise dtype of the means.
+        """
+        zero = like.new_zeros((), dtype=torch.promote_types(like.dtype, dtype))
+        width, weights = like.shape[-1], expert_weights or {}
+        is_few = bool(weights) and 2 * sum(map(len, weights.values())) <= width
+        self._alpha = mix_alpha
+        self._weights = {
+            name: weight.to(zero.dtype)
+            for name, weight in weights.items()
+            if is_few and mix_alpha > 0
+        }
+        self._mean_dtype = torch.promote_types(zero.dtype, mean_dtype)
+        self._rounding = _gram_rounding(like.dtype, zero.dtype)
+        self.gram = zero.new_zeros(width, width)
+        self._cross = zero.new_zeros(width, width) if mix_alpha > 0 and not self._weights else None
+        self.reached = {name: torch.zeros_like(w) for name, w in self._weights.items()}
+        self.sum_cal, self.sum_shift = zero.new_zeros(width), zero.new_zeros(width)
+        self.weight = zero.clone()
+
+    def add(self, x_cal: Tensor, x_exp: Tensor | None, row_weights: Tensor | None) -> None:
+        """Add rows, all of which count.
+
+        Args:
+            x_cal: Inputs in the calibrated model, `[n, d]`.
+            x_exp: Inputs of the same rows in the expert; None where alpha is 0.
+            row_weights: Weight of each row, `[n]`, finite and > 0: the host does not look at them.
+                None: all weigh 1.
+
+        Raises:
+            ValueError: If shapes differ.
+        """
+        if x_exp is not None and x_cal.shape != x_exp.shape:
+            raise ValueError(
+                f"inputs must be two [n, d] of one shape, got {tuple(x_cal.shape)} (calibrated) "
+                f"and {tuple(x_exp.shape)} (expert)"
+            )
+        for start in range(0, len(x_cal), MOST_ROWS):
+            rows = slice(start, start + MOST_ROWS)
+            weights = None if row_weights is None else row_weights[rows].to(self.gram.dtype)
+            expert = None if x_exp is None else x_exp[rows].to(self.gram.dtype)
+            self._absorb(x_cal[rows].to(self.gram.dtype), expert, weights)
+
+    def _absorb(self, x_cal: Tensor, x_exp: Tensor | None, weights: Tensor | None) -> None:
+        shift = None if x_exp is None else x_exp - x_cal
+        self.weight += len(x_cal) if weights is None else weights.sum()
+        for total, rows in ((self.sum_cal, x_cal), (self.sum_shift, shift)):
+            if rows is not None:
+                total += rows.sum(0) if weights is None else weights @ rows
+        # Roots on both sides: a gram stays one, however it is rounded.
+        roots = None if weights is None else weights.sqrt()[:, None]
+        x_cal = x_cal if roots is None else x_cal * roots
+        shift = shift if roots is None or shift is None else shift * roots
+        columns = columns_of(x_cal)
+        add_lower_gram(self.gram, columns)
+        if shift is None:
+            return
+        if self._cross is not None:
+            add_product(self._cross, columns, columns_of(shift))
+        if self.reached:
+            target = torch.add(x_cal, shift, alpha=self._alpha)
+            for name, weight in self._weights.items():
+                add_product(
+                    self.reached[name], columns_of(times_transposed(target, weight)), columns
+                )
+
+    @property
+    def cross(self) -> Tensor:
+        """The cross moment's difference to the gram; zero where alpha is 0."""
+        return torch.zeros_like(self.gram) if self._cross is None else self._cross
+
+    def not_finite(self) -> Tensor:
+        """1 where a sum is NaN or infinite, else 0, a scalar."""
+        return torch.stack([not_finite(part) for part in self.tensors()[3:]]).any()
+
+    def tensors(self) -> list[Tensor]:
+        """The sums, to which those of further rows may be added in place, in a fixed order."""
+        cross = [] if self._cross is None else [self._cross]
+        vectors = [self.weight, self.sum_cal, self.sum_shift]
+        return [*vectors, self.gram, *cross, *self.reached.values()]
+
+    def means(self) -> "TaskMeans":
+        """Means over all rows. The sums are used up: this ends them."""
+        dtype = self._mean_dtype
+        total = self.weight.to(dtype)
+        mean_cal = self.sum_cal.to(dtype) / total
+        cross = None if self._cross is None else self._cross.to(dtype)
+        return TaskMeans(
+            gram=self.gram.to(dtype).div_(total),
+            shift=None if cross is None else cross.mul_(self._alpha / total),
+            reached={name: sums.to(dtype).div_(total) for name, sums in self.reached.items()},
+            mean_cal=mean_cal,
+            mean_target=mean_cal + self._alpha * (self.sum_shift.to(dtype) / total),
+            rounding=self._rounding,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskMeans:
+    """Means over one task's rows of the inputs that some linear modules share.
+
+    Attributes:
+        gram: `G`, `[d, d]`, symmetric; only its lower triangle is looked at.
+        shift: `(C - G)' = alpha mean(x_cal (x_exp - x_cal)')`, `[d, d]`; None: zero, or not needed.
+        reached: `W_i C` of each module, `[m, d]` by name, where it was summed itself.
+        mean_cal: `mu_cal`, `[d]`.
+        mean_target: `mu_tgt`, `[d]`.
+        rounding: Rounding of the gram, relative to its diagonal.
+    """
+
+    gram: Float[Tensor, "d d"]
+    shift: Float[Tensor, "d d"] | None
+    reached: Mapping[str, Tensor]
+    mean_cal: Float[Tensor, " d"]
+    mean_target: Float[Tensor, " d"]
+    rounding: float
+
+
+def _gram_rounding(features: torch.dtype, sums: torch.dtype) -> float:
+    """Rounding of a Gram matrix, relative to its diagonal.
+
+    The rounding of float32 features fills a direction that they lack with their rounding's square,
+    which float64 sums resolve. Half-precision features are taken as the numbers they are.
+    """
+    of_sums = torch.finfo(sums).eps
+    return of_sums if features.itemsize < 4 else max(of_sums, torch.finfo(features).eps ** 2)
 
 
 def normalised_input(x: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,8 @@
 """Closed-form updates of weight, bias and LayerNorm affine (Eqs. 11, 17, 51-59).
 
-These functions are the definition of FeatCal's update. They take whole statistics of every task;
-`core.folded` computes the same from running sums.
+`LinearSystem` and `NormSystem` hold sums over tasks, into which one task after another is folded;
+memory is `O(d^2)` whatever the number of tasks. `solve_linear`, `solve_bias` and `solve_norm` do
+the same with whole statistics of every task.
 """
 
 from collections.abc import Mapping
@@ -12,13 +13,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fusion_bench_featcal.core.cholesky import (
+    SINGLE_LAMBDA,
+    Factor,
+    UnsolvedError,
     check_residual,
-    factorise,
+    factor_of,
     ridge_system,
     solve_dtype,
     solve_factorised,
+    trusted_condition,
 )
-from fusion_bench_featcal.core.moments import LinearMoments, NormMoments, task_weight
+from fusion_bench_featcal.core.finite import read_back
+from fusion_bench_featcal.core.moments import (
+    LinearMoments,
+    NormMoments,
+    TaskMeans,
+    weight_of_norm,
+)
+from fusion_bench_featcal.core.products import mirror_lower, norm_of_lower, times_transposed
 
 Affine = tuple[Tensor, Tensor]
 """Gain and shift of a LayerNorm, `[d]` each."""
@@ -65,6 +77,265 @@ def extrapolate_anchor(merged: Tensor, base: Tensor | None, anchor_rho: float) -
     return base + anchor_rho * (merged - base)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedSolution:
+    """Solutions of the linear modules that share their input.
+
+    Attributes:
+        weights: `W*` of each module by name, `[m, d]`, in the solve's dtype.
+        residuals: The relative residual of each.
+        condition: Estimate of the condition number of their one system.
+    """
+
+    weights: dict[str, Tensor]
+    residuals: dict[str, float]
+    condition: float
+
+
+class LinearSystem:
+    """Sums over tasks for linear modules that share one input, and their solves (Eqs. 17, 51-55).
+
+    All modules share the gram, the task weights and the Cholesky factor; each has its own right
+    side. What is solved for is the difference to the module's anchor, whose right side
+    `sum w_i (W_i C_i - W_anc G_i)` is exactly zero where nothing is to be done: it is summed as
+    `sum w_i (W_i - W_anc) C_i`, to which `W_anc sum w_i (C_i - G_i)` is added once for all tasks.
+
+    Attributes:
+        task_weights: `w_i` of each folded task (Eq. 14), scalars.
+        gram_norms: Frobenius norm of each folded task's mean gram, scalars.
+    """
+
+    def __init__(self, anchors: Mapping[str, Tensor], *, eps: float) -> None:
+        """Start with no task.
+
+        Args:
+            anchors: `W_anc` of each module by name, `[m, d]`, `d` alike for all.
+            eps: Stabiliser of the matrix and floor of the norms.
+        """
+        self._anchors, self._eps, self._rounding = dict(anchors), eps, 0.0
+        self._gram: Tensor | None = None
+        self._shift: Tensor | None = None
+        self._mean_cal: Tensor | None = None
+        self._right: dict[str, Tensor] = {}
+        self._bias_right: dict[str, Tensor] = {}
+        self._lacks_anchor = False
+        self.task_weights: dict[str, Tensor] = {}
+        self.gram_norms: dict[str, Tensor] = {}
+
+    def fold(
+        self,
+        task: str,
+        means: TaskMeans,
+        expert_weights: Mapping[str, Tensor],
+        expert_biases: Mapping[str, Tensor],
+    ) -> None:
+        """Fold one task in. Its means are used up: the first task's become the sums.
+
+        Args:
+            task: The task's name, not yet folded.
+            means: Its means over all its rows; `reached` for all tasks or for none.
+            expert_weights: Its expert's weight of each module, `[m, d]`.
+            expert_biases: Its expert's bias of each module whose bias is calibrated, `[m]`.
+
+        Raises:
+            ValueError: If the task was folded before.
+            ZeroDivisionError: If all inputs are zero and eps is 0.
+        """
+        if task in self.task_weights:
+            raise ValueError(f"task {task!r} was folded before")
+        norm, dtype = norm_of_lower(means.gram), means.gram.dtype
+        weight = weight_of_norm(norm, self._eps)
+        cross = means.gram
+        if not means.reached:
+            mirror_lower(means.gram)
+            cross = means.gram if means.shift is None else means.gram + means.shift
+        for name, anchor in self._anchors.items():
+            expert = expert_weights[name].to(dtype)
+            right = means.reached.get(name)
+            if right is None:
+                right = times_transposed(expert - anchor.to(dtype), cross)
+            self._right[name] = _add_weighted(self._right.get(name), right, weight)
+            if name in expert_biases:
+                wanted = expert_biases[name].to(dtype) + expert @ means.mean_target
+                self._bias_right[name] = _add_weighted(self._bias_right.get(name), wanted, weight)
+        # These come last, as the first task's are changed.
+        self._gram = _add_weighted(self._gram, means.gram, weight)
+        self._mean_cal = _add_weighted(self._mean_cal, means.mean_cal, weight)
+        if means.shift is not None:
+            self._shift = _add_weighted(self._shift, means.shift, weight)
+        self._lacks_anchor = bool(means.reached)
+        self._rounding = max(self._rounding, means.rounding)
+        self.task_weights[task], self.gram_norms[task] = weight, norm
+
+    def tensors(self) -> list[Tensor]:
+        """The sums, to which those of further tasks may be added in place, in a fixed order.
+
+        No task can be folded in any more; the number of tensors and their shapes depend on the
+        modules alone.
+        """
+        self._add_anchors()
+        biases = [self._bias_right[name] for name in self._anchors if name in self._bias_right]
+        rights = [self._right[name] for name in self._anchors]
+        return [self._known(self._gram), self._known(self._mean_cal), *rights, *biases]
+
+    def adopt(self, weights: Mapping[str, float]) -> None:
+        """Take over the weights `w_i` of all tasks whose sums were added."""
+        self.gram_norms = {}  # those of the tasks that were folded here say nothing any more
+        self.task_weights = {t: self._known(self._gram).new_full((), w) for t, w in weights.items()}
+
+    def solve(self, ridge_lambda: float) -> SharedSolution:
+        """Calibrated weight of every module (Eq. 17).
+
+        Float32 sums are solved in float32 where lambda bounds the condition (`SINGLE_LAMBDA`), and
+        again in float64 where that was not enough.
+
+        Args:
+            ridge_lambda: lambda, >= 0.
+
+        Raises:
+            UnsolvedError: If the system has no trustworthy solution, naming the module.
+        """
+        self._add_anchors()
+        gram = self._known(self._gram)
+        wide = solve_dtype(gram.device)
+        if ridge_lambda >= SINGLE_LAMBDA and gram.dtype != wide:
+            try:
+                return self._solve_in(gram.dtype, ridge_lambda)
+            except UnsolvedError:
+                pass
+        return self._solve_in(wide, ridge_lambda)
+
+    def _solve_in(self, dtype: torch.dtype, ridge_lambda: float) -> SharedSolution:
+        gram = self._known(self._gram)
+        diagonal = gram.diagonal().clone()  # in its own dtype the gram itself becomes the system
+        system = ridge_system(gram, ridge_lambda=ridge_lambda, eps=self._eps, dtype=dtype)
+        factor = factor_of(system)
+        weights: dict[str, Tensor] = {}
+        estimates: list[Tensor] = []
+        for name, anchor in self._anchors.items():
+            anchor = anchor.to(dtype)
+            right = self._right[name].to(dtype) - self._eps * anchor
+            step, residual = solve_factorised(factor.lower, system, right)
+            weights[name] = step.add_(anchor)
+            estimates.append(residual)
+        gram.diagonal().copy_(diagonal)
+        # The host looks once, at all modules.
+        signs, residuals = _split(read_back([factor.signs, *estimates]), Factor.SIGNS)
+        name, floor = next(iter(weights)), ridge_lambda + self._eps
+        try:
+            condition = trusted_condition(
+                signs, size=len(gram), floor=floor, rounding=self._rounding
+            )
+            for name, residual in zip(weights, residuals, strict=True):  # noqa: B007
+                check_residual(residual, dtype)
+        except UnsolvedError as error:
+            error.module = name
+            raise
+        found = dict(zip(weights, residuals, strict=True))
+        return SharedSolution(weights=weights, residuals=found, condition=condition)
+
+    def solve_bias(
+        self, name: str, weight: Tensor, anchor: Tensor | None, ridge_lambda: float
+    ) -> Float[Tensor, " m"]:
+        """Calibrated bias of one module, given its calibrated weight (Eqs. 51-55).
+
+        Args:
+            name: The module's name.
+            weight: `W*`, `[m, d]`.
+            anchor: `b_anc`, `[m]`, or None: lambda is dropped on both sides.
+            ridge_lambda: lambda, >= 0.
+
+        Returns:
+            `b*`, `[m]`, in float64 where the device has it: its two parts nearly cancel.
+        """
+        wide = solve_dtype(weight.device)
+        right = self._bias_right[name].to(wide)
+        right = right - weight.to(wide) @ self._known(self._mean_cal).to(wide)
+        total = torch.stack(list(self.task_weights.values())).to(wide).sum()
+        if anchor is not None:
+            right, total = right + ridge_lambda * anchor.to(wide), total + ridge_lambda
+        return right / total
+
+    def _add_anchors(self) -> None:
+        """Add to the right sides, once, what the anchors add over all tasks."""
+        gram = mirror_lower(self._known(self._gram))
+        moment, sign = (gram, -1) if self._lacks_anchor else (self._shift, 1)
+        if moment is not None:
+            for name, right in self._right.items():
+                part = times_transposed(self._anchors[name].to(moment.dtype), moment)
+                right.add_(part, alpha=sign)
+        self._shift, self._lacks_anchor = None, False
+
+    @staticmethod
+    def _known(sums: Tensor | None) -> Tensor:
+        assert sums is not None  # there is at least one task
+        return sums
+
+
+def _add_weighted(total: Tensor | None, part: Tensor, weight: Tensor) -> Tensor:
+    return part.mul_(weight) if total is None else total.addcmul_(part, weight)
+
+
+def _split(values: list[float], at: int) -> tuple[list[float], list[float]]:
+    return values[:at], values[at:]
+
+
+class NormSystem:
+    """Sums over tasks for one LayerNorm, and its solve, channel by channel (Eqs. 56-59).
+
+    Attributes:
+        tasks: Number of tasks that are in the sums.
+    """
+
+    def __init__(self) -> None:
+        """Start with no task."""
+        self._sums: list[Tensor] = []
+        self.tasks = 0
+
+    def fold(self, moments: NormMoments, expert_affine: Affine) -> None:
+        """Fold one task in.
+
+        Args:
+            moments: Its sums over all its rows.
+            expert_affine: Its expert's gain and shift, `[d]` each.
+        """
+        wide = solve_dtype(moments.sum_z.device)
+        weight = moments.weight.to(wide)
+        second, first = moments.sum_z_sq.to(wide) / weight, moments.sum_z.to(wide) / weight
+        gain, shift = (part.to(wide) for part in expert_affine)
+        new = [second, first, second * gain + first * shift, first * gain + shift]
+        self._sums = (
+            [sum(pair) for pair in zip(self._sums, new, strict=True)] if self.tasks else new
+        )
+        self.tasks += 1
+
+    def tensors(self) -> list[Tensor]:
+        """The sums, to which those of further tasks may be added in place; `tasks` counts them."""
+        return self._sums
+
+    def solve(self, anchor: Affine | None, *, ridge_lambda: float, eps: float) -> Affine:
+        """Calibrated gain and shift (Eqs. 57-59).
+
+        Args:
+            anchor: Anchor gain and shift, or None (no base): lambda is dropped on both sides.
+            ridge_lambda: lambda, >= 0.
+            eps: Lower bound of each channel's determinant.
+
+        Returns:
+            Gain and shift, `[d]` each, in the solve's dtype.
+        """
+        second, first, right_gain, right_shift = self._sums
+        pull = 0.0 if anchor is None else ridge_lambda
+        a11, a12, a22 = second + pull, first, self.tasks + pull
+        if anchor is not None:
+            right_gain = right_gain + pull * anchor[0].to(second.dtype)
+            right_shift = right_shift + pull * anchor[1].to(second.dtype)
+        determinant = (a22 * a11 - a12 * a12).clamp_min(eps)
+        gain = (a22 * right_gain - a12 * right_shift) / determinant
+        shift = (a11 * right_shift - a12 * right_gain) / determinant
+        return gain, shift
+
+
 def solve_linear(
     moments: Mapping[str, LinearMoments],
     expert_weights: Mapping[str, Tensor],
@@ -74,7 +345,7 @@ def solve_linear(
     ridge_lambda: float,
     eps: float,
 ) -> LinearSolution:
-    """Calibrated weight of one linear module (Eq. 17).
+    """Calibrated weight of one linear module (Eq. 17), in float64 where the device has it.
 
     `W* = (sum_i w_i W_i C_i + lambda W_anc) (sum_i w_i G_i + lambda I + eps I)^-1`, solved for
     the difference to the anchor, which makes the no-op case exact.
@@ -87,31 +358,20 @@ def solve_linear(
         ridge_lambda: lambda, >= 0.
         eps: Stabiliser of the matrix and floor of the norms.
 
-    Returns:
-        The solution, in float64 where the device has it.
-
     Raises:
         UnsolvedError: If the system has no trustworthy solution.
         KeyError: If a task has moments but no expert weight.
     """
     wide = solve_dtype(anchor.device)
-    anchor = anchor.to(wide)
-    weights = {task: task_weight(m, eps).to(wide) for task, m in moments.items()}
-    gram = anchor.new_zeros(anchor.shape[1], anchor.shape[1])
-    right = -eps * anchor
+    system = LinearSystem({"": anchor.to(wide)}, eps=eps)
     for task, m in moments.items():
-        mean_gram = m.gram.to(wide) / m.weight.to(wide)
-        reached = expert_weights[task].to(wide) @ m.cross(mix_alpha).to(wide)
-        gram += weights[task] * mean_gram
-        right += weights[task] * (reached - anchor @ mean_gram)
-    system = ridge_system(gram, ridge_lambda=ridge_lambda, eps=eps, dtype=wide)
-    rounding = torch.finfo(next(iter(moments.values())).gram.dtype).eps
-    factor, condition = factorise(system, floor=ridge_lambda + eps, rounding=rounding)
-    step, estimate = solve_factorised(factor, system, right)
-    residual = float(estimate)
-    check_residual(residual, wide)
+        system.fold(task, m.means(mix_alpha, wide), {"": expert_weights[task]}, {})
+    found = system.solve(ridge_lambda)
     return LinearSolution(
-        weight=anchor + step, task_weights=weights, residual=residual, condition=condition
+        weight=found.weights[""],
+        task_weights=system.task_weights,
+        residual=found.residuals[""],
+        condition=found.condition,
     )
 
 
@@ -147,50 +407,11 @@ def solve_bias(
     right = weight.new_zeros(weight.shape[0]) if anchor is None else pull * anchor.to(wide)
     total = weight.new_tensor(pull)
     for task, m in moments.items():
-        mean_cal = m.sum_cal.to(wide) / m.weight.to(wide)
-        mean_exp = m.sum_exp.to(wide) / m.weight.to(wide)
-        target = mix_alpha * mean_exp + (1 - mix_alpha) * mean_cal
-        wanted = expert_biases[task].to(wide) + expert_weights[task].to(wide) @ target
-        right = right + task_weights[task].to(wide) * (wanted - weight @ mean_cal)
-        total = total + task_weights[task].to(wide)
+        means, omega = m.means(mix_alpha, wide), task_weights[task].to(wide)
+        wanted = expert_biases[task].to(wide) + expert_weights[task].to(wide) @ means.mean_target
+        right = right + omega * (wanted - weight @ means.mean_cal)
+        total = total + omega
     return right / total
-
-
-def solve_affine(
-    second: Tensor,
-    first: Tensor,
-    tasks: int,
-    right_gain: Tensor,
-    right_shift: Tensor,
-    anchor: Affine | None,
-    *,
-    ridge_lambda: float,
-    eps: float,
-) -> Affine:
-    """Solve the 2x2 system of each channel from its sums over tasks (Eqs. 57-59).
-
-    Args:
-        second: `sum_i q_i`, `[d]`.
-        first: `sum_i zbar_i`, `[d]`.
-        tasks: Number of tasks.
-        right_gain: `sum_i (q_i g_i + zbar_i be_i)`, `[d]`.
-        right_shift: `sum_i (zbar_i g_i + be_i)`, `[d]`.
-        anchor: Anchor gain and shift, or None: lambda is dropped on both sides.
-        ridge_lambda: lambda, >= 0.
-        eps: Lower bound of the determinant.
-
-    Returns:
-        Gain and shift, `[d]` each.
-    """
-    pull = 0.0 if anchor is None else ridge_lambda
-    a11, a12, a22 = second + pull, first, tasks + pull
-    if anchor is not None:
-        right_gain = right_gain + pull * anchor[0].to(second.dtype)
-        right_shift = right_shift + pull * anchor[1].to(second.dtype)
-    determinant = (a22 * a11 - a12 * a12).clamp_min(eps)
-    gain = (a22 * right_gain - a12 * right_shift) / determinant
-    shift = (a11 * right_shift - a12 * right_gain) / determinant
-    return gain, shift
 
 
 def solve_norm(
@@ -208,30 +429,11 @@ def solve_norm(
     Args:
         moments: Each task's sums of normalised inputs.
         expert_affines: Each expert's gain and shift, `[d]` each.
-        anchor: Anchor gain and shift, or None (no base): lambda is dropped on both sides.
-        ridge_lambda: lambda, >= 0.
+        anchor: As for `NormSystem.solve`, and so `ridge_lambda`, `eps` and what is returned.
+        ridge_lambda: lambda.
         eps: Lower bound of each channel's determinant.
-
-    Returns:
-        Gain and shift, `[d]` each, in the solve's dtype.
     """
-    device = next(iter(moments.values())).sum_z.device
-    wide = solve_dtype(device)
-    second = first = right_gain = right_shift = torch.zeros((), dtype=wide, device=device)
+    system = NormSystem()
     for task, m in moments.items():
-        q = m.sum_z_sq.to(wide) / m.weight.to(wide)
-        mean = m.sum_z.to(wide) / m.weight.to(wide)
-        gain, shift = (part.to(wide) for part in expert_affines[task])
-        second, first = second + q, first + mean
-        right_gain = right_gain + q * gain + mean * shift
-        right_shift = right_shift + mean * gain + shift
-    return solve_affine(
-        second,
-        first,
-        len(moments),
-        right_gain,
-        right_shift,
-        anchor,
-        ridge_lambda=ridge_lambda,
-        eps=eps,
-    )
+        system.fold(m, expert_affines[task])
+    return system.solve(anchor, ridge_lambda=ridge_lambda, eps=eps)

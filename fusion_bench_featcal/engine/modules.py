@@ -37,13 +37,6 @@ class Site:
         """Name of the bias (linear) or shift (norm)."""
         return f"{self.name}.bias"
 
-    def narrows(self, model: nn.Module) -> bool:
-        """Whether it is a linear module with at most half as many outputs as inputs."""
-        if self.kind != "linear":
-            return False
-        outputs, inputs = self.oriented(model.get_parameter(self.weight_name)).shape
-        return 2 * outputs <= inputs
-
     @property
     def names(self) -> tuple[str, ...]:
         """Names of its parameters."""

@@ -7,17 +7,16 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.drift import sum_drift
 from fusion_bench_featcal.core.float32_products import exact_products
+from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.engine.ahead import expect_after
 from fusion_bench_featcal.engine.block import BlockSums
-from fusion_bench_featcal.engine.precision import summing_in
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.engine.run import Run
 from fusion_bench_featcal.engine.samples import Batch
-from fusion_bench_featcal.engine.stopwatch import Stopwatch
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.engine.together import combine_task
-from fusion_bench_featcal.engine.visits import RowSums, Visit
+from fusion_bench_featcal.engine.visits import RowSums, Stopwatch, Visit
 
 
 def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSums | None) -> Visit:
@@ -41,9 +40,6 @@ def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSu
             demo_weights=demo,
             mix_alpha=run.settings.mix_alpha,
             expert=expert_model,
-            # processes that share a task must sum alike, however many batches each has
-            batches=0 if run.shares.divided else len(batches),
-            spares=into.spares if into is not None else None,
             dtype=run.row_dtype,
             mean_dtype=run.fold_dtype,
         )
@@ -57,8 +53,6 @@ def collect(run: Run, block: str, task: str, batches: list[Batch], into: BlockSu
             rows += _count(batch.cal.hidden if hidden is None else hidden, batch.valid)
             with summing():
                 sums.add(run.model, cal, exp, batch.valid, batch.other)
-        with summing():
-            sums.close()
         with exact_products():
             combine_task(sums, run.device, run.processes, run.shares)
             if into is not None:
@@ -106,7 +100,6 @@ def _run_recorded(
         [site.name for site in sites],
         step,
         needs_output=needs_output,
-        outputs_of=[site.name for site in sites if site.narrows(model)] if to_end else (),
     )
     hidden, following = output or (None, None)
     return hidden, following, recording

@@ -1,25 +1,15 @@
 """Precision of the sums over rows, and of what is formed from them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
 import torch
-from torch import Tensor
 
 from fusion_bench_featcal.core.cholesky import SINGLE_LAMBDA, solve_dtype
-from fusion_bench_featcal.core.float32_products import EXACT, multiplying_in
 from fusion_bench_featcal.core.moments import MOMENT_DTYPE
 from fusion_bench_featcal.settings import FeatCalSettings
 
-AUTO, FLOAT32, FLOAT64, TF32, BFLOAT16 = "auto", "float32", "float64", "tf32", "bfloat16"
+AUTO, FLOAT64 = "auto", "float64"
 
 MAX_ROUNDING = 1e-3
 """Largest accepted float32 rounding of the normal equations, relative to lambda."""
-
-_ADDS_IN_FLOAT32 = torch.__version__ >= "2.8" and torch.version.hip is None
-
-_sums: ContextVar[str] = ContextVar("sums", default=FLOAT32)
 
 
 def fold_dtype(settings: FeatCalSettings, tasks: int, device: torch.device) -> torch.dtype:
@@ -60,33 +50,3 @@ def coarse_sums_warning(settings: FeatCalSettings, tasks: int, device: torch.dev
         "method.sums_precision=auto on a CPU or CUDA device, or raise method.ridge_lambda to "
         f"{SINGLE_LAMBDA:g}"
     )
-
-
-@contextmanager
-def summing_in(precision: str, device: torch.device) -> Iterator[None]:
-    """Context in which sums over rows multiply float32 numbers as `sums_precision` asks.
-
-    Products are always added up in float32 or better.
-
-    Args:
-        precision: `tf32`, which only GPUs have; `bfloat16`: rows are rounded; else exact.
-        device: Device of the sums.
-    """
-    token = _sums.set(precision)
-    try:
-        with multiplying_in(TF32 if precision == TF32 and device.type == "cuda" else EXACT):
-            yield
-    finally:
-        _sums.reset(token)
-
-
-def rounded(rows: Tensor) -> Tensor:
-    """Rows as sums multiply them in this context.
-
-    In bfloat16 on an NVIDIA GPU, whose products then add up in float32 (torch 2.8 and newer);
-    elsewhere with bfloat16's values in float32, which gives the same.
-    """
-    if _sums.get() != BFLOAT16 or rows.dtype != torch.float32:
-        return rows
-    short = rows.bfloat16()
-    return short if rows.is_cuda and _ADDS_IN_FLOAT32 else short.float()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.checkpoints import open_checkpoints
+from fusion_bench_featcal.core.kernels import agreed_kernel, choose_kernel, with_kernel
 from fusion_bench_featcal.engine.activations import open_activations
-from fusion_bench_featcal.engine.kernels import agreed_kernel, choose_kernel, with_kernel
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.precision import coarse_sums_warning

@@ -1,6 +1,6 @@
 """One task's statistics over one block, summed batch by batch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core import NormMoments, normalised_input
 from fusion_bench_featcal.core.finite import not_finite
-from fusion_bench_featcal.core.moments import MOMENT_DTYPE, sum_normalised
-from fusion_bench_featcal.engine.doubts import Doubt, refuse_doubtful
-from fusion_bench_featcal.engine.linear_sums import LinearSums, outputs_are_few, rows_are_many
+from fusion_bench_featcal.core.moments import MOMENT_DTYPE, LinearSums, sum_normalised
+from fusion_bench_featcal.engine.checks import Doubt, refuse_doubtful
 from fusion_bench_featcal.engine.modules import Site, matches
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
-from fusion_bench_featcal.engine.spares import Spares
 from fusion_bench_featcal.settings import CalibrationError
 
 NO_OTHER_ROWS: Mapping[str, CountedRows | None] = {}
@@ -30,7 +28,7 @@ class TaskSums:
     """One task's sums over one block, batch by batch.
 
     Linear modules that receive the same tensors share one statistic; which ones do is found by the
-    tensors' identity, for any architecture.
+    tensors' identity, for any architecture; a task's batches must agree.
 
     Attributes:
         block: The block's name, for messages.
@@ -39,9 +37,6 @@ class TaskSums:
         demo_weights: Whether tokens but the first weigh `DEMO_TOKEN_WEIGHT`, except in k and v.
         mix_alpha: alpha (Eq. 10); at 0 expert features are not looked at.
         expert: The expert, with the block's parameters loaded; None: no cross moment is spared.
-        batches: Number of batches that will come: outputs of the expert are worth using where rows
-            are many.
-        spares: Memory for the sums; None: it is made.
         dtype: Least precise dtype of the sums.
         mean_dtype: Least precise dtype of the linear modules' means.
         linear: Sums by group of modules (their names).
@@ -54,8 +49,6 @@ class TaskSums:
     demo_weights: bool
     mix_alpha: float = 0.0
     expert: nn.Module | None = None
-    batches: int = 1
-    spares: Spares | None = None
     dtype: torch.dtype = MOMENT_DTYPE
     mean_dtype: torch.dtype = MOMENT_DTYPE
     linear: dict[tuple[str, ...], LinearSums] = field(default_factory=dict)
@@ -80,7 +73,8 @@ class TaskSums:
                 by the end of their names.
 
         Raises:
-            CalibrationError: If a module did not run, or padding cannot be told in its input.
+            CalibrationError: If a module did not run, padding cannot be told in its input, or
+                modules share their input in some batches only.
         """
         exp = exp if self.mix_alpha > 0 else None
         groups: dict[Any, list[Site]] = {}
@@ -93,89 +87,48 @@ class TaskSums:
                     f"times in the calibrated block and {len(expert_inputs)} in the expert's. "
                     f"Exclude it: method.modules=['!{site.name}']"
                 )
+            mask = _counted_in(site, valid, other)
             if site.kind == "norm":
-                self._add_norm(model, site, cal, _counted_in(site, valid, other))
+                self._add_norm(model, site, cal, mask)
             else:
-                mask = _counted_in(site, valid, other)
                 key = (inputs, expert_inputs, self._weighs_tokens(site), id(mask))
                 groups.setdefault(key, []).append(site)
-        sharing = [tuple(site.name for site in members) for members in groups.values()]
-        # Modules share a statistic only while every batch of the task lets them.
-        linear: dict[tuple[str, ...], LinearSums] = {}
-        for names, known, _ in common_parts(self.linear or sharing, sharing):
-            site = next(site for site in self.sites if site.name == names[0])
-            sums = self.linear.get(known)
-            if sums is None:
-                sums = self._empty(names, cal, exp)
-            elif names != known:
-                sums = sums.restricted(names)
-            self._add_linear(sums, site, cal, exp, _counted_in(site, valid, other))
-            linear[names] = sums
-        self.linear = linear
+        for members in groups.values():
+            sums = self._sums_of(members, cal)
+            inputs = cal.of(members[0].name)
+            expert_inputs = [None] * len(inputs) if exp is None else exp.of(members[0].name)
+            mask = _counted_in(members[0], valid, other)
+            for x_cal, x_exp in zip(inputs, expert_inputs, strict=True):
+                expert_rows = None if x_exp is None else rows_of(x_exp, mask)
+                weights = self._row_weights(members[0], x_cal, mask)
+                sums.add(rows_of(x_cal, mask), expert_rows, weights)
 
-    def _empty(self, names: Sequence[str], cal: Recording, exp: Recording | None) -> LinearSums:
-        """Sums for modules that share their input."""
-        sites = {site.name: site for site in self.sites}
-        weights = None
-        if self.expert is not None and self.mix_alpha > 0:
-            get = self.expert.get_parameter
-            weights = {n: sites[n].oriented(get(sites[n].weight_name)).detach() for n in names}
-            weights = weights if outputs_are_few(weights.values()) else None
-        inputs = cal.of(names[0])
-        rows = sum(x.shape[:-1].numel() for x in inputs) * self.batches
-        from_outputs = (
-            weights is not None
-            and exp is not None
-            and rows_are_many(rows, inputs[0])
-            and all(self._gives_products(sites[n], exp, inputs[0]) for n in names)
-        )
-        return LinearSums(
-            inputs[0],
-            mix_alpha=self.mix_alpha,
-            expert_weights=weights,
-            from_outputs=from_outputs,
-            spares=self.spares,
-            dtype=self.dtype,
-            mean_dtype=self.mean_dtype,
-        )
-
-    def _gives_products(self, site: Site, exp: Recording, x_cal: Tensor) -> bool:
-        """Tell whether the recorded outputs are weight times inputs, no coarser than the sums."""
-        outputs = exp.outputs.get(site.name, [])
-        return (
-            self.expert is not None
-            and type(self.expert.get_submodule(site.name)) is nn.Linear
-            and len(outputs) == len(exp.calls[site.name])
-            and all(output.dtype == self._sum_dtype(x_cal) for output in outputs)
-        )
+    def _sums_of(self, members: Sequence[Site], cal: Recording) -> LinearSums:
+        """The sums of modules that received the same tensors in a batch."""
+        names = tuple(site.name for site in members)
+        if names not in self.linear:
+            known = {name for group in self.linear for name in group}
+            if known & set(names):
+                raise CalibrationError(
+                    f"task {self.task}, block {self.block}: modules {', '.join(names)} receive one "
+                    "tensor in some batches and several in others, which is not supported. "
+                    f"Exclude them: method.modules=['!{names[0]}', ...]"
+                )
+            weights = None
+            if self.expert is not None:
+                get = self.expert.get_parameter
+                weights = {s.name: s.oriented(get(s.weight_name)).detach() for s in members}
+            self.linear[names] = LinearSums(
+                cal.of(names[0])[0],
+                mix_alpha=self.mix_alpha,
+                expert_weights=weights,
+                dtype=self.dtype,
+                mean_dtype=self.mean_dtype,
+            )
+        return self.linear[names]
 
     def _sum_dtype(self, x: Tensor) -> torch.dtype:
         return torch.promote_types(x.dtype, self.dtype)
-
-    def _add_linear(
-        self,
-        sums: LinearSums,
-        site: Site,
-        cal: Recording,
-        exp: Recording | None,
-        valid: CountedRows | None,
-    ) -> None:
-        """Add all calls of a module in one batch."""
-        inputs = cal.of(site.name)
-        expert_inputs = [None] * len(inputs) if exp is None else exp.of(site.name)
-        for call, (x_cal, x_exp) in enumerate(zip(inputs, expert_inputs, strict=True)):
-            weights = self._row_weights(site, x_cal, valid)
-            products = (self._product(name, exp, call) for name in sums.takes_outputs_of)
-            outputs = [rows_of(product, valid) for product in products]
-            expert_rows = None if x_exp is None else rows_of(x_exp, valid)
-            sums.add(rows_of(x_cal, valid), expert_rows, weights, outputs)
-
-    def _product(self, name: str, exp: Recording | None, call: int) -> Tensor:
-        """What the expert's weight made of a call's input: its output without the bias."""
-        assert exp is not None and self.expert is not None  # else no outputs are taken
-        output = exp.outputs[name][call]
-        bias: Any = self.expert.get_submodule(name).bias
-        return output if bias is None else output - bias
 
     def _add_norm(
         self, model: nn.Module, site: Site, cal: Recording, valid: CountedRows | None
@@ -214,30 +167,14 @@ class TaskSums:
         weights = weights.reshape(-1) if valid is None else valid.of_flat(weights.reshape(-1))
         return weights if known is None else weights * known
 
-    def restrict(self, parts: Iterable[tuple[str, ...]]) -> None:
-        """Let fewer modules share their sums: groups of them, each within one that there is."""
-        known = {name: names for names in self.linear for name in names}
-        self.linear = {
-            part: self.linear[known[part[0]]]
-            if part == known[part[0]]
-            else self.linear[known[part[0]]].restricted(part)
-            for part in parts
-        }
-
     def tensors(self) -> list[Tensor]:
         """The sums, to which those of further rows may be added in place, in a fixed order."""
         linear = [tensor for sums in self.linear.values() for tensor in sums.tensors()]
         norm = [t for m in self.norm.values() for t in (m.sum_z, m.sum_z_sq, m.weight)]
         return linear + norm
 
-    def close(self) -> None:
-        """Multiply the rows that still wait."""
-        for sums in self.linear.values():
-            sums.close()
-
     def doubts(self) -> list[Doubt]:
         """What the host has to look at before these sums may be used."""
-        self.close()
         found = [
             Doubt(sums.weight == 0, self._all_padding())
             for sums in (*self.linear.values(), *self.norm.values())
@@ -281,19 +218,3 @@ def _counted_in(
 ) -> CountedRows | None:
     """Which of a module's rows count."""
     return next((mask for end, mask in other.items() if matches(site.name, end)), valid)
-
-
-def common_parts(
-    left: Iterable[tuple[str, ...]], right: Iterable[tuple[str, ...]]
-) -> list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]]:
-    """The coarsest groups that respect two groupings of the same names.
-
-    Args:
-        left: Disjoint groups of names.
-        right: Other disjoint groups of the same names.
-
-    Returns:
-        Each non-empty intersection, with the group of `left` and of `right` that it came from.
-    """
-    parts = [(tuple(n for n in a if n in b), a, b) for a in left for b in right]
-    return [part for part in parts if part[0]]

@@ -1,19 +1,17 @@
 """Sums of several processes brought together, and a block solved from them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.checkpoints import describe_settings, glimpse
-from fusion_bench_featcal.engine.block import BlockSums, Tallies, tally_of
+from fusion_bench_featcal.engine.block import BlockSums, Names, Tallies
 from fusion_bench_featcal.engine.processes import Processes, check_agreement
 from fusion_bench_featcal.engine.shares import Shares
-from fusion_bench_featcal.engine.task_sums import TaskSums, common_parts
+from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-
-Names = tuple[str, ...]
 
 
 def begin_sharing(
@@ -63,40 +61,31 @@ def solve_together(
         return sums.solve(sums.tallies())
     told = processes.gather({} if sums is None else sums.tallies())
     tallies = {task: told[shares.members(task)[0]][task] for task in shares.tasks}
-    parts = common_partition(list(groups) for groups in tallies.values())
+    groups = _same_groups(tallies)
     updates: dict[str, Tensor] = {}
     records: list[dict[str, Any]] = []
-    tensors = {} if sums is None else _summed(sums, parts)
+    tensors = {} if sums is None else {names: sums.linear[names].tensors() for names in groups}
     processes.gather(None)  # what may fail comes before: none may miss when the others add up
     if sums is not None:
         _bring_together(sums, tensors, tallies, processes, shares)
         updates, records = sums.solve(tallies)
     solved = processes.gather((list(updates), records))
-    order = [name for names in parts for name in names]
+    order = [name for names in groups for name in names]
     records = [record for _, theirs in solved for record in theirs]
     records.sort(key=lambda record: order.index(record["module"]))
     return _spread(updates, [names for names, _ in solved], model, processes), records
 
 
-def common_partition(groupings: Iterable[Sequence[Names]]) -> list[Names]:
-    """The coarsest groups of modules that share their inputs in every task.
-
-    They come in the order that they have in one process.
-
-    Args:
-        groupings: Each task's groups, in order of the tasks.
-    """
-    first, *others = map(list, groupings)
-    parts = first
-    for groups in others:
-        parts = [names for names, _, _ in common_parts(parts, groups)]
-    return parts
-
-
-def _summed(sums: BlockSums, parts: Sequence[Names]) -> dict[Names, list[Tensor]]:
-    """The tensors to add up, of each group of modules."""
-    sums.restrict(parts)
-    return {names: sums.linear[names].tensors() for names in parts}
+def _same_groups(tallies: Tallies) -> list[Names]:
+    """The groups of modules that share their inputs, which must be every task's."""
+    first, *others = tallies
+    for task in others:
+        if list(tallies[task]) != list(tallies[first]):
+            raise CalibrationError(
+                f"modules share their inputs otherwise in task {task} than in {first}, which is "
+                "not supported. Exclude them by method.modules"
+            )
+    return list(tallies[first])
 
 
 def _bring_together(
@@ -117,7 +106,7 @@ def _bring_together(
         if owner != processes.rank:
             del sums.linear[names]
             continue
-        folded.adopt({task: tally_of(names, groups)[0] for task, groups in tallies.items()})
+        folded.adopt({task: groups[names][0] for task, groups in tallies.items()})
     for name, owner in zip(list(sums.norm), owners[len(parts) :], strict=True):
         for tensor in sums.norm[name].tensors():
             processes.reduce(tensor, owner, shares.leaders)
@@ -181,21 +170,18 @@ def combine_task(
     if not shares.divided:
         return
     members = shares.members(sums.task)
-    told = processes.gather(list(sums.linear) if sums.linear or sums.norm else None)
-    groupings = [told[rank] for rank in members]
-    parts = common_partition([groups for groups in groupings if groups is not None] or [[]])
-    if groupings[members.index(processes.rank)] is not None:
-        sums.restrict(parts)
+    # A process without batches of the task has no sums, and adds zeros.
     tensors = sums.tensors()
-    shapes = processes.gather([(tuple(t.shape), t.dtype) for t in tensors])
-    wanted = shapes[members[0]]
+    told = processes.gather((list(sums.linear), [(tuple(t.shape), t.dtype) for t in tensors]))
+    wanted = told[members[0]]
     for rank in members:
-        if groupings[members.index(rank)] is not None and shapes[rank] != wanted:
+        if told[rank][1] and told[rank] != wanted:
             raise CalibrationError(
                 f"task {sums.task}, block {sums.block}: modules share their inputs in other ways "
                 f"in process {rank} than in process {members[0]}, so that the task cannot be "
                 "divided. Lower fabric.devices to at most the number of tasks"
             )
-    tensors = tensors or [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in wanted]
+    shapes = wanted[1]
+    tensors = tensors or [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
     for tensor in tensors:
         processes.reduce(tensor, members[0], members)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusion_bench_featcal.engine.linear_sums import CHUNK_ROWS, DIRECT_ROWS, MOST_ROWS
+from fusion_bench_featcal.core.moments import MOST_ROWS
 from fusion_bench_featcal.plan.constants import Constants
 from fusion_bench_featcal.plan.seconds import few, solves_wide
 from fusion_bench_featcal.plan.work import BlockWork, Group, Work
@@ -112,7 +112,7 @@ def _folded(group: Group, mixes: bool) -> int:
 def _summed(group: Group, mixes: bool) -> int:
     """One task's sums, and the rows that wait to be multiplied or are about to be."""
     sides, width = 1 + mixes, group.width
-    waiting = CHUNK_ROWS if group.rows < DIRECT_ROWS else 0
+    waiting = 0
     passing = 0 if waiting else mixes * min(group.rows, MOST_ROWS) * width  # differences, targets
     if mixes and few(group):
         outputs = sum(group.outputs)

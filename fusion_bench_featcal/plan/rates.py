@@ -14,17 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusion_bench_featcal.compare.files import ReportError, plain, read_json, sealed_json
-from fusion_bench_featcal.core.blocked import Product
 from fusion_bench_featcal.core.cholesky import factor_of, triangular_solves
-from fusion_bench_featcal.engine.block import are_products_faster
-from fusion_bench_featcal.engine.kernels import choose_kernel, using_kernel, with_kernel
-from fusion_bench_featcal.engine.products import (
+from fusion_bench_featcal.core.kernels import choose_kernel, using_kernel, with_kernel
+from fusion_bench_featcal.core.products import (
     COLUMN_BLOCKS,
     SMALL,
     add_lower_gram,
     add_product,
     columns_of,
-    times_transposed,
 )
 
 Points = tuple[tuple[float, float], ...]
@@ -225,14 +222,9 @@ def _system(d: int, bench: _Bench, dtype: torch.dtype) -> Tensor:
     return rows @ rows.T / d + torch.eye(d, dtype=rows.dtype, device=rows.device)
 
 
-def _product_for(like: Tensor) -> Product | None:
-    """What the engine solves systems like this one by; None: LAPACK."""
-    return times_transposed if are_products_faster(like) else None
-
-
 def _factor(d: int, bench: _Bench, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
     system = _system(d, bench, dtype)
-    return d, bench.rate(d**3 / 3, lambda: factor_of(system, _product_for(system)))
+    return d, bench.rate(d**3 / 3, lambda: factor_of(system))
 
 
 def _factor_wide(d: int, bench: _Bench) -> tuple[float, float]:
@@ -242,8 +234,7 @@ def _factor_wide(d: int, bench: _Bench) -> tuple[float, float]:
 def _solve(d: int, bench: _Bench, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
     factor = torch.linalg.cholesky(_system(d, bench, dtype))
     right = bench.make(d, d, dtype=dtype)
-    times = _product_for(factor)
-    return d, bench.rate(2 * d**3, lambda: triangular_solves(right, factor, times))
+    return d, bench.rate(2 * d**3, lambda: triangular_solves(right, factor))
 
 
 def _solve_wide(d: int, bench: _Bench) -> tuple[float, float]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fusion_bench_featcal.core.cholesky import SINGLE_LAMBDA
+from fusion_bench_featcal.core.moments import MOST_ROWS
 from fusion_bench_featcal.engine.block import solve_cost
-from fusion_bench_featcal.engine.linear_sums import CHUNK_ROWS, DIRECT_ROWS
 from fusion_bench_featcal.engine.together import spread_costs
 from fusion_bench_featcal.plan.constants import Constants
 from fusion_bench_featcal.plan.counting import Counts
@@ -170,7 +170,7 @@ def _reading(size: int, machine: Machine) -> float:
 def _moments(group: Group, rows: float, amounts: Amounts, machine: Machine, entry: int) -> float:
     """One task's sums over the rows that reach a group."""
     width = group.width
-    chunk = group.rows if group.rows >= DIRECT_ROWS else min(rows, CHUNK_ROWS)
+    chunk = min(group.rows, MOST_ROWS)
     size = (chunk * width * width) ** (1 / 3)
     total = machine.products(_kind("gram", entry), gram_flops(rows, width), size)
     passes = _CAL_PASSES + (_EXP_PASSES if amounts.mixes else 0)

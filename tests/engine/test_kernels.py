@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.engine import kernels, products
-from fusion_bench_featcal.engine.kernels import (
+from fusion_bench_featcal.core import kernels, products
+from fusion_bench_featcal.core.kernels import (
     ONEDNN,
     TORCH,
     choose_kernel,

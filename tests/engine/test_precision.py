@@ -8,13 +8,13 @@ from calibrations import cast, run_fast
 from tiny_models import clip_suite
 from torch import Tensor
 
+from fusion_bench_featcal.core import LinearSums
 from fusion_bench_featcal.core.float32_products import (
     convolving_as_multiplying,
     exact_products,
     products_in_force,
 )
-from fusion_bench_featcal.engine.linear_sums import LinearSums
-from fusion_bench_featcal.engine.precision import summing_in
+from fusion_bench_featcal.core.products import summing_in
 
 CPU = torch.device("cpu")
 
@@ -114,7 +114,6 @@ def means_of(cal: Tensor, exp: Tensor, precision: str):
     sums = LinearSums(cal, mix_alpha=0.3, expert_weights=None)
     with summing_in(precision, CPU):
         sums.add(cal, exp, None)
-        sums.close()
     return sums.means()
 
 

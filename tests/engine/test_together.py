@@ -4,18 +4,11 @@ import pytest
 import torch
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.engine.linear_sums import LinearSums
+from fusion_bench_featcal.core import LinearSums
 from fusion_bench_featcal.engine.processes import OneProcess
 from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.engine.task_sums import TaskSums
-from fusion_bench_featcal.engine.together import combine_task, common_partition, spread_costs
-
-
-def test_partition_is_the_coarsest_that_all_tasks_have() -> None:
-    assert common_partition([[("q", "k", "v"), ("o",)]]) == [("q", "k", "v"), ("o",)]
-    first, second = [("q", "k", "v"), ("o",)], [("q", "v"), ("k", "o")]
-    assert common_partition([first, second, first]) == [("q", "v"), ("k",), ("o",)]
-    assert common_partition([second, first]) == [("q", "v"), ("k",), ("o",)]
+from fusion_bench_featcal.engine.together import combine_task, spread_costs
 
 
 def test_dearest_work_is_dealt_out_first() -> None:
@@ -44,7 +37,7 @@ def sums_of(names: tuple[str, ...]) -> TaskSums:
 
 
 def test_task_that_cannot_be_divided_is_refused() -> None:
-    processes = Answering([("q", "k")], [((3, 3), torch.float32)])
+    processes = Answering(([("q", "k")], [((3, 3), torch.float32)]))
     message = r"task a, block block: .* in process 1 than in process 0.* fabric\.devices to at most"
     with pytest.raises(CalibrationError, match=message):
         combine_task(sums_of(("q", "k")), torch.device("cpu"), processes, Shares(("a",), 0, 2))

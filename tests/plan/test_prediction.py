@@ -278,8 +278,8 @@ def test_rates_of_onednn_are_measured_as_the_engine_multiplies(monkeypatch: pyte
         laid_out.append(left.is_contiguous() and right.is_contiguous())
         return left @ right.T
 
-    monkeypatch.setattr("fusion_bench_featcal.engine.products.multiply_transposed", product)
-    monkeypatch.setattr("fusion_bench_featcal.engine.kernels.onednn_works", lambda: True)
+    monkeypatch.setattr("fusion_bench_featcal.core.products.multiply_transposed", product)
+    monkeypatch.setattr("fusion_bench_featcal.core.kernels.onednn_works", lambda: True)
     measure_rates(torch.device("cpu"), linear_kernel="onednn", quick=True)
     assert laid_out
     assert all(laid_out)

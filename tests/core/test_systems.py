@@ -1,4 +1,4 @@
-"""The engine's running sums give what `core.solve`, the definition, gives."""
+"""Sums over tasks, folded one at a time, give what whole statistics of every task give."""
 
 import pytest
 import torch
@@ -7,9 +7,8 @@ from problems import EXACT, GRID, Problem, assert_equal, random_problem, solve_b
 from test_norm_solve import random_norms, sums
 from torch import Tensor
 
-from fusion_bench_featcal.core import FoldedLinear, FoldedNorm, UnsolvedError, solve_norm
+from fusion_bench_featcal.core import LinearSystem, NormSystem, UnsolvedError, solve, solve_norm
 from fusion_bench_featcal.core.cholesky import SINGLE_LAMBDA, check_residual, estimated_condition
-from fusion_bench_featcal.core.folded import TaskMeans
 
 FLOAT32_BOUND = 2e-6  # the same float32 sums, folded in float32 and solved in float64
 
@@ -27,23 +26,22 @@ def second_module(problem: Problem, seed: int = 99) -> Problem:
     )
 
 
-def fold(problems: dict[str, Problem], knobs: Knobs) -> FoldedLinear:
+def fold(problems: dict[str, Problem], knobs: Knobs) -> LinearSystem:
     anchors = {name: problem.anchor(knobs.rho) for name, problem in problems.items()}
-    folded = FoldedLinear(anchors, mix_alpha=knobs.alpha, eps=knobs.eps)
+    folded = LinearSystem(anchors, eps=knobs.eps)
     first = next(iter(problems.values()))
     for task, moments in first.moments().items():
         weights = {name: problem.weights[task] for name, problem in problems.items()}
         biases = {name: problem.biases[task] for name, problem in problems.items()}
-        folded.add(task, moments, weights, biases)
+        folded.fold(task, moments.means(knobs.alpha, moments.gram.dtype), weights, biases)
     return folded
 
 
 def unfold(
-    folded: FoldedLinear, name: str, problem: Problem, knobs: Knobs
+    folded: LinearSystem, name: str, problem: Problem, knobs: Knobs
 ) -> tuple[Tensor, Tensor]:
-    weight = folded.solve(name, ridge_lambda=knobs.lam).weight
-    anchor = problem.anchor(knobs.rho, 1)
-    return weight, folded.solve_bias(name, weight, anchor, ridge_lambda=knobs.lam)
+    weight = folded.solve(knobs.lam).weights[name]
+    return weight, folded.solve_bias(name, weight, problem.anchor(knobs.rho, 1), knobs.lam)
 
 
 @pytest.mark.parametrize("knobs", GRID, ids=str)
@@ -66,22 +64,22 @@ def test_float32_sums_stay_within_their_bound(knobs: Knobs):
 def test_task_weights_residual_and_condition_are_reported_alike():
     problem, knobs = random_problem(22), Knobs()
     folded, wanted = fold({"only": problem}, knobs), solve_weight(problem, knobs)
-    found = folded.solve("only", ridge_lambda=knobs.lam)
-    assert list(found.task_weights) == list(wanted.task_weights)
+    found = folded.solve(knobs.lam)
+    assert list(folded.task_weights) == list(wanted.task_weights)
     for task, weight in wanted.task_weights.items():
-        assert float(found.task_weights[task]) == pytest.approx(float(weight), rel=EXACT)
+        assert float(folded.task_weights[task]) == pytest.approx(float(weight), rel=EXACT)
         assert folded.gram_norms[task] == pytest.approx(1 / float(weight), rel=EXACT)
     assert found.condition == pytest.approx(wanted.condition, rel=1e-6)
-    assert found.residual < 1e-12
+    assert found.residuals["only"] < 1e-12
 
 
 def test_missing_base_drops_lambda_from_the_bias():
     problem, knobs = random_problem(23), Knobs(rho=1.0)
     folded = fold({"only": problem}, knobs)
-    weight = folded.solve("only", ridge_lambda=knobs.lam).weight
-    found = folded.solve_bias("only", weight, None, ridge_lambda=knobs.lam)
-    assert_equal((found,), (folded.solve_bias("only", weight, None, ridge_lambda=0.0),), EXACT)
-    with_base = folded.solve_bias("only", weight, problem.anchor(1.0, 1), ridge_lambda=knobs.lam)
+    weight = folded.solve(knobs.lam).weights["only"]
+    found = folded.solve_bias("only", weight, None, knobs.lam)
+    assert_equal((found,), (folded.solve_bias("only", weight, None, 0.0),), EXACT)
+    with_base = folded.solve_bias("only", weight, problem.anchor(1.0, 1), knobs.lam)
     assert float((with_base - found).norm()) > 1e-4
 
 
@@ -99,81 +97,42 @@ def test_no_op_is_exact():
     for dtype in (torch.float64, torch.float32):
         narrow = still.cast(dtype)
         folded = fold({"only": narrow}, Knobs())
-        weight = folded.solve("only", ridge_lambda=0.05).weight
+        weight = folded.solve(0.05).weights["only"]
         assert torch.equal(weight.to(dtype), narrow.base[0])
 
 
 def test_task_is_folded_only_once():
     problem = random_problem(25)
     folded = fold({"only": problem}, Knobs())
-    moments = problem.moments()["task_0"]
+    means = problem.moments()["task_0"].means(0.3, torch.float64)
     with pytest.raises(ValueError, match="task_0"):
-        folded.add("task_0", moments, {"only": problem.weights["task_0"]}, {})
+        folded.fold("task_0", means, {"only": problem.weights["task_0"]}, {})
 
 
-def test_folding_leaves_the_statistics_alone():
+def test_solving_leaves_the_statistics_alone():
     problem = random_problem(26)
     moments = problem.moments()
     kept = {task: (m.gram.clone(), m.sum_cal.clone()) for task, m in moments.items()}
-    folded = FoldedLinear({"only": problem.anchor(2.0)}, mix_alpha=0.3, eps=0.0)
-    for task, m in moments.items():
-        folded.add(task, m, {"only": problem.weights[task]}, {"only": problem.biases[task]})
+    anchor = problem.anchor(2.0)
+    solve.solve_linear(moments, problem.weights, anchor, mix_alpha=0.3, ridge_lambda=0.05, eps=0.0)
     for task, (gram, sum_cal) in kept.items():
         assert torch.equal(moments[task].gram, gram)
         assert torch.equal(moments[task].sum_cal, sum_cal)
 
 
-def test_a_later_tasks_means_may_be_shared():
-    """Modules that share their inputs in a later task only, and had products of their own."""
-    names, width, alpha = ("key", "value"), 8, 0.3
-    draw = torch.Generator().manual_seed(3)
-
-    def matrix(rows: int = width) -> Tensor:
-        return torch.randn(rows, width, generator=draw, dtype=torch.float64)
-
-    anchors = {name: matrix(2) for name in names}
-    experts = [{name: matrix(2) for name in names} for _ in range(3)]
-    grams, shifts = ([x.T @ x for x in (matrix(20), matrix(20), matrix(20))] for _ in range(2))
-
-    def means(index: int, *, formed: bool) -> TaskMeans:
-        """A task's means, with the cross moment or with the products that stand for it."""
-        cross = grams[index] + shifts[index]
-        reached = {} if formed else {n: w @ cross for n, w in experts[index].items()}
-        return TaskMeans(
-            gram=grams[index].clone(),
-            shift=shifts[index].clone() if formed else None,
-            reached=reached,
-            mean_cal=torch.ones(width).double(),
-            mean_target=torch.ones(width).double(),
-            rounding=1e-16,
-        )
-
-    shared = {i: means(i, formed=True) for i in (1, 2)}
-    for name in names:
-        found, wanted = (
-            FoldedLinear({name: anchors[name]}, mix_alpha=alpha, eps=1e-8) for _ in range(2)
-        )
-        for index, weights in enumerate(experts):
-            formed = index > 0
-            found.add_means(str(index), shared.get(index) or means(0, formed=False), weights, {})
-            wanted.add_means(str(index), means(index, formed=formed), weights, {})
-        ours, theirs = (f.solve(name, ridge_lambda=0.05).weight for f in (found, wanted))
-        assert_equal((ours,), (theirs,), EXACT)
-        by_definition = sum(
-            weight * (experts[i][name] @ (grams[i] + shifts[i]))
-            for i, weight in enumerate(found.task_weights.values())
-        )
-        system = sum(w * grams[i] for i, w in enumerate(found.task_weights.values()))
-        eye = torch.eye(width, dtype=torch.float64)
-        direct = (by_definition + 0.05 * anchors[name]) @ torch.linalg.inv(system + 0.05 * eye)
-        assert_equal((ours,), (direct,), 1e-6)
+def test_sums_are_solved_at_one_lambda_after_another():
+    problem = random_problem(29)
+    folded = fold({"only": problem}, Knobs())
+    first = folded.solve(0.05).weights["only"]
+    assert not torch.allclose(folded.solve(5.0).weights["only"], first)
+    assert torch.equal(folded.solve(0.05).weights["only"], first)
 
 
 def test_unsolvable_sums_are_refused():
     problem = random_problem(27, tasks=1, rows=3, width=8)
     folded = fold({"only": problem}, Knobs(lam=0.0))
     with pytest.raises(UnsolvedError, match="singular"):
-        folded.solve("only", ridge_lambda=0.0)
+        folded.solve(0.0)
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.05, 3.0])
@@ -181,9 +140,9 @@ def test_unsolvable_sums_are_refused():
 def test_norm_sums_give_the_same_affine(lam: float, has_base: bool):
     inputs, affines, anchor = random_norms(7)
     pull = anchor if has_base else None
-    folded = FoldedNorm()
+    folded = NormSystem()
     for task, moments in sums(inputs).items():
-        folded.add(moments, affines[task])
+        folded.fold(moments, affines[task])
     found = folded.solve(pull, ridge_lambda=lam, eps=1e-8)
     wanted = solve_norm(sums(inputs), affines, pull, ridge_lambda=lam, eps=1e-8)
     assert_equal(found, wanted, EXACT)
@@ -201,18 +160,25 @@ def test_float32_solves_only_where_lambda_bounds_the_condition(
     dtype: torch.dtype, ridge_lambda: float, wanted: torch.dtype
 ):
     folded = fold({"only": random_problem(27).cast(dtype)}, Knobs())
-    assert folded.propose("only", ridge_lambda=ridge_lambda)[0].dtype == wanted
+    assert folded.solve(ridge_lambda).weights["only"].dtype == wanted
 
 
-def test_a_float32_solution_beyond_its_limit_is_solved_again_in_float64():
+def test_a_float32_solution_beyond_its_limit_is_solved_again_in_float64(monkeypatch):
     folded = fold({"only": random_problem(28).cast(torch.float32)}, Knobs())
-    folded.propose("only", ridge_lambda=0.05)
-    assert folded.check({"only": torch.tensor(1.1e-5)}) is None
-    weight, residual = folded.propose("only", ridge_lambda=0.05)
-    assert weight.dtype == torch.float64
-    assert folded.check({"only": residual}) is not None
-    with pytest.raises(UnsolvedError, match=r"residual 1\.1e-06"):
-        folded.check({"only": torch.tensor(1.1e-6)})
+    residuals = {torch.float32: 1.1e-5, torch.float64: 0.9e-6}
+    original = solve.solve_factorised
+
+    def estimated(lower: Tensor, system: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return original(lower, system, right)[0], torch.tensor(residuals[system.dtype])
+
+    monkeypatch.setattr(solve, "solve_factorised", estimated)
+    found = folded.solve(0.05)
+    assert found.weights["only"].dtype == torch.float64
+    assert found.residuals["only"] == pytest.approx(0.9e-6)
+    residuals[torch.float64] = 1.1e-6
+    with pytest.raises(UnsolvedError, match=r"residual 1\.1e-06") as raised:
+        folded.solve(0.05)
+    assert raised.value.module == "only"
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from fusion_bench_featcal.core import frobenius_norm, triangle
-from fusion_bench_featcal.core.triangle import mirror_lower, norm_of_lower
+from fusion_bench_featcal.core import frobenius_norm, products
+from fusion_bench_featcal.core.products import mirror_lower, norm_of_lower
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triangle, "_TILE", 4)
+    monkeypatch.setattr(products, "SMALL", 4)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 8, 13])
