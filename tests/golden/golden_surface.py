@@ -1,0 +1,129 @@
+"""Names that users rely on: exports, settings, configs and their targets, verbs and options."""
+
+import dataclasses
+import inspect
+import os
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fusion_bench.constants.paths import DEFAULT_CONFIG_PATH
+from golden_commands import featcal
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+
+import fusion_bench_featcal
+from fusion_bench_featcal import FeatCalSettings, calibrate
+
+CONFIG = Path(__file__).resolve().parents[2] / "config"
+MODULES = ("fusion_bench_featcal.core.moments", "fusion_bench_featcal.core.solve")
+CONTRACT = {
+    MODULES[0]: ["LinearMoments", "NormMoments"],
+    MODULES[1]: ["solve_linear", "solve_bias", "solve_norm"],
+}
+
+
+_PATH = re.compile(r"\bfusion_bench_featcal(?:\.\w+)+")
+
+
+def _parameters(call: Any) -> list[str]:
+    """Names of parameters, with a mark before those that go by keyword only, and defaults."""
+    lines = []
+    for p in inspect.signature(call).parameters.values():
+        mark = "*" if p.kind is p.KEYWORD_ONLY else ""
+        default = "" if p.default is p.empty else f" = {p.default!r}"
+        lines.append(f"{mark}{p.name}{default}")
+    return lines
+
+
+def names() -> dict[str, Any]:
+    """Exports, fields and parameters of the Python interface."""
+    defaults = FeatCalSettings().as_dict()
+    result = fusion_bench_featcal.CalibrationResult
+    return {
+        "exports": sorted(fusion_bench_featcal.__all__),
+        "core": {
+            f"{module}.{name}": _parameters(getattr(import_module(module), name))
+            for module, wanted in CONTRACT.items()
+            for name in wanted
+        },
+        "settings": {f.name: defaults[f.name] for f in dataclasses.fields(FeatCalSettings)},
+        "settings by name": list(FeatCalSettings.names()),
+        "calibrate": _parameters(calibrate),
+        "result": [f.name for f in dataclasses.fields(result)],
+    }
+
+
+def _shown(value: Any, *, values: bool) -> Any:
+    """A config's keys, of lists the items' keys; targets' names are checked apart."""
+    if isinstance(value, dict):
+        return {
+            key: _shown(part, values=values and key != "_target_") for key, part in value.items()
+        }
+    if isinstance(value, list) and not values:
+        return [_shown(part, values=values) for part in value if isinstance(part, dict)]
+    return value if values else type(value).__name__
+
+
+def _shared(value: Any) -> Any:
+    """The same with children that are alike written once."""
+    if not isinstance(value, dict):
+        return value
+    children = {key: _shared(part) for key, part in sorted(value.items())}
+    first = next(iter(children.values()), None)
+    alike = len(children) > 1 and all(part == first for part in children.values())
+    return {" ".join(children): first} if alike else children
+
+
+def configs() -> dict[str, Any]:
+    """Every YAML with its composed keys; of methods with the values too."""
+    options = [p.relative_to(CONFIG).with_suffix("").as_posix() for p in CONFIG.rglob("*.yaml")]
+    found = {}
+    with initialize_config_dir(str(DEFAULT_CONFIG_PATH), version_base=None):
+        for option in sorted(options):
+            plain = OmegaConf.to_container(compose(option), resolve=False)
+            shown = _shown(plain, values=option.startswith("method/"))
+            found[option] = shown if option.startswith("method/") else _shared(shown)
+    return found
+
+
+def targets() -> list[str]:
+    """Every dotted path into this package that stands in a YAML."""
+    texts = [path.read_text() for path in CONFIG.rglob("*.yaml")]
+    return sorted({path for text in texts for path in re.findall(_PATH, text)})
+
+
+def unresolved(paths: list[str]) -> list[str]:
+    """Paths that name nothing any more."""
+    gone = []
+    for path in paths:
+        try:
+            get_object(path)
+        except Exception as error:
+            gone.append(f"{path}: {error}")
+    return gone
+
+
+def _help(*verb: str) -> str:
+    os.environ["COLUMNS"] = "200"  # argparse wraps to the terminal's width
+    code, text = featcal(*verb, "--help")
+    assert code == 0, text
+    return text
+
+
+def _verbs(*parents: str) -> dict[str, Any]:
+    """Options of a verb, from its help, and those of the verbs below it."""
+    text = _help(*parents)
+    lines = re.findall(r"^ {2}(-.*?)(?: {2}|$)", text, re.MULTILINE)
+    options = sorted(
+        option for line in lines for option in re.findall(r"(?<!\w)--?[a-z][\w-]*", line)
+    )
+    below = re.findall(r"^ {4}([a-z]+)\b", text.partition("\ncommands:")[2], re.MULTILINE)
+    return {"options": options} | {verb: _verbs(*parents, verb) for verb in below}
+
+
+def verbs() -> dict[str, Any]:
+    """Every verb of `featcal` with its options."""
+    return _verbs()
