@@ -8,7 +8,7 @@ from torch import nn
 
 from fusion_bench_featcal.boundary.evaluation import evaluate
 from fusion_bench_featcal.boundary.results import RunResults
-from fusion_bench_featcal.engine import kernels
+from fusion_bench_featcal.core import kernels
 
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
 

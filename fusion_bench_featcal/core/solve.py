@@ -304,9 +304,9 @@ class NormSystem:
         second, first = moments.sum_z_sq.to(wide) / weight, moments.sum_z.to(wide) / weight
         gain, shift = (part.to(wide) for part in expert_affine)
         new = [second, first, second * gain + first * shift, first * gain + shift]
-        self._sums = (
-            [sum(pair) for pair in zip(self._sums, new, strict=True)] if self.tasks else new
-        )
+        for old, part in zip(self._sums, new, strict=False):  # nothing before the first task
+            part += old
+        self._sums = new
         self.tasks += 1
 
     def tensors(self) -> list[Tensor]:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_bench_featcal import CalibrationError, calibration
-from fusion_bench_featcal.core import readback
+from fusion_bench_featcal.core import finite
 from fusion_bench_featcal.core.drift import drift_norm_sum
-from fusion_bench_featcal.engine import block, stopwatch
+from fusion_bench_featcal.engine import block, visits
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.experts import ExpertModel
 
@@ -143,10 +143,10 @@ def test_the_watch_sees_every_way_to_look(watching: Watching):
 
 def test_numbers_of_all_kinds_come_back_in_order():
     values = [torch.tensor(True), torch.tensor([1.5, 2.5]), torch.tensor(3, dtype=torch.int32)]
-    assert readback.read_back(values) == [1.0, 1.5, 2.5, 3.0]
-    assert readback.read_back([]) == []
+    assert finite.read_back(values) == [1.0, 1.5, 2.5, 3.0]
+    assert finite.read_back([]) == []
     exact = torch.tensor(0.1)
-    assert readback.read_back([exact]) == [float(exact)]
+    assert finite.read_back([exact]) == [float(exact)]
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ class Mark:
 
 def test_the_watch_of_a_gpu_tells_the_queues_time(monkeypatch: pytest.MonkeyPatch):
     queue = Queue()
-    monkeypatch.setattr(stopwatch.torch, "cuda", queue)
+    monkeypatch.setattr(visits.torch, "cuda", queue)
     queue.done = 3.0
-    watch = stopwatch.Stopwatch(torch.device("cuda"))
+    watch = visits.Stopwatch(torch.device("cuda"))
     queue.done = 5.5
     watch.stop()
     queue.done = 9.0
@@ -216,7 +216,7 @@ def test_the_watch_of_a_gpu_tells_the_queues_time(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_watch_of_a_cpu_stops():
-    watch = stopwatch.Stopwatch(torch.device("cpu"))
+    watch = visits.Stopwatch(torch.device("cpu"))
     watch.stop()
     assert 0 <= watch.seconds == watch.seconds
 
