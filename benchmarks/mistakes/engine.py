@@ -193,4 +193,11 @@ MUTATIONS = [
         "relative = squares / expert_squares if",
         "test_calibrate_oracle.py",
     ),
+    Mutation(
+        "oneDNN where one process of several has it",
+        "engine/kernels.py",
+        "return ONEDNN if set(chosen) == {ONEDNN} else TORCH",
+        "return ONEDNN if ONEDNN in chosen else TORCH",
+        "engine/test_kernels.py",
+    ),
 ]
