@@ -17,7 +17,7 @@ comma := ,
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full test test-slow test-newest test-open-clip test-llm lint types check build tables robust nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full test test-slow test-newest test-open-clip test-llm lint types check build tables robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,7 +98,10 @@ robust: $(VENV)/.installed ## kill and resume 50 runs, 1000 random settings, att
 	$(BIN)/python benchmarks/attack.py
 	$(BIN)/python benchmarks/attack_bytes.py
 
-nightly: check test-slow test-newest test-open-clip test-llm robust build demo-full ## everything
+mutations: $(VENV)/.installed ## small mistakes in the package, each of which a test must notice
+	$(BIN)/python benchmarks/mutations.py
+
+nightly: check test-slow test-newest test-open-clip test-llm robust mutations build demo-full ## everything
 
 clean: ## remove environments, builds and caches; run folders stay
 	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) $(LLM) build dist .pytest_cache .ruff_cache

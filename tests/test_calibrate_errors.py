@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, assert_same, replay, run_fast, settings_of
+from calibrations import PAPER, assert_same, cast, replay, run_fast, settings_of
 from oracle import Knobs
 from safetensors.torch import save_file
 from tiny_decoders import decoder_suite
@@ -268,11 +268,44 @@ def test_dead_task(scale: float, eps: float):
         run_fast(suite, Knobs(eps=eps), family=replay(suite))
 
 
-def test_quiet_task_is_not_a_dead_one():
+def quiet_suite(scale: float) -> Suite:
+    """The last task's features are those of the others times a scale, its gram times its square."""
     suite = dead_suite(1.0)
     alive = stack_suite(Plain, tasks=3).inputs["task_2"]
-    suite.inputs["task_2"] = [1e-2 * batch for batch in alive]
+    suite.inputs["task_2"] = [scale * batch for batch in alive]
+    return suite
+
+
+def test_quiet_task_is_not_a_dead_one():
+    suite = quiet_suite(1e-2)
     run_fast(suite, family=replay(suite))
+
+
+def test_task_that_is_quieter_than_that_is_a_dead_one():
+    suite = quiet_suite(1e-4)
+    with refused(r"task task_2, block layers\.0, module layers\.0\.only.*almost zero"):
+        run_fast(suite, family=replay(suite))
+
+
+def test_parameter_that_overflows_is_refused_by_name_and_not_loaded():
+    suite = stack_suite(Plain).to(torch.float16)
+    name = "layers.0.only.weight"
+    with torch.no_grad():
+        for model, value in ((suite.base, -50.0), (suite.merged, 50.0)):
+            model.get_parameter(name).fill_(value)
+    settings = settings_of(Knobs(rho=1000.0, lam=1e12), suite)  # the anchor, 99,950, takes all
+    with refused(rf"block layers\.0: the new {name} is not finite in torch\.float16.*ridge_lambda"):
+        calibrate(
+            suite.merged,
+            suite.base,
+            suite.experts,
+            cast(suite.inputs, torch.float16),
+            settings,
+            replay(suite),
+            progress=False,
+            in_place=True,
+        )
+    assert bool((suite.merged.get_parameter(name) == 50).all())
 
 
 def test_system_without_a_unique_solution():

@@ -26,6 +26,11 @@ from tiny_t5 import t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
+<<<<<<< HEAD
+=======
+from fusion_bench_featcal.engine import linear_sums, task_sums
+from fusion_bench_featcal.families import resolve_family
+>>>>>>> main
 
 
 def fingerprint(value: Any) -> str:
@@ -144,6 +149,35 @@ def test_samples_in_another_order_or_twice_do_not_matter():
     doubled = copy.copy(suite)
     doubled.inputs = {task: [*bs, *bs] for task, bs in suite.inputs.items()}
     assert_same(run_fast(doubled, family=replay(suite)).model, wanted)
+
+
+class WeighsFirstTwice:
+    """A family under which every position of a batch's first sample weighs 2."""
+
+    def __init__(self, family: Any) -> None:
+        self._family = family
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor:
+        weights = torch.ones(len(inputs["pixel_values"]), 5)
+        weights[0] = 2
+        return weights
+
+
+def test_sample_of_weight_two_is_a_sample_given_twice():
+    suite = clip_suite(seed=9)
+    doubled = copy.copy(suite)
+    doubled.inputs = {
+        task: [{"pixel_values": b["pixel_values"][[0, *range(len(b["pixel_values"]))]]} for b in bs]
+        for task, bs in suite.inputs.items()
+    }
+    wanted = run_fast(doubled, samples_per_task=9).model
+    assert_same(
+        run_fast(suite, family=WeighsFirstTwice(resolve_family("clip", suite.merged))).model, wanted
+    )
+    assert distance(run_fast(suite).model, wanted) > 1e-4
 
 
 def test_padding_changes_nothing():

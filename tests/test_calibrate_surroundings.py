@@ -125,6 +125,28 @@ def test_autocast_wraps_forward_passes_and_statistics_stay_wide():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_every_pass_through_a_block_is_inside_autocast():
+    suite = clip_suite(seed=15, tasks=2).to(torch.float32)
+    inside: list[bool] = []
+    for model in (suite.merged, *suite.experts.values()):
+        for block in suite.blocks:
+            model.get_submodule(block).register_forward_pre_hook(
+                lambda *_: inside.append(torch.is_autocast_enabled("cpu"))
+            )
+    calibrate(
+        suite.merged,
+        suite.base,
+        suite.experts,
+        cast(suite.inputs, torch.float32),
+        settings_of(PAPER, suite),
+        autocast=lambda: torch.autocast("cpu", torch.bfloat16),
+        progress=False,
+    )
+    batches = sum(len(parts) for parts in suite.inputs.values())
+    assert len(inside) >= 3 * batches * len(suite.blocks)  # both sides, and the updated block
+    assert all(inside)
+
+
 def test_a_callers_autocast_changes_nothing():
     suite = clip_suite(seed=15).to(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

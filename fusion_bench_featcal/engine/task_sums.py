@@ -99,8 +99,8 @@ class TaskSums:
             expert_inputs = [None] * len(inputs) if exp is None else exp.of(members[0].name)
             mask = _counted_in(members[0], valid, other)
             for x_cal, x_exp in zip(inputs, expert_inputs, strict=True):
-                expert_rows = None if x_exp is None else rows_of(x_exp, mask)
                 weights = self._row_weights(members[0], x_cal, mask)
+                expert_rows = None if x_exp is None else rows_of(x_exp, mask)
                 sums.add(rows_of(x_cal, mask), expert_rows, weights)
 
     def _sums_of(self, members: Sequence[Site], cal: Recording) -> LinearSums:

@@ -85,6 +85,13 @@ def test_csv_has_one_line_per_row_and_task():
     assert {line["recovered_gap"] for line in featcal} == {"0.500000"}
 
 
+def test_csv_holds_accuracies_to_six_digits():
+    report = Report()
+    report.add_row("featcal", {"cars": 0.123456, "dtd": 0.65432})
+    accuracies = [line["accuracy"] for line in csv.DictReader(io.StringIO(report.csv()))]
+    assert accuracies == ["0.123456", "0.654320", "0.388888"]
+
+
 def test_settings_may_be_a_dataclass_and_scalars_may_be_tensors(tmp_path: Path):
     @dataclass(frozen=True)
     class Settings:

@@ -6,20 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, assert_same, run_fast
+from calibrations import PAPER, assert_identical, assert_same, cast, run_fast, settings_of
 from tiny_models import clip_suite
 from torch import nn
 from torch.nn import functional
 
+<<<<<<< HEAD
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.core import kernels, products
 from fusion_bench_featcal.core.kernels import (
+=======
+from fusion_bench_featcal import CalibrationError, calibrate
+from fusion_bench_featcal.engine import kernels, products
+from fusion_bench_featcal.engine.kernels import (
+>>>>>>> main
     ONEDNN,
     TORCH,
     choose_kernel,
     using_kernel,
     with_kernel,
 )
+from fusion_bench_featcal.engine.processes import OneProcess
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
@@ -180,3 +187,30 @@ def test_convolutions_of_any_form_are_left_alone(
         nn.Conv2d(3, 6, 1)(image)  # no patches
     torch.testing.assert_close(found, functional.conv2d(image, kernel, *more))
     assert not calls
+
+
+class BesideAnother(OneProcess):
+    """A process beside one that chose another kernel."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self._other = other
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self._other] if value in (TORCH, ONEDNN) else [value]
+
+
+@needs_onednn
+@pytest.mark.parametrize("other", [TORCH, ONEDNN])
+def test_onednn_is_used_only_where_every_process_chose_it(other: str):
+    suite = clip_suite(seed=1, tasks=1, depth=1).to(torch.float32)
+    result = calibrate(
+        suite.merged,
+        suite.base,
+        suite.experts,
+        cast(suite.inputs, torch.float32),
+        settings_of(PAPER, suite, linear_kernel=ONEDNN),
+        progress=False,
+        processes=BesideAnother(other),
+    )
+    assert [record["linear_kernel"] for record in result.log.of_kind("engine")] == [other]

@@ -58,6 +58,18 @@ def test_same_accuracies_as_fusion_benchs_own_pool(make_pool, two_tasks, clip_fo
     assert len(seen) > 2 and seen - {0.0, 1.0}  # the comparison was not of trivial numbers
 
 
+def test_loss_is_a_mean_over_items_whatever_the_batch_size(make_pool, two_tasks, clip_folder):
+    model = other_model(clip_folder)
+    single, whole, uneven = (
+        make_pool(tasks=two_tasks, dataloader_kwargs={"batch_size": size}).evaluate(model)
+        for size in (1, 28, 5)
+    )
+    for task in two_tasks:
+        assert single[task]["loss"] > 0
+        assert whole[task]["loss"] == pytest.approx(single[task]["loss"], rel=1e-5)
+        assert uneven[task]["loss"] == pytest.approx(single[task]["loss"], rel=1e-5)
+
+
 def test_item_correct_is_the_accuracy_item_by_item(make_pool, two_tasks, clip_folder):
     pool = make_pool(tasks=two_tasks)
     model = other_model(clip_folder)

@@ -1,0 +1,111 @@
+"""Mistakes in the mathematics."""
+
+from mistakes.entry import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "anchor on the other side of the base",
+        "core/solve.py",
+        "return base + anchor_rho * (merged - base)",
+        "return base - anchor_rho * (merged - base)",
+        "core/test_linear_solve.py",
+    ),
+    Mutation(
+        "rho counts from the merged model to the base",
+        "core/solve.py",
+        "return base + anchor_rho * (merged - base)",
+        "return merged + anchor_rho * (base - merged)",
+        "core/test_linear_solve.py",
+    ),
+    Mutation(
+        "lambda left out of a LayerNorm's shift",
+        "core/solve.py",
+        "a11, a12, a22 = second + pull, first, tasks + pull",
+        "a11, a12, a22 = second + pull, first, tasks",
+        "core/test_norm_solve.py",
+    ),
+    Mutation(
+        "LayerNorm's determinant may be 0",
+        "core/solve.py",
+        "determinant = (a22 * a11 - a12 * a12).clamp_min(eps)",
+        "determinant = (a22 * a11 - a12 * a12).clamp_min(0)",
+        "core/test_norm_solve.py",
+    ),
+    Mutation(
+        "lambda left out of the system",
+        "core/cholesky.py",
+        "system.diagonal().add_(ridge_lambda + eps)",
+        "system.diagonal().add_(eps)",
+        "core/test_linear_solve.py",
+    ),
+    Mutation(
+        "eps left out of the system",
+        "core/cholesky.py",
+        "system.diagonal().add_(ridge_lambda + eps)",
+        "system.diagonal().add_(ridge_lambda)",
+        "core/test_linear_solve.py",
+    ),
+    Mutation(
+        "residual may be 10,000 times as large",
+        "core/cholesky.py",
+        "MAX_RESIDUAL = 1e-6\n",
+        "MAX_RESIDUAL = 1e-2\n",
+        "core/test_folded.py core/test_linear_solve.py",
+    ),
+    Mutation(
+        "residual that is NaN is accepted",
+        "core/cholesky.py",
+        "if not residual <= limit:",
+        "if residual > limit:",
+        "core/test_folded.py core/test_linear_solve.py",
+    ),
+    Mutation(
+        "singular systems are trusted",
+        "core/cholesky.py",
+        "if floor < noise and least < PIVOT_MARGIN * size * noise:",
+        "if floor < 0 and least < PIVOT_MARGIN * size * noise:",
+        "core/test_linear_solve.py",
+    ),
+    Mutation(
+        "condition number squared in the smallest eigenvalue",
+        "core/cholesky.py",
+        "    ).max().clamp_min(0)\n",
+        "    ).max().clamp_min(0).square()\n",
+        "core/test_folded.py",
+    ),
+    Mutation(
+        "alpha weighs the calibrated features in the cross moment",
+        "core/moments.py",
+        "mixed = mix_alpha * self.cross_exp + (1 - mix_alpha) * self.gram",
+        "mixed = (1 - mix_alpha) * self.cross_exp + mix_alpha * self.gram",
+        "core/test_linear_solve.py",
+    ),
+    Mutation(
+        "tasks weigh the same whatever their norm",
+        "core/moments.py",
+        "    return 1 / norm\n",
+        "    return 1 / norm.clamp(1, 1)\n",
+        "core/test_linear_solve.py",
+    ),
+    Mutation(
+        "task weight from the summed gram, not from its mean",
+        "core/moments.py",
+        "return frobenius_norm(moments.gram) / moments.weight",
+        "return frobenius_norm(moments.gram)",
+        "core/test_linear_solve.py",
+    ),
+    Mutation(
+        "float32 solves at any lambda",
+        "core/folded.py",
+        "if ridge_lambda >= SINGLE_LAMBDA and not self._needs_wide:",
+        "if not self._needs_wide:",
+        "core/test_folded.py",
+    ),
+    Mutation(
+        "later tasks overwrite the first one's sums",
+        "core/folded.py",
+        "return part.mul_(weight) if total is None else total.addcmul_(part, weight)",
+        "return part * weight",
+        "core/test_folded.py",
+    ),
+]

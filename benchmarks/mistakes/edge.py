@@ -1,0 +1,87 @@
+"""Mistakes in data, evaluation, order of a run and saving."""
+
+from mistakes.entry import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "labels 0 to 10 in the order of texts",
+        "tasks/labels.py",
+        "return sorted(names, key=int) if all(name.isdecimal() for name in names) else names",
+        "return names",
+        "tasks/test_labels.py tasks/test_load_images.py",
+    ),
+    Mutation(
+        "transparency dropped",
+        "tasks/colours.py",
+        'canvas.alpha_composite(picture.convert("RGBA"))\n    return canvas.convert("RGB")',
+        'return picture.convert("RGB")',
+        "tasks/test_colours.py",
+    ),
+    Mutation(
+        "loss is averaged over batches",
+        "tasks/scoring.py",
+        "loss_sum / len(right)",
+        "loss_sum / len(correct)",
+        "tasks/test_clip_task_pool.py::test_loss_is_a_mean_over_items_whatever_the_batch_size",
+    ),
+    Mutation(
+        "all tasks draw the same positions",
+        "calibration_data.py",
+        'hashlib.sha256(f"{settings.seed}:{task}".encode())',
+        'hashlib.sha256(f"{settings.seed}".encode())',
+        "test_calibration_data.py",
+    ),
+    Mutation(
+        "experts that generate see their padding",
+        "calibration_text.py",
+        "[[0] * (width - len(prompt)) + [1] * len(prompt) for",
+        "[[1] * width for",
+        "test_calibration_text.py",
+    ),
+    Mutation(
+        "row that is saved ignores method.save",
+        "boundary/saved_row.py",
+        "if facts.row != self.row or self._target is None:",
+        "if self._target is None:",
+        "test_run_order.py",
+    ),
+    Mutation(
+        "evaluated before it is saved",
+        "algorithm.py",
+        "            saver.offer(result.model, self._facts(name, settings, result))\n"
+        "            found = results.add_calibrated("
+        "name, result, settings, cost, modelpool.model_names)\n",
+        "            found = results.add_calibrated("
+        "name, result, settings, cost, modelpool.model_names)\n"
+        "            saver.offer(result.model, self._facts(name, settings, result))\n",
+        "test_run_order.py",
+    ),
+    Mutation(
+        "temporary folder stays when saving fails",
+        "boundary/replacing.py",
+        "    finally:\n        remove(new)\n",
+        "    finally:\n        pass\n",
+        "test_saving.py",
+    ),
+    Mutation(
+        "old weights carried over to the new model",
+        "boundary/replacing.py",
+        "if not any(fnmatch(entry.name, pattern) for pattern in _WEIGHTS):",
+        "if entry.name:",
+        "test_saving.py",
+    ),
+    Mutation(
+        "prompt counts among the targets",
+        "text_samples.py",
+        "labels = [IGNORED] * len(kept) + (text.shown or target)",
+        "labels = kept + (text.shown or target)",
+        "test_text_samples.py",
+    ),
+    Mutation(
+        "kept images do not tell processors apart",
+        "image_cache.py" if False else "calibration_data.py",
+        'hashlib.sha256(f"{described} {content}".encode())',
+        'hashlib.sha256(f"{content}".encode())',
+        "test_image_cache.py",
+    ),
+]

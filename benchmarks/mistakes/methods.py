@@ -1,0 +1,104 @@
+"""Mistakes in the other post-merging methods and mergers."""
+
+from mistakes.entry import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "Surgery adds its drift",
+        "baselines/surgery.py",
+        "return features - self.drift(features)",
+        "return features + self.drift(features)",
+        "baselines/test_surgery.py",
+    ),
+    Mutation(
+        "Surgery trained on squared errors",
+        "baselines/surgery.py",
+        "return functional.l1_loss(module(merged), expert)",
+        "return functional.mse_loss(module(merged), expert)",
+        "baselines/test_surgery_agreement.py baselines/test_surgery.py",
+    ),
+    Mutation(
+        "Surgery's bottleneck is linear",
+        "baselines/surgery.py",
+        "functional.linear(torch.relu(functional.linear(features, self.down)), self.up)",
+        "functional.linear(functional.linear(features, self.down), self.up)",
+        "baselines/test_surgery.py",
+    ),
+    Mutation(
+        "ProbSurgery's divergence has a wrong sign",
+        "baselines/prob_surgery.py",
+        "mean.square() - 1 - log_variance)",
+        "mean.square() - 1 + log_variance)",
+        "baselines/test_prob_surgery.py",
+    ),
+    Mutation(
+        "RegMean's off_diagonal ignored",
+        "baselines/blockwise.py",
+        "gram = shrink_off_diagonal(mean_gram, run.rule.off_diagonal)",
+        "gram = mean_gram.clone()",
+        "baselines/test_regmean.py",
+    ),
+    Mutation(
+        "RegMean++ on the experts' own features",
+        "baselines/regmean_plusplus.py",
+        'stream="merged"',
+        'stream="expert"',
+        "baselines/test_regmean_plusplus.py",
+    ),
+    Mutation(
+        "LOT cuts directions of little energy",
+        "baselines/least_squares.py",
+        "seen = energies > len(gram) * torch.finfo(precision).eps * energies.max()",
+        "seen = energies > 0.01 * energies.max()",
+        "baselines/test_least_squares.py",
+    ),
+    Mutation(
+        "LOT leaves unseen directions at the mean",
+        "baselines/lot.py",
+        'anchor="base"',
+        'anchor="mean"',
+        "baselines/test_lot.py",
+    ),
+    Mutation(
+        "ridge surgery's lambda not relative to the features",
+        "baselines/ridge_surgery.py",
+        "return power / (power + ridge_lambda * self.scale)",
+        "return power / (power + ridge_lambda)",
+        "baselines/test_ridge_surgery.py",
+    ),
+    Mutation(
+        "ridge surgery chooses lambda on the samples it fits",
+        "baselines/ridge_surgery.py",
+        "(residual / (1 - leverage)[:, None])",
+        "residual",
+        "baselines/test_ridge_surgery.py",
+    ),
+    Mutation(
+        "Surgery's batches are not shuffled",
+        "baselines/training.py",
+        "torch.randperm(samples, generator=generator).split(batch_size)",
+        "torch.arange(samples).split(batch_size)",
+        "baselines/test_surgery.py",
+    ),
+    Mutation(
+        "SurgeryV2 compares first tokens, not means",
+        "baselines/surgery_v2.py",
+        "means.append(corrected.flatten(1, -2).mean(1)",
+        "means.append(corrected.flatten(1, -2)[:, 0]",
+        "baselines/test_surgery_v2.py",
+    ),
+    Mutation(
+        "Surgery sees the labels of test texts",
+        "baselines/features.py",
+        'calibration_targets="generated" if answers else settings.calibration_targets',
+        "calibration_targets=settings.calibration_targets",
+        "baselines/test_text_post_merging.py",
+    ),
+    Mutation(
+        "average on the way divides by one model too many",
+        "boundary/fusing.py",
+        "return state_dict_div(total, len(experts))",
+        "return state_dict_div(total, len(experts) + 1)",
+        "reads/test_fused_merge.py",
+    ),
+]
