@@ -26,11 +26,7 @@ from tiny_t5 import t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
-<<<<<<< HEAD
-=======
-from fusion_bench_featcal.engine import linear_sums, task_sums
 from fusion_bench_featcal.families import resolve_family
->>>>>>> main
 
 
 def fingerprint(value: Any) -> str:

@@ -20,8 +20,8 @@ MUTATIONS = [
     Mutation(
         "lambda left out of a LayerNorm's shift",
         "core/solve.py",
-        "a11, a12, a22 = second + pull, first, tasks + pull",
-        "a11, a12, a22 = second + pull, first, tasks",
+        "a11, a12, a22 = second + pull, first, self.tasks + pull",
+        "a11, a12, a22 = second + pull, first, self.tasks",
         "core/test_norm_solve.py",
     ),
     Mutation(
@@ -50,14 +50,14 @@ MUTATIONS = [
         "core/cholesky.py",
         "MAX_RESIDUAL = 1e-6\n",
         "MAX_RESIDUAL = 1e-2\n",
-        "core/test_folded.py core/test_linear_solve.py",
+        "core/test_systems.py core/test_linear_solve.py",
     ),
     Mutation(
         "residual that is NaN is accepted",
         "core/cholesky.py",
         "if not residual <= limit:",
         "if residual > limit:",
-        "core/test_folded.py core/test_linear_solve.py",
+        "core/test_systems.py core/test_linear_solve.py",
     ),
     Mutation(
         "singular systems are trusted",
@@ -71,13 +71,13 @@ MUTATIONS = [
         "core/cholesky.py",
         "    ).max().clamp_min(0)\n",
         "    ).max().clamp_min(0).square()\n",
-        "core/test_folded.py",
+        "core/test_systems.py",
     ),
     Mutation(
         "alpha weighs the calibrated features in the cross moment",
         "core/moments.py",
-        "mixed = mix_alpha * self.cross_exp + (1 - mix_alpha) * self.gram",
-        "mixed = (1 - mix_alpha) * self.cross_exp + mix_alpha * self.gram",
+        "shift=mix_alpha * (cross - gram).T / weight,",
+        "shift=(1 - mix_alpha) * (cross - gram).T / weight,",
         "core/test_linear_solve.py",
     ),
     Mutation(
@@ -96,16 +96,16 @@ MUTATIONS = [
     ),
     Mutation(
         "float32 solves at any lambda",
-        "core/folded.py",
-        "if ridge_lambda >= SINGLE_LAMBDA and not self._needs_wide:",
-        "if not self._needs_wide:",
-        "core/test_folded.py",
+        "core/solve.py",
+        "if ridge_lambda >= SINGLE_LAMBDA and gram.dtype != wide:",
+        "if gram.dtype != wide:",
+        "core/test_systems.py",
     ),
     Mutation(
         "later tasks overwrite the first one's sums",
-        "core/folded.py",
+        "core/solve.py",
         "return part.mul_(weight) if total is None else total.addcmul_(part, weight)",
         "return part * weight",
-        "core/test_folded.py",
+        "core/test_systems.py",
     ),
 ]

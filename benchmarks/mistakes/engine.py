@@ -6,8 +6,8 @@ MUTATIONS = [
     Mutation(
         "bias from the weight before it was rounded",
         "engine/block.py",
-        "name, stored, self._bias_anchors[name], ridge_lambda",
-        "name, weight, self._bias_anchors[name], ridge_lambda",
+        "            stored = found.weights.pop(name).to(dtype)\n",
+        "            stored = found.weights.pop(name)\n",
         "test_calibrate_surroundings.py",
     ),
     Mutation(
@@ -26,24 +26,24 @@ MUTATIONS = [
     ),
     Mutation(
         "target weighs the wrong side by alpha",
-        "engine/linear_sums.py",
-        "target = torch.lerp(x_cal, x_exp, self._alpha)",
-        "target = torch.lerp(x_exp, x_cal, self._alpha)",
-        "engine/test_linear_sums.py",
+        "core/moments.py",
+        "target = torch.add(x_cal, shift, alpha=self._alpha)",
+        "target = torch.add(x_cal, shift, alpha=1 - self._alpha)",
+        "core/test_linear_sums.py",
     ),
     Mutation(
         "bias is fitted to the expert's mean whatever alpha",
-        "engine/linear_sums.py",
-        "mean_target=mean_cal + self._alpha * (self._sum_shift.to(dtype) / total)",
-        "mean_target=mean_cal + self._sum_shift.to(dtype) / total",
-        "engine/test_linear_sums.py",
+        "core/moments.py",
+        "mean_target=mean_cal + self._alpha * (self.sum_shift.to(dtype) / total)",
+        "mean_target=mean_cal + self.sum_shift.to(dtype) / total",
+        "core/test_linear_sums.py",
     ),
     Mutation(
-        "rows that wait at the end are dropped",
-        "engine/linear_sums.py",
-        "if self._count == CHUNK_ROWS:\n                    yield from self.rest()",
-        "if self._count == CHUNK_ROWS:\n                    self._count = 0",
-        "engine/test_linear_sums.py",
+        "rows at the end of a large batch are dropped",
+        "core/moments.py",
+        "for start in range(0, len(x_cal), MOST_ROWS):",
+        "for start in range(0, max(len(x_cal) - MOST_ROWS, 1), MOST_ROWS):",
+        "core/test_linear_sums.py",
     ),
     Mutation(
         "sums always formed in float32",
@@ -62,8 +62,8 @@ MUTATIONS = [
     Mutation(
         "target made of the calibrated features alone",
         "engine/task_sums.py",
-        "expert_rows = None if x_exp is None else rows_of(x_exp, valid)",
-        "expert_rows = None if x_exp is None else rows_of(x_cal, valid)",
+        "expert_rows = None if x_exp is None else rows_of(x_exp, mask)",
+        "expert_rows = None if x_exp is None else rows_of(x_cal, mask)",
         "test_calibrate_oracle.py",
     ),
     Mutation(
@@ -195,7 +195,7 @@ MUTATIONS = [
     ),
     Mutation(
         "oneDNN where one process of several has it",
-        "engine/kernels.py",
+        "core/kernels.py",
         "return ONEDNN if set(chosen) == {ONEDNN} else TORCH",
         "return ONEDNN if ONEDNN in chosen else TORCH",
         "engine/test_kernels.py",

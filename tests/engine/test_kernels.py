@@ -11,15 +11,9 @@ from tiny_models import clip_suite
 from torch import nn
 from torch.nn import functional
 
-<<<<<<< HEAD
-from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal import CalibrationError, calibrate
 from fusion_bench_featcal.core import kernels, products
 from fusion_bench_featcal.core.kernels import (
-=======
-from fusion_bench_featcal import CalibrationError, calibrate
-from fusion_bench_featcal.engine import kernels, products
-from fusion_bench_featcal.engine.kernels import (
->>>>>>> main
     ONEDNN,
     TORCH,
     choose_kernel,
