@@ -265,6 +265,12 @@ def location_of(entry: Any) -> str:
     return entry
 
 
+def known_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
+    """Number of each task's samples; empty where a task's batches do not tell it."""
+    counts = [len(task.indices) for task in batches.values() if hasattr(task, "indices")]
+    return tuple(counts) if len(counts) == len(batches) else ()
+
+
 def log_plan(
     merged: nn.Module, settings: FeatCalSettings, tasks: int, device: torch.device, **known: Any
 ) -> Plan | None:

@@ -1,10 +1,10 @@
 """Sizes and FLOPs of one batch in each block, from a model without weights."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
@@ -21,7 +21,6 @@ from fusion_bench_featcal.engine.run import hands_on, leading_to, needed_by
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.reads.ledger import stage_place
-from fusion_bench_featcal.reads.plan import Visit
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -48,39 +47,32 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One batch's pass; sizes in bytes.
+class Place:
+    """One batch's pass through a block, or up to a stage's first block; sizes in bytes.
 
     Attributes:
-        flops: Floating point operations.
+        name: The block's name, or the stage's.
+        needed: Names of the expert's tensors that are read for it.
+        flops: Floating point operations of the pass.
         peak: Most that is alive at once.
-        carried: What one side of the batch keeps afterwards.
-    """
-
-    flops: int
-    peak: int
-    carried: int
-
-
-@dataclass(frozen=True)
-class Block(Pass):
-    """One batch's pass through a block.
-
-    Attributes:
-        name: The block.
-        groups: Its calibrated linear modules.
-        recorded: Bytes of all calibrated modules' inputs.
-        hidden: Bytes of its output.
-        parameters: Bytes of its parameters.
+        carried: Size of what one side of the batch keeps afterwards.
+        hidden: Size of the block's output.
+        recorded: Size of all calibrated modules' inputs.
+        parameters: Size of the block's parameters.
         calibrated: Number of calibrated values.
+        groups: The calibrated linear modules.
     """
 
     name: str
-    groups: tuple[Group, ...]
-    recorded: int
-    hidden: int
-    parameters: int
-    calibrated: int
+    needed: Sequence[str]
+    flops: int
+    peak: int
+    carried: int
+    hidden: int = 0
+    recorded: int = 0
+    parameters: int = 0
+    calibrated: int = 0
+    groups: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,37 +80,39 @@ class Work:
     """A calibration's work on one batch of one task.
 
     Attributes:
-        family: The model's family.
-        stages: The pass to each stage's first block, and its blocks.
+        family: Name of the model's family.
+        stages: The way to each stage's first block, then its blocks.
         batch: Samples of the batch.
         inputs: Bytes of its inputs.
-        tensors: Bytes of the model's tensors by name, tied ones once.
-        first_names: Name of every tensor -> the first name of the same tensor.
-        visits: Tensors that are read of an expert, place by place.
+        names: Name of every tensor of the model -> the first name of the same tensor.
+        tensors: Bytes of every tensor by first name.
         dtype: The model's dtype.
         whole_model: Whether blocks run by running the whole model.
     """
 
     family: str
-    stages: tuple[tuple[Pass, tuple[Block, ...]], ...]
+    stages: tuple[tuple[Place, ...], ...]
     batch: int
     inputs: int
+    names: Mapping[str, str]
     tensors: Mapping[str, int]
-    first_names: Mapping[str, str]
-    visits: tuple[Visit, ...]
     dtype: torch.dtype
     whole_model: bool
 
     @property
-    def blocks(self) -> list[Block]:
-        """All blocks in forward order."""
-        return [block for _, blocks in self.stages for block in blocks]
+    def places(self) -> list[Place]:
+        """All places in order."""
+        return list(chain.from_iterable(self.stages))
 
     @property
-    def width(self) -> int:
-        """The most frequent width of calibrated modules' inputs."""
-        widths = Counter(group.width for block in self.blocks for group in block.groups)
-        return widths.most_common(1)[0][0] if widths else 64
+    def blocks(self) -> list[Place]:
+        """All blocks in forward order."""
+        return [block for _, *blocks in self.stages for block in blocks]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The calibrated linear modules of all blocks."""
+        return [group for block in self.blocks for group in block.groups]
 
 
 def count_work(model: nn.Module, inputs: Any, settings: FeatCalSettings) -> Work:
@@ -130,57 +124,49 @@ def count_work(model: nn.Module, inputs: Any, settings: FeatCalSettings) -> Work
         settings: `family`, `modules`, `calibrate_norm`, `calibrate_bias`, `mix_alpha` and
             `log_drift` are used.
 
-    Returns:
-        The counts.
-
     Raises:
         CalibrationError: If the model cannot be calibrated.
         ValueError: If no family fits it.
     """
-    family = resolve_family(settings.family, model)
+    family: Any = resolve_family(settings.family, model)
     model = view_of(family).shown(model)
-    stages = family.stages(model)
-    modules = find_all_modules(model, stages, settings)
-    goes_on = hands_on(family)
-    call, counted, visits = None, [], []
-    for index, stage in enumerate(stages):
-        first: Any = partial(family.begin, model, inputs, stage[0])
-        if goes_on and index:
-            first = partial(first, family.ending(model, call))  # type: ignore[attr-defined]
+    blocks = family.stages(model)
+    modules = find_all_modules(model, blocks, settings)
+    runs = settings.mix_alpha > 0 or settings.log_drift
+    stages: list[tuple[Place, ...]] = []
+    call: Any = None
+    for index, stage in enumerate(blocks):
+        follows = hands_on(family) and index > 0
         with metered() as meter:
-            call = first()
-        stem, blocks, known = Pass(meter.flops, meter.peak, size_of(call)), [], {}
-        uses_experts = settings.mix_alpha > 0 or settings.log_drift
-        leading = leading_to(model, family, stages, index, after_stages=goes_on)
-        visits.append(Visit(stage_place(index), leading if uses_experts else ()))
-        for place, name in enumerate(stage):
-            read = needed_by(model, family, name)
-            visits.append(
-                Visit(name, read if uses_experts else _calibrated(modules[name], settings))
-            )
+            end = (family.ending(model, call),) if follows else ()
+            call = family.begin(model, inputs, stage[0], *end)
+        needed = leading_to(model, family, blocks, index, after_stages=follows) if runs else ()
+        places = [Place(stage_place(index), needed, meter.flops, meter.peak, size_of(call))]
+        known: dict[Any, Place] = {}
+        for name in stage:
             kind = _kind(model, name, modules[name])
             if kind not in known:
                 known[kind], call = _count_block(model, family, name, call, modules[name])
-            blocks.append(replace(known[kind], name=name))
-            if not place or family.whole_model:  # a stage's first block may do more
+            needed = needed_by(model, family, name) if runs else _solved(modules[name], settings)
+            places.append(replace(known[kind], name=name, needed=needed))
+            if len(places) == 2 or family.whole_model:  # a stage's first block may do more
                 known.clear()
-        counted.append((stem, tuple(blocks)))
-    names, sizes = _tensor_sizes(model)
-    first_sample = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        stages.append(tuple(places))
+    tensors = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return Work(
         family=family.name,
-        stages=tuple(counted),
-        batch=len(first_sample),
+        stages=tuple(stages),
+        batch=len(_tensors(inputs)[0]),
         inputs=size_of(inputs),
-        tensors=sizes,
-        first_names=names,
-        visits=tuple(visits),
+        names={name: first[id(tensor)] for name, tensor in tensors.items()},
+        tensors={name: tensors[name].nbytes for name in first.values()},
         dtype=next(model.parameters()).dtype,
         whole_model=family.whole_model,
     )
 
 
-def _calibrated(modules: BlockModules, settings: FeatCalSettings) -> list[str]:
+def _solved(modules: BlockModules, settings: FeatCalSettings) -> list[str]:
     return [
         name
         for site in modules.sites
@@ -197,57 +183,43 @@ def _kind(model: nn.Module, block: str, modules: BlockModules) -> Any:
 
 def _count_block(
     model: nn.Module, family: Any, name: str, call: Any, modules: BlockModules
-) -> tuple[Block, Any]:
-    """Count a block's pass, and return what the next block receives."""
+) -> tuple[Place, Any]:
+    """Count a block's pass; also return what the next block receives."""
     inputs: dict[str, list[Tensor]] = {site.name: [] for site in modules.sites}
 
     def note(module: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         inputs[module].append(args[0] if args else next(iter(kwargs.values())))
 
     with ExitStack() as hooks:
-        for site in modules.sites:
-            hook = partial(note, site.name)
-            module = model.get_submodule(site.name)
-            hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for module in inputs:
+            add = model.get_submodule(module).register_forward_pre_hook
+            hooks.callback(add(partial(note, module), with_kwargs=True).remove)
         with metered() as meter:
             hidden, following = family.step(model, name, call)
-    groups: dict[Any, list[Any]] = {}
+    together: dict[Any, list[Any]] = {}
     for site in modules.sites:
         if site.kind == "linear" and inputs[site.name]:
             key = tuple((id(value), value._version) for value in inputs[site.name])
-            groups.setdefault(key, []).append(site)
-    shapes = {
-        s.name: tuple(s.oriented(model.get_parameter(s.weight_name)).shape) for s in modules.sites
-    }
-    parameters = list(model.get_submodule(name).parameters())
-    block = Block(
+            together.setdefault(key, []).append(site)
+    groups = []
+    for sites in together.values():
+        shapes = [s.oriented(model.get_parameter(s.weight_name)).shape for s in sites]
+        rows = sum(value.shape[:-1].numel() for value in inputs[sites[0].name])
+        names = tuple(site.name.removeprefix(f"{name}.") for site in sites)
+        groups.append(Group(shapes[0][1], tuple(shape[0] for shape in shapes), rows, names))
+    place = Place(
+        name=name,
+        needed=(),
         flops=meter.flops,
         peak=meter.peak,
         carried=size_of(following),
-        name=name,
-        groups=tuple(
-            Group(
-                width=shapes[sites[0].name][1],
-                outputs=tuple(shapes[site.name][0] for site in sites),
-                rows=sum(value.shape[:-1].numel() for value in inputs[sites[0].name]),
-                names=tuple(site.name.removeprefix(f"{name}.") for site in sites),
-            )
-            for sites in groups.values()
-        ),
-        recorded=size_of(inputs),
         hidden=size_of(hidden),
-        parameters=sum(p.numel() * p.element_size() for p in parameters),
+        recorded=size_of(inputs),
+        parameters=sum(p.nbytes for p in model.get_submodule(name).parameters()),
         calibrated=sum(model.get_parameter(n).numel() for s in modules.sites for n in s.names),
+        groups=tuple(groups),
     )
-    return block, following
-
-
-def _tensor_sizes(model: nn.Module) -> tuple[dict[str, str], dict[str, int]]:
-    """First name of every tensor of the state dict, and bytes by first name."""
-    tensors = model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    names = {name: first[id(tensor)] for name, tensor in tensors.items()}
-    return names, {n: tensors[n].numel() * tensors[n].element_size() for n in set(names.values())}
+    return place, following
 
 
 def size_of(tree: Any) -> int:
@@ -363,10 +335,5 @@ def example_inputs(model: nn.Module, samples: int, length: int, target_length: i
 def without_masks(inputs: Any) -> Any:
     """A batch on the meta device without masks, whose values models look at."""
     if isinstance(inputs, Mapping):
-        kept = {key: value for key, value in inputs.items() if not key.endswith("attention_mask")}
-        return {key: _empty(value) for key, value in kept.items()}
-    return tuple(map(_empty, inputs)) if isinstance(inputs, tuple | list) else _empty(inputs)
-
-
-def _empty(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
+        inputs = {k: value for k, value in inputs.items() if not k.endswith("attention_mask")}
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)

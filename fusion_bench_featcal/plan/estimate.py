@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -168,34 +169,30 @@ def estimate(request: Request, rate: Rate | None = None) -> Plan:
         ValueError: If the model's inputs are unknown, or no family fits it.
     """
     device, settings = request.device, request.settings
-    work, mine, experts = _work_of(request)
-    memory = predict_memory(
-        work, settings, sum(mine), request.tasks, held=experts, fused=request.fused
-    )
+    work, mine, held, memory = _work_of(request)
     read = read_bytes(work, settings, request.tasks, request.itemsize)
     own = psutil.Process().memory_info().rss
     free_host, free_gpu = free_bytes(CPU) or 0, None if device == CPU else free_bytes(device)
     waiting = _waiting(request, memory, free_host, free_gpu)
     model, on_gpu = memory.parts["model"], device.type != "cpu"
     gpu = memory.peak - memory.parts["experts"] + round(HOLES * waiting["device"])
-    host = own + (1 + experts - request.loaded) * model + waiting["host"]
+    host = own + (1 + held - request.loaded) * model + waiting["host"]
     host += memory.parts["block"] if on_gpu else gpu
     more = request.neighbours * (host - own)
     if not request.loaded:  # the other processes are not there yet
         more += (request.neighbours - 1) * own
     kept = sum(block.parameters for block in work.blocks) if settings.checkpoint_dir else 0
-    groups = [group for block in work.blocks for group in block.groups]
-    widest = max(groups, key=lambda group: (group.width, sum(group.outputs)), default=None)
+    widest = max(work.groups, key=lambda group: (group.width, sum(group.outputs)), default=None)
     return Plan(
         model=type(request.model).__name__,
         family=work.family,
         device=device.type,
         threads=torch.get_num_threads(),
         tasks=request.tasks,
-        samples=max(request.samples, default=settings.samples_per_task),
+        samples=max(_samples(request)),
         processes=request.processes,
         neighbours=request.neighbours,
-        stages=_seconds(work, request, mine, rate or measured_rate(request)),
+        stages=seconds_of(work, request, mine, rate or measured_rate(request)),
         host=host,
         gpu=gpu if on_gpu else None,
         own=own,
@@ -210,22 +207,28 @@ def estimate(request: Request, rate: Rate | None = None) -> Plan:
     )
 
 
-def _work_of(request: Request) -> tuple[Work, list[int], int]:
-    """Counts of a batch, and samples by task and models held whole of the busiest process."""
-    settings = request.settings
-    samples = request.samples or (settings.samples_per_task,) * request.tasks
+def memory_of(request: Request) -> Memory:
+    """Memory of the busiest process; otherwise as `estimate`."""
+    return _work_of(request)[-1]
+
+
+def _samples(request: Request) -> list[int]:
+    most = request.settings.samples_per_task
+    return [min(count, most) for count in request.samples or [most] * request.tasks]
+
+
+def _work_of(request: Request) -> tuple[Work, list[int], int, Memory]:
+    """Counts of a batch; of the busiest process samples by task, models held whole, and memory."""
+    settings, samples = request.settings, _samples(request)
     batch = min(settings.batch_size, max(samples))
     inputs = example_inputs(request.model, batch, request.length, request.target_length)
+    work = count_work(request.model, inputs, settings)
     mine = busiest_share(samples, batch, request.processes)
     held = math.ceil(request.held * len(mine) / request.tasks) + request.base_held
-    return count_work(request.model, inputs, settings), mine, held
-
-
-def memory_of(request: Request) -> Memory:
-    """Memory of the busiest process, otherwise as `estimate`."""
-    work, mine, held = _work_of(request)
-    settings, tasks = request.settings, request.tasks
-    return predict_memory(work, settings, sum(mine), tasks, held=held, fused=request.fused)
+    memory = predict_memory(
+        work, settings, sum(mine), request.tasks, held=held, fused=request.fused
+    )
+    return work, mine, held, memory
 
 
 def busiest_share(samples: Sequence[int], batch: int, processes: int) -> list[int]:
@@ -252,45 +255,52 @@ def _waiting(
 ) -> dict[str, int]:
     """Bytes of features by place, filled in the engine's order."""
     left, choice = memory.parts["activations"], request.settings.activations
-    on_gpu, auto = request.device.type != "cpu", choice == "auto"
     host = free_host // request.neighbours
-    device = (free_gpu or 0) if on_gpu else host
-    rooms = {
-        "device": device - memory.peak if auto else (choice == "device") * left,
-        "host": int(HOST_SHARE * host) if auto else (choice == "host") * left,
-    }
-    if not on_gpu:  # both are the same memory
-        rooms = {"device": max(rooms.values()) if not auto else rooms["device"], "host": 0}
+    if request.device.type == "cpu":
+        rooms = {"device": host - memory.peak, "host": 0}
+        choice = "device" if choice == "host" else choice
+    else:
+        rooms = {"device": (free_gpu or 0) - memory.peak, "host": int(HOST_SHARE * host)}
     waiting = {}
     for place, room in rooms.items():
-        waiting[place] = min(left, max(0, room))
+        room = max(0, room) if choice == "auto" else (choice == place) * left
+        waiting[place] = min(left, room)
         left -= waiting[place]
     return {**waiting, "disk": left}
 
 
-def _seconds(
+def seconds_of(
     work: Work, request: Request, samples: Sequence[int], rate: Rate
 ) -> tuple[dict[str, float], ...]:
-    """Seconds by step, for each stage."""
+    """Seconds by step, for each stage.
+
+    Args:
+        work: Counts.
+        request: The calibration.
+        samples: Samples of each task of this process.
+        rate: The machine's speed.
+    """
     settings, tasks, device = request.settings, request.tasks, request.device
     mixes, drift = settings.mix_alpha > 0, settings.log_drift
     batches, sides = sum(samples) / work.batch, 1 + (mixes or drift)
     dtypes = work.dtype, row_dtype(settings, tasks, device), fold_dtype(settings, tasks, device)
+    widths = Counter(group.width for group in work.groups) or Counter([1])
+    width = widths.most_common(1)[0][0]
     passing, summing, folding = (
-        rate(torch.promote_types(work.dtype, dtype), work.width) for dtype in dtypes
+        rate(torch.promote_types(work.dtype, dtype), width) for dtype in dtypes
     )
     stages = []
-    for stem, blocks in work.stages:
+    for stem, *blocks in work.stages:
         groups = [group for block in blocks for group in block.groups]
         updated = sum(b.flops for b in blocks if drift or b is not work.blocks[-1])
+        solves = sum(_solve_flops(b.groups, min(tasks, request.processes)) for b in blocks)
         stages.append(
             {
                 "stem": (not work.whole_model) * sides * batches * stem.flops / passing,
                 "passes": sides * batches * sum(block.flops for block in blocks) / passing,
                 "moments": batches * sum(_sum_flops(g, mixes=mixes) for g in groups) / summing,
                 "folds": len(samples) * sum(map(_fold_flops, groups)) / folding,
-                "solves": sum(_solve_flops(b.groups, min(tasks, request.processes)) for b in blocks)
-                / folding,
+                "solves": solves / folding,
                 "update": batches * updated / passing,
             }
         )

@@ -1,13 +1,13 @@
 """Bytes that a calibration holds and reads, from the counts of one batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
-from fusion_bench_featcal.plan.counting import Block, Work
-from fusion_bench_featcal.reads.plan import make_plan, reading_of
+from fusion_bench_featcal.plan.counting import Place, Work
+from fusion_bench_featcal.reads.plan import Visit, make_plan, reading_of
 from fusion_bench_featcal.settings import FeatCalSettings, budget_in_bytes
 
 FEW_ROWS, WAITING_ROWS = 512, 1024
@@ -51,56 +51,49 @@ def predict_memory(
         held: Number of experts and bases that are loaded whole.
         fused: Whether a block of every expert is held, for the upstream merge.
     """
-    at_once = tasks if fused else 1
-    read = {visit.place: at_once * _size(work, visit.names) for visit in work.visits}
-    visits = []
-    for block in work.blocks:
-        parts = _in_block(block, work, settings, tasks)
-        visits.append({**parts, "block": parts["block"] + read.pop(block.name)})
-    stem = max(s.peak + n for (s, _), n in zip(work.stages, read.values(), strict=True))
     model = sum(work.tensors.values())
-    fixed = {"model": model, "experts": held * model}
-    features = samples / work.batch * max(_carried(work, settings))
-    largest = {name: max(visit[name] for visit in visits) for name in visits[0]}
-    fullest = max(stem, *(sum(visit.values()) for visit in visits))
-    peak = round(sum(fixed.values()) + HOLES * fullest + SCRATCH)
-    return Memory({**fixed, "activations": round(features), **largest}, peak)
+    parts = {"model": model, "experts": held * model}
+    features = max(_carried(place, work, settings) for place in work.places)
+    visits = [_visit(place, work, settings, tasks, fused=fused) for place in work.places]
+    fullest = max(sum(visit.values()) for visit in visits)
+    peak = round(sum(parts.values()) + HOLES * fullest + SCRATCH)
+    parts["activations"] = round(samples / work.batch * features)
+    parts |= {name: max(visit[name] for visit in visits) for name in visits[0]}
+    return Memory(parts, peak)
 
 
-def _carried(work: Work, settings: FeatCalSettings) -> list[int]:
-    """Bytes that one batch keeps, at each place."""
-    sides = 2 if settings.mix_alpha > 0 or settings.log_drift else 1
+def _carried(place: Place, work: Work, settings: FeatCalSettings) -> int:
+    """Bytes that one batch keeps after a place."""
+    both = settings.mix_alpha > 0 or settings.log_drift
     if work.whole_model:  # both sides begin from the inputs each time
-        hidden = max(block.hidden for block in work.blocks) if settings.log_drift else 0
-        return [work.inputs + hidden]
-    later = work.inputs if len(work.stages) > 1 else 0
-    places = [place for stem, blocks in work.stages for place in (stem, *blocks)]
-    return [later + sides * place.carried for place in places]
+        return work.inputs + settings.log_drift * place.hidden
+    return (1 + both) * place.carried + (len(work.stages) > 1) * work.inputs
 
 
-def _in_block(block: Block, work: Work, settings: FeatCalSettings, tasks: int) -> dict[str, int]:
-    """Bytes of one block's visit, where it is fullest: while a task is summed, or at the solve."""
+def _visit(
+    place: Place, work: Work, settings: FeatCalSettings, tasks: int, *, fused: bool
+) -> dict[str, int]:
+    """Bytes of a place where it is fullest: while a task is summed, or at the solve."""
     mixes = settings.mix_alpha > 0
-    both = mixes or settings.log_drift
+    batch = place.peak + (mixes or settings.log_drift) * place.recorded
     row, fold = sum_sizes(work, settings, tasks)
-    batch = block.peak + (block.recorded if both else 0)
     folded = summed = transient = system = 0
-    for group in block.groups:
+    for group in place.groups:
         width, outputs = group.width, sum(group.outputs)
-        crosses = mixes and not group.is_narrow
-        squares = (1 + crosses) * width**2
+        squares = (1 + (mixes and not group.is_narrow)) * width**2
+        products = mixes * (outputs if group.is_narrow else width)
         folded += fold * (squares + outputs * width)
-        summed += row * (squares + (mixes and group.is_narrow) * outputs * width)
+        summed += row * (squares + group.is_narrow * products * width)
         if group.rows < FEW_ROWS:
-            summed += row * WAITING_ROWS * (width + mixes * (outputs if group.is_narrow else width))
+            summed += row * WAITING_ROWS * (width + products)
         one = max(group.outputs) * width
-        transient = max(transient, fold * (2 * width**2 + 2 * one))
+        transient = max(transient, fold * 2 * (width**2 + one))
         system = max(system, fold * (width**2 + 5 * one))
-    summing = folded + summed + max(0, transient - batch)
+    read = sum(work.tensors[name] for name in {work.names[name] for name in place.needed})
     return {
         "batch": batch,
-        "statistics": max(summing, folded + max(0, system - batch)),
-        "block": fold * block.calibrated + block.parameters // 2,
+        "statistics": folded + max(0, summed + max(0, transient - batch), system - batch),
+        "block": (tasks if fused else 1) * read + fold * place.calibrated + place.parameters // 2,
     }
 
 
@@ -127,16 +120,13 @@ def read_bytes(
     """
     own = work.dtype.itemsize
     sizes = {name: size * (itemsize or own) // own for name, size in work.tensors.items()}
+    visits = [Visit(place.name, place.needed) for place in work.places]
     blocks = [block.name for block in work.blocks]
     readings = {
-        str(task): reading_of(task, work.visits, blocks, work.first_names, sizes.__getitem__)
+        str(task): reading_of(task, visits, blocks, work.names, sizes.__getitem__)
         for task in range(tasks)
     }
     full = make_plan(readings, None)
     if settings.expert_read_budget is None:
         return full.bytes
     return make_plan(readings, budget_in_bytes(settings.expert_read_budget, full.bytes)).bytes
-
-
-def _size(work: Work, names: Sequence[str]) -> int:
-    return sum(work.tensors[name] for name in {work.first_names[name] for name in names})

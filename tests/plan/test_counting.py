@@ -50,7 +50,7 @@ def test_block_of_clip():
     assert first.hidden == first.carried == last.carried == 4 * rows * d
     assert first.recorded == 4 * rows * (5 * d + 4 * d)  # two of them before norms
     assert first.peak >= 2 * 4 * rows * 4 * d  # fc1's output and its activation
-    ((stem, _),) = work.stages
+    stem = work.stages[0][0]
     assert stem.flops == 2 * batch * (tokens - 1) * 3 * 16 * 16 * d
 
 
@@ -63,7 +63,7 @@ def test_excluded_modules_have_no_statistics():
 def test_cross_attention_receives_the_encoders_rows():
     model = t5_model(width=64, depths=(3, 4), heads=8).to("meta")
     work = count_work(model, example_inputs(model, 2, 10, 3), FeatCalSettings())
-    (_, encoder), (stem, decoder) = work.stages
+    (_, *encoder), (stem, *decoder) = work.stages
     assert (len(encoder), len(decoder)) == (3, 4)
     cross = ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")
     assert Group(64, (24, 24), 20, cross) in decoder[0].groups
@@ -96,7 +96,7 @@ def test_replayed_blocks_cost_the_passes_up_to_them():
     assert work.whole_model
     costs = [block.flops for block in work.blocks]
     assert costs == sorted(costs) and costs[-1] > 1.5 * costs[0]
-    assert set(work.visits[-1].names) == set(model.state_dict())
+    assert set(work.places[-1].needed) == set(model.state_dict())
 
 
 def test_attention_keeps_no_scores_and_autocast_comes_back():

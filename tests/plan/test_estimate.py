@@ -15,7 +15,10 @@ from rich.console import Console
 from tiny_decoders import decoder_suite
 from tiny_models import clip_suite, residual_suite
 from tiny_t5 import t5_model, t5_suite
-from torch import Tensor, nn
+from torch import Tensor, is_tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
@@ -27,7 +30,7 @@ from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan import estimate as module
 from fusion_bench_featcal.plan.advice import advice
-from fusion_bench_featcal.plan.counting import Meter, count_work, example_inputs, without_masks
+from fusion_bench_featcal.plan.counting import count_work, example_inputs, without_masks
 from fusion_bench_featcal.plan.estimate import (
     Plan,
     Request,
@@ -97,6 +100,23 @@ def test_bytes_are_those_of_the_run(
     assert carried * 0.6 < opened.peak["files"] < carried + 2 * one_batch  # the rest: masks, inputs
 
 
+class LiveBytes(TorchDispatchMode):
+    """Largest number of bytes of tensors that operations made and that were alive at once."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.alive = {k: v for k, v in getattr(self, "alive", {}).items() if not v[0].expired()}
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_tensor(t)}
+        for tensor in filter(is_tensor, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            if not tensor.is_meta and storage._cdata not in given:
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"mix_alpha": 0.0, "log_drift": False}, {"ridge_lambda": 1e-4}]
 )
@@ -109,13 +129,13 @@ def test_memory_is_what_tensors_of_a_run_take(changes: dict[str, Any]):
     data = {task: [torch.randn(32, 3, 64, 64)] * 2 for task in "xyz"}
     settings = FeatCalSettings(samples_per_task=64, batch_size=32, linear_kernel="torch", **changes)
     experts = {task: models[task] for task in data}
-    with Meter() as meter:
+    with LiveBytes() as live:
         calibrate(models["m"], models["b"], experts, data, settings, progress=False)
     meta = hollow_copy(models["m"]).to("meta")
     work = count_work(meta, torch.empty(32, 3, 64, 64, device="meta"), settings)
     found = predict_memory(work, settings, 3 * 64, 3)
     expected = (found.peak - SCRATCH - found.parts["model"]) / HOLES + found.parts["model"]
-    assert expected + found.parts["activations"] == pytest.approx(meter.peak, rel=0.25)
+    assert expected + found.parts["activations"] == pytest.approx(live.peak, rel=0.25)
 
 
 def test_fewer_passes_without_the_experts_features(clip: Request):

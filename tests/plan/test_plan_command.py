@@ -11,7 +11,6 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from fusion_bench_featcal.boundary.plan_run import run_request
 from fusion_bench_featcal.cli import main
 
-
 POOL = "modelpool=clip-vit-mini_alphabets2"
 
 
