@@ -1,4 +1,4 @@
-"""Models of the shapes that `plan.py` fits and checks: random weights, written to a folder."""
+"""Models of the shapes that `plan.py` compares: random weights, written to a folder."""
 
 import json
 from collections.abc import Iterator
@@ -77,22 +77,7 @@ class Shape:
         return json.dumps(asdict(self))
 
 
-FIT = [
-    Shape("clip", 256, 2, 2, 64, 49),
-    Shape("clip", 512, 3, 4, 32, 49),
-    Shape("clip", 768, 2, 2, 64, 49),
-    Shape("clip", 768, 2, 8, 8, 49),
-    Shape("t5", 256, 2, 2, 64, 64),
-    Shape("t5", 768, 2, 3, 16, 64),
-    Shape("llama", 512, 2, 2, 32, 64, 8),
-    Shape("llama", 1024, 2, 2, 16, 64, 8),
-    Shape("clip", 512, 2, 4, 32, 49, mix_alpha=0.0, log_drift=False),
-    Shape("llama", 512, 3, 3, 48, 64, 8, mix_alpha=0.0),
-    Shape("llama", 896, 2, 2, 32, 48, 4),
-]
-"""Constants are fitted on these."""
-
-CHECK = [
+SHAPES = [
     Shape("clip", 384, 4, 3, 64, 49),
     Shape("clip", 640, 3, 6, 16, 81),
     Shape("clip", 1024, 2, 2, 16, 64),
@@ -104,7 +89,6 @@ CHECK = [
     Shape("clip", 640, 2, 4, 48, 49, mix_alpha=0.0, log_drift=False),
     Shape("llama", 640, 2, 4, 16, 96, 4, mix_alpha=0.0),
 ]
-"""Predictions are checked on these, of which no constant knows."""
 
 
 def make_model(shape: Shape) -> nn.Module:

@@ -6,7 +6,7 @@ Random models of ViT-B/32's shape, cut to a few blocks, are written to a tempora
 calibrated in turn by one process with two threads and by two processes with one thread each, joined
 by gloo. Only the calibration is timed, without the inputs, which are made on the way; the fastest
 of the repetitions counts. Peak memory includes the program itself. What `featcal plan` would have
-predicted stands beside, from rates that each process measures beforehand, all at the same time; it
+predicted stands beside, from a probe that each process runs beforehand, all at the same time; it
 knows nothing of what they exchange. Needs about 1 GB of disk.
 """
 
@@ -34,8 +34,7 @@ from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.compare.measure import measure
 from fusion_bench_featcal.engine.processes import TorchProcesses
 from fusion_bench_featcal.experts import hollow_copy
-from fusion_bench_featcal.plan.prediction import Plan, Request, predict
-from fusion_bench_featcal.plan.rates import measure_rates
+from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
 
 BATCH = 16
 THREADS = 2
@@ -85,7 +84,7 @@ def planned(
     request = Request(
         hollow_copy(merged).to("meta"), settings, options.tasks, loaded=1, processes=options.size
     )
-    return predict(request, measure_rates("cpu", linear_kernel=settings.linear_kernel))
+    return estimate(request)
 
 
 def take_part(options: argparse.Namespace) -> None:

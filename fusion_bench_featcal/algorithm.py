@@ -27,7 +27,7 @@ from fusion_bench_featcal.boundary.options import (
     plain,
     take_fusion_bench_keys,
 )
-from fusion_bench_featcal.boundary.plan_run import log_plan, stored_itemsize
+from fusion_bench_featcal.boundary.plan_run import known_samples, log_plan, stored_itemsize
 from fusion_bench_featcal.boundary.pool_checks import (
     check_experts,
     check_pool_models,
@@ -322,6 +322,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 settings,
                 len(tasks),
                 self.fabric.device,
+                samples=known_samples(batches),
                 held=experts.held(),
                 base_held=base_held,
                 loaded=1 + base_held,

@@ -14,7 +14,6 @@ from fusion_bench_featcal import __version__
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.compare.find import Found
-    from fusion_bench_featcal.plan.rates import Rates
 
 _RUN_HELP = "log directory of a run, or a folder with several below it"
 
@@ -110,40 +109,41 @@ def plot_command(options: argparse.Namespace) -> int:
 
 def preflight_command(options: argparse.Namespace) -> int:
     """Say what a calibration will meet, from a model's configuration alone: no weights needed."""
-    from fusion_bench_featcal.preflight import describe, empty_model, preflight
+    from fusion_bench_featcal.plan.estimate import Request
+    from fusion_bench_featcal.preflight import describe, empty_model
     from fusion_bench_featcal.settings import FeatCalSettings
 
     lengths = {"length": options.length, "target_length": options.target_length}
     try:
         if any("=" in word for word in options.words):
-            from fusion_bench_featcal.boundary.preflight_pool import preflight_run
+            from fusion_bench_featcal.boundary.plan_run import preflight_request
 
-            plan = preflight_run(options.words, **lengths)
+            request = preflight_request(options.words, **lengths)
         else:
-            model = empty_model(options.words[0])
             lengths["length"] = options.length or 512
-            plan = preflight(model, FeatCalSettings(), tasks=options.tasks, **lengths)
+            model = empty_model(options.words[0])
+            request = Request(model, FeatCalSettings(), options.tasks, **lengths)
+        print(describe(request))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print(describe(plan))
     return 0
 
 
 def plan_command(options: argparse.Namespace) -> int:
-    """Predict time, memory, bytes read and files of a calibration before anything is loaded."""
+    """Estimate time, memory, bytes read and files of a calibration before anything is loaded."""
     import json
 
     from fusion_bench_featcal.boundary.plan_run import run_request
-    from fusion_bench_featcal.plan.levers import with_levers
-    from fusion_bench_featcal.plan.prediction import predict
+    from fusion_bench_featcal.plan.estimate import estimate, with_levers
     from fusion_bench_featcal.plan.show import show_plan
     from fusion_bench_featcal.settings import CalibrationError
 
     lengths = {"length": options.length, "target_length": options.target_length}
+    if options.rates is not None:
+        print("featcal: --rates has no effect any more: the probe is short", file=sys.stderr)
     try:
         request = run_request(options.words, device=options.device, **lengths)
-        rates = _rates(options.rates, options.device, request.settings.linear_kernel)
-        plan = with_levers(request, rates, predict(request, rates))
+        plan = with_levers(request, estimate(request))
     # torch says by an assertion that it was built without the device
     except (ValueError, CalibrationError, RuntimeError, AssertionError) as error:
         raise UsageError(str(error)) from error
@@ -152,21 +152,6 @@ def plan_command(options: argparse.Namespace) -> int:
     else:
         show_plan(plan)
     return 0
-
-
-def _rates(path: str | None, device: str, linear_kernel: str) -> "Rates":
-    """The machine's rates: from a file if it is there, else measured, and kept in it."""
-    from fusion_bench_featcal.plan.rates import Rates, measure_rates
-
-    if path is not None and Path(path).is_file():
-        rates = Rates.read(path)
-        if rates.device != device.partition(":")[0]:
-            raise UsageError(f"{path} holds the rates of {rates.device}, not of {device}")
-        return rates
-    rates = measure_rates(device, linear_kernel=linear_kernel)
-    if path is not None:
-        rates.write(path)
-    return rates
 
 
 def settings_command(options: argparse.Namespace) -> int:
@@ -281,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--target-length", type=int, default=8, help="tokens a target (8)")
     plan.add_argument("--device", default="cpu", help="where to calibrate: cpu (default), cuda")
     plan.add_argument(
-        "--rates", metavar="FILE", help="the machine's rates: read from there, or kept there"
+        "--rates", metavar="FILE", help="no effect any more: the machine is probed each time"
     )
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
     settings = _command(commands, "settings", settings_command)

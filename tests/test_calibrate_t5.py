@@ -18,8 +18,7 @@ from fusion_bench_featcal.engine.block import BlockSums
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
 from fusion_bench_featcal.experts_files import SafetensorsExpert
 from fusion_bench_featcal.families import T5
-from fusion_bench_featcal.plan.inputs import example_inputs
-from fusion_bench_featcal.plan.work import count_work
+from fusion_bench_featcal.plan.counting import count_work, example_inputs
 
 FLAN = Knobs(alpha=0.6, lam=1e-3, rho=2.0, norm=False)
 CASES: list[tuple[dict[str, Any], Knobs]] = [
@@ -58,9 +57,8 @@ def test_the_engine_shares_statistics_as_the_plan_says(monkeypatch: pytest.Monke
     run_fast(suite)
     settings = settings_of(PAPER, suite)
     planned = count_work(suite.merged.to("meta"), example_inputs(suite.merged, 2, 7, 4), settings)
-    for stage in planned.stages:
-        for block in stage.blocks:
-            assert groups[block.name] == [group.names for group in block.groups]
+    for block in planned.blocks:
+        assert groups[block.name] == [group.names for group in block.groups]
     cross = ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")
     assert cross in groups["decoder.block.0"]
 

@@ -41,7 +41,6 @@ from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.cli import main as featcal
 from fusion_bench_featcal.compare.curves import write_curves
 from fusion_bench_featcal.experts_lora import LoraExpert
-from fusion_bench_featcal.plan.rates import Rates, measure_rates
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.checksums import CHECKSUM_FILE, write_checksums
 from fusion_bench_featcal.tasks.heads import forget_stored_heads
@@ -223,10 +222,6 @@ def _processor() -> Any:
     return tiny_processor(tiny_clips())
 
 
-def _read_rates(folder: Path) -> Any:
-    return Rates.read(folder / "rates.json")
-
-
 def _write_suite(folder: Path) -> None:
     for name in ("a.txt", "b/c.txt", "b/d.bin"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -310,8 +305,6 @@ KINDS = [
     Kind(name="stored zero-shot heads", weight=4, make=_write_heads, read=_forget_heads,
          patterns=("**/mine/metadata.json", "**/other/metadata.json")),
     Kind(name="cache_dir: processed images", weight=18, make=_cached_images, read=_cached_images),
-    Kind(name="rates of a machine", weight=6, read=_read_rates,
-         make=lambda folder: measure_rates("cpu", quick=True).write(folder / "rates.json")),
     Kind(name="suite with checksums, by featcal suite check", weight=5, make=_write_suite,
          read=lambda folder: shown("suite", "check", str(folder)), is_named=False),
     Kind(name="corrected model: corrections", weight=4, make=_write_surgery, read=_load_surgery,

@@ -3,26 +3,25 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from fusion_bench.utils.hydra_utils import get_default_config_path
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from fusion_bench_featcal.boundary.config_errors import explained
 from fusion_bench_featcal.boundary.fusing import merger_class
-from fusion_bench_featcal.boundary.preflight_pool import (
-    LENGTH,
-    compose_run,
-    location_of,
-    settings_among,
-)
+from fusion_bench_featcal.boundary.options import checked_settings
 from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.experts import hollow_copy, known_bytes
 from fusion_bench_featcal.experts_files import safetensors_files
-from fusion_bench_featcal.plan.prediction import Plan, Request, predict
-from fusion_bench_featcal.plan.rates import Rates, measure_rates
+from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
 from fusion_bench_featcal.plan.show import one_line, warnings_of
 from fusion_bench_featcal.preflight import empty_model
 from fusion_bench_featcal.reads.plan import budget_left
@@ -30,8 +29,26 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
+LENGTH = 512
+"""Tokens of a text where `method.max_length` is null."""
+
 _PLAIN = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
 _ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def preflight_request(
+    overrides: Sequence[str], *, length: int | None = None, target_length: int = 8
+) -> Request:
+    """Request for a look at a run's base model; arguments and errors as for `run_request`."""
+    method, models, _ = compose_run(overrides)
+    settings = settings_among(method)
+    return Request(
+        empty_model(location_of(models.get("_pretrained_"))),
+        settings,
+        tasks=sum(not name.startswith("_") for name in models),
+        length=length or settings.max_length or LENGTH,
+        target_length=target_length,
+    )
 
 
 def run_request(
@@ -184,52 +201,98 @@ def stored_itemsize(model: Any) -> int | None:
         return None
 
 
+class RunConfig(NamedTuple):
+    """What a run's words say, as plain values: of Fabric, `devices` and `num_nodes`."""
+
+    method: dict[str, Any]
+    models: dict[str, Any]
+    fabric: Any
+
+
+def compose_run(overrides: Sequence[str]) -> RunConfig:
+    """The keys of a run's method and Fabric, and its pool's models.
+
+    Args:
+        overrides: Words of the command line; without `method=` the method is featcal.
+
+    Returns:
+        What they say.
+
+    Raises:
+        ValueError: If the words compose no run with a model pool.
+    """
+    folder = str(get_default_config_path())
+    words = list(overrides)
+    if not any(word.startswith("method=") for word in words):
+        words.append("method=featcal")
+    try:
+        with initialize_config_dir(folder, version_base=None):
+            config = compose("fabric_model_fusion", overrides=words)
+        method: Any = OmegaConf.to_container(config.method, resolve=True)
+        models: Any = OmegaConf.to_container(config.modelpool.models, resolve=True)
+        # by name: its loggers need a running program
+        given = config.fabric or {}
+        fabric = {name: given.get(name, 1) for name in ("devices", "num_nodes")}
+        fabric = OmegaConf.to_container(OmegaConf.create(fabric))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explained(error) from error
+    return RunConfig(method, models, fabric)
+
+
+def settings_among(method: Mapping[str, Any]) -> FeatCalSettings:
+    """The settings among a method's keys.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+    known = FeatCalSettings.names()
+    return checked_settings({key: value for key, value in method.items() if key in known})
+
+
+def location_of(entry: Any) -> str:
+    """The folder or hub id of a model pool's entry.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    keys = ("pretrained_model_name_or_path", "base_model_path")
+    if isinstance(entry, Mapping):
+        entry = next((entry[key] for key in keys if key in entry), None)
+    if not isinstance(entry, str):
+        raise ValueError(
+            "modelpool.models._pretrained_ names no folder or hub id, whose config is needed"
+        )
+    return entry
+
+
+def known_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
+    """Number of each task's samples; empty where a task's batches do not tell it."""
+    counts = [len(task.indices) for task in batches.values() if hasattr(task, "indices")]
+    return tuple(counts) if len(counts) == len(batches) else ()
+
+
 def log_plan(
-    merged: nn.Module,
-    settings: FeatCalSettings,
-    tasks: int,
-    device: torch.device,
-    *,
-    held: int = 0,
-    base_held: bool = False,
-    loaded: int = 1,
-    itemsize: int | None = None,
-    fused: bool = False,
-    merges: bool = False,
-    processes: int = 1,
-    neighbours: int = 1,
+    merged: nn.Module, settings: FeatCalSettings, tasks: int, device: torch.device, **known: Any
 ) -> Plan | None:
-    """Say at the start of a run what it will take, and warn where that is more than there is.
+    """Log at the start of a run what it will take, and warn where that is more than there is.
 
     Args:
         merged: The merged model.
         settings: Settings.
         tasks: Number of tasks.
-        device: Where to calibrate.
-        held: Number of experts that are loaded whole.
-        base_held: Whether the base is.
-        loaded: Number of models that are in memory already, the merged one among them.
-        itemsize: Bytes of a number in the experts' files; None: as in the model.
-        fused: Whether the upstream merge shares the calibration's reads.
-        merges: Whether an upstream merger reads the experts, too.
-        processes: Number of processes that work on it.
-        neighbours: Number of those on this machine.
+        device: Device of the calibration.
+        known: Further attributes of the `Request`.
 
     Returns:
         The plan; None where none can be made, which is no reason not to run: of texts whose length
-        nothing tells (`method.max_length`), or of a model of unknown inputs.
+        is unknown (no `method.max_length`), or of a model of unknown inputs.
     """
+    if settings.max_length is None and takes_text(merged):
+        return None
+    known = {"loaded": 1, "length": settings.max_length or LENGTH, **known}
     try:
-        if settings.max_length is None and takes_text(merged):
-            return None
-        length = settings.max_length or LENGTH
         model = hollow_copy(merged).to("meta")
-        request = Request(
-            model, settings, tasks, length, held=held, base_held=base_held, itemsize=itemsize,
-            loaded=loaded, device=device, fused=fused, merges=merges,
-            processes=processes, neighbours=neighbours,
-        )  # fmt: skip
-        plan = predict(request, _quick_rates(device, settings.linear_kernel))
+        plan = estimate(Request(model, settings, tasks, device=device, **known))
     except Exception as error:  # a model of unknown inputs: the calibration itself will tell
         log.debug("no plan of time and memory: %s", error)
         return None
@@ -237,9 +300,3 @@ def log_plan(
     for warning in warnings_of(plan):
         log.warning(warning)
     return plan
-
-
-@cache
-def _quick_rates(device: torch.device, linear_kernel: str) -> Rates:
-    """The device's rates, measured once in a process."""
-    return measure_rates(device, linear_kernel=linear_kernel, quick=True)

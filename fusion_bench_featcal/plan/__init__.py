@@ -1,5 +1,5 @@
-"""What a calibration will take, told before anything is loaded: time, memory, bytes, files.
+"""Estimate of a calibration's time, memory and reads, made before any weight is loaded.
 
-Operations and bytes are counted on a model without weights; the machine's rates are measured in a
-second; a few constants, fitted once, stand for what neither tells.
+Memory and bytes follow from the shapes of the model's structure, run once on the meta device; time
+is the FLOPs over one short probe of the machine, and rough.
 """

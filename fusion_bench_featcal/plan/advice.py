@@ -1,32 +1,66 @@
-"""What to lower when a running calibration is out of memory."""
+"""Settings that lower a calibration's memory, for messages."""
 
-from fusion_bench_featcal.engine.run import Run
+from collections.abc import Mapping
+from typing import Any
+
 from fusion_bench_featcal.experts import hollow_copy
-from fusion_bench_featcal.plan.constants import constants
-from fusion_bench_featcal.plan.inputs import without_masks
+from fusion_bench_featcal.plan.counting import count_work, without_masks
 from fusion_bench_featcal.plan.memory import predict_memory
-from fusion_bench_featcal.plan.show import advice
-from fusion_bench_featcal.plan.work import count_work
 
 GENERAL = (
     "Lower method.batch_size or method.samples_per_task, or set method.activations=disk or "
     "method.stream_experts=true"
 )
+LABELS = {
+    "model": "calibrated copy of the model",
+    "experts": "models loaded whole",
+    "activations": "features of all samples",
+    "batch": "one batch in a block",
+    "statistics": "sums and systems of a block",
+    "block": "an expert's block, anchors, new parameters",
+}
+"""Parts of `Memory`, for people."""
+
+_SETTINGS = {
+    "activations": "method.activations=disk or a lower method.samples_per_task",
+    "batch": "a lower method.batch_size",
+    "experts": "method.stream_experts=true",
+    "statistics": "method.modules without the widest modules",
+}
 
 
-def memory_advice(run: Run) -> str:
-    """Which settings lower what a run's memory is for, the largest part first.
+def memory_advice(run: Any) -> str:
+    """Return a sentence that names the settings for the largest parts of a run's memory.
 
     Args:
-        run: The run, at whatever point.
-
-    Returns:
-        A sentence for messages; a general one where the parts cannot be told.
+        run: The run: its `model`, `settings`, `family`, `experts` and `example`, the first batch's
+            inputs.
     """
     try:
-        settings = run.settings.replace(family=run.family)
+        settings, tasks = run.settings.replace(family=run.family), len(run.experts)
         work = count_work(hollow_copy(run.model).to("meta"), without_masks(run.example), settings)
-        memory = predict_memory(work, settings, len(run.experts), constants())
-        return advice(memory.parts, {"device": int(settings.activations != "disk")})
+        memory = predict_memory(work, settings, tasks * settings.samples_per_task, tasks)
+        return advice(memory.parts, on_disk=settings.activations == "disk")
     except Exception:  # whatever it is, the error at hand is the one to report
         return GENERAL
+
+
+def advice(parts: Mapping[str, int], *, on_disk: bool) -> str:
+    """Return a sentence that names the settings for the largest parts.
+
+    Args:
+        parts: Bytes by part.
+        on_disk: Whether features wait on disk already.
+    """
+    found = [name for name in _SETTINGS if parts[name] and not (on_disk and name == "activations")]
+    largest = sorted(found, key=lambda name: -parts[name])[:3]
+    named = [f"{LABELS[name]}, {size(parts[name])} ({_SETTINGS[name]})" for name in largest]
+    return f"What settings lower, the largest first: {'; '.join(named)}"
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= step:
+            return f"{count / step:.{2 if count < 10 * step else 1}f} {unit}"
+    return f"{count / 1024:.0f} KiB"

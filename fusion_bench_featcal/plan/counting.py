@@ -1,154 +1,300 @@
-"""What a stretch of a model's forward pass computes, counted from shapes on the meta device."""
+"""Sizes and FLOPs of one batch in each block, from a model without weights."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 
-# Element by element, but with a function that takes longer than its memory.
-_COSTLY = ("gelu", "sigmoid", "silu", "tanh", "exp", "softmax", "erf", "log", "cos", "sin", "mish")
+from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
+from fusion_bench_featcal.engine.run import hands_on, leading_to, needed_by
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.families.views import view_of
+from fusion_bench_featcal.reads.ledger import stage_place
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
-@dataclass
-class Counts:
-    """What was computed.
+@dataclass(frozen=True)
+class Group:
+    """Linear modules that share an input, and so a Gram matrix.
 
     Attributes:
-        products: Matrix products `[n, k] [k, m]`, so many at once: `(at once, n, k, m)`.
-        attention: Fused attentions: `(heads x batch, queries, keys, width)`.
-        moved: Bytes that all else read and wrote.
-        costly: Bytes of these where a function such as exp was taken of every entry.
-        calls: Number of operations.
-        peak: Largest number of bytes that were alive at once.
+        width: Features of the input.
+        outputs: Features of each module's output.
+        rows: Rows of the input in one batch.
+        names: Names inside the block.
     """
 
-    products: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
-    attention: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
-    moved: int = 0
-    costly: int = 0
-    calls: int = 0
-    peak: int = 0
+    width: int
+    outputs: tuple[int, ...]
+    rows: int
+    names: tuple[str, ...]
 
     @property
-    def flops(self) -> int:
-        """Floating point operations of all products and attentions."""
-        products = sum(2 * c * b * n * k * m for (b, n, k, m), c in self.products.items())
-        return products + sum(4 * c * b * q * k * d for (b, q, k, d), c in self.attention.items())
+    def is_narrow(self) -> bool:
+        """Whether products with the expert's weights are summed in place of a cross moment."""
+        return 2 * sum(self.outputs) <= self.width
 
 
-def counted(compute: Callable[[], Any]) -> tuple[Any, Counts]:
-    """Run something on tensors of the meta device.
+@dataclass(frozen=True)
+class Place:
+    """One batch's pass through a block, or up to a stage's first block; sizes in bytes.
+
+    Attributes:
+        name: The block's name, or the stage's.
+        needed: Names of the expert's tensors that are read for it.
+        flops: Floating point operations of the pass.
+        peak: Most that is alive at once.
+        carried: Size of what one side of the batch keeps afterwards.
+        hidden: Size of the block's output.
+        recorded: Size of all calibrated modules' inputs.
+        parameters: Size of the block's parameters.
+        calibrated: Number of calibrated values.
+        groups: The calibrated linear modules.
+    """
+
+    name: str
+    needed: Sequence[str]
+    flops: int
+    peak: int
+    carried: int
+    hidden: int = 0
+    recorded: int = 0
+    parameters: int = 0
+    calibrated: int = 0
+    groups: tuple[Group, ...] = ()
+
+
+@dataclass(frozen=True)
+class Work:
+    """A calibration's work on one batch of one task.
+
+    Attributes:
+        family: Name of the model's family.
+        stages: The way to each stage's first block, then its blocks.
+        batch: Samples of the batch.
+        inputs: Bytes of its inputs.
+        names: Name of every tensor of the model -> the first name of the same tensor.
+        tensors: Bytes of every tensor by first name.
+        dtype: The model's dtype.
+        whole_model: Whether blocks run by running the whole model.
+    """
+
+    family: str
+    stages: tuple[tuple[Place, ...], ...]
+    batch: int
+    inputs: int
+    names: Mapping[str, str]
+    tensors: Mapping[str, int]
+    dtype: torch.dtype
+    whole_model: bool
+
+    @property
+    def places(self) -> list[Place]:
+        """All places in order."""
+        return list(chain.from_iterable(self.stages))
+
+    @property
+    def blocks(self) -> list[Place]:
+        """All blocks in forward order."""
+        return [block for _, *blocks in self.stages for block in blocks]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The calibrated linear modules of all blocks."""
+        return [group for block in self.blocks for group in block.groups]
+
+
+def count_work(model: nn.Module, inputs: Any, settings: FeatCalSettings) -> Work:
+    """Run one batch through a model without weights.
 
     Args:
-        compute: What to run.
+        model: Structure of the merged model, on the meta device.
+        inputs: One batch of inputs on the meta device, without masks.
+        settings: `family`, `modules`, `calibrate_norm`, `calibrate_bias`, `mix_alpha` and
+            `log_drift` are used.
 
-    Returns:
-        Its result and what it computed.
+    Raises:
+        CalibrationError: If the model cannot be calibrated.
+        ValueError: If no family fits it.
     """
-    counts = Counts()
-    with torch.no_grad(), _without_autocast(), _Attention(counts), _Operations(counts):
-        return compute(), counts
+    family: Any = resolve_family(settings.family, model)
+    model = view_of(family).shown(model)
+    blocks = family.stages(model)
+    modules = find_all_modules(model, blocks, settings)
+    runs = settings.mix_alpha > 0 or settings.log_drift
+    stages: list[tuple[Place, ...]] = []
+    call: Any = None
+    for index, stage in enumerate(blocks):
+        follows = hands_on(family) and index > 0
+        with metered() as meter:
+            end = (family.ending(model, call),) if follows else ()
+            call = family.begin(model, inputs, stage[0], *end)
+        needed = leading_to(model, family, blocks, index, after_stages=follows) if runs else ()
+        places = [Place(stage_place(index), needed, meter.flops, meter.peak, size_of(call))]
+        known: dict[Any, Place] = {}
+        for name in stage:
+            kind = _kind(model, name, modules[name])
+            if kind not in known:
+                known[kind], call = _count_block(model, family, name, call, modules[name])
+            needed = needed_by(model, family, name) if runs else _solved(modules[name], settings)
+            places.append(replace(known[kind], name=name, needed=needed))
+            if len(places) == 2 or family.whole_model:  # a stage's first block may do more
+                known.clear()
+        stages.append(tuple(places))
+    tensors = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return Work(
+        family=family.name,
+        stages=tuple(stages),
+        batch=len(_tensors(inputs)[0]),
+        inputs=size_of(inputs),
+        names={name: first[id(tensor)] for name, tensor in tensors.items()},
+        tensors={name: tensors[name].nbytes for name in first.values()},
+        dtype=next(model.parameters()).dtype,
+        whole_model=family.whole_model,
+    )
 
 
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Context for models that switch autocast off: there is none to ask for on the meta device."""
-    own = torch.autocast
-    try:
-        torch.autocast = lambda *_, **__: nullcontext()  # type: ignore[assignment,misc]
-        yield
-    finally:
-        torch.autocast = own  # type: ignore[misc]
+def _solved(modules: BlockModules, settings: FeatCalSettings) -> list[str]:
+    return [
+        name
+        for site in modules.sites
+        for name in site.names
+        if site.kind == "norm" or name == site.weight_name or settings.calibrate_bias
+    ]
 
 
-class _Attention(TorchFunctionMode):
-    """Notes fused attentions, which the meta device would take apart."""
+def _kind(model: nn.Module, block: str, modules: BlockModules) -> Any:
+    """Key of blocks that do the same: shapes of the parameters, and the calibrated modules."""
+    shapes = tuple((n, tuple(p.shape)) for n, p in model.get_submodule(block).named_parameters())
+    return shapes, tuple(site.name.removeprefix(block) for site in modules.sites)
 
-    def __init__(self, counts: Counts) -> None:
+
+def _count_block(
+    model: nn.Module, family: Any, name: str, call: Any, modules: BlockModules
+) -> tuple[Place, Any]:
+    """Count a block's pass; also return what the next block receives."""
+    inputs: dict[str, list[Tensor]] = {site.name: [] for site in modules.sites}
+
+    def note(module: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        inputs[module].append(args[0] if args else next(iter(kwargs.values())))
+
+    with ExitStack() as hooks:
+        for module in inputs:
+            add = model.get_submodule(module).register_forward_pre_hook
+            hooks.callback(add(partial(note, module), with_kwargs=True).remove)
+        with metered() as meter:
+            hidden, following = family.step(model, name, call)
+    together: dict[Any, list[Any]] = {}
+    for site in modules.sites:
+        if site.kind == "linear" and inputs[site.name]:
+            key = tuple((id(value), value._version) for value in inputs[site.name])
+            together.setdefault(key, []).append(site)
+    groups = []
+    for sites in together.values():
+        shapes = [s.oriented(model.get_parameter(s.weight_name)).shape for s in sites]
+        rows = sum(value.shape[:-1].numel() for value in inputs[sites[0].name])
+        names = tuple(site.name.removeprefix(f"{name}.") for site in sites)
+        groups.append(Group(shapes[0][1], tuple(shape[0] for shape in shapes), rows, names))
+    place = Place(
+        name=name,
+        needed=(),
+        flops=meter.flops,
+        peak=meter.peak,
+        carried=size_of(following),
+        hidden=size_of(hidden),
+        recorded=size_of(inputs),
+        parameters=sum(p.nbytes for p in model.get_submodule(name).parameters()),
+        calibrated=sum(model.get_parameter(n).numel() for s in modules.sites for n in s.names),
+        groups=tuple(groups),
+    )
+    return place, following
+
+
+def size_of(tree: Any) -> int:
+    """Bytes of all distinct storages in a nested value, dataclasses included."""
+    sizes, waiting = {}, [tree]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            sizes[_storage(value)] = value.untyped_storage().nbytes()
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif hasattr(value, "__dataclass_fields__"):
+            waiting += vars(value).values()
+    return sum(sizes.values())
+
+
+class Meter(TorchDispatchMode):
+    """Counts FLOPs, and the largest number of bytes that were alive at once."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._counts = counts
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        query, key, value = (*args, *(kwargs or {}).values())[:3]
-        heads = query.shape[:-2].numel()
-        self._counts.attention[heads, query.shape[-2], key.shape[-2], value.shape[-1]] += 1
-        return query.new_empty(*query.shape[:-1], value.shape[-1])
-
-
-class _Operations(TorchDispatchMode):
-    def __init__(self, counts: Counts) -> None:
-        super().__init__()
-        self._counts = counts
+        self.flops = self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        taken, made = _tensors((args, kwargs)), _tensors(result)
-        known = {_storage(tensor) for tensor in taken}
-        is_view = bool(made) and not func._schema.is_mutable
-        is_view = is_view and all(_storage(tensor) in known for tensor in made)
-        self._counts.calls += 1
-        if not is_view:
-            self._note(func, taken, made)
-            self._watch([tensor for tensor in made if _storage(tensor) not in known])
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operator = func._overloadpacket
+        if operator in flop_registry:
+            self.flops += flop_registry[operator](*args, **kwargs, out_val=result)
+        given = set(map(_storage, _tensors((args, kwargs))))
+        new = [tensor for tensor in _tensors(result) if _storage(tensor) not in given]
+        if new:
+            self._alive = {k: entry for k, entry in self._alive.items() if not entry[0].expired()}
+            for tensor in new:
+                storage = tensor.untyped_storage()
+                self._alive[_storage(tensor)] = StorageWeakRef(storage), storage.nbytes()
+            self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return result
 
-    def _note(self, func: Any, taken: list[Tensor], made: list[Tensor]) -> None:
-        name = func._schema.name.removeprefix("aten::").rstrip("_")
-        product = _product(name, taken)
-        if product is not None:
-            self._counts.products[product] += 1
-            return
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*taken, *made))
-        self._counts.moved += moved
-        if any(word in name for word in _COSTLY):
-            self._counts.costly += moved
 
-    def _watch(self, made: Iterable[Tensor]) -> None:
-        for tensor in made:
-            storage = tensor.untyped_storage()
-            self._alive[_storage(tensor)] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {k: (ref, n) for k, (ref, n) in self._alive.items() if not ref.expired()}
-        alive = sum(size for _, size in self._alive.values())
-        self._counts.peak = max(self._counts.peak, alive)
+class _FusedAttention(TorchFunctionMode):
+    """Attention that keeps no scores; on the meta device torch would form them."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = (*args, *kwargs.values())[:3]
+        self._meter.flops += (
+            2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        )
+        return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-def _product(name: str, taken: list[Tensor]) -> tuple[int, int, int, int] | None:
-    """A matrix product's sizes."""
-    if name in ("mm", "addmm"):
-        left, right = taken[-2:]
-        return 1, left.shape[0], left.shape[1], right.shape[1]
-    if name in ("bmm", "baddbmm"):
-        left, right = taken[-2:]
-        return left.shape[0], left.shape[1], left.shape[2], right.shape[2]
-    if name.startswith("convolution"):
-        image, kernel = taken[:2]
-        patches = image.shape[0] * (image.shape[2:].numel() // kernel.shape[2:].numel())
-        return 1, patches, kernel[0].numel(), kernel.shape[0]
-    return None
+@contextmanager
+def metered() -> Iterator[Meter]:
+    """Context on the meta device, without autocast, which models cannot switch off there."""
+    meter, autocast = Meter(), torch.autocast
+    torch.autocast = lambda *_, **__: nullcontext()  # type: ignore[assignment,misc]
+    try:
+        with torch.no_grad(), torch.device("meta"), _FusedAttention(meter), meter:
+            yield meter
+    finally:
+        torch.autocast = autocast  # type: ignore[misc]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -159,29 +305,35 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def size_of(tree: Any, seen: set[int] | None = None) -> int:
-    """Bytes of all distinct tensors in a nested value, dataclasses included.
+def example_inputs(model: nn.Module, samples: int, length: int, target_length: int) -> Any:
+    """A batch of a model's inputs on the meta device.
 
     Args:
-        tree: The value.
-        seen: Storages that were counted before; those of the value are added.
+        model: The model.
+        samples: Samples in the batch.
+        length: Tokens of a text.
+        target_length: Tokens of an encoder-decoder's target.
 
-    Returns:
-        The bytes of those that are new.
+    Raises:
+        ValueError: If the model has no config.
     """
-    seen = set() if seen is None else seen
-    total = 0
-    waiting = [tree]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            total += 0 if storage._cdata in seen else storage.nbytes()
-            seen.add(storage._cdata)
-        elif isinstance(value, Mapping):
-            waiting += value.values()
-        elif isinstance(value, list | tuple):
-            waiting += value
-        elif hasattr(value, "__dataclass_fields__"):
-            waiting += vars(value).values()
-    return total
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(
+            f"{type(model).__name__} has no config that tells its inputs; featcal plan knows the "
+            "models of transformers"
+        )
+    if hasattr(config, "image_size"):
+        side, channels = config.image_size, getattr(config, "num_channels", 3)
+        return {"pixel_values": torch.empty(samples, channels, side, side, device="meta")}
+    ids = torch.empty(samples, length, dtype=torch.long, device="meta")
+    if getattr(config, "is_encoder_decoder", False):
+        return {"input_ids": ids, "labels": ids.new_empty(samples, target_length)}
+    return {"input_ids": ids}
+
+
+def without_masks(inputs: Any) -> Any:
+    """A batch on the meta device without masks, whose values models look at."""
+    if isinstance(inputs, Mapping):
+        inputs = {k: value for k, value in inputs.items() if not k.endswith("attention_mask")}
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)

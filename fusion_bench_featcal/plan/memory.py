@@ -1,159 +1,127 @@
-"""How much memory a calibration takes, by part, and which setting lowers which part."""
+"""Bytes that a calibration holds and reads, from the counts of one batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusion_bench_featcal.core.moments import MOST_ROWS
-from fusion_bench_featcal.plan.constants import Constants
-from fusion_bench_featcal.plan.seconds import few, solves_wide
-from fusion_bench_featcal.plan.work import BlockWork, Group, Work
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings, budget_in_bytes
+import torch
 
-PARTS = ("model", "experts", "activations", "batch", "statistics", "block")
-"""Copy of the model; experts held whole; samples' features; one batch in a block; sums and systems;
-an expert's block, anchors and new parameters."""
+from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
+from fusion_bench_featcal.plan.counting import Place, Work
+from fusion_bench_featcal.reads.plan import Visit, make_plan, reading_of
+from fusion_bench_featcal.settings import FeatCalSettings, budget_in_bytes
+
+HOLES, SCRATCH = 1.15, 20 * 2**20
+"""Share of memory that allocators hold beside what is in use, and bytes of libraries' buffers."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a calibration, above the merged model that it is given.
+    """Bytes of a calibration above the merged model that it is given.
 
     Attributes:
-        parts: By `PARTS`, each at its largest; features wherever they wait.
-        carried: Features of all samples between two blocks.
-        peak: Largest sum of what is held at once beside the features, with the model's copy.
+        parts: The calibrated copy (`model`), models loaded whole (`experts`), features of all
+            samples (`activations`), one batch in a block (`batch`), sums and systems of a block
+            (`statistics`), experts' blocks with anchors and new parameters (`block`).
+        peak: All but the features, at the fullest block, with what allocators and libraries take.
     """
 
     parts: Mapping[str, int]
-    carried: int
     peak: int
 
 
 def predict_memory(
     work: Work,
     settings: FeatCalSettings,
+    samples: int,
     tasks: int,
-    constants: Constants,
     *,
-    experts_held: int = 0,
+    held: int = 0,
     fused: bool = False,
 ) -> Memory:
-    """Bytes by part.
+    """Estimate the memory of a calibration.
 
     Args:
-        work: What is done to one batch.
+        work: Counts.
         settings: Settings.
-        tasks: Number of tasks.
-        constants: Fitted constants.
-        experts_held: Bytes of the experts and the base that are loaded whole.
-        fused: Whether the upstream merge shares the reads: a block of every expert is held then.
-
-    Returns:
-        The bytes.
+        samples: Samples of all tasks of this process.
+        tasks: Number of all tasks.
+        held: Number of experts and bases that are loaded whole.
+        fused: Whether a block of every expert is held, for the upstream merge.
     """
-    batches = settings.samples_per_task / work.batch
-    carried = round(tasks * batches * max(_carried(work, settings)))
-    at_once = tasks if fused else 1
-    stem = max(s.stem.peak + at_once * s.read for s in work.stages)
-    entry = work.entry(settings, tasks)
-    visits = [_visit(block, settings, work, entry, at_once) for block in work.blocks]
-    largest = max((sum(visit.values()) for visit in visits), default=0)
-    held = constants.visited * max(largest, stem) + constants.memory_bytes
-    parts = {
-        "model": work.model,
-        "experts": experts_held,
-        "activations": round(constants.carried * carried),
-        "batch": max(visit["batch"] for visit in visits),
-        "statistics": max(visit["statistics"] for visit in visits),
-        "block": max(visit["block"] for visit in visits),
-    }
-    return Memory(parts, carried, round(work.model + experts_held + held))
+    model = sum(work.tensors.values())
+    parts = {"model": model, "experts": held * model}
+    features = max(_carried(place, work, settings) for place in work.places)
+    visits = [_visit(place, work, settings, tasks, fused=fused) for place in work.places]
+    fullest = max(sum(visit.values()) for visit in visits)
+    peak = round(sum(parts.values()) + HOLES * fullest + SCRATCH)
+    parts["activations"] = round(samples / work.batch * features)
+    parts |= {name: max(visit[name] for visit in visits) for name in visits[0]}
+    return Memory(parts, peak)
 
 
-def _carried(work: Work, settings: FeatCalSettings) -> list[float]:
-    """Bytes that one batch carries, at each block."""
+def _carried(place: Place, work: Work, settings: FeatCalSettings) -> int:
+    """Bytes that one batch keeps after a place."""
     both = settings.mix_alpha > 0 or settings.log_drift
-    later = work.inputs if len(work.stages) > 1 else 0
-    if work.replays:
-        hidden = max(block.hidden for block in work.blocks) if settings.log_drift else 0
-        return [work.inputs + hidden]
-    return [
-        later + (1 + both) * size
-        for stage in work.stages
-        for size in (stage.calls, *(block.calls for block in stage.blocks))
-    ]
+    if work.whole_model:  # both sides begin from the inputs each time
+        return work.inputs + settings.log_drift * place.hidden
+    return (1 + both) * place.carried + (len(work.stages) > 1) * work.inputs
 
 
 def _visit(
-    block: BlockWork, settings: FeatCalSettings, work: Work, entry: int, experts: int
+    place: Place, work: Work, settings: FeatCalSettings, tasks: int, *, fused: bool
 ) -> dict[str, int]:
-    """What a block's visit holds at its fullest: while a task is summed, or while it is solved."""
+    """Bytes of a place where it is fullest: while a task is summed, or at the solve."""
     mixes = settings.mix_alpha > 0
-    both = mixes or settings.log_drift
-    folded = sum(_folded(group, mixes) for group in block.groups) * entry
-    summed = sum(_summed(group, mixes) for group in block.groups) * entry
-    fold = max((_fold_transient(group) for group in block.groups), default=0) * entry
-    recorded = sum(group.rows * group.width for group in block.groups) * work.itemsize
-    batch = block.counts.peak + (recorded if both else 0)
-    summing = folded + summed + max(fold - batch, 0)
-    solving = folded + max((_solving(g, settings, entry) for g in block.groups), default=0)
+    batch = place.peak + (mixes or settings.log_drift) * place.recorded
+    row, fold = sum_sizes(work, settings, tasks)
+    folded = summed = transient = system = 0
+    for group in place.groups:
+        width, outputs = group.width, sum(group.outputs)
+        squares = (1 + (mixes and not group.is_narrow)) * width**2
+        products = mixes * (outputs if group.is_narrow else width)
+        folded += fold * (squares + outputs * width)
+        summed += row * (squares + group.is_narrow * products * width)
+        one = max(group.outputs) * width
+        transient = max(transient, fold * 2 * (width**2 + one))
+        system = max(system, fold * (width**2 + 5 * one))
+    read = sum(work.tensors[name] for name in {work.names[name] for name in place.needed})
     return {
         "batch": batch,
-        "statistics": max(summing, solving - batch),
-        "block": experts * block.read + block.anchored * entry // 4 + block.parameters // 2,
+        "statistics": folded + max(0, summed + max(0, transient - batch), system - batch),
+        "block": (tasks if fused else 1) * read + fold * place.calibrated + place.parameters // 2,
     }
 
 
-def _folded(group: Group, mixes: bool) -> int:
-    squares = 2 if mixes and not few(group) else 1
-    return squares * group.width**2 + sum(group.outputs) * group.width
-
-
-def _summed(group: Group, mixes: bool) -> int:
-    """One task's sums, and the rows that wait to be multiplied or are about to be."""
-    sides, width = 1 + mixes, group.width
-    waiting = 0
-    passing = 0 if waiting else mixes * min(group.rows, MOST_ROWS) * width  # differences, targets
-    if mixes and few(group):
-        outputs = sum(group.outputs)
-        return width**2 + 2 * outputs * width + waiting * (width + outputs) + passing
-    return sides * (width**2 + waiting * width) + passing
-
-
-def _fold_transient(group: Group) -> int:
-    return 2 * group.width**2 + 2 * max(group.outputs) * group.width
-
-
-def _solving(group: Group, settings: FeatCalSettings, entry: int) -> int:
-    size = 8 if solves_wide(settings, entry) else entry
-    squares = 1 + (size != entry)  # the factor; in the sums' own dtype the gram is the system
-    return size * (squares * group.width**2 + 5 * max(group.outputs) * group.width)
+def sum_sizes(work: Work, settings: FeatCalSettings, tasks: int) -> tuple[int, int]:
+    """Bytes of a number in the sums over rows, and in what is formed of them."""
+    cpu, least = torch.device("cpu"), work.dtype.itemsize
+    dtypes = row_dtype(settings, tasks, cpu), fold_dtype(settings, tasks, cpu)
+    return max(dtypes[0].itemsize, least), max(dtypes[1].itemsize, least)
 
 
 def read_bytes(
-    work: Work, settings: FeatCalSettings, tasks: int, *, mine: int | None = None
+    work: Work, settings: FeatCalSettings, tasks: int, itemsize: int | None = None
 ) -> int:
-    """Bytes that are read from experts, as the log counts them; a budget's, where that is less.
+    """Bytes that are read from all experts, as the log counts them.
 
     Args:
-        work: What is done to one batch.
-        settings: Settings.
-        tasks: Number of all tasks, for which the budget is.
-        mine: Number of tasks whose experts are read here; None: all.
+        work: Counts.
+        settings: `expert_read_budget` is used.
+        tasks: Number of tasks.
+        itemsize: Bytes of a number in the experts' files; None: as in the model.
 
     Raises:
-        CalibrationError: If a budget does not reach for what is always read.
+        CalibrationError: If a read budget is too small.
     """
-    runs = settings.mix_alpha > 0 or settings.log_drift
-    stems = sum(stage.read for stage in work.stages) if runs else 0
-    each = stems + sum(block.read for block in work.blocks)
-    full, mine = tasks * each, tasks if mine is None else mine
+    own = work.dtype.itemsize
+    sizes = {name: size * (itemsize or own) // own for name, size in work.tensors.items()}
+    visits = [Visit(place.name, place.needed) for place in work.places]
+    blocks = [block.name for block in work.blocks]
+    readings = {
+        str(task): reading_of(task, visits, blocks, work.names, sizes.__getitem__)
+        for task in range(tasks)
+    }
+    full = make_plan(readings, None)
     if settings.expert_read_budget is None:
-        return mine * each
-    budget = budget_in_bytes(settings.expert_read_budget, full)
-    if budget < tasks * stems:
-        raise CalibrationError(
-            f"method.expert_read_budget allows {budget} bytes, but {tasks * stems} of {full} lead "
-            "to the blocks and are always read. Raise it"
-        )
-    return min(mine * each, budget)
+        return full.bytes
+    return make_plan(readings, budget_in_bytes(settings.expert_read_budget, full.bytes)).bytes
