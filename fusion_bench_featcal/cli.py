@@ -177,17 +177,20 @@ def settings_command(options: argparse.Namespace) -> int:
 
 
 def suite_build_command(options: argparse.Namespace) -> int:
-    """Train a bundled suite again, from the data in the package."""
-    chosen = {"tasks": options.task} if options.task else {}
+    """Train a bundled suite again, from the data in the package (in a source checkout)."""
+    import importlib
+
+    builder = Path(__file__).resolve().parents[1] / "scripts" / "suites"
+    if not (builder / "build_suite.py").is_file():
+        raise UsageError(
+            "the installed package holds the suites but not their builder, scripts/suites of the "
+            "project's source: unpack the sdist or clone the repository, then pip install "
+            "--editable . there and run this again"
+        )
+    sys.path.insert(0, str(builder))
+    build = importlib.import_module("build_suite").build
     try:
-        if options.suite == "clip-vit-mini":
-            from fusion_bench_featcal.suites import clip_builder
-
-            folder = clip_builder.build(options.out, options.seed, **chosen)
-        else:
-            from fusion_bench_featcal.suites import text_builder
-
-            folder = text_builder.build(options.out, options.suite, options.seed, **chosen)
+        folder = build(options.out, options.suite, options.seed, tasks=options.task)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(f"built: {folder}")

@@ -57,7 +57,8 @@ def check_contents(wheel: Path, sdist: Path) -> None:
         sys.exit(f"{wheel.name} is larger than {MAX_WHEEL_MB} MB")
     with tarfile.open(sdist) as archive:
         unpacked = {name.split("/")[1] for name in archive.getnames()}
-    lacking = {"pyproject.toml", "README.md", "LICENSE", "config", "tests", "Makefile"} - unpacked
+    needed = {"pyproject.toml", "README.md", "LICENSE", "config", "scripts", "tests", "Makefile"}
+    lacking = needed - unpacked
     if lacking:
         sys.exit(f"{sdist.name} lacks {sorted(lacking)}")
 

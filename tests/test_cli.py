@@ -115,15 +115,6 @@ def test_suite_check_tells_whole_from_damaged(tmp_path: Path, capsys: pytest.Cap
     assert "no such folder" in error_of(capsys)
 
 
-def test_suite_build_refuses_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["suite", "build", "--out", str(tmp_path / "new"), "--task", "mini_nothing"]) == 2
-    assert "mini_nothing" in error_of(capsys)
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "weights").write_text("")
-    assert main(["suite", "build", "--out", str(tmp_path / "old")]) == 2
-    assert "old is not empty" in error_of(capsys)
-
-
 def test_version(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
 
-from fusion_bench_featcal.suites.clip_vocabulary import write_processor
+from fusion_bench_featcal.suites import image
 
 SHAPES = ("circle", "square", "star")
 PROMPT = "a drawing of a {} ."
@@ -33,10 +33,10 @@ def write_class_folders(
 
 
 def write_clip(folder: Path, seed: int = 0) -> Path:
-    """A random CLIP with its processor, loadable by `from_pretrained`; 28 x 28 pixels."""
-    folder.mkdir(parents=True, exist_ok=True)
-    prompts = [PROMPT.format(name) for name in (*SHAPES, "photo", "thing")]
-    vocabulary = write_processor(folder, prompts)
+    """A random CLIP with the bundled suite's processor, loadable by `from_pretrained`; 28 px."""
+    processor = image.load_processor()
+    processor.save_pretrained(folder)
+    vocabulary = processor.tokenizer.get_vocab()
     size = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
     ends = {"bos_token_id": len(vocabulary) - 2, "eos_token_id": len(vocabulary) - 1}
     config = CLIPConfig(

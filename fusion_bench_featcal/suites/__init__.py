@@ -1,8 +1,4 @@
-"""The bundled suites: data, weights, and the seeded builders that made them.
-
-Import the module that is needed (`suites.image`, `suites.text`, ...); importing this package costs
-nothing.
-"""
+"""The bundled suites: data, weights and loaders; `scripts/suites` of the source built them."""
 
 from fusion_bench_featcal.suites.text import load_text_split
 

@@ -4,60 +4,60 @@ import hashlib
 from pathlib import Path
 
 from fusion_bench_featcal.suites import paths
-from fusion_bench_featcal.suites.paths import SUITE_ROOT
 
 CHECKSUM_FILE = "SHA256SUMS"
 
 
-def write_checksums(root: Path = SUITE_ROOT) -> Path:
+def write_checksums(root: Path) -> None:
     """Write the checksum of every file below `root`, in the format of `sha256sum`.
 
     Args:
-        root: folder to walk; its own checksum file is left out.
-
-    Returns:
-        The file written.
+        root: Folder to walk; its own checksum file is left out.
     """
     target = root / CHECKSUM_FILE
     files = sorted(p for p in root.rglob("*") if p.is_file() and p != target)
-    lines = [f"{_digest(file)}  {file.relative_to(root).as_posix()}" for file in files]
-    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return target
+    lines = [f"{_digest(file)}  {file.relative_to(root).as_posix()}\n" for file in files]
+    target.write_text("".join(lines), encoding="utf-8")
 
 
-def check(root: Path = SUITE_ROOT) -> list[str]:
+def check(root: Path = paths.SUITE_ROOT) -> list[str]:
     """Compare the files below `root` with its checksum file.
 
     Args:
-        root: folder that holds `SHA256SUMS`; by default the bundled suites.
+        root: Folder that holds `SHA256SUMS`; by default the bundled suites.
 
     Returns:
         One line a problem, naming the file: damaged or missing. Empty when all is well. Files that
         the list does not name are left alone.
     """
-    listing = root / CHECKSUM_FILE
-    if not listing.is_file():
+    recorded = _recorded(root)
+    if recorded is None:
         return [f"{CHECKSUM_FILE}: missing in {root}"]
-    found = (_problem(root, name, expected) for name, expected in _recorded(listing).items())
-    return [problem for problem in found if problem]
+    problems = (_problem(root, name, digest) for name, digest in recorded.items())
+    return [problem for problem in problems if problem]
 
 
-def damage(name: str) -> str:
-    """Compare one file of the bundled suites with the checksum file, where that names it.
+def data_file(name: str) -> str:
+    """Return the path of a data file of the bundled suites, once it is compared with its checksum.
 
     Args:
-        name: its path below the suites' folder.
+        name: Its path below the suites' folder.
 
-    Returns:
-        A line that names the file and the problem; empty when all is well.
+    Raises:
+        ValueError: If the file is damaged or missing.
     """
     root = paths.SUITE_ROOT
+    expected = (_recorded(root) or {}).get(name)
+    if expected is not None and (problem := _problem(root, name, expected)):
+        raise ValueError(f"{problem}. Install fusion_bench_featcal again")
+    return paths.suite_path(name)
+
+
+def _recorded(root: Path) -> dict[str, str] | None:
+    """Name -> digest of the files below a folder; None where it has no list."""
     listing = root / CHECKSUM_FILE
-    expected = _recorded(listing).get(name) if listing.is_file() else None
-    return "" if expected is None else _problem(root, name, expected)
-
-
-def _recorded(listing: Path) -> dict[str, str]:
+    if not listing.is_file():
+        return None
     lines = listing.read_text(encoding="utf-8", errors="replace").splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fusion_bench_featcal.suites.checksums import damage
-from fusion_bench_featcal.suites.paths import suite_path
+from fusion_bench_featcal.suites.checksums import data_file
+from fusion_bench_featcal.suites.paths import pick, suite_path
 
 SUITE = "clip-vit-mini"
 SPLITS = {"train": 0, "test": 1}
@@ -110,9 +110,7 @@ class PaintedPictures:
 
 def find_task(name: str) -> ImageTask:
     """Return the task of that name; ValueError lists the names there are."""
-    if name not in TASKS:
-        raise ValueError(f"the image suite has no task {name!r}; its tasks are {', '.join(TASKS)}")
-    return TASKS[name]
+    return pick(TASKS, name, "image task")
 
 
 @cache
@@ -120,12 +118,10 @@ def load_arrays(name: str) -> ImageArrays:
     """Read one task's file (kept in memory afterwards: at most 15 MB for all eight tasks).
 
     Raises:
-        ValueError: for an unknown task name, or when the package's data file is damaged or missing.
+        ValueError: If there is no such task, or the package's data file is damaged or missing.
     """
-    file = f"images/{find_task(name).name}.npz"
-    if problem := damage(file):
-        raise ValueError(f"{problem}. Install fusion_bench_featcal again")
-    with np.load(suite_path(file), allow_pickle=False) as stored:
+    file = data_file(f"images/{find_task(name).name}.npz")
+    with np.load(file, allow_pickle=False) as stored:
         return ImageArrays(
             images=stored["images"],
             labels=stored["labels"],
@@ -136,20 +132,19 @@ def load_arrays(name: str) -> ImageArrays:
 
 
 def load_split(task: str, split: str) -> PaintedPictures:
-    """Load one split of one task; what the suite's YAML files call.
+    """Load one split of one task, for the suite's YAML files.
 
     Args:
-        task: a task name of the suite, such as ``mini_mnist``.
+        task: A task of the suite, such as ``mini_mnist``.
         split: ``train`` or ``test``.
 
     Returns:
         A map-style data set of `{"image": RGB picture of 28 x 28, "label": int}`, in file order.
 
     Raises:
-        ValueError: for an unknown task or split.
+        ValueError: If there is no such task or split.
     """
-    if split not in SPLITS:
-        raise ValueError(f"task {task!r} has no split {split!r}; splits are {', '.join(SPLITS)}")
+    pick(SPLITS, split, f"{task} split")
     arrays = load_arrays(task)
     register_class_names()
     return PaintedPictures(find_task(task), *arrays.rows(split))

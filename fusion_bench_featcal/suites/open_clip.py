@@ -52,14 +52,14 @@ class OpenClipPool(BaseModelPool):
 
         Args:
             models: Name -> configuration or module.
-            processor: Configuration of what turns an image into `pixel_values`, or the object.
+            processor: Processor from images to `pixel_values`, or its configuration.
             **kwargs: As FusionBench's pools take them (data sets).
         """
         super().__init__(models, **kwargs)
         self._processor = processor
 
     def load_processor(self) -> Any:
-        """The processor."""
+        """Return the processor."""
         is_config = isinstance(self._processor, Mapping)
         return instantiate(self._processor) if is_config else self._processor
 
@@ -80,7 +80,7 @@ class OpenClipPool(BaseModelPool):
 
 
 def load_tower(name: str) -> nn.Module:
-    """A model of the suite as open_clip's vision transformer, in float32.
+    """Load a model of the suite as open_clip's vision transformer, in float32.
 
     Its features are those of the transformers model after its projection.
 
@@ -111,7 +111,7 @@ def load_tower(name: str) -> nn.Module:
 
 
 def tower_weights(name: str) -> dict[str, Tensor]:
-    """The weights of one model of the suite, named and arranged as open_clip has them.
+    """Return the weights of one model of the suite, named and arranged as open_clip has them.
 
     Experts share the base's projection: only vision towers were trained.
 
@@ -143,7 +143,7 @@ def to_open_clip(vision: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         KeyError: If a tensor is of no CLIP vision model.
     """
-    found = {_STEM[key]: tensor for key, tensor in vision.items() if key in _STEM}
+    converted = {_STEM[key]: tensor for key, tensor in vision.items() if key in _STEM}
     for key, tensor in vision.items():
         if key in _STEM or key.startswith("embeddings.position_ids"):
             continue
@@ -151,17 +151,17 @@ def to_open_clip(vision: Mapping[str, Tensor]) -> dict[str, Tensor]:
         module, _, leaf = inner.rpartition(".")
         block = f"transformer.resblocks.{layer}"
         if module in ("self_attn.k_proj", "self_attn.v_proj"):
-            continue  # beside q
+            continue  # fused with q below
         if module == "self_attn.q_proj":
-            parts = [vision[key.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            found[f"{block}.attn.in_proj_{leaf}"] = cat(parts)
+            fused = [vision[key.replace("q_proj", name)] for name in ("q_proj", "k_proj", "v_proj")]
+            converted[f"{block}.attn.in_proj_{leaf}"] = cat(fused)
         else:
-            found[f"{block}.{_BLOCK[module]}.{leaf}"] = tensor
-    return found
+            converted[f"{block}.{_BLOCK[module]}.{leaf}"] = tensor
+    return converted
 
 
 def _open_clip_transformer() -> Any:
-    """open_clip's module of transformers.
+    """Import open_clip's module of transformers.
 
     Raises:
         ImportError: If it cannot be imported; a torchvision that does not fit torch is a reason.

@@ -1,6 +1,10 @@
-"""Where the bundled suites lie on this machine (standard library only, so that anyone may ask)."""
+"""Names and places in the bundled suites (standard library only, so that anyone may ask)."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SUITE_ROOT = Path(__file__).resolve().parent / "data"
 
@@ -9,15 +13,15 @@ def suite_path(relative: str) -> str:
     """Return the absolute path of a file or folder of the bundled suites.
 
     Args:
-        relative: path below the suites' data folder with forward slashes, such as
+        relative: Path below the suites' data folder with forward slashes, such as
             ``clip-vit-mini/mini_mnist``.
 
     Returns:
         The absolute path as a string, so that it can stand in a YAML file.
 
     Raises:
-        ValueError: when the path leaves the suites' data folder.
-        FileNotFoundError: when the suites have no such file or folder.
+        ValueError: If the path leaves the suites' data folder.
+        FileNotFoundError: If the suites have no such file or folder.
     """
     resolved = (SUITE_ROOT / relative).resolve()
     if not resolved.is_relative_to(SUITE_ROOT):
@@ -29,3 +33,10 @@ def suite_path(relative: str) -> str:
             "`featcal suite check` lists missing and damaged files."
         )
     return str(resolved)
+
+
+def pick(entries: Mapping[str, T], name: str, kind: str) -> T:
+    """Return the entry of that name; ValueError lists the names there are."""
+    if name not in entries:
+        raise ValueError(f"no {kind} {name!r}; there are {', '.join(entries)}")
+    return entries[name]

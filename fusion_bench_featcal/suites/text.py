@@ -1,4 +1,4 @@
-"""The bundled text tasks: prompts in, label words out, and where their checkpoints lie.
+"""The bundled text tasks, prompts in and label words out, and the places of their checkpoints.
 
 Each task keeps the texts as its authors published them in one `.parquet`; prompt and target are
 made when they are loaded. Reading needs pyarrow and datasets, imported when first asked for.
@@ -10,14 +10,14 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fusion_bench_featcal.suites.paths import suite_path
+from fusion_bench_featcal.suites.checksums import data_file
+from fusion_bench_featcal.suites.paths import pick, suite_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-DATA_FOLDER = "text-mini"
 SUITES = ("flan-t5-mini", "llama-mini")
 SPLITS = ("train", "calibration", "test")
 
@@ -68,9 +68,7 @@ def plain_words(text: str) -> str:
 
 def find_task(name: str) -> TextTask:
     """Return the task of that name; ValueError lists the names there are."""
-    if name not in TASKS:
-        raise ValueError(f"the text suites have no task {name!r}; theirs are {', '.join(TASKS)}")
-    return TASKS[name]
+    return pick(TASKS, name, "text task")
 
 
 @cache
@@ -81,12 +79,11 @@ def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
         Split -> pairs of text and label as published, in file order.
 
     Raises:
-        ValueError: for an unknown task name.
-        FileNotFoundError: when the package's data file is missing.
+        ValueError: If there is no such task, or the package's data file is damaged or missing.
     """
     from pyarrow import parquet
 
-    table = parquet.read_table(suite_path(f"{DATA_FOLDER}/{find_task(name).name}.parquet"))
+    table = parquet.read_table(data_file(f"text-mini/{find_task(name).name}.parquet"))
     rows: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
     columns = (table.column(column).to_pylist() for column in ("text", "label", "split"))
     for text, label, split in zip(*columns, strict=True):
@@ -95,25 +92,22 @@ def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def load_text_split(name: str, split: str) -> Dataset:
-    """Load one split of one task; what the suites' YAML files call.
+    """Load one split of one task, for the suites' YAML files.
 
     Args:
-        name: a task name of the suites, such as ``snips_intent``.
-        split: ``train`` (what the experts learned), ``calibration`` (what none of them has seen)
-            or ``test``.
+        name: A task of the suites, such as ``snips_intent``.
+        split: ``train`` (the experts' training data), ``calibration`` (unseen by them) or ``test``.
 
     Returns:
         A data set of `{"prompt": str, "target": str}` rows, in file order.
 
     Raises:
-        ValueError: for an unknown task or split.
+        ValueError: If there is no such task or split.
     """
-    if split not in SPLITS:
-        raise ValueError(f"task {name!r} has no split {split!r}; splits are {', '.join(SPLITS)}")
     from datasets import Dataset
 
     task = find_task(name)
-    rows = load_rows(name)[split]
+    rows = pick(load_rows(name), split, f"{name} split")
     return Dataset.from_dict(
         {
             "prompt": [task.prompt(text) for text, _ in rows],
@@ -125,10 +119,3 @@ def load_text_split(name: str, split: str) -> Dataset:
 def path(suite: str, name: str = "pretrained") -> str:
     """Return the folder of a checkpoint: ``pretrained`` (with the tokenizer) or a task's expert."""
     return suite_path(f"{suite}/{name}")
-
-
-def load_tokenizer(suite: str) -> Any:
-    """Load the tokenizer of ``flan-t5-mini`` or ``llama-mini``."""
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(path(suite))

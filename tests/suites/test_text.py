@@ -70,7 +70,7 @@ def test_words_and_punctuation_are_set_apart(written, expected):
 
 
 def test_wrong_names_are_refused_with_the_right_ones():
-    with pytest.raises(ValueError, match="no task 'sst2'; theirs are snips_intent"):
+    with pytest.raises(ValueError, match="no text task 'sst2'; there are snips_intent"):
         load_text_split("sst2", "test")
-    with pytest.raises(ValueError, match="no split 'val'; splits are train, calibration, test"):
+    with pytest.raises(ValueError, match="no banking77 split 'val'; there are train, calib"):
         load_text_split("banking77", "val")

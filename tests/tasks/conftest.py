@@ -17,7 +17,7 @@ from fusion_bench_featcal.tasks import ClipTaskPool
 
 @pytest.fixture(scope="session")
 def clip_folder(tmp_path_factory) -> Path:
-    return write_clip(tmp_path_factory.mktemp("clip"))
+    return write_clip(tmp_path_factory.mktemp("clip"), seed=1)
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,38 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
 WORD_END = "</w>"
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 IMAGE_SIZE = 28
 PIXEL_MEAN, PIXEL_STD = 0.45, 0.35
 MAX_PROMPT_TOKENS = 32
+
+_IMAGE_PROCESSOR = {
+    "image_processor_type": "CLIPImageProcessor",
+    "processor_class": "CLIPProcessor",
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "size": {"shortest_edge": IMAGE_SIZE},
+    "resample": 3,
+    "do_center_crop": True,
+    "crop_size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [PIXEL_MEAN] * 3,
+    "image_std": [PIXEL_STD] * 3,
+}
 
 # CLIP's tokenizer cuts numbers into digits; longer numbers are therefore added as tokens.
 _WORDS = re.compile(r"[^\W\d_]+|\d+|[^\s\w]+")
@@ -54,12 +81,10 @@ def build_vocabulary(prompts: Iterable[str]) -> tuple[dict[str, int], list[tuple
 
     The end-of-text token has the highest id: old and new rules for finding it in a prompt agree.
     """
-    from tokenizers.pre_tokenizers import ByteLevel
-
     words = {word for prompt in prompts for word in _WORDS.findall(prompt.lower())}
     numbers = sorted((word for word in words if word.isdigit() and len(word) > 1), key=int)
     merges = learn_merges(words - set(numbers))
-    characters = sorted(ByteLevel.alphabet())
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*characters, *(character + WORD_END for character in characters)]
     tokens += [left + right for left, right in merges]
     tokens += [*numbers, BOS, EOS]
@@ -96,22 +121,11 @@ def write_processor(folder: Path, prompts: Iterable[str]) -> dict[str, int]:
         },
     )
     _write_json(folder / "special_tokens_map.json", special)
-    _write_json(folder / "preprocessor_config.json", _image_processor_config())
+    _write_json(folder / "preprocessor_config.json", _IMAGE_PROCESSOR)
     return vocabulary
 
 
-def _backend_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]):
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-    )
-
+def _backend_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary,
@@ -139,24 +153,6 @@ def _backend_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]
         (EOS, vocabulary[EOS]), (BOS, vocabulary[BOS]), trim_offsets=False, add_prefix_space=False
     )
     return tokenizer
-
-
-def _image_processor_config() -> dict[str, object]:
-    return {
-        "image_processor_type": "CLIPImageProcessor",
-        "processor_class": "CLIPProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"shortest_edge": IMAGE_SIZE},
-        "resample": 3,
-        "do_center_crop": True,
-        "crop_size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": [PIXEL_MEAN] * 3,
-        "image_std": [PIXEL_STD] * 3,
-    }
 
 
 def _write_json(path: Path, content: dict) -> None:

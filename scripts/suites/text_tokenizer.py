@@ -1,7 +1,5 @@
 """The tokenizers of the text suites: byte pairs learned on the train split, capitals kept."""
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Iterator, Sequence
@@ -9,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.suites.text import find_task, load_rows
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from fusion_bench_featcal.suites.text import load_text_split
 
 # label words come up often enough that each becomes one token
 TARGET_REPEATS = 8
@@ -18,7 +18,7 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True)
 class TokenizerPlan:
-    """What the tokenizers differ in.
+    """The differences between the tokenizers.
 
     Attributes:
         vocab_size: Tokens in all.
@@ -57,8 +57,6 @@ def write_tokenizer(folder: Path, suite: str, tasks: Sequence[str]) -> None:
     Raises:
         ValueError: when a label word would not be one token, naming it.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
     plan = PLANS[suite]
     special = list(plan.special.values())
     sentinels = [f"<extra_id_{number}>" for number in range(plan.sentinels)]
@@ -97,9 +95,9 @@ def label_words(tasks: Sequence[str]) -> set[str]:
     """Return every word that a target of these tasks has."""
     return {
         word
-        for name in tasks
-        for _, label in load_rows(name)["train"]
-        for word in find_task(name).target(label).split()
+        for task in tasks
+        for target in load_text_split(task, "train")["target"]
+        for word in target.split()
     }
 
 
@@ -110,8 +108,7 @@ def label_ids(tokenizer: Any, tasks: Sequence[str]) -> list[int]:
 
 
 def _lines(tasks: Sequence[str]) -> Iterator[str]:
-    for name in tasks:
-        task = find_task(name)
-        for text, label in load_rows(name)["train"]:
-            yield task.prompt(text)
-            yield from [task.target(label)] * TARGET_REPEATS
+    for task in tasks:
+        for row in load_text_split(task, "train"):
+            yield row["prompt"]  # type: ignore[call-overload]
+            yield from [row["target"]] * TARGET_REPEATS  # type: ignore[call-overload]

@@ -1,0 +1,274 @@
+"""The small CLIP: a base on plain glyphs, then one expert a task in its own colours."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import clip_processor
+import numpy as np
+import torch
+from clip_processor import BOS, EOS, IMAGE_SIZE, MAX_PROMPT_TOKENS, PIXEL_MEAN, PIXEL_STD
+from suite_training import Log, stage_generator, train
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTextConfig, CLIPVisionConfig
+
+from fusion_bench_featcal.suites import image
+from fusion_bench_featcal.suites.image import ImageTask, load_arrays
+
+PLAIN_MEAN, PLAIN_STD = 0.2, 0.35
+PATCH_SIZE = 7
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Optimiser and augmentation of one phase; the latter in degrees and shares of the side."""
+
+    steps: int
+    learning_rate: float
+    weight_decay: float
+    warmup_steps: int
+    degrees: float
+    scaling: float
+    shift: float
+
+    def rate(self, step: int) -> float:
+        """Return the share of the learning rate: linear warm-up to 1, then half a cosine to 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every number of the training recipe."""
+
+    pretraining: Phase = Phase(2000, 1e-3, 0.05, 50, degrees=7, scaling=0.07, shift=0.05)
+    finetuning: Phase = Phase(400, 2e-4, 0.01, 0, degrees=10, scaling=0.10, shift=0.07)
+    tasks_per_step: int = 4
+    images_per_task: int = 24
+    expert_batch: int = 48
+    betas: tuple[float, float] = (0.9, 0.98)
+    gradient_clip: float = 1.0
+    max_logit_scale: float = 30.0
+    task_shares: dict[str, float] = field(
+        default_factory=lambda: dict(
+            zip(image.ALL8, (0.3, 0.6, 0.5, 0.2, 1.0, 1.0, 1.0, 1.2), strict=True)
+        )
+    )
+
+
+class ClipBuilder:
+    """Trains and measures the small CLIP: pretraining all of it, experts the vision tower."""
+
+    TASKS = image.ALL8
+    RECIPES: ClassVar = {"clip-vit-mini": Recipe()}
+    find_task = staticmethod(image.find_task)
+    sets: ClassVar = {"TA6": image.TA6, "all8": image.ALL8, "alphabets2": image.ALPHABETS2}
+    spelled_out: ClassVar = ()
+
+    def __init__(
+        self, suite: str, folder: Path, tasks: Sequence[str], recipe: Recipe, seed: int, log: Log
+    ) -> None:
+        """Write the processor into `folder`, and load it from there."""
+        # the vocabulary covers all tasks, so that the model's shape does not depend on the choice
+        prompts = [prompt for name in image.ALL8 for prompt in load_arrays(name).prompts()]
+        self.vocabulary = clip_processor.write_processor(folder, prompts)
+        self.processor: Any = CLIPProcessor.from_pretrained(folder)
+        self.tasks, self.recipe, self.seed, self.log = tasks, recipe, seed, log
+        self.test_pixels = cache(self._test_pixels)
+
+    def new_model(self) -> CLIPModel:
+        """Return the untrained model."""
+        return new_model(self.vocabulary, self.seed)
+
+    def pretrain(self, model: CLIPModel) -> None:
+        """Train the whole model on plain pictures of all tasks."""
+        recipe, generator = self.recipe, stage_generator(self.seed, "pretraining")
+        count = recipe.images_per_task
+        sets = [load_training_set(task) for task in self.tasks]
+        prompts = [self._prompts(task) for task in self.tasks]
+        shares = torch.tensor([recipe.task_shares[task] for task in self.tasks])
+
+        def cap_logit_scale() -> None:
+            model.logit_scale.data.clamp_(max=math.log(recipe.max_logit_scale))
+
+        def loss_and_accuracy() -> tuple[Tensor, float]:
+            cap_logit_scale()
+            drawn = torch.multinomial(shares, recipe.tasks_per_step, generator=generator).tolist()
+            grey, labels = zip(*(_draw(sets[i], count, generator) for i in drawn), strict=True)
+            pixels = plain_pixels(augment(torch.cat(grey), recipe.pretraining, generator))
+            embeddings = image_embeddings(model, pixels).split(count)
+            logits = [
+                model.logit_scale.exp() * pictures @ text_embeddings(model, prompts[i]).T
+                for i, pictures in zip(drawn, embeddings, strict=True)
+            ]
+            losses, right = zip(*map(_scored, logits, labels), strict=True)
+            return torch.stack(losses).mean(), sum(right) / len(right)
+
+        self._train(model, recipe.pretraining, loss_and_accuracy)
+        cap_logit_scale()
+
+    def finetune(self, model: CLIPModel, task: str) -> None:
+        """Train the vision tower on the task's own ink and paper."""
+        recipe, generator = self.recipe, stage_generator(self.seed, task)
+        data, colours = load_training_set(task), image.find_task(task)
+        with torch.no_grad():
+            heads = model.logit_scale.exp() * text_embeddings(model, self._prompts(task))
+
+        def loss_and_accuracy() -> tuple[Tensor, float]:
+            grey, labels = _draw(data, recipe.expert_batch, generator)
+            pixels = painted_pixels(augment(grey, recipe.finetuning, generator), colours)
+            return _scored(image_embeddings(model, pixels) @ heads.T, labels)
+
+        self._train(model.vision_model, recipe.finetuning, loss_and_accuracy)
+
+    def _train(self, trained: nn.Module, phase: Phase, loss_and_accuracy: Any) -> None:
+        optimiser = torch.optim.AdamW(
+            trained.parameters(),
+            lr=phase.learning_rate,
+            betas=self.recipe.betas,
+            weight_decay=phase.weight_decay,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, phase.rate)
+        clip = self.recipe.gradient_clip
+        train(optimiser, schedule, phase.steps, clip, loss_and_accuracy, self.log)
+
+    def expert_part(self, model: CLIPModel) -> tuple[dict[str, Tensor], Any, str]:
+        """Return the vision tower, stored as a `CLIPVisionModel`."""
+        # Tensors are named as all versions of transformers read them. From 5.6 on, a tower's own
+        # `save_pretrained` leaves out the prefix, and older versions would then load nothing.
+        tower = {f"vision_model.{name}": t for name, t in model.vision_model.state_dict().items()}
+        return tower, model.config.vision_config, "CLIPVisionModel"
+
+    @torch.no_grad()
+    def accuracy(self, model: CLIPModel, task: str) -> float:
+        """Return the share (0..1) of the task's test pictures that the model gets right."""
+        pixels, labels = self.test_pixels(task)
+        heads = text_embeddings(model, self._prompts(task))
+        guesses = [
+            (image_embeddings(model, part) @ heads.T).argmax(-1) for part in pixels.split(256)
+        ]
+        return (torch.cat(guesses) == labels).double().mean().item()
+
+    def _test_pixels(self, task: str) -> tuple[Tensor, Tensor]:
+        pictures = image.load_split(task, "test")
+        pixels = self.processor(images=[item["image"] for item in pictures], return_tensors="pt")
+        return pixels["pixel_values"], torch.from_numpy(pictures.labels)
+
+    def _prompts(self, task: str) -> dict[str, Tensor]:
+        prompts = load_arrays(task).prompts()
+        return dict(self.processor(text=prompts, padding=True, return_tensors="pt"))
+
+
+def new_model(vocabulary: dict[str, int], seed: int) -> CLIPModel:
+    """Return an untrained CLIP of 28 px, patch 7, 4 vision blocks of 192, 2 text blocks of 64.
+
+    The usual initial scales barely learn at this size: token, patch and position embeddings start
+    larger.
+    """
+    text = CLIPTextConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_PROMPT_TOKENS,
+        projection_dim=64,
+        bos_token_id=vocabulary[BOS],
+        eos_token_id=vocabulary[EOS],
+        pad_token_id=vocabulary[EOS],
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH_SIZE,
+        projection_dim=64,
+    )
+    config = CLIPConfig(
+        text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=64
+    )
+    scales = {
+        "token_embedding.weight": 0.5,
+        "position_embedding.weight": 0.5,
+        "patch_embedding.weight": (3 * PATCH_SIZE**2) ** -0.5,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = CLIPModel(config)
+        for name, parameter in model.named_parameters():
+            for suffix, std in scales.items():
+                if name.endswith(suffix):
+                    nn.init.normal_(parameter, std=std)
+    return model
+
+
+def load_training_set(task: str) -> tuple[Tensor, Tensor]:
+    """Return the train split of a task: grey float32 pictures in 0..1 `[n, 28, 28]`, labels."""
+    grey, labels = load_arrays(task).rows("train")
+    return torch.from_numpy(grey.astype(np.float32) / 255), torch.from_numpy(labels)
+
+
+def _draw(
+    data: tuple[Tensor, Tensor], count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draw pictures and labels with replacement."""
+    grey, labels = data
+    rows = torch.randint(len(labels), (count,), generator=generator)
+    return grey[rows], labels[rows]
+
+
+def augment(grey: Tensor, phase: Phase, generator: torch.Generator) -> Tensor:
+    """Turn, scale and shift each picture by its own random affine map.
+
+    Args:
+        grey: Float32 `[n, height, width]` in 0..1, 0 outside the picture.
+        phase: The largest turn, scaling and shift; each is drawn evenly up to it, either way.
+        generator: Source of randomness.
+
+    Returns:
+        Pictures of the same shape.
+    """
+    angle, scale, right, down = 2 * torch.rand(4, len(grey), generator=generator) - 1
+    angle = angle * math.radians(phase.degrees)
+    scale = 1 + scale * phase.scaling
+    cos, sin = scale * angle.cos(), scale * angle.sin()
+    # affine_grid measures in half sides of the picture
+    rows = [cos, -sin, 2 * phase.shift * right, sin, cos, 2 * phase.shift * down]
+    theta = torch.stack(rows, dim=1).view(-1, 2, 3)
+    grid = F.affine_grid(theta, [len(grey), 1, *grey.shape[1:]], align_corners=False)
+    return F.grid_sample(grey[:, None], grid, align_corners=False)[:, 0]
+
+
+def plain_pixels(grey: Tensor) -> Tensor:
+    """Turn grey pictures `[n, h, w]` in 0..1 into white-on-black model inputs `[n, 3, h, w]`."""
+    return ((grey - PLAIN_MEAN) / PLAIN_STD)[:, None].expand(-1, 3, -1, -1)
+
+
+def painted_pixels(grey: Tensor, task: ImageTask) -> Tensor:
+    """Turn grey pictures `[n, h, w]` in 0..1 into the task's model inputs `[n, 3, h, w]`."""
+    paper, ink = (torch.tensor(rgb)[None, :, None, None] / 255 for rgb in (task.paper, task.ink))
+    share = grey[:, None]
+    return (paper * (1 - share) + ink * share - PIXEL_MEAN) / PIXEL_STD
+
+
+def image_embeddings(model: CLIPModel, pixels: Tensor) -> Tensor:
+    """Return unit-length image embeddings `[n, 64]` of `pixels` `[n, 3, 28, 28]`."""
+    return F.normalize(model.visual_projection(model.vision_model(pixel_values=pixels)[1]), dim=-1)
+
+
+def text_embeddings(model: CLIPModel, prompts: dict[str, Tensor]) -> Tensor:
+    """Return unit-length text embeddings `[classes, 64]` of tokenised prompts."""
+    return F.normalize(model.text_projection(model.text_model(**prompts)[1]), dim=-1)
+
+
+def _scored(logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    right = (logits.argmax(dim=-1) == labels).float().mean().item()
+    return F.cross_entropy(logits, labels), right

@@ -1,0 +1,233 @@
+"""The small T5 and the small Llama: a joint base, weakened, then one expert a task."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from suite_training import Log, stage_generator, tensors_of, train
+from text_tokenizer import label_ids, write_tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from fusion_bench_featcal.suites import text
+from fusion_bench_featcal.suites.text import load_text_split
+from fusion_bench_featcal.tasks.text_generation import answer_texts
+from fusion_bench_featcal.tasks.text_metrics import exact_matches
+from fusion_bench_featcal.text_samples import IGNORED, Sample, TextEncoder, pad_samples
+
+# rows of this many batches are put in order of length before they are cut into batches
+BATCHES_SORTED_TOGETHER = 16
+TEST_BATCH = 128
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Length and optimiser of one phase."""
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every number of one suite's training recipe.
+
+    Attributes:
+        pretraining: The joint phase.
+        finetuning: Each expert's phase; the embedding is frozen in it.
+        label_noise: Noise on the label words' embedding rows between the phases, in standard
+            deviations of those rows' entries.
+        warmup_share: Share of a phase in which the learning rate rises.
+        betas: AdamW's.
+        gradient_clip: Largest norm of a gradient.
+    """
+
+    pretraining: Phase
+    finetuning: Phase
+    label_noise: float
+    warmup_share: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.98)
+    gradient_clip: float = 1.0
+
+
+class TextBuilder:
+    """Trains and measures a small language model; experts keep the base's embedding."""
+
+    TASKS = text.TA6
+    RECIPES: ClassVar = {
+        "flan-t5-mini": Recipe(Phase(1600, 48, 2e-3, 0.05), Phase(200, 32, 4e-4, 0.01), 1.4),
+        "llama-mini": Recipe(Phase(2000, 48, 1.5e-3, 0.05), Phase(250, 32, 3e-4, 0.01), 1.2),
+    }
+    find_task = staticmethod(text.find_task)
+    sets: ClassVar = {}
+    spelled_out: ClassVar = ("tie_word_embeddings",)
+
+    def __init__(
+        self, suite: str, folder: Path, tasks: Sequence[str], recipe: Recipe, seed: int, log: Log
+    ) -> None:
+        """Learn the tokenizer, write it into `folder`, and load it from there."""
+        write_tokenizer(folder, suite, tasks)
+        kind = "seq2seq" if suite == "flan-t5-mini" else "causal"
+        self.encoder = TextEncoder(AutoTokenizer.from_pretrained(folder), kind)
+        self.suite, self.tasks, self.recipe, self.seed, self.log = suite, tasks, recipe, seed, log
+
+    def new_model(self) -> Any:
+        """Return the untrained model."""
+        return new_model(self.suite, self.encoder.tokenizer, self.seed)
+
+    def pretrain(self, model: Any) -> None:
+        """Train all parameters on all tasks together, then weaken the labels.
+
+        The embedding is the head as well: with noise on the label words' rows the base confuses
+        labels, and every expert has to turn its features towards rows that it must not change.
+        """
+        parameters = list(model.parameters())
+        self._train(model, parameters, self.tasks, "pretraining", self.recipe.pretraining)
+        weight = model.get_input_embeddings().weight
+        ids = label_ids(self.encoder.tokenizer, self.tasks)
+        with torch.no_grad():
+            rows = weight[ids]
+            noise = torch.randn(rows.shape, generator=stage_generator(self.seed, "label noise"))
+            weight[ids] = rows + self.recipe.label_noise * rows.std() * noise
+
+    def finetune(self, model: Any, task: str) -> None:
+        """Train everything but the embedding on one task."""
+        frozen = model.get_input_embeddings().weight
+        parameters = [parameter for parameter in model.parameters() if parameter is not frozen]
+        self._train(model, parameters, [task], task, self.recipe.finetuning)
+
+    def _train(
+        self, model: Any, parameters: list[nn.Parameter], tasks: Sequence[str], stage: str,
+        phase: Phase,
+    ) -> None:  # fmt: skip
+        recipe, generator = self.recipe, stage_generator(self.seed, stage)
+        optimiser = torch.optim.AdamW(
+            parameters, lr=phase.learning_rate, betas=recipe.betas,
+            weight_decay=phase.weight_decay, fused=True,
+        )  # fmt: skip
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimiser, phase.learning_rate, phase.steps, pct_start=recipe.warmup_share,
+            cycle_momentum=False,
+        )  # fmt: skip
+        rows: dict[str, Any] = {task: load_text_split(task, "train") for task in tasks}
+        sets = {task: [self.encoder.sample(row, task) for row in rows[task]] for task in tasks}
+        drawn = batches(sets, phase.batch_size, self.encoder, generator)
+
+        def loss_and_accuracy() -> tuple[Tensor, float]:
+            return target_loss(model, next(drawn))
+
+        model.train()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator.initial_seed())  # for dropout
+            steps, clip = phase.steps, recipe.gradient_clip
+            train(optimiser, schedule, steps, clip, loss_and_accuracy, self.log)
+        model.eval()
+
+    def expert_part(self, model: Any) -> tuple[dict[str, Tensor], Any, str]:
+        """Return the whole model."""
+        return tensors_of(model), model.config, type(model).__name__
+
+    def accuracy(self, model: Any, task: str) -> float:
+        """Return the share (0..1) of the task's test prompts that are answered exactly."""
+        rows: list[Any] = list(load_text_split(task, "test"))
+        prompts = [self.encoder.prompt(row, task, reserved=0) for row in rows]
+        targets = [row["target"] for row in rows]
+        tokens = self.encoder.tokenizer(targets, add_special_tokens=False)["input_ids"]
+        most = max(map(len, tokens)) + 1
+        answers = answer_texts(model, self.encoder, prompts, batch_size=TEST_BATCH, most=most)
+        right = exact_matches(answers, targets)
+        return sum(right) / len(right)
+
+
+def new_model(suite: str, tokenizer: Any, seed: int) -> Any:
+    """Return an untrained T5 (2 + 2 blocks of 96) or Llama (4 blocks of 128), its head tied."""
+    if suite == "flan-t5-mini":
+        make: Any = T5ForConditionalGeneration
+        config: Any = T5Config(
+            vocab_size=len(tokenizer),
+            d_model=96,
+            d_kv=24,
+            d_ff=192,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=4,
+            dropout_rate=0.05,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            decoder_start_token_id=tokenizer.pad_token_id,
+        )
+    else:
+        make = LlamaForCausalLM
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=512,
+            initializer_range=0.05,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make(config)
+
+
+def target_loss(model: Any, batch: Batch) -> tuple[Tensor, float]:
+    """Return the mean cross-entropy of the target tokens, and the share that is most likely."""
+    if model.config.is_encoder_decoder:
+        logits, due = model(**batch).logits, batch["labels"]
+    else:
+        hidden = model.model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).last_hidden_state[:, :-1]
+        due = batch["labels"][:, 1:]
+        # only positions that predict a target go through the head
+        logits, due = model.lm_head(hidden[due != IGNORED]), due[due != IGNORED]
+    logits, due = logits[due != IGNORED], due[due != IGNORED]
+    return F.cross_entropy(logits, due), (logits.argmax(-1) == due).float().mean().item()
+
+
+def batches(
+    sets: Mapping[str, Sequence[Sample]],
+    size: int,
+    encoder: TextEncoder,
+    generator: torch.Generator,
+) -> Iterator[Batch]:
+    """Draw batches without end.
+
+    A task comes up as often as the square root of its number of rows says; rows of one batch have
+    similar lengths, which saves padding.
+    """
+    names = list(sets)
+    shares = torch.tensor([len(sets[name]) for name in names]).sqrt()
+    while True:
+        count = size * BATCHES_SORTED_TOGETHER
+        tasks = torch.multinomial(shares, count, replacement=True, generator=generator)
+        picks = torch.rand(count, generator=generator)
+        rows = []
+        for task, pick in zip(tasks.tolist(), picks.tolist(), strict=True):
+            held = sets[names[task]]
+            rows.append(held[int(pick * len(held))])
+        rows.sort(key=lambda row: len(row.ids))
+        for part in torch.randperm(BATCHES_SORTED_TOGETHER, generator=generator).tolist():
+            yield pad_samples(rows[part * size : (part + 1) * size], encoder)

@@ -1,0 +1,203 @@
+"""The builder of the bundled suites from end to end, on a task or two and two steps a phase."""
+
+import json
+from dataclasses import replace
+
+import build_suite
+import clip_builder
+import pytest
+import text_builder
+import torch
+from build_suite import build
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPVisionModel,
+)
+
+from fusion_bench_featcal import cli
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.suites import image
+from fusion_bench_featcal.suites.checksums import check
+from fusion_bench_featcal.suites.image import ALPHABETS2
+
+LOADERS = {
+    "clip-vit-mini": (CLIPModel, CLIPVisionModel, CLIPProcessor),
+    "flan-t5-mini": (AutoModelForSeq2SeqLM, AutoModelForSeq2SeqLM, AutoTokenizer),
+    "llama-mini": (AutoModelForCausalLM, AutoModelForCausalLM, AutoTokenizer),
+}
+
+
+def options(suite: str) -> dict:
+    """Few tasks, and a recipe of two steps a phase."""
+    recipe = build_suite.BUILDERS[suite].RECIPES[suite]
+    if suite != "clip-vit-mini":
+        phases = {p: text_builder.Phase(2, 4, 1e-3, 0.01) for p in ("pretraining", "finetuning")}
+        return {"tasks": ["clinc_auto"], "recipe": replace(recipe, **phases)}
+    phases = {p: replace(getattr(recipe, p), steps=2) for p in ("pretraining", "finetuning")}
+    small = {"tasks_per_step": 2, "images_per_task": 4, "expert_batch": 4}
+    return {"tasks": ALPHABETS2, "recipe": replace(recipe, **phases, **small)}
+
+
+@pytest.fixture(autouse=True)
+def few_test_rows(monkeypatch):
+    load = text_builder.load_text_split
+
+    def shorter(name: str, split: str):
+        rows = load(name, split)
+        return rows.select(range(8)) if split == "test" else rows
+
+    monkeypatch.setattr(text_builder, "load_text_split", shorter)
+
+
+@pytest.fixture(scope="module", params=list(LOADERS))
+def built(request, tmp_path_factory):
+    folder, lines = tmp_path_factory.mktemp("suite"), []
+    build(folder, request.param, 1, log=lines.append, **options(request.param))
+    return folder, request.param, lines
+
+
+def test_checkpoints_load_in_float32_with_plain_transformers(built):
+    folder, suite, _ = built
+    whole, expert, processor = LOADERS[suite]
+    processor.from_pretrained(folder / "pretrained")
+    for name in ("pretrained", *options(suite)["tasks"]):
+        stored = load_file(folder / name / "model.safetensors")
+        assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+        model = (whole if name == "pretrained" else expert).from_pretrained(folder / name)
+        loaded = dict(model.named_parameters())
+        prefix = "" if loaded.keys() <= stored.keys() else "vision_model."  # transformers >= 5.6
+        for key, parameter in loaded.items():
+            assert torch.equal(parameter, stored[prefix + key].float()), key
+        assert len(stored) == len(loaded)
+
+
+def test_an_expert_changes_no_embedding_and_no_text_tower(built):
+    folder, suite, _ = built
+    tasks = options(suite)["tasks"]
+    base, expert = (load_file(folder / n / "model.safetensors") for n in ("pretrained", tasks[0]))
+    changed = {name for name, tensor in expert.items() if not torch.equal(tensor, base[name])}
+    assert len(changed) > 0.8 * len(expert)
+    if suite == "clip-vit-mini":
+        assert expert.keys() == {name for name in base if name.startswith("vision_model.")}
+    else:
+        assert len(expert.keys() - changed) >= 1  # the embedding, which is the head as well
+        assert not changed & {"shared.weight", "model.embed_tokens.weight"}
+
+
+def test_record_and_checksums(built):
+    folder, suite, lines = built
+    record = json.loads((folder / "MEASURED.json").read_text(encoding="utf-8"))
+    assert record["seed"] == 1
+    assert record["recipe"]["pretraining"]["steps"] == 2
+    assert record["versions"]["torch"] == torch.__version__
+    rows, tasks = record["accuracies"], options(suite)["tasks"]
+    if suite == "clip-vit-mini":
+        assert list(rows) == ["alphabets2"]
+        rows = rows["alphabets2"]
+    assert list(rows) == ["base", "experts", "simple_average", "task_arithmetic"]
+    for row in rows.values():
+        assert list(row) == [*tasks, "average"]
+        assert row["average"] == pytest.approx(sum(row[task] for task in tasks) / len(tasks))
+    assert f"{suite}: {tasks[-1]}, 2 steps" in lines
+    assert not (folder / build_suite.STAGES).exists()
+    assert check(folder) == []
+
+
+def test_a_stopped_build_resumes_and_gives_the_same_files(built, tmp_path):
+    folder, suite, _ = built
+    tasks = options(suite)["tasks"]
+
+    def stop(line: str) -> None:
+        if tasks[0] in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "new", suite, 1, log=stop, **options(suite))
+    with pytest.raises(FileExistsError, match="is not empty"):
+        build(tmp_path / "new", suite, 2, **options(suite))
+    lines = []
+    build(tmp_path / "new", suite, 1, log=lines.append, **options(suite))
+    assert f"{suite}: pretrained was finished before" in lines
+    listed, again = ((f / "SHA256SUMS").read_text() for f in (folder, tmp_path / "new"))
+    assert listed == again
+
+
+def test_another_seed_gives_other_files(tmp_path):
+    """Two steps under another seed start from other weights; nothing else differs."""
+    sums = []
+    for seed in (1, 2):
+        model = clip_builder.new_model(image.load_processor().tokenizer.get_vocab(), seed)
+        sums.append(model.visual_projection.weight.sum().item())
+    assert sums[0] != sums[1]
+
+
+def test_pretraining_caps_the_logit_scale(tmp_path):
+    recipe = options("clip-vit-mini")["recipe"]
+    builder = clip_builder.ClipBuilder("", tmp_path, ALPHABETS2, recipe, 0, lambda _: None)
+    model = builder.new_model()
+    model.logit_scale.data.fill_(9.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    builder.pretrain(model)
+    changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
+    assert {name.split(".")[0] for name in changed} >= {"vision_model", "text_model", "logit_scale"}
+    assert 29.9 < model.logit_scale.exp().item() < 30.001
+
+
+@pytest.mark.parametrize("name", image.ALL8)
+def test_painted_pixels_are_those_of_loader_and_processor(name):
+    grey, _ = clip_builder.load_training_set(name)
+    items = [image.load_split(name, "train")[index]["image"] for index in range(4)]
+    expected = image.load_processor()(images=items, return_tensors="pt")["pixel_values"]
+    ours = clip_builder.painted_pixels(grey[:4], image.find_task(name))
+    # the loader rounds colours to whole steps of 1/255, and .35 is the unit
+    torch.testing.assert_close(ours, expected, atol=0.5 / 255 / 0.35 + 1e-5, rtol=0)
+
+
+def test_augmentation_moves_each_picture_its_own_way_within_bounds():
+    generator = torch.Generator().manual_seed(5)
+    phase = clip_builder.Phase(1, 1e-3, 0.0, 0, degrees=0, scaling=0, shift=0.1)
+    same = clip_builder.load_training_set("mini_mnist")[0][:1].expand(6, -1, -1)
+    still = clip_builder.augment(same, replace(phase, shift=0), generator)
+    torch.testing.assert_close(still, same)
+    moved = clip_builder.augment(same, phase, generator)
+    assert len({picture.numpy().tobytes() for picture in moved}) == 6
+    assert moved.min() >= 0 and moved.max() <= 1
+    # a shift of at most a tenth of 28 pixels moves the centre of mass by at most 2.8 pixels
+    columns = torch.arange(28.0)
+    centre, start = ((p.sum(dim=1) * columns).sum(1) / p.sum(dim=(1, 2)) for p in (moved, same))
+    assert 0 < (centre - start).abs().max() <= 2.8 + 1e-3
+
+
+def test_the_rate_warms_up_and_ends_at_zero():
+    phase = clip_builder.Recipe().pretraining
+    rates = [phase.rate(step) for step in range(phase.steps + 1)]
+    assert rates[0] == pytest.approx(1 / 50) and max(rates) == rates[50] == 1
+    assert rates[-1] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("suite", "task"), [("clip-vit-mini", "mini_nothing"), ("llama-mini", "trec")]
+)
+def test_unknown_tasks_and_folders_in_use_are_refused_before_training(
+    suite, task, tmp_path, capsys
+):
+    (tmp_path / "mine.txt").write_text("keep")
+    words = ["suite", "build", "--suite", suite, "--out"]
+    assert main([*words, str(tmp_path / "new"), "--task", task]) == 2
+    assert f"no {'image' if task[0] == 'm' else 'text'} task {task!r}" in capsys.readouterr().err
+    assert main([*words, str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no suite 'gpt-mini'; there are clip-vit-mini"):
+        build(tmp_path / "new", "gpt-mini")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_installed_package_names_the_place_of_the_builder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "fusion_bench_featcal" / "cli.py"))
+    assert main(["suite", "build", "--out", str(tmp_path / "new")]) == 2
+    assert "scripts/suites of the project's source" in capsys.readouterr().err
