@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.engine.log import CalibrationLog
     from fusion_bench_featcal.engine.processes import TorchProcesses
     from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
-    from fusion_bench_featcal.experts_files import SafetensorsExpert
+    from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
     from fusion_bench_featcal.families import Family, ReplayFamily
     from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -24,7 +24,7 @@ _EXPORTS = {
     "FeatCalSettings": "settings",
     "InMemoryExpert": "experts",
     "ReplayFamily": "families",
-    "SafetensorsExpert": "experts_files",
+    "SafetensorsExpert": "experts.safetensors_files",
     "TorchProcesses": "engine.processes",
     "calibrate": "calibration",
 }

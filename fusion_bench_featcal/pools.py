@@ -9,7 +9,7 @@ import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
 from transformers import AutoConfig
 
-from fusion_bench_featcal.experts_vocabulary import keep_common_rows
+from fusion_bench_featcal.experts.vocabulary import keep_common_rows
 from fusion_bench_featcal.settings import CalibrationError
 
 VOCABULARIES = ("refuse", "common_rows")

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fusion_bench_featcal import calibrate
 from fusion_bench_featcal.engine.block import BlockSums
-from fusion_bench_featcal.experts_files import SafetensorsExpert
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 
 # RMS norms and rotary angles are computed in float32 inside models of any dtype, so runs that
 # round differently anywhere part at that precision.

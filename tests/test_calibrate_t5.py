@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.engine.block import BlockSums
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
-from fusion_bench_featcal.experts_files import SafetensorsExpert
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.families import T5
 from fusion_bench_featcal.plan.counting import count_work, example_inputs
 

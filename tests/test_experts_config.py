@@ -11,8 +11,8 @@ from tiny_models import clip_suite, gpt2_suite
 from transformers import CLIPConfig, CLIPVisionConfig, LlamaConfig, Qwen2Config, T5Config
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.experts_config import check_same_function
-from fusion_bench_featcal.experts_lora import LoraExpert
+from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.experts.model_config import check_same_function
 
 LLAMA: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
 

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
-from fusion_bench_featcal.experts_distance import far_experts
-from fusion_bench_featcal.experts_files import SafetensorsExpert
+from fusion_bench_featcal.experts.far_experts import far_experts
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 
 
 def model(distance: float, seed: int) -> nn.Module:

@@ -19,10 +19,10 @@ from torch import Tensor
 from fusion_bench_featcal import InMemoryExpert, SafetensorsExpert
 from fusion_bench_featcal.checkpoints.sources import WatchedSource
 from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.experts_lora import LoraExpert
-from fusion_bench_featcal.experts_vocabulary import CommonRows
+from fusion_bench_featcal.experts.fetching import copied_to, joined
+from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.families.unfused import UnfusedSource
-from fusion_bench_featcal.fetching import copied_to, joined
 
 TENSORS = {
     "a": torch.arange(100_000.0),

@@ -61,7 +61,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rank left out of a LoRA expert's scale",
-        "experts_lora.py",
+        "experts/lora.py",
         'return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)',
         "return alpha",
         "test_experts_lora.py",

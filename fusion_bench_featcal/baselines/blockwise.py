@@ -32,7 +32,7 @@ from fusion_bench_featcal.engine.samples import (
 )
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under, source_of
-from fusion_bench_featcal.experts_config import check_same_function, config_of
+from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.families import Family, resolve_family
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.progress import progress_bar

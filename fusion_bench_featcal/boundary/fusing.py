@@ -26,7 +26,7 @@ from fusion_bench_featcal.boundary.reads import budget_beside_merger
 from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.engine.merging import UpstreamMerge
 from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.experts_files import SafetensorsExpert
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)

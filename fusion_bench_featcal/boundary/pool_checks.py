@@ -31,13 +31,13 @@ from fusion_bench_featcal.boundary.pool_models import (
 from fusion_bench_featcal.boundary.pool_warnings import warn_about_pool
 from fusion_bench_featcal.boundary.tokenizers import check_same_kind, text_kind
 from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.experts_config import (
+from fusion_bench_featcal.experts.far_experts import far_experts
+from fusion_bench_featcal.experts.model_config import (
     check_same_function,
     complete_config,
     matching_part,
     read_config,
 )
-from fusion_bench_featcal.experts_distance import far_experts
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.preflight import empty_model
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings

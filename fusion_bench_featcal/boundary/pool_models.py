@@ -22,9 +22,9 @@ from fusion_bench_featcal.boundary.tokenizers import (
     text_kind,
 )
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.experts_files import SafetensorsExpert
-from fusion_bench_featcal.experts_lora import LoraExpert
-from fusion_bench_featcal.experts_vocabulary import CommonRows
+from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fusion_bench_featcal.boundary.checkpoints import adapter_paths, checkpoint_path
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
-from fusion_bench_featcal.experts_files import SafetensorsExpert
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from fusion_bench_featcal.boundary.checkpoints import (
     checkpoint_path,
     reason,
 )
-from fusion_bench_featcal.experts_config import read_config
+from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.text_samples import TextKind
 

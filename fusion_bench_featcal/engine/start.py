@@ -17,7 +17,7 @@ from fusion_bench_featcal.engine.run import BASE, Autocast, Run, copied, room_of
 from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.engine.together import begin_sharing
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
-from fusion_bench_featcal.experts_config import check_same_function, config_of
+from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.progress import progress_bar

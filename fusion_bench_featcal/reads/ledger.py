@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.fetching import tell_expected
+from fusion_bench_featcal.experts.fetching import tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
 

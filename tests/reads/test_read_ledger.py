@@ -14,8 +14,8 @@ from tiny_t5 import t5_suite
 from torch import Tensor
 
 from fusion_bench_featcal import InMemoryExpert, SafetensorsExpert
-from fusion_bench_featcal.experts_lora import LoraExpert
-from fusion_bench_featcal.experts_vocabulary import CommonRows
+from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.families.unfused import UnfusedSource
 
 

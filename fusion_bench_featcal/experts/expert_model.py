@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
-from fusion_bench_featcal.experts_pairing import aliases, pair_names
-from fusion_bench_featcal.fetching import copied_to, tell_expected
+from fusion_bench_featcal.experts.fetching import copied_to, tell_expected
+from fusion_bench_featcal.experts.pairing import aliases, pair_names
 from fusion_bench_featcal.settings import CalibrationError
 
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
-from fusion_bench_featcal.fetching import tell_expected
+from fusion_bench_featcal.experts.fetching import tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
 # Matrices with one row a token, as the model classes of transformers call them.

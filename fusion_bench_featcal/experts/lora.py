@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
-from fusion_bench_featcal.experts_files import SafetensorsExpert
-from fusion_bench_featcal.fetching import tell_expected
+from fusion_bench_featcal.experts.fetching import tell_expected
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.settings import CalibrationError
 
 _PREFIX = "base_model.model."  # what PEFT puts before the names of the model it wraps

@@ -11,8 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fusion_bench_featcal.experts_config import read_config
-from fusion_bench_featcal.fetching import TensorRanges
+from fusion_bench_featcal.experts.fetching import TensorRanges
+from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.settings import CalibrationError
 
 # Complex, or codes that need a scale. Bytes without a sign are a mask in old checkpoints of GPT-2.
