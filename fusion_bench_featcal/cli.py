@@ -19,7 +19,7 @@ _RUN_HELP = "log directory of a run, or a folder with several below it"
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the message says why."""
+    """A request that cannot be fulfilled; the message says why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

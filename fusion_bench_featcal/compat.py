@@ -1,4 +1,4 @@
-"""What newer transformers releases lack for FusionBench 0.2.33; set when this module is imported.
+"""Names that FusionBench 0.2.33 needs and newer transformers lack; set by importing this module.
 
 A module that needs FusionBench's CLIP task pools imports this one first:
 

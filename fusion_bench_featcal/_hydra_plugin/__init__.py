@@ -25,7 +25,7 @@ def _suite_path(name: str) -> str:
 
 
 def _package_folder(package: str) -> Path | None:
-    """Where `package` lies, without importing it."""
+    """Find the folder of `package` without importing it."""
     if package in sys.modules:  # an imported FusionBench has no __spec__, on which find_spec fails
         return Path(next(iter(sys.modules[package].__path__)))
     spec = find_spec(package)

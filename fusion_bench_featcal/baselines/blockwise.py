@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What tells one closed-form merger from another.
+    """Choices that tell one closed-form merger from another.
 
     Attributes:
         stream: Whose hidden features each expert's block receives: those of the `expert` itself,

@@ -70,7 +70,7 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class SavedCorrections:
-    """What lies beside a merged model.
+    """Corrections that lie beside a merged model.
 
     Attributes:
         tensors: All tensors, by name.

@@ -15,7 +15,7 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
 class FeatureSite(Protocol):
-    """Where a model's final feature is taken, and which rows of it count."""
+    """The place where a model's final feature is taken, and its rows that count."""
 
     def features(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """The rows that count, `[rows, d]`, of inputs on the model's device."""

@@ -59,7 +59,7 @@ class FinalStates:
 
 
 def target_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Which positions of the decoder predict a target token.
+    """Positions of the decoder that predict a target token.
 
     Args:
         model: Its config tells whether it has an encoder.

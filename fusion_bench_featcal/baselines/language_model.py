@@ -116,7 +116,7 @@ class CorrectedLanguageModel(nn.Module):
         return self.model.get_output_embeddings()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the merged model returns, corrected.
+        """Run the merged model and correct its output.
 
         Raises:
             CalibrationError: If no task is told.
@@ -125,7 +125,7 @@ class CorrectedLanguageModel(nn.Module):
             return self.model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What the merged model writes, corrected at every decoded position.
+        """Generate with the merged model, corrected at every decoded position.
 
         Raises:
             CalibrationError: If no task is told.

@@ -66,7 +66,7 @@ class LayerCorrectedModel(nn.Module):
         self.requires_grad_(False).eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the merged model returns."""
+        """Run the merged model."""
         self._last = (args, kwargs)
         return self.model(*args, **kwargs)
 

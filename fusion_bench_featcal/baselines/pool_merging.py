@@ -1,4 +1,4 @@
-"""What mergers and the anchor take from a FusionBench pool: experts, data and settings."""
+"""Experts, data and settings that mergers and the anchor take from a FusionBench pool."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

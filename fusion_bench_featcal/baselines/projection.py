@@ -25,7 +25,7 @@ class ProjectedFeatures:
     projection: nn.Linear
 
     def features(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """What the zero-shot head is given, before it normalises.
+        """Features for the zero-shot head, before it normalises them.
 
         Args:
             model: A CLIP vision tower.

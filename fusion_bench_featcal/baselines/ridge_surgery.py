@@ -32,7 +32,7 @@ class AffineModule(nn.Module):
         self.shift = nn.Parameter(shift, requires_grad=False)
 
     def drift(self, features: Tensor) -> Tensor:
-        """What is subtracted from features `[..., d]`."""
+        """Correction to subtract from features `[..., d]`."""
         return functional.linear(features, self.matrix, self.shift)
 
     def forward(self, features: Tensor) -> Tensor:

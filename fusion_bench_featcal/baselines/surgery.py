@@ -31,7 +31,7 @@ class SurgeryModule(nn.Module):
         self.up = nn.Parameter(up)
 
     def drift(self, features: Tensor) -> Tensor:
-        """What is subtracted from features `[..., d]`."""
+        """Correction to subtract from features `[..., d]`."""
         return functional.linear(torch.relu(functional.linear(features, self.down)), self.up)
 
     def forward(self, features: Tensor) -> Tensor:

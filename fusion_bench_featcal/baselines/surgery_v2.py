@@ -103,7 +103,7 @@ def corrected_blocks(
 def site_features(
     model: nn.Module, blocks: Sequence[str], inputs: Tensor, final_features: FinalFeatures
 ) -> list[Tensor]:
-    """What corrections are compared by: each block's token mean, then the final features.
+    """Features that corrections are compared by: each block's token mean, then the final ones.
 
     Args:
         model: The model, uncorrected.

@@ -70,7 +70,7 @@ class CorrectedModel(nn.Module):
         self._projected: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the merged model returns."""
+        """Run the merged model."""
         output = self.model(*args, **kwargs)
         if self.normalize == "none":
             self._projected = project(pooled_output(output, self.model), self.projection)

@@ -1,1 +1,1 @@
-"""Where FusionBench meets FeatCal: its pools, its task pools, its saving."""
+"""The edge to FusionBench: its pools, its task pools, its saving."""

@@ -1,4 +1,4 @@
-"""Where the files of a pool's models lie."""
+"""Paths of the files of a pool's models."""
 
 import os
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a task pool said about one model.
+    """Result of a task pool for one model.
 
     Attributes:
         raw: FusionBench's report: task -> {accuracy, loss}, and more.

@@ -205,7 +205,7 @@ def _configured_dtypes(modelpool: BaseModelPool, name: str) -> frozenset[str]:
 
 
 def _stored_alike(modelpool: BaseModelPool, names: Sequence[str], model: nn.Module) -> bool:
-    """Whether every tensor has one dtype in all files."""
+    """Return whether every tensor has one dtype in all files."""
     dtypes = []
     for name in names:
         source = _source(modelpool, name)

@@ -69,7 +69,7 @@ class LogDirectoryCheck(Callback):
 
 
 def is_helper(environment: Mapping[str, str]) -> bool:
-    """Whether whoever started this process says that it is not the first of several.
+    """Return whether whoever started this process says that it is not the first of several.
 
     Args:
         environment: Environment variables, as Fabric, torchrun and Slurm set them.

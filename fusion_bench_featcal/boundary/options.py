@@ -24,7 +24,7 @@ REFERENCES = (BASE, EXPERTS, MERGED)
 
 @dataclass(frozen=True)
 class Choices:
-    """What a run calibrates and evaluates beside its own settings.
+    """Choices of what a run calibrates and evaluates beside its own settings.
 
     Attributes:
         presets: Name -> settings that are calibrated on the same merged model.

@@ -58,7 +58,7 @@ def run_request(
     target_length: int = 8,
     device: torch.device | str = "cpu",
 ) -> Request:
-    """What a run's plan is made from.
+    """Collect what a run's plan is made from.
 
     Args:
         overrides: Words of the command line, such as `modelpool=clip-vit-base-patch32_TA8`.
@@ -110,7 +110,7 @@ def run_request(
 
 
 def _devices(asked: Any, device: torch.device) -> int:
-    """How many devices of a machine Fabric would take, one process each.
+    """Number of devices of a machine that Fabric would take, one process each.
 
     Raises:
         ValueError: If it would take none.
@@ -129,12 +129,12 @@ def _devices(asked: Any, device: torch.device) -> int:
 
 
 def takes_text(model: nn.Module) -> bool:
-    """Whether a model's inputs are tokens."""
+    """Return whether a model's inputs are tokens."""
     return getattr(model, "main_input_name", None) == "input_ids"
 
 
 def _streams(entry: Any, settings: FeatCalSettings) -> bool:
-    """Whether calibration reads a model block by block, as far as its entry tells."""
+    """Return whether calibration reads a model block by block, as far as its entry tells."""
     if settings.stream_experts is False:
         return False
     if isinstance(entry, Mapping):
@@ -144,7 +144,7 @@ def _streams(entry: Any, settings: FeatCalSettings) -> bool:
 
 
 def _fuses(method: Mapping[str, Any]) -> bool:
-    """Whether the upstream merge will share the calibration's reads, as far as its entry tells."""
+    """Return whether the upstream merge, by its entry, will share the calibration's reads."""
     merger = merger_class(method.get("base_method") or {})
     return merger is not None and method.get("fuse_merge", "auto") == "auto"
 
@@ -202,7 +202,7 @@ def stored_itemsize(model: Any) -> int | None:
 
 
 class RunConfig(NamedTuple):
-    """What a run's words say, as plain values: of Fabric, `devices` and `num_nodes`."""
+    """A run's config as plain values: of Fabric, `devices` and `num_nodes`."""
 
     method: dict[str, Any]
     models: dict[str, Any]

@@ -112,7 +112,7 @@ class PoolSources(Mapping[str, Any]):
         return pool_source(self._modelpool, task, stream_experts=self._stream)
 
     def held(self) -> int:
-        """How many of them would be whole models in memory."""
+        """Number of them that would be whole models in memory."""
         return len(self) if self._stream is False else sum(map(self._is_whole, self))
 
     def _is_whole(self, task: str) -> bool:
@@ -195,7 +195,7 @@ def load_processor(modelpool: BaseModelPool) -> Any:
 
 
 def load_input_processor(modelpool: BaseModelPool) -> Any:
-    """What turns the pool's data into model inputs: a tokenizer or a processor.
+    """Load what turns the pool's data into model inputs: a tokenizer or a processor.
 
     Args:
         modelpool: The pool.

@@ -1,4 +1,4 @@
-"""What a method takes from the FusionBench program that runs it: its task pool, its mergers."""
+"""Parts of the FusionBench program that a method uses: its task pool, its mergers."""
 
 import logging
 import re
@@ -58,7 +58,7 @@ def _taskpool_was_named() -> bool:
 
 
 def prepare_run(program: Any, log_dir: str | None) -> None:
-    """What every method of ours does first: choose the task pool, check and fill the log directory.
+    """Begin a run of any method: choose the task pool, check and fill the log directory.
 
     Args:
         program: The running program; None: there is none, and nothing to prepare.

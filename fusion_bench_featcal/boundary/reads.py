@@ -1,4 +1,4 @@
-"""What a run reads of its pool's files, as far as FusionBench's side of it goes."""
+"""Reads of a pool's files on FusionBench's side of a run."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -26,7 +26,7 @@ Made = TypeVar("Made", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What the report says about a model besides its accuracy.
+    """Entries of a model's row in the report besides its accuracy.
 
     Attributes:
         name: Its row.
@@ -88,7 +88,7 @@ def run_merging(
 
 
 def _is_run(algorithm: Any) -> bool:
-    """Whether the program runs this method; else it is a part of another, which reports."""
+    """Return whether the program runs this method; else it is a part of another, which reports."""
     return getattr(algorithm._program, "method", None) is algorithm
 
 

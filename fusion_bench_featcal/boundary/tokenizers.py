@@ -25,7 +25,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 
 
 def text_kind(modelpool: Any) -> TextKind | None:
-    """What kind of language models a pool holds; None: it holds none.
+    """Kind of language models that a pool holds; None: it holds none.
 
     Args:
         modelpool: A FusionBench pool.

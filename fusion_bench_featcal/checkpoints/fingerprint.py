@@ -1,4 +1,4 @@
-"""What a calibration depends on, in a form that can be kept, compared and told."""
+"""Description of all that a calibration depends on: to be kept, compared and explained."""
 
 import hashlib
 import json
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
 def _describe_precision(
     device: torch.device, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> dict[str, Any]:
-    """How forward passes are computed."""
+    """Precision in which forward passes are computed."""
     kind = device.type
     with autocast():
         on = torch.is_autocast_enabled(kind)
@@ -204,7 +204,7 @@ _LABELS = {
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two descriptions, one phrase each.
+    """Differences between two descriptions, one phrase each.
 
     Args:
         then: What a checkpoint was made with.

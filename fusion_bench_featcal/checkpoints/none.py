@@ -1,4 +1,4 @@
-"""What stands for checkpoints where none are kept."""
+"""Stand-in for checkpoints where none are kept."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

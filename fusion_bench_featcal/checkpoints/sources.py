@@ -34,7 +34,7 @@ class WatchedSource:
         return self._source.shape(name)
 
     def nbytes(self, name: str) -> int:
-        """How many bytes reading a tensor takes."""
+        """Bytes that reading a tensor takes."""
         return self._source.nbytes(name)
 
     def tensor(self, name: str) -> Tensor:
@@ -56,7 +56,7 @@ class WatchedSource:
         return recent
 
     def differing(self, digests: Mapping[str, str]) -> list[str]:
-        """Those names whose tensors have other digests, or do not exist; reads what it must."""
+        """Names whose tensors have other digests, or do not exist; reads what it must."""
         return [name for name in digests if self._digest(name) != digests[name]]
 
     def _digest(self, name: str) -> str | None:
@@ -73,7 +73,7 @@ def take_recent(sources: Mapping[str, WatchedSource]) -> dict[str, dict[str, str
 def joined_reads(
     told: Iterable[Mapping[str, Mapping[str, str]]], models: Iterable[str]
 ) -> dict[str, dict[str, str]]:
-    """What several processes read, as one that read everything would tell it.
+    """Join the reads of several processes into those of one that read everything.
 
     Args:
         told: What `take_recent` gave in each process.

@@ -106,7 +106,7 @@ class Checkpoints:
             yield batch
 
     def kernel(self) -> str | None:
-        """What multiplies matrices in the run that is gone on with; None where none has begun."""
+        """Kernel of the run that is resumed; None where none has begun."""
         precision = self._then.get("precision")
         kernel = precision.get("linear_kernel") if isinstance(precision, dict) else None
         return kernel if kernel in LINEAR_KERNELS else None
@@ -179,7 +179,7 @@ class Checkpoints:
         remove_partials(self.folder)
 
     def has(self, block: str) -> bool:
-        """Whether a block is kept, and all before it."""
+        """Return whether a block is kept, and all before it."""
         return block in self._manifests
 
     def restore(self, block: str, model: nn.Module, run_log: Any) -> None:

@@ -164,7 +164,7 @@ class FeatureCorrection:
         return post_merge(merged, pool, settings, processor, clip, self._final_norm, **where)
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """What the corrections were fitted on: a test stream may have fewer than asked for."""
+        """Samples that the corrections were fitted on: a test stream may have fewer than asked."""
         corrected = self._corrected(model)
         return {task: dict(corrected.samples[task]) for task in tasks if task in corrected.samples}
 

@@ -232,7 +232,7 @@ class GridRun:
         return copy.deepcopy(model) if pool.has_instance_models else model
 
     def _deployed(self, model: nn.Module, added: Mapping[str, int]) -> dict[str, Any]:
-        """What an evaluated model needs at inference."""
+        """Parts that an evaluated model needs at inference."""
         return {
             # FusionBench's protocol: a surgery model is told the task with every batch.
             TASK_ID: "yes" if getattr(model, "is_surgery_model", False) else "no",

@@ -1,4 +1,4 @@
-"""What a result depends on, as one short text: it changes when anything of it changes."""
+"""Fingerprint of a result: a short text that changes when anything it depends on changes."""
 
 import hashlib
 import json

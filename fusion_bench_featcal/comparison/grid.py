@@ -37,7 +37,7 @@ class Merger:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is run.
+    """The grid: mergers, methods and their cells.
 
     Attributes:
         mergers: In order.

@@ -1,4 +1,4 @@
-"""How long a model takes for one test sample when it is deployed."""
+"""Time of a deployed model for one test sample."""
 
 import statistics
 import time
@@ -76,7 +76,7 @@ class InferenceTimer:
         return statistics.median(times[1:]) / samples
 
     def _work(self, model: Any, task: str, device: torch.device) -> tuple[Work, int] | None:
-        """What is timed, and its number of samples; None where that is not known."""
+        """The work that is timed, and its number of samples; None where that is not known."""
         if isinstance(self._taskpool, TextTaskPool):
             return _answers(self._taskpool, model, task, device)
         projection = getattr(getattr(self._taskpool, "clip_model", None), "visual_projection", None)
@@ -115,7 +115,7 @@ def _answers(
 
 
 def _final_features(model: Any, projection: nn.Module, pixels: Tensor, task: str) -> Tensor:
-    """What a classifier compares with the text's features."""
+    """Features that a classifier compares with the text's."""
 
     def uncorrected(tower: nn.Module) -> Tensor:
         return to_unit_norm(project(pooled_output(tower(pixels), tower), projection))

@@ -21,7 +21,7 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 @dataclass
 class CellInputs:
-    """What cells share.
+    """Inputs that cells share.
 
     Attributes:
         modelpool: The pool with base, experts and data.
@@ -212,7 +212,7 @@ class Chain:
         return used
 
     def added(self, model: nn.Module) -> dict[str, int]:
-        """What all steps add."""
+        """Sum of what all steps add."""
         return {
             f"{name}.{part}": count
             for name, step in self._steps.items()

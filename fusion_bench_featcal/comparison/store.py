@@ -49,7 +49,7 @@ _DAMAGES = (
 
 @dataclass(kw_only=True)
 class CellResult:
-    """What one cell of the grid gave.
+    """Result of one cell of the grid.
 
     Attributes:
         accuracy: Task -> accuracy in 0..1.

@@ -1,4 +1,4 @@
-"""How far features of the calibrated model are from the expert's (Eq. 2)."""
+"""Drift: the distance of the calibrated model's features from the expert's (Eq. 2)."""
 
 from typing import NamedTuple
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no entry is NaN or infinite, in one pass: a sum of finite ones does not overflow.
+    """Return whether no entry is NaN or infinite, in one pass.
 
-    Sums that nearly do are looked at entry by entry.
+    A sum of finite entries seldom overflows; where it does, they are looked at one by one.
     """
     return not bool(not_finite(tensor)) or bool(torch.isfinite(tensor).all())
 

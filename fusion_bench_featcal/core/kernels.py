@@ -1,4 +1,4 @@
-"""Which library multiplies float32 matrices on the CPU: torch's default (MKL) or oneDNN.
+"""Choice of the library that multiplies float32 matrices on the CPU: MKL or oneDNN.
 
 MKL leaves AVX-512 unused on some AMD machines, where oneDNN is about twice as fast; elsewhere they
 are alike. oneDNN is reached through a private operator of torch: whatever is wrong with it there,
@@ -47,13 +47,13 @@ def choose_kernel(wanted: str, device: torch.device) -> str:
 
 
 def agreed_kernel(chosen: Sequence[str]) -> str:
-    """What several processes that chose for themselves all use."""
+    """Choose the kernel that several processes use, from what each chose for itself."""
     return ONEDNN if set(chosen) == {ONEDNN} else TORCH
 
 
 @cache
 def onednn_works() -> bool:
-    """Whether torch's oneDNN operator is there and multiplies rightly."""
+    """Return whether torch's oneDNN operator is there and multiplies rightly."""
     x, weight, bias = _random((3, 5, 7), (4, 7), (4,))
     try:
         found = _onednn_linear(x, weight, bias)
@@ -64,7 +64,7 @@ def onednn_works() -> bool:
 
 @cache
 def speed_up() -> float:
-    """How many times as fast as torch's default oneDNN is here, measured once in a process."""
+    """Speed of oneDNN over that of torch's default here, measured once in a process."""
     rows, width, outputs = _PROBE
     x, weight, bias = _random((rows, width), (outputs, width), (outputs,))
     with torch.no_grad():
@@ -134,7 +134,7 @@ class _LinearThroughOnednn(TorchFunctionMode):
 
 
 def _fits(tensors: Sequence[Any]) -> bool:
-    """Whether oneDNN's operator computes what torch does, which it does not check."""
+    """Return whether oneDNN's operator computes what torch does, which it does not check."""
     weight, bias = tensors[1], tensors[2] if len(tensors) > 2 else None
     if weight.ndim != 2 or weight.shape[1] == 0:
         return False
@@ -151,7 +151,7 @@ def _fits(tensors: Sequence[Any]) -> bool:
 
 
 def _cuts_patches(args: Sequence[Any]) -> bool:
-    """Whether a convolution's kernel goes over an image tile by tile, as patch embeddings do."""
+    """Return whether a convolution goes over an image tile by tile, as patch embeddings do."""
     if len(args) != 7 or any(not isinstance(sizes, tuple) for sizes in args[3:6]):
         return False  # not as a module calls it
     image, kernel, bias, stride, padding, dilation, groups = args
@@ -180,7 +180,7 @@ def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def multiplies_rows_by_onednn(like: Tensor) -> bool:
-    """Whether sums over rows of tensors like this go through oneDNN in this context."""
+    """Return whether sums over rows of tensors like this go through oneDNN in this context."""
     return _kernel.get() == ONEDNN and like.dtype == torch.float32 and like.is_cpu
 
 

@@ -341,7 +341,7 @@ def _gram_rounding(features: torch.dtype, sums: torch.dtype) -> float:
 
 
 def normalised_input(x: Tensor, eps: float) -> Tensor:
-    """What a LayerNorm computes before its gain and shift (Eq. 56).
+    """Normalised input of a LayerNorm, before its gain and shift (Eq. 56).
 
     Args:
         x: Rows `[n, d]`, any floating dtype.

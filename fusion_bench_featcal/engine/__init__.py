@@ -1,1 +1,1 @@
-"""What the calibration loop is made of: samples, hooks, sums and solves of one block."""
+"""Parts of the calibration loop: samples, hooks, sums and solves of one block."""

@@ -1,4 +1,4 @@
-"""Where samples' features wait from one block to the next: device, host memory, or files.
+"""Features on their way from one block to the next: on the device, in host memory or files.
 
 A batch puts what its next block will receive away and fetches it when its turn comes. What comes
 back is what was put away, bit for bit and in the same layout, so the place has no part in the
@@ -51,7 +51,7 @@ class Activations:
 
     @property
     def in_place(self) -> bool:
-        """Whether everything stays where it is."""
+        """Return whether everything stays where it is."""
         return not self._places
 
     def __enter__(self) -> "Activations":
@@ -74,7 +74,7 @@ class Activations:
         return value if self.in_place else _mapped(value, Tensor, self._keep)
 
     def fetch(self, value: Any) -> Any:
-        """What was put away, on its device again."""
+        """Return what was put away, on its device again."""
         if self.in_place:
             return value
         found: dict[int, Tensor] = {}  # one that is met twice stays one
@@ -100,7 +100,7 @@ class Activations:
         self._hot[1][slot] = value
 
     def hot(self, owner: Any, slot: str) -> Any:
-        """What the owner put away or fetched in its turn, if it still is; else None."""
+        """The value that the owner last put away or fetched, if it is still there; else None."""
         if self.in_place:
             return None
         if self._hot[0] is not owner:
@@ -121,7 +121,7 @@ class Activations:
         return kept
 
     def _stored(self, tensor: Tensor) -> Kept | None:
-        """Where the tensor, as it is, waits already."""
+        """Place where the tensor, as it is, waits already."""
         if id(tensor) not in self._known:
             return None
         known, version, kept = self._known[id(tensor)]

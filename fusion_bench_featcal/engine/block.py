@@ -137,7 +137,7 @@ class BlockSums:
         return found
 
     def cost(self, names: Sequence[str]) -> float:
-        """What solving some modules that share their inputs takes, in multiplications."""
+        """Multiplications that solving some modules that share their inputs takes."""
         width = self._anchors[names[0]].shape[1]
         return solve_cost(width, [len(self._anchors[name]) for name in names])
 
@@ -212,7 +212,7 @@ class BlockSums:
 
 
 def solve_cost(width: int, outputs: Iterable[int]) -> float:
-    """What a factor and the solutions of some modules take, in multiplications."""
+    """Multiplications that a factor and the solutions of some modules take."""
     return width**3 / 6 + sum(outputs) * width**2
 
 

@@ -1,4 +1,4 @@
-"""What the host must look at before a calibration goes on: asked for all at once, once a block."""
+"""Checks of values on the device: the host asks for all of them at once, once a block."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, so that it can be laid out alike elsewhere."""
+"""Memory layout of a tensor, so that it can be laid out alike elsewhere."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lay in memory.
+    """Layout of a tensor in memory.
 
     Attributes:
         sizes: Its shape, with repetitions (expanded dimensions).

@@ -1,4 +1,4 @@
-"""What a calibration did, block by block: records that a program can read."""
+"""Log of a calibration, block by block: records that a program can read."""
 
 import json
 from dataclasses import dataclass, field

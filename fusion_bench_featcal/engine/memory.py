@@ -1,4 +1,4 @@
-"""How much memory is free, and errors that say it has run out."""
+"""Free memory, and errors that say it has run out."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out, on whatever device."""
+    """Return whether an error says that memory has run out, on whatever device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -85,7 +85,7 @@ def naming_memory(
 
 
 def _left_in_group(files: tuple[str, str, str]) -> int | None:
-    """What a container's limit leaves; files in the page cache are given back when needed."""
+    """Memory that a container's limit leaves; the page cache is given back when needed."""
     try:
         limit, used, parts = (Path(file).read_text(encoding="ascii") for file in files)
         cached = dict(line.split() for line in parts.splitlines()).get("inactive_file", 0)

@@ -1,4 +1,4 @@
-"""Which modules of a block are calibrated, and how their parameters are read."""
+"""Modules of a block that are calibrated, and how their parameters are read."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,14 +144,14 @@ def _site(name: str, module: nn.Module) -> Site | None:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is GPT-2's Conv1D: a linear map stored `[in, out]`."""
+    """Return whether a module is GPT-2's Conv1D: a linear map stored `[in, out]`."""
     from transformers.pytorch_utils import Conv1D
 
     return _runs_as(module, Conv1D) and not is_parametrized(module)
 
 
 def _runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module computes what its kind does: a subclass with its own forward does not."""
+    """Return whether a module computes what its kind does, with no forward of its own."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
@@ -168,7 +168,7 @@ def _selected(name: str, patterns: Sequence[str] | None) -> bool:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a full name or any end of it: `fc1`, `mlp.fc1`, `*.mlp.fc1`."""
+    """Return whether a pattern matches a name or an end of it: `fc1`, `mlp.fc1`, `*.mlp.fc1`."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
 

@@ -26,7 +26,7 @@ class Kept(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """What it takes where it waits."""
+        """Bytes that it takes where it waits."""
         ...
 
     def start(self) -> None:
@@ -43,7 +43,7 @@ class Place(Protocol):
 
     @property
     def name(self) -> str:
-        """What logs call it."""
+        """Name for logs."""
         ...
 
     def open(self) -> None:

@@ -47,7 +47,7 @@ class LostProcessError(OtherProcessError):
 
 
 class Processes(Protocol):
-    """What a calibration needs of the processes that work on it.
+    """Interface to the processes that work on one calibration.
 
     Attributes:
         rank: This process's number, from 0.

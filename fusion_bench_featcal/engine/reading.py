@@ -1,4 +1,4 @@
-"""What a calibration reads: planned before its first read, and told when it is done."""
+"""Reads of a calibration: planned before the first one, reported when it is done."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -88,7 +88,7 @@ def _readings(run: Run) -> dict[str, Reading]:
 
 
 def reads_manifest(run: Run, plan: ReadPlan | None) -> dict[str, Any]:
-    """What was planned and what was read, fit for JSON.
+    """Planned and actual reads, fit for JSON.
 
     Args:
         run: The run, done.

@@ -1,4 +1,4 @@
-"""What every calibrated module of a block receives, noted by hooks while the block runs."""
+"""Inputs of every calibrated module of a block, noted by hooks while the block runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Which rows of a batch's features count, told once and used at every block."""
+"""Rows of a batch's features that count: found once and used at every block."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What one calibration works with."""
+"""State of one calibration."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where is computed."""
+        """Device of the computation."""
         return device_of(self.model)
 
     @property
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def uses_expert_features(self) -> bool:
-        """Whether experts run at all: a target without their share needs only their weights."""
+        """Return whether experts run; a target without their share needs only their weights."""
         return self.settings.mix_alpha > 0 or self.settings.log_drift
 
     def needed_by(self, block: str) -> list[str]:
@@ -144,7 +144,7 @@ class Run:
 
     @property
     def hands_on(self) -> bool:
-        """Whether a stage begins from what the one before it ended with."""
+        """Return whether a stage begins from what the one before it ended with."""
         return hands_on(self.family)
 
     def leading_to(self, stage_index: int) -> list[str]:
@@ -170,7 +170,7 @@ def copied(model: nn.Module, device: torch.device, *, in_place: bool = False) ->
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's parameters are."""
+    """Device of a model's parameters."""
     return next(model.parameters()).device
 
 
@@ -193,7 +193,7 @@ def needed_by(model: nn.Module, family: Family, block: str) -> list[str]:
 
 
 def hands_on(family: Family) -> bool:
-    """Whether a family's stages begin from what the one before them ended with."""
+    """Return whether a family's stages begin from what the one before them ended with."""
     return getattr(family, "hands_on", False)
 
 
@@ -235,7 +235,7 @@ class Modes:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Modes":
-        """What a model has now."""
+        """Record a model's modes."""
         gradients = [parameter.requires_grad for parameter in model.parameters()]
         return cls([module.training for module in model.modules()], gradients)
 

@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def cal(self) -> Any:
-        """What the next block of the calibrated model receives."""
+        """Input of the calibrated model's next block."""
         return self._fetched("cal")
 
     @cal.setter
@@ -55,7 +55,7 @@ class Batch:
 
     @property
     def exp(self) -> Any:
-        """What the expert's next block receives; None where expert features are not used."""
+        """Input of the expert's next block; None where expert features are not used."""
         return self._fetched("exp")
 
     @exp.setter

@@ -1,4 +1,4 @@
-"""Who works on what: tasks, or batches of a task, dealt out to processes."""
+"""Shares of the work: tasks, or batches of a task, dealt out to processes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _NOTHING: Any = object()
 
 @dataclass(frozen=True)
 class Shares:
-    """Which tasks, or which batches of one, each process works on.
+    """Tasks, or batches of one, that each process works on.
 
     Tasks are dealt out in turn, task i to process i modulo their number. Every task has
     `samples_per_task` samples at most, so that is also the balance of samples. Where there are more
@@ -40,12 +40,12 @@ class Shares:
 
     @property
     def leads(self) -> bool:
-        """Whether this process leads the tasks it works on."""
+        """Return whether this process leads the tasks it works on."""
         return self.rank in self.leaders
 
     @property
     def divided(self) -> bool:
-        """Whether a task has several processes; each process has one task then."""
+        """Return whether a task has several processes; each process has one task then."""
         return self.size > len(self.tasks)
 
     def members(self, task: str) -> tuple[int, ...]:
@@ -60,14 +60,14 @@ class Shares:
         return [self.leaders, *(self.members(task) for task in self.tasks)]
 
     def cut(self, task: str, batches: Iterable[Part]) -> Iterator[Part]:
-        """Those of a task's batches that this process works on; all are looked at."""
+        """Yield the batches of a task that this process works on; all are looked at."""
         members = self.members(task)
         for index, batch in enumerate(batches):
             if members[index % len(members)] == self.rank:
                 yield batch
 
     def collected(self, told: Sequence[Mapping[str, Part]]) -> dict[str, list[Part]]:
-        """What every process said about its tasks, by task in order; a task's leader first.
+        """Collect what every process gathered about its tasks, by task; a task's leader first.
 
         Args:
             told: Each process's word on each of its tasks.
@@ -76,6 +76,6 @@ class Shares:
 
 
 def interleaved(parts: Sequence[Sequence[Part]]) -> list[Part]:
-    """What was said batch by batch, in the order of the batches, from every process's share."""
+    """Merge lists with an entry a batch, one from every process's share, in the batches' order."""
     rounds = zip_longest(*parts, fillvalue=_NOTHING)
     return [entry for turn in rounds for entry in turn if entry is not _NOTHING]

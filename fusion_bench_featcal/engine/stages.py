@@ -50,7 +50,7 @@ def begin_stage(run: Run, index: int, tasks: Tasks) -> Streams:
 
 
 def _first_call(run: Run, model: nn.Module, inputs: Any, first: str, end: Any) -> Any:
-    """What a stage's first block receives, given what a block behind the last stage's would."""
+    """Input of a stage's first block, given what a block behind the last stage's would receive."""
     if end is None:
         return run.family.begin(model, inputs, first)
     family: Any = run.family
@@ -80,7 +80,7 @@ def begin_together(run: Run, index: int, tasks: Tasks) -> Streams:
 
 
 def can_skip(run: Run, index: int) -> bool:
-    """Whether a stage's blocks are all kept, and nothing that they give is needed."""
+    """Return whether a stage's blocks are all kept, and nothing that they give is needed."""
     needed = run.stages[index:] if run.hands_on else [run.stages[index]]
     return all(run.checkpoints.has(block) for stage in needed for block in stage)
 

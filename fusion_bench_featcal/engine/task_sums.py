@@ -174,7 +174,7 @@ class TaskSums:
         return linear + norm
 
     def doubts(self) -> list[Doubt]:
-        """What the host has to look at before these sums may be used."""
+        """Values that the host has to look at before these sums may be used."""
         found = [
             Doubt(sums.weight == 0, self._all_padding())
             for sums in (*self.linear.values(), *self.norm.values())
@@ -216,5 +216,5 @@ class TaskSums:
 def _counted_in(
     site: Site, valid: CountedRows | None, other: Mapping[str, CountedRows | None]
 ) -> CountedRows | None:
-    """Which of a module's rows count."""
+    """Mask of a module's rows that count."""
     return next((mask for end, mask in other.items() if matches(site.name, end)), valid)

@@ -1,4 +1,4 @@
-"""What is told about one task's visit to one block."""
+"""Accounts of one task's visit to one block."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ class Visit:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What a process has to tell about a visit: numbers, as in `Visit`."""
+    """A process's account of a visit: numbers, as in `Visit`."""
 
     samples: int
     rows: int
@@ -94,7 +94,7 @@ class Account:
 
 
 def accounts_of(visits: Mapping[str, Visit]) -> dict[str, Account]:
-    """What is to be told about a block's visits, by task; the host looks at the drift here."""
+    """Make the accounts of a block's visits, by task; the host looks at the drift here."""
     parts = [part for v in visits.values() for part in (*v.before, *v.after)]
     told = iter(read_back([sums for sums, _ in parts]))
 

@@ -1,4 +1,4 @@
-"""Where expert weights come from, and experts that hold one block's weights at a time."""
+"""Sources of expert weights, and experts that hold one block's weights at a time."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -73,7 +73,7 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
 
 
 def known_bytes(source: ExpertSource, name: str) -> int:
-    """How many bytes reading a tensor takes.
+    """Bytes that reading a tensor takes.
 
     Raises:
         CalibrationError: If the source does not tell.
@@ -174,7 +174,7 @@ class ExpertModel:
         tell_expected(self._source, {self.keys[name] for name in names})
 
     def nbytes(self, name: str) -> int:
-        """How many bytes reading one tensor, by the merged model's name, takes.
+        """Bytes that reading one tensor, by the merged model's name, takes.
 
         Raises:
             CalibrationError: If the source does not tell.
@@ -213,7 +213,7 @@ class ExpertModel:
 
 
 def names_under(names: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Those tensor names that lie inside one of the modules."""
+    """Select the tensor names that lie inside one of the modules."""
     prefixes = tuple(f"{module}." for module in modules)
     return [name for name in names if name.startswith(prefixes)]
 

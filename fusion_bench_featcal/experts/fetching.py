@@ -29,7 +29,7 @@ def tell_expected(source: Any, names: Iterable[str]) -> None:
 
 
 class TensorRanges:
-    """Where tensors lie in their files; headers are read when first asked for."""
+    """Places of tensors in their files; headers are read when first asked for."""
 
     def __init__(self) -> None:
         """Know nothing yet."""
@@ -57,7 +57,7 @@ class TensorRanges:
 
 
 def read_ranges(file: Path) -> dict[str, Range]:
-    """Where each tensor lies in a file.
+    """Read the place of each tensor in a file.
 
     A safetensors file begins with the length of its header in 8 bytes and the header, which gives
     places counted from its own end.

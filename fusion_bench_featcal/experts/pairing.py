@@ -1,4 +1,4 @@
-"""Which tensor of an expert's checkpoint is which of the merged model's."""
+"""Pairing of an expert's tensor names with the merged model's."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -48,7 +48,7 @@ def pair_names(
 
 
 def _renaming(available: set[str], wanted: set[str]) -> Callable[[str], str]:
-    """How the model's tensor names read in the source: as they are, or with a prefix more or less.
+    """Find how the source spells the model's names: as they are, or with a prefix more or less.
 
     The same weights are `vision_model.x` in a file and, from transformers 5.6 on, `x` in memory.
     """

@@ -1,4 +1,4 @@
-"""What calibration asks of a model family, and the family whose blocks form a plain chain."""
+"""Interface of a model family, and the family whose blocks form a plain chain."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Family(Protocol):
-    """How the models of one architecture are cut into blocks and run block by block.
+    """The way in which models of one architecture are cut into blocks and run block by block.
 
     Attributes:
         name: The family's name in settings and logs.
@@ -31,12 +31,12 @@ class Family(Protocol):
 
     @property
     def whole_model(self) -> bool:
-        """Whether `step` runs the whole model."""
+        """Return whether `step` runs the whole model."""
         ...
 
     @property
     def same_calls(self) -> bool:
-        """Whether all passes through a block call the same modules."""
+        """Return whether all passes through a block call the same modules."""
         ...
 
     def stages(self, model: nn.Module) -> list[list[str]]:
@@ -55,7 +55,7 @@ class Family(Protocol):
         ...
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """Which positions of a stage's hidden features count.
+        """Mask of the positions of a stage's hidden features that count.
 
         Args:
             inputs: The model's inputs.
@@ -68,7 +68,7 @@ class Family(Protocol):
         ...
 
     def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
-        """Which rows count in modules of a stage that are fed by other features.
+        """Masks of the rows that count in modules of a stage that are fed by other features.
 
         Returns:
             By the end of a module's name (`EncDecAttention.k`): as `row_weights`. Empty where

@@ -34,7 +34,7 @@ MODEL_TYPES = (
 
 @dataclass(frozen=True)
 class DecoderCall:
-    """What the next block receives: hidden features, and every block's own other arguments.
+    """Input of the next block: hidden features, and every block's own other arguments.
 
     Attributes:
         hidden: `[batch, positions, d]`.

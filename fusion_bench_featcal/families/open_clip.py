@@ -65,7 +65,7 @@ class OpenClipFamily:
         return self.chain.stages(model)
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str) -> BlockCall:
-        """What the first block receives.
+        """Input of the first block.
 
         The images may come under the name that transformers gives them, `pixel_values`: what
         open_clip's models and their wrappers call their first argument differs.

@@ -1,4 +1,4 @@
-"""Which rows of a text model count: padding never does, and a setting may ask for targets only."""
+"""Rows of a text model that count: never padding, only targets where a setting asks so."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -76,5 +76,5 @@ def missing_labels(inputs: Any) -> CalibrationError:
 
 
 def names_of(inputs: Any) -> Any:
-    """What there is in a model's inputs, for messages."""
+    """Names in a model's inputs, for messages."""
     return sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__

@@ -27,7 +27,7 @@ _FED_BY_THE_ENCODER = ("EncDecAttention.k", "EncDecAttention.v")
 
 @dataclass(frozen=True)
 class T5Call:
-    """What the next block receives.
+    """Input of the next block.
 
     Attributes:
         hidden: Hidden features, `[batch, positions, d]`.

@@ -16,7 +16,7 @@ _LEAVES = ("weight", "bias")
 
 
 class UnfusedAttention(nn.Module):
-    """What an `nn.MultiheadAttention` computes, by modules that hooks see.
+    """An `nn.MultiheadAttention` in modules that hooks see.
 
     The fused module applies its matrices as functions, so that nothing can be recorded of them.
     Weights are slices of the fused ones and share their memory.

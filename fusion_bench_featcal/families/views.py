@@ -1,4 +1,4 @@
-"""How a model is shown to the calibration where its own modules cannot be calibrated one by one."""
+"""Views of models whose own modules cannot be calibrated one by one."""
 
 from typing import Any, Protocol
 

@@ -1,4 +1,4 @@
-"""What was read: bytes by model and place, and the sources that enter it."""
+"""Ledger of reads: bytes by model and place, and the sources that enter them."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -98,7 +98,7 @@ class LedgerSource:
         return self._source.shape(name)
 
     def nbytes(self, name: str) -> int:
-        """How many bytes reading a tensor takes: none where another stands in."""
+        """Bytes that reading a tensor takes: none where another stands in."""
         return 0 if name in self._instead else self._source.nbytes(name)
 
     def expect(self, names: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""What to read of each expert under a limit: decided from names and sizes, before any read."""
+"""Plan of what to read of each expert under a limit, from names and sizes, before any read."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from fusion_bench_featcal.settings import CalibrationError, budget_in_bytes
 
 
 class Unit(NamedTuple):
-    """What is read or left out as a whole: one module's tensors of one expert.
+    """Tensors that are read or left out together: one module's of one expert.
 
     Attributes:
         expert: The expert's place in the pool.
@@ -33,7 +33,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one expert's reads would be without a limit.
+    """Reads of one expert without a limit.
 
     Attributes:
         needed: Place -> bytes that belong to no unit and are always read.
@@ -60,7 +60,7 @@ ORDER: Callable[[Unit], tuple[int, ...]] = first_blocks_first
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What is read of each expert.
+    """Reads of each expert.
 
     Attributes:
         limit: Most bytes that may be read; None: any.
