@@ -88,7 +88,7 @@ def describe(request: Request) -> str:
         f"blocks: {' + '.join(str(len(stage)) for stage in stages)}",
         *(f"  {count:>4} x {name} {shape}" for (name, shape), count in shapes.items()),
         f"left as merged: {', '.join(sorted(left)) or 'nothing'}",
-        "memory, at most:",
+        "memory:",
         f"  model                {size(parts['model'])}",
         f"  one block            {size(parts['block'])}, of an expert, with anchors and new values",
         f"  statistics           {size(parts['statistics'])} in one block",

@@ -170,7 +170,7 @@ def estimate(request: Request, rate: Rate | None = None) -> Plan:
     """
     device, settings = request.device, request.settings
     work, mine, held, memory = _work_of(request)
-    read = read_bytes(work, settings, request.tasks, request.itemsize)
+    read = read_bytes(work, settings, request.tasks, itemsize=request.itemsize, fused=request.fused)
     own = psutil.Process().memory_info().rss
     free_host, free_gpu = free_bytes(CPU) or 0, None if device == CPU else free_bytes(device)
     waiting = _waiting(request, memory, free_host, free_gpu)

@@ -100,7 +100,12 @@ def sum_sizes(work: Work, settings: FeatCalSettings, tasks: int) -> tuple[int, i
 
 
 def read_bytes(
-    work: Work, settings: FeatCalSettings, tasks: int, itemsize: int | None = None
+    work: Work,
+    settings: FeatCalSettings,
+    tasks: int,
+    *,
+    itemsize: int | None = None,
+    fused: bool = False,
 ) -> int:
     """Bytes that are read from all experts, as the log counts them.
 
@@ -109,14 +114,19 @@ def read_bytes(
         settings: `expert_read_budget` is used.
         tasks: Number of tasks.
         itemsize: Bytes of a number in the experts' files; None: as in the model.
+        fused: Whether the upstream merge shares the reads: it needs every tensor.
 
     Raises:
         CalibrationError: If a read budget is too small.
     """
     own = work.dtype.itemsize
     sizes = {name: size * (itemsize or own) // own for name, size in work.tensors.items()}
-    visits = [Visit(place.name, place.needed) for place in work.places]
     blocks = [block.name for block in work.blocks]
+    needed = {place.name: list(place.needed) for place in work.places}
+    for name in work.names if fused else ():  # those outside of blocks are merged first
+        place = next((b for b in blocks if name.startswith(f"{b}.")), work.places[0].name)
+        needed[place].append(name)
+    visits = [Visit(place, names) for place, names in needed.items()]
     readings = {
         str(task): reading_of(task, visits, blocks, work.names, sizes.__getitem__)
         for task in range(tasks)

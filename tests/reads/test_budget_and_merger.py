@@ -13,6 +13,7 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.boundary.plan_run import run_request
 from fusion_bench_featcal.boundary.pool_models import file_source
 from fusion_bench_featcal.experts import known_bytes
+from fusion_bench_featcal.plan.estimate import estimate
 from fusion_bench_featcal.reads.plan import budget_left
 from fusion_bench_featcal.suites import image
 
@@ -91,6 +92,10 @@ def test_one_shared_read_keeps_a_budget_of_one_read() -> None:
     assert totals["upstream_base_read"] == file_bytes(pool, "_pretrained_")
     assert totals["all_experts_read"] == totals["experts_read"] <= all_experts(pool)
     assert totals["merged_stood_in"] == 0
+    words = ["method.expert_read_budget='100%'", "method.mix_alpha=0", "method.log_drift=false"]
+    request = run_request(["modelpool=clip-vit-mini_alphabets2", *words])
+    assert request.fused and request.tasks == len(EXPERTS)
+    assert estimate(request).read == totals["experts_read"]
 
 
 def test_merger_by_itself_and_calibration_keep_a_budget_together() -> None:
