@@ -27,13 +27,13 @@ import torch
 from plan_shapes import CHECK, FIT, Shape, batches, load_merged, make_model, write_models
 
 from fusion_bench_featcal import SafetensorsExpert, calibrate
-from fusion_bench_featcal.compare.measure import measure
 from fusion_bench_featcal.plan.constants import Constants, constants
 from fusion_bench_featcal.plan.inputs import without_masks
 from fusion_bench_featcal.plan.memory import predict_memory, read_bytes
 from fusion_bench_featcal.plan.rates import Points, Rates, measure_rates
 from fusion_bench_featcal.plan.seconds import Machine, predict_seconds
 from fusion_bench_featcal.plan.work import Work, count_work
+from fusion_bench_featcal.results.cost import measure
 
 SECONDS = (
     "passes",

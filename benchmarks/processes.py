@@ -31,11 +31,11 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.compare.measure import measure
 from fusion_bench_featcal.engine.processes import TorchProcesses
 from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.plan.prediction import Plan, Request, predict
 from fusion_bench_featcal.plan.rates import measure_rates
+from fusion_bench_featcal.results.cost import measure
 
 BATCH = 16
 THREADS = 2

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusion_bench_featcal.compare.files import ReportError, plain, read_json, sealed_json
 from fusion_bench_featcal.core.blocked import Product
 from fusion_bench_featcal.core.cholesky import factor_of, triangular_solves
 from fusion_bench_featcal.engine.block import are_products_faster
@@ -26,6 +25,7 @@ from fusion_bench_featcal.engine.products import (
     columns_of,
     times_transposed,
 )
+from fusion_bench_featcal.files import ReportError, plain, read_json, sealed_json
 
 Points = tuple[tuple[float, float], ...]
 """Pairs of a size and a rate, by rising size."""
