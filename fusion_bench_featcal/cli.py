@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report_command(options: argparse.Namespace) -> int:
     """Print (and with --out write) the tables of runs and comparisons from what they left."""
     from fusion_bench_featcal.results import Report
-    from fusion_bench_featcal.results.combine import combine
-    from fusion_bench_featcal.results.combined_report import show_combined, write_combined
     from fusion_bench_featcal.results.find import find
+    from fusion_bench_featcal.results.summary import summarise
+    from fusion_bench_featcal.results.summary_views import show_combined, write_combined
 
     found = find(options.runs)
     if not found.runs:
@@ -65,13 +65,13 @@ def report_command(options: argparse.Namespace) -> int:
     if found.comparisons:
         return _report_comparisons(found, options.out)
     runs = found.runs
-    combined = combine(runs)
+    summary = summarise(runs)
     # Write first: a reader who sees the table can rely on the files.
-    written = write_combined(combined, options.out) if options.out else None
+    written = write_combined(summary, options.out) if options.out else None
     if len(runs) == 1:
         # One run's own table has its tasks, and what made it.
         Report.load(runs[0]).show()
-    show_combined(combined, tasks=len(runs) > 1)
+    show_combined(summary, tasks=len(runs) > 1)
     if written:
         print(f"written: {written.parent}")
     return 0
@@ -79,15 +79,12 @@ def report_command(options: argparse.Namespace) -> int:
 
 def _report_comparisons(found: "Found", out: str | None) -> int:
     """All runs in the tables of `method=compare`, with what failed there."""
-    from fusion_bench_featcal.results.side_by_side import side_by_side
-    from fusion_bench_featcal.results.side_by_side_report import (
-        show_side_by_side,
-        write_side_by_side,
-    )
+    from fusion_bench_featcal.results.summary import summarise
+    from fusion_bench_featcal.results.summary_views import show_side_by_side, write_side_by_side
 
-    comparison = side_by_side(found.runs, found.failed)
-    written = write_side_by_side(comparison, out, "--out") if out else None
-    show_side_by_side(comparison)
+    summary = summarise(found.runs, found.failed)
+    written = write_side_by_side(summary, out, "--out") if out else None
+    show_side_by_side(summary)
     if written:
         print(f"written: {written.parent}")
     return 0

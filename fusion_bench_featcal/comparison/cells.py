@@ -28,14 +28,14 @@ from fusion_bench_featcal.comparison.inference import InferenceTimer
 from fusion_bench_featcal.comparison.methods import CellInputs, seed_of
 from fusion_bench_featcal.comparison.store import CellResult, ResultStore
 from fusion_bench_featcal.results import BASE, UNAVAILABLE, measure
-from fusion_bench_featcal.results.figures import as_curves
-from fusion_bench_featcal.results.find import FailedCell
-from fusion_bench_featcal.results.side_by_side import (
+from fusion_bench_featcal.results.cost import (
     MODULES_ADDED,
     PARAMETERS_ADDED,
     SECONDS_PER_SAMPLE,
     TASK_ID,
 )
+from fusion_bench_featcal.results.figures import as_curves
+from fusion_bench_featcal.results.find import FailedCell
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

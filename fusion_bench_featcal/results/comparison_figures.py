@@ -10,7 +10,7 @@ from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_dir
 
 from .drawing import GREY, INK, MERGED, RULE, legend_below, marks, new_figure, save_figure, style
 from .find import SIDE_BY_SIDE_KIND
-from .names import AVERAGE, BASE, EXPERTS
+from .long_table import AVERAGE, BASE, EXPERTS
 from .report import REPORT_FILE
 from .validate import COMPARISON, SCHEMA, check_types
 

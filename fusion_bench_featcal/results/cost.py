@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .names import UNAVAILABLE
+from .long_table import UNAVAILABLE
 
 MEMORY_EVERY_SECONDS = 0.02
 # Finding children reads the whole process table, and a large child takes long to examine: that is
@@ -27,6 +27,12 @@ _CHILDREN_SHARE = 0.05
 POWER_EVERY_SECONDS = 0.1
 _MILLIJOULES_PER_WATT_HOUR = 3_600_000
 _JOULES_PER_WATT_HOUR = 3_600
+
+# What a comparison says about a model besides the costs that are measured here.
+TASK_ID = "task_id_at_inference"
+MODULES_ADDED = "modules_added"
+PARAMETERS_ADDED = "parameters_added"
+SECONDS_PER_SAMPLE = "inference_seconds_per_sample"
 
 PACKAGES = (
     "fusion-bench-featcal", "fusion-bench", "torch", "transformers", "lightning", "hydra-core",

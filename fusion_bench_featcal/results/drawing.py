@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusion_bench_featcal.files import ReportError, write_atomic
 
-from .names import BASE, EXPERTS, FEATCAL
+from .long_table import BASE, EXPERTS, FEATCAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,9 +19,9 @@ from .drawing import (
     save_figure,
     style,
 )
-from .names import AVERAGE, BASE, EXPERTS, FEATCAL
+from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL
+from .rendering import short_names
 from .report import Report
-from .tables import short_names
 from .validate import NUMBER, check_types
 
 if TYPE_CHECKING:

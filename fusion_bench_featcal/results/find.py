@@ -1,6 +1,6 @@
 """Which folders hold results: runs, and comparisons with the runs below them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,34 +68,14 @@ def find(paths: Iterable[str | Path]) -> Found:
     return found
 
 
-def find_runs(paths: Sequence[str | Path]) -> list[Path]:
-    """Find the folders of runs alone; see `find`.
-
-    Raises:
-        ReportError: As `find` does, or there is no run.
-    """
-    runs = find(paths).runs
-    if not runs:
-        raise ReportError(f"no run in or below {', '.join(map(str, paths))}")
-    return runs
-
-
-def is_run(directory: Path) -> bool:
-    """Whether `directory` holds the report of a run (a combined report is not one).
-
-    Raises:
-        ReportError: It holds a `report.json` that is not valid JSON: whose it was cannot be told.
-    """
-    return _content(directory).get("kind") == KIND
-
-
 def refuse_run(directory: str | Path, setting: str) -> None:
     """Refuse to write several runs' report over the report of one.
 
     Raises:
-        ReportError: The directory holds a run.
+        ReportError: The directory holds a run, or a `report.json` that is not valid JSON: whose it
+            was cannot be told.
     """
-    if is_run(Path(directory)):
+    if _content(Path(directory)).get("kind") == KIND:
         raise ReportError(
             f"{directory} holds the report of a run, which would be overwritten. "
             f"Change {setting} to another directory."

@@ -1,4 +1,4 @@
-"""Which test items each row of a report got right: what a paired bootstrap needs."""
+"""Flags per test item of each row, and intervals from them by a paired bootstrap."""
 
 import hashlib
 import io
@@ -118,6 +118,11 @@ def _unpacked(content: bytes, path: Path) -> Items:
     return items
 
 
+# ---- Paired bootstrap. Both rows answer the same items, so each resample draws items once and uses
+# them for both; items are drawn within each task and the tasks' means are averaged, as the report's
+# average does. With several seeds, an item counts with its mean over the seeds, and the interval is
+# about the test items, given those seeds.
+
 RESAMPLES = 10_000
 LEVEL = 0.95
 BOOTSTRAP_SEED = 0
@@ -135,22 +140,13 @@ class Interval:
     high: float
 
 
-def paired_difference(
-    row: Scores,
-    other: Scores,
-    *,
-    resamples: int = RESAMPLES,
-    level: float = LEVEL,
-    seed: int = BOOTSTRAP_SEED,
-) -> Interval:
+def paired_difference(row: Scores, other: Scores, *, resamples: int = RESAMPLES) -> Interval:
     """Accuracy of `row` minus that of `other`, averaged over tasks.
 
     Args:
         row: Task -> `[items]` or `[seeds, items]`.
         other: The same tasks and items; the number of seeds may differ.
-        resamples: Number of resamples.
-        level: Coverage of the interval, between 0 and 1.
-        seed: Seed of the resampling; the order of tasks and items plays no part.
+        resamples: Number of resamples; the order of tasks and items plays no part in them.
 
     Raises:
         ReportError: The rows are not about the same tasks and test items.
@@ -158,29 +154,18 @@ def paired_difference(
     differences = {
         task: (first - second)[:, None] for task, (first, second) in _paired(row, other).items()
     }
-    estimate, resampled = _macro_means(differences, resamples, seed)
-    low, high = _percentiles(resampled[:, 0], level)
+    estimate, resampled = _macro_means(differences, resamples)
+    low, high = _percentiles(resampled[:, 0])
     return Interval(float(estimate[0]), low, high)
 
 
-def recovered_gap_interval(
-    row: Scores,
-    merged: Scores,
-    experts: Scores,
-    *,
-    resamples: int = RESAMPLES,
-    level: float = LEVEL,
-    seed: int = BOOTSTRAP_SEED,
-) -> Interval | None:
+def recovered_gap_interval(row: Scores, merged: Scores, experts: Scores) -> Interval | None:
     """Share of the merged-to-expert gap that `row` recovers on the average over tasks.
 
     Args:
         row: Task -> `[items]` or `[seeds, items]`; likewise `merged` and `experts`.
         merged: The upstream merger's row.
-        experts: Each task's own expert.
-        resamples: Number of resamples; one resample of items serves all three rows.
-        level: Coverage of the interval, between 0 and 1.
-        seed: Seed of the resampling.
+        experts: Each task's own expert. One resample of items serves all three rows.
 
     Returns:
         None where the gap is not positive, in the data or in any resample: a share of it would
@@ -192,10 +177,10 @@ def recovered_gap_interval(
     gains = {task: first - second for task, (first, second) in _paired(row, merged).items()}
     gaps = {task: first - second for task, (first, second) in _paired(experts, merged).items()}
     both = {task: np.stack([gains[task], gaps[task]], axis=1) for task in gains}
-    estimate, resampled = _macro_means(both, resamples, seed)
+    estimate, resampled = _macro_means(both, RESAMPLES)
     if estimate[1] <= 0 or resampled[:, 1].min() <= 0:
         return None
-    low, high = _percentiles(resampled[:, 0] / resampled[:, 1], level)
+    low, high = _percentiles(resampled[:, 0] / resampled[:, 1])
     return Interval(float(estimate[0] / estimate[1]), low, high)
 
 
@@ -223,7 +208,7 @@ def _item_scores(flags: Any) -> NDArray[np.float64]:
 
 
 def _macro_means(
-    columns: Mapping[str, NDArray[Any]], resamples: int, seed: int
+    columns: Mapping[str, NDArray[Any]], resamples: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Average over tasks of the columns' means over items, as observed and resampled.
 
@@ -232,8 +217,7 @@ def _macro_means(
 
     Args:
         columns: Task -> `[items, k]`.
-        resamples: Number of resamples.
-        seed: Seed; each task has a generator of its own, derived from its name.
+        resamples: Number of resamples. Each task has a generator of its own, seeded by its name.
 
     Returns:
         The observed means `[k]` and the resampled ones `[resamples, k]`.
@@ -244,7 +228,7 @@ def _macro_means(
         # Rounding off the last bits keeps equal scores equal whatever order they were summed in.
         values, counts = np.unique(np.round(columns[task], 12), axis=0, return_counts=True)
         items = counts.sum()
-        generator = np.random.default_rng([seed, _number(task)])
+        generator = np.random.default_rng([BOOTSTRAP_SEED, _number(task)])
         drawn = generator.multinomial(items, counts / items, size=resamples)
         observed = observed + counts @ values / items
         resampled = resampled + drawn @ values / items
@@ -255,6 +239,6 @@ def _number(task: str) -> int:
     return int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")
 
 
-def _percentiles(values: NDArray[Any], level: float) -> tuple[float, float]:
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+def _percentiles(values: NDArray[Any]) -> tuple[float, float]:
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .names import AVERAGE, BASE, EXPERTS, FEATCAL
+from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL
 
 if TYPE_CHECKING:
     from .report import Report

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .names import AVERAGE, BASE, EXPERTS, FEATCAL
+from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL
 from .report import Report
 
 HIGH_DRIFT = 0.7

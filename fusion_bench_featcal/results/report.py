@@ -2,8 +2,10 @@
 
 import csv
 import io
+import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +21,24 @@ from fusion_bench_featcal.files import (
 )
 
 from .items import ITEMS_FILE, Items, as_correct, load_items, save_items
-from .names import (
+from .long_table import (
+    ACCURACY,
     AVERAGE,
     BASE,
+    CORRECT,
+    COST,
     EXPERTS,
+    GAIN,
+    LOSS,
     NORMALISED,
+    SHARE,
+    Entry,
+    mean,
     normalised_average,
     recovered_share,
     worst_task,
 )
-from .tables import (
+from .rendering import (
     TEXT_WIDTH,
     console,
     print_lines,
@@ -36,14 +46,33 @@ from .tables import (
     report_markdown,
     report_tables,
 )
-from .validate import KIND, RUN, SCHEMA, TOLERANCE, check_content, check_row, check_types, mean
+from .validate import KIND, SCHEMA, TOLERANCE, check_content, check_row
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-import re
-
 REPORT_FILE = "report.json"
+
+
+def write_files(directory: Path, text: str, table: str, page: str, setting: str) -> Path:
+    """Write `report.csv`, `report.md` and, last, `report.json`; returns the last one's path.
+
+    Each file is whole or absent, whatever happens.
+
+    Raises:
+        ReportError: A file cannot be written.
+    """
+    write_atomic(directory / "report.csv", table, setting)
+    write_atomic(directory / "report.md", page, setting)
+    return write_atomic(directory / REPORT_FILE, text, setting)
+
+
+def csv_text(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """Return a head and lines as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([head, *lines])
+    return text.getvalue()
 
 
 @dataclass(kw_only=True)
@@ -206,7 +235,6 @@ class Report:
             ReportError: Another schema, a key is missing or unknown, or the numbers disagree.
         """
         check_content(content, place)
-        check_types(content, RUN, place)
         names = [key.name for key in fields(cls) if key.name != "items" and key.name in content]
         return cls(**{name: content[name] for name in names})
 
@@ -225,14 +253,12 @@ class Report:
         """
         text = sealed_json(self.to_dict())
         directory = prepare_directory(directory, setting)
-        write_atomic(directory / "report.csv", self.csv(), setting)
-        write_atomic(directory / "report.md", report_markdown(self), setting)
         if self.items:
             save_items(directory, self.items, setting)
         else:
             # An earlier report's items would be taken for this one's.
             (directory / ITEMS_FILE).unlink(missing_ok=True)
-        return write_atomic(directory / REPORT_FILE, text, setting)
+        return write_files(directory, text, self.csv(), report_markdown(self), setting)
 
     @classmethod
     def load(cls, directory: str | Path) -> "Report":
@@ -253,20 +279,51 @@ class Report:
                 raise ReportError(f"{path.with_name(ITEMS_FILE)}: {error}") from error
         return report
 
+    @property
+    def seeds_key(self) -> str:
+        """The run's seeds as one text: runs that are averaged differ in it."""
+        return json.dumps(self.seeds, sort_keys=True)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the long table of the run: everything that it measured or that follows from it."""
+        seed = self.seeds_key
+        for name, row in self.rows.items():
+
+            def entry(task: str, metric: str, value: Any, name: str = name) -> Entry:
+                return Entry(self.suite, self.upstream, name, task, seed, metric, value)
+
+            yield from (entry(task, ACCURACY, value) for task, value in row.items())
+            yield from (entry(task, LOSS, value) for task, value in self.loss.get(name, {}).items())
+            yield from (entry(*values) for values in self._derived(name))
+            costs = self.cost.get(name, {}).items()
+            yield from (entry("", COST + what, value) for what, value in costs)
+            flags = self.items.get(name, {}).items()
+            yield from (entry(task, CORRECT, array) for task, array in flags)
+
+    def _derived(self, name: str) -> Iterator[tuple[str, str, float]]:
+        row, merged = self.rows[name], self.rows.get(self.upstream or "")
+        normalised = normalised_average(row, self.rows.get(EXPERTS))
+        if normalised is not None:
+            yield AVERAGE, NORMALISED, normalised
+        if merged is not None:
+            yield AVERAGE, GAIN, row[AVERAGE] - merged[AVERAGE]
+        for task in row:
+            share = self.share(name, task)
+            if share is not None:
+                yield task, SHARE, share
+
     def csv(self) -> str:
         """Return the long form: one line per row and task (the average counts as a task)."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["suite", "upstream", "name", "task", "accuracy", "recovered_gap", "loss"])
-        for name, row in self.rows.items():
-            for task, accuracy in row.items():
-                share = self.share(name, task)
-                gap = "" if share is None else f"{share:.6f}"
-                value = self.loss.get(name, {}).get(task)
-                loss = "" if value is None else f"{value:.6f}"
-                place = [self.suite, self.upstream or "", name, task]
-                writer.writerow([*place, f"{accuracy:.6f}", gap, loss])
-        return text.getvalue()
+        metrics = (ACCURACY, SHARE, LOSS)
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        for entry in self.entries():
+            if entry.metric in metrics:
+                cells.setdefault((entry.row, entry.task), {})[entry.metric] = f"{entry.value:.6f}"
+        lines = (
+            [self.suite, self.upstream or "", *key, *(found.get(metric, "") for metric in metrics)]
+            for key, found in cells.items()
+        )
+        return csv_text(["suite", "upstream", "name", "task", *metrics], lines)
 
     def tables(self, width: int = TEXT_WIDTH) -> "list[Table]":
         """Return the terminal tables, each at most `width` columns wide."""
@@ -300,7 +357,7 @@ _UNFIT = re.compile(r"[^\w./ -]")
 
 
 def report_scalars(report: Report) -> dict[str, float]:
-    """Every number of a report.
+    """Every number of a report, for loggers.
 
     Returns:
         `<row>/<what>` for `base`, `experts` and the upstream merger, `<merger>/<row>/<what>` for
@@ -309,24 +366,20 @@ def report_scalars(report: Report) -> dict[str, float]:
         could not be measured is left out. Characters that loggers refuse become `_`.
     """
     scalars = {}
-    for name in report.rows:
-        place = name
-        if report.upstream and name not in (BASE, EXPERTS, report.upstream):
-            place = f"{report.upstream}/{name}"
-        for what, value in _row_scalars(report, name).items():
-            scalars[_UNFIT.sub("_", f"{place}/{what}")] = value
+    for entry in report.entries():
+        reference = entry.row in (BASE, EXPERTS, report.upstream)
+        what = _scalar_name(entry, reference)
+        if what and isinstance(entry.value, int | float):
+            place = entry.row if reference or not report.upstream else f"{entry.merger}/{entry.row}"
+            scalars[_UNFIT.sub("_", f"{place}/{what}")] = float(entry.value)
     return scalars
 
 
-def _row_scalars(report: Report, name: str) -> dict[str, float]:
-    row, merged = report.rows[name], report.rows.get(report.upstream or "")
-    values = {f"accuracy/{task}": row[task] for task in report.tasks}
-    values[AVERAGE] = row[AVERAGE]
-    values |= {f"loss/{task}": value for task, value in report.loss.get(name, {}).items()}
-    derived = {NORMALISED: normalised_average(row, report.rows.get(EXPERTS))}
-    if name not in (BASE, EXPERTS, report.upstream):
-        derived["gain"] = None if merged is None else row[AVERAGE] - merged[AVERAGE]
-        derived["recovered_gap"] = report.share(name, AVERAGE)
-    values |= {what: value for what, value in derived.items() if value is not None}
-    costs = report.cost.get(name, {}).items()
-    return values | {what: float(cost) for what, cost in costs if isinstance(cost, int | float)}
+def _scalar_name(entry: Entry, reference: bool) -> str | None:
+    if entry.metric == ACCURACY:
+        return AVERAGE if entry.task == AVERAGE else f"accuracy/{entry.task}"
+    if entry.metric == LOSS:
+        return f"loss/{entry.task}"
+    if entry.metric in (GAIN, SHARE) and (reference or entry.task != AVERAGE):
+        return None
+    return entry.metric.removeprefix(COST)

@@ -1,12 +1,20 @@
 """Checks on the content of report files, each naming what is wrong and its place."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from fusion_bench_featcal.files import ReportError
 
-from .names import AVERAGE
+from .long_table import AVERAGE, mean
+
+SCHEMA = 1
+KIND = "run"
+
+# Accuracies pass through float32 on their way into a report.
+TOLERANCE = 1e-5
+
+_OPTIONAL = {"loss"}  # earlier reports lack it
+_DERIVED = {"kind", "digest", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}
 
 NUMBER = (int, float)
 _SCALAR = (str, int, float, bool, None)
@@ -98,34 +106,6 @@ def _wrong(value: Any, expected: str, place: str) -> ReportError:
     return ReportError(f"{place} must be {expected}, got {shown}")
 
 
-SCHEMA = 1
-KIND = "run"
-
-# Accuracies pass through float32 on their way into a report.
-TOLERANCE = 1e-5
-
-_KEYS: dict[str, type | tuple[type, ...]] = {
-    "suite": str,
-    "upstream": (str, type(None)),
-    "rows": dict,
-    "settings": dict,
-    "cost": dict,
-    "samples": dict,
-    "seeds": dict,
-    "test_sets": dict,
-    "versions": dict,
-    "device": dict,
-    "notes": list,
-}
-_OPTIONAL = {"loss": dict}  # earlier reports lack it
-_DERIVED = {"kind", "digest", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}
-
-
-def mean(row: Mapping[str, float]) -> float:
-    """Mean over the tasks of a row (which must not hold the average itself)."""
-    return math.fsum(row.values()) / len(row)
-
-
 def check_row(name: str, row: Mapping[str, float], tasks: list[str], place: str) -> None:
     """Check one row's accuracies, without its average, against the tasks of the rows before it.
 
@@ -155,7 +135,7 @@ def check_content(content: Any, place: str) -> None:
         ReportError: Not a run's report, another schema, a key missing, unknown or of another type,
             a row that contradicts its average or the rows before it.
     """
-    check_layout(content, place)
+    _check_layout(content, place)
     tasks: list[str] = []
     for name, row in content["rows"].items():
         if not isinstance(row, dict) or not all(_is_number(value) for value in row.values()):
@@ -170,6 +150,7 @@ def check_content(content: Any, place: str) -> None:
                 f"{place}: row '{name}': {AVERAGE} {row[AVERAGE]} is not the mean over its tasks"
             )
     _check_loss(content.get("loss", {}), content["rows"], place)
+    check_types(content, RUN, place)
 
 
 def _check_loss(loss: Mapping[str, Any], rows: Mapping[str, Any], place: str) -> None:
@@ -181,12 +162,7 @@ def _check_loss(loss: Mapping[str, Any], rows: Mapping[str, Any], place: str) ->
             )
 
 
-def check_layout(content: Any, place: str) -> None:
-    """Check kind, schema and top-level keys of what was read from a `report.json`.
-
-    Raises:
-        ReportError: One of them is not what this version writes.
-    """
+def _check_layout(content: Any, place: str) -> None:
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise ReportError(f'{place} is not the report of a run (no "kind": "{KIND}")')
     if content.get("schema") != SCHEMA:
@@ -194,12 +170,14 @@ def check_layout(content: Any, place: str) -> None:
             f"{place} has schema {content.get('schema')!r}; this version of fusion_bench_featcal "
             f"reads schema {SCHEMA}. Use the version that wrote it, or run again."
         )
-    missing = sorted(set(_KEYS) - set(content))
-    unknown = sorted(set(content) - set(_KEYS) - set(_OPTIONAL) - _DERIVED)
+    missing = sorted(set(RUN) - _OPTIONAL - set(content))
+    unknown = sorted(set(content) - set(RUN) - _DERIVED)
     if missing or unknown:
         raise ReportError(f"{place}: missing keys {missing}, unknown keys {unknown}")
-    for key, kind in (_KEYS | _OPTIONAL).items():
-        if key in content and not isinstance(content[key], kind):
+    for key, layout in RUN.items():
+        kinds = layout if isinstance(layout, tuple) else (type(layout),)
+        types = tuple(type(None) if kind is None else kind for kind in kinds)
+        if key in content and not isinstance(content[key], types):
             raise ReportError(f"{place}: '{key}' has the wrong type {type(content[key]).__name__}")
 
 

@@ -95,18 +95,6 @@ def test_order_of_items_and_tasks_plays_no_part():
     assert shuffled == paired_difference(row, other)
 
 
-def test_same_seed_same_interval_and_another_seed_another():
-    row, other = two_rows(5)
-    assert paired_difference(row, other, seed=1) == paired_difference(row, other, seed=1)
-    assert paired_difference(row, other, seed=1) != paired_difference(row, other, seed=2)
-
-
-def test_higher_level_is_wider():
-    row, other = two_rows(6)
-    wide, narrow = (paired_difference(row, other, level=level) for level in (0.99, 0.8))
-    assert wide.low < narrow.low < narrow.high < wide.high
-
-
 def test_tasks_count_equally_whatever_their_size():
     row: Scores = {"small": np.ones(10, bool), "large": np.zeros(1000, bool)}
     other: Scores = {"small": np.zeros(10, bool), "large": np.zeros(1000, bool)}

@@ -22,8 +22,8 @@ from fusion_bench_featcal.results.figures import (
     write_curves,
 )
 from fusion_bench_featcal.results.find import find
-from fusion_bench_featcal.results.side_by_side import side_by_side
-from fusion_bench_featcal.results.side_by_side_report import write_side_by_side
+from fusion_bench_featcal.results.summary import summarise
+from fusion_bench_featcal.results.summary_views import write_side_by_side
 
 CURVES = {"surgery": {"cars": [(0, 1.5), (20, 0.25)], "dtd": [(0, 2.0), (20, 1.0)]}}
 LOG = {"task": "cars", "block": "layers.0", "drift_before": 2.0, "drift_after": 1.0}
@@ -54,7 +54,7 @@ def leave(folder: Path) -> Path:
         report.write(folder / merger)
         write_curves(folder / merger, CURVES)
         (folder / merger / "calibration_log.jsonl").write_text(json.dumps(LOG) + "\n")
-    write_side_by_side(side_by_side([folder / "average", folder / "wudi"]), folder)
+    write_side_by_side(summarise([folder / "average", folder / "wudi"]), folder)
     return folder
 
 

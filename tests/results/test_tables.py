@@ -7,7 +7,7 @@ from rich.console import Console
 from synthetic import LEVELS, SIX, make_report
 
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.tables import (
+from fusion_bench_featcal.results.rendering import (
     TEXT_WIDTH,
     best_cells,
     broken,

@@ -1,9 +1,9 @@
 """How a report looks: in the terminal (rich) and as Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .names import AVERAGE, BASE, EXPERTS
+from .long_table import AVERAGE, BASE, EXPERTS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 TEXT_WIDTH = 80
 RECOVERED = "recovered gap"
 WORST = ("worst task", "its gap")
-_ABSENT = "-"
+ABSENT = "-"
 MARKDOWN_COLUMNS = 12
 
 
@@ -84,7 +84,7 @@ def print_lines(terminal: "Console", lines: Sequence[str]) -> None:
 
 def percent(value: float | None, digits: int = 1) -> str:
     """Write a share as per cent; None as a dash."""
-    return _ABSENT if value is None else f"{100 * value:.{digits}f}"
+    return ABSENT if value is None else f"{100 * value:.{digits}f}"
 
 
 def short_names(tasks: Sequence[str]) -> dict[str, str]:
@@ -116,7 +116,7 @@ def worst_cells(rows: Sequence[tuple[str, float | None] | None]) -> list[list[st
     """Worst task of each row and the share of its gap; no cells if no row has one."""
     if not any(rows):
         return [[] for _ in rows]
-    return [[row[0], with_unit(row[1])] if row else [_ABSENT] * len(WORST) for row in rows]
+    return [[row[0], with_unit(row[1])] if row else [ABSENT] * len(WORST) for row in rows]
 
 
 def report_grid(report: "Report") -> Grid:
@@ -173,7 +173,7 @@ def loss_grid(losses: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -
     """Loss of rows by tasks and average; a dash where there is none."""
     keys = [*tasks, AVERAGE]
     lines = [
-        (name, [f"{row[key]:.4f}" if key in row else _ABSENT for key in keys])
+        (name, [f"{row[key]:.4f}" if key in row else ABSENT for key in keys])
         for name, row in losses.items()
     ]
     grid = Grid("loss", [*short_names(tasks).values(), AVERAGE], lines)
@@ -215,11 +215,14 @@ def markdown_grid(grid: Grid) -> str:
 
 def provenance(report: "Report") -> list[str]:
     """Sentences under a table: what was calibrated with what, where, and what to mind."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for name, tasks in report.samples.items():
-        if tasks:
-            groups.setdefault(_samples_phrase(tasks), []).append(name)
-    lines = [f"{', '.join(names)}: {phrase}" for phrase, names in groups.items()]
+        groups.setdefault(tuple(samples_range(tasks.values())), []).append(name)
+    lines = [
+        f"{', '.join(names)}: {drawn[0]} samples per task from the {drawn[1]} split"
+        for drawn, names in groups.items()
+        if drawn
+    ]
     times = [
         f"{name} {cost['seconds']:.1f} s"
         for name, cost in report.cost.items()
@@ -233,11 +236,15 @@ def provenance(report: "Report") -> list[str]:
     return [line for line in lines if line] + [f"note: {note}" for note in report.notes]
 
 
-def _samples_phrase(tasks: Mapping[str, Mapping[str, Any]]) -> str:
-    counts = sorted({int(entry["samples"]) for entry in tasks.values()})
-    splits = sorted({str(entry["split"]) for entry in tasks.values()})
+def samples_range(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Number of samples per task and their splits, such as `256` and `train`; nothing for none."""
+    drawn = list(entries)
+    if not drawn:
+        return []
+    counts = sorted({int(entry["samples"]) for entry in drawn})
+    splits = sorted({str(entry["split"]) for entry in drawn})
     number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{number} samples per task from the {' and '.join(splits)} split"
+    return [number, " and ".join(splits)]
 
 
 def report_markdown(report: "Report") -> str:
@@ -272,7 +279,7 @@ def mapping_grid(table: Mapping[str, Mapping[str, Any]]) -> Grid:
     """Keys down, rows of the report across."""
     keys = list(dict.fromkeys(key for entries in table.values() for key in entries))
     lines = [
-        (key, [_shown(key, table[row][key]) if key in table[row] else _ABSENT for row in table])
+        (key, [_shown(key, table[row][key]) if key in table[row] else ABSENT for row in table])
         for key in keys
     ]
     return Grid("", list(table), lines)
@@ -291,7 +298,7 @@ def _title(report: "Report") -> str:
 
 def with_unit(share: float | None) -> str:
     """Write a share as whole per cent with its unit; None as a dash."""
-    return _ABSENT if share is None else f"{100 * share:.0f} %"
+    return ABSENT if share is None else f"{100 * share:.0f} %"
 
 
 def _escaped(text: str) -> str:
