@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Panel:
-    """The rows of one upstream merger; or, without one, mergers that nothing is run on."""
+    """Rows of one upstream merger; or, without one, mergers that nothing is run on."""
 
     upstream: str | None
     rows: dict[str, Row]
@@ -47,8 +47,8 @@ class _Panel:
         if self.upstream is None:
             return {line: marks([line], line)[line] for line in self.rows}
         names = {line: str(row["name"]) for line, row in self.rows.items()}
-        found = marks(list(names.values()), self.upstream)
-        return {line: found[name] for line, name in names.items()}
+        looks = marks(list(names.values()), self.upstream)
+        return {line: looks[name] for line, name in names.items()}
 
 
 def plot_comparison(
@@ -245,7 +245,7 @@ def _draw_lines(
 ) -> None:
     """Lines of the merger, the experts and the base, and their legend.
 
-    A reference far from all cells would squeeze them: it is told, not drawn.
+    A reference far from all cells would squeeze them: the legend names it instead.
     """
     shown: dict[str, Any] = {}
     for axes, panel in zip(grid, panels, strict=True):
@@ -281,7 +281,7 @@ def _bar(row: Row) -> tuple[float, float] | None:
 
 
 def _timed(row: Row) -> bool:
-    """Whether a row is a post-merging method's, with a gain and seconds."""
+    """True for a post-merging method's row with a gain and seconds."""
     return (
         row["name"] not in (row["upstream"], *_REFERENCES)
         and row["gain"] is not None

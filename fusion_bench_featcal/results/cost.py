@@ -73,8 +73,8 @@ class Cost:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entries for `Report.cost`."""
-        own = {key: value for key, value in vars(self).items() if key != "more"}
-        return {**own, **self.more}
+        measured = {key: value for key, value in vars(self).items() if key != "more"}
+        return measured | self.more
 
 
 @contextmanager
@@ -269,7 +269,7 @@ def _gpu_energy(cost: Cost) -> Iterator[None]:
 
 
 class _CounterMeter:
-    """The device's own counter of millijoules since the driver was loaded."""
+    """A device's own counter of millijoules since the driver was loaded."""
 
     method = "counter"
 
@@ -321,7 +321,7 @@ _Meters = Mapping[str, _CounterMeter | _PowerMeter]
 
 
 def _open_nvml() -> ModuleType | None:
-    """The library, initialised; None where torch has no CUDA or NVML does not answer."""
+    """Initialise the library; None where torch has no CUDA or NVML does not answer."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None

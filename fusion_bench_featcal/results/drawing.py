@@ -1,4 +1,4 @@
-"""How every figure looks: colours, marks, files. matplotlib is imported only to draw."""
+"""Looks of all figures: colours, marks, files. matplotlib is imported only to draw."""
 
 import io
 from collections.abc import Sequence
@@ -62,30 +62,30 @@ def marks(names: Sequence[str], upstream: str | None) -> dict[str, dict[str, Any
     presets = [name for name in names if name.startswith(f"{FEATCAL}:")]
     others = [name for name in names if name.removesuffix(_HOLLOW) not in _METHODS]
     others = [name for name in others if name not in (BASE, EXPERTS, upstream, *presets)]
-    found = {}
+    looks = {}
     for name in names:
         method = name.removesuffix(_HOLLOW)
         if name == upstream:
-            own = {"color": MERGED, "marker": "s"}
+            look = {"color": MERGED, "marker": "s"}
         elif name in _REFERENCES:
-            own = _REFERENCES[name]
+            look = _REFERENCES[name]
         elif name in presets:
-            own = {"color": PALETTE[5], "marker": _PRESETS[presets.index(name) % len(_PRESETS)]}
+            look = {"color": PALETTE[5], "marker": _PRESETS[presets.index(name) % len(_PRESETS)]}
         elif name in others:
             place = others.index(name)
             colour = PALETTE[2 + place % (len(PALETTE) - 2)]
-            own = {"color": colour, "marker": _OTHERS[place % len(_OTHERS)]}
+            look = {"color": colour, "marker": _OTHERS[place % len(_OTHERS)]}
         else:
             colour, shape = _METHODS[method]
-            own = {"color": colour, "marker": shape}
+            look = {"color": colour, "marker": shape}
             if name != method:
-                own |= {"markerfacecolor": "white", "markeredgecolor": colour,
+                look |= {"markerfacecolor": "white", "markeredgecolor": colour,
                         "markeredgewidth": 1.5, "markersize": 6.5}  # fmt: skip
         # These shapes look smaller than they are.
-        size = {"*": 12, "P": 9.5, "X": 9}.get(str(own["marker"]), 8)
+        size = {"*": 12, "P": 9.5, "X": 9}.get(str(look["marker"]), 8)
         common = {"markersize": size, "markeredgecolor": "white", "markeredgewidth": 0.8}
-        found[name] = {**common, **own}
-    return found
+        looks[name] = {**common, **look}
+    return looks
 
 
 def style() -> Any:

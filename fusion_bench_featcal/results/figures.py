@@ -185,7 +185,7 @@ def _draw_gaps(axes: "Axes", report: Report, heights: Mapping[str, float]) -> No
 
 
 def _shifts(report: Report) -> tuple[dict[str, float], float]:
-    """How far each row's marks leave the line of their task, so that equal values stay visible.
+    """Shift each row's marks off the line of their task, so that equal values stay visible.
 
     Returns:
         The shifts, in distances of two tasks' lines, and that distance in inches.
@@ -226,8 +226,8 @@ def _short_blocks(blocks: Sequence[str]) -> list[str]:
     parts = [block.split(".") for block in blocks]
     if len(blocks) < 2 or len(set(map(len, parts))) > 1:
         return list(blocks)
-    kept = [place for place, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
-    return [".".join(words[place] for place in kept) for words in parts]
+    differing = [n for n, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
+    return [".".join(words[place] for place in differing) for words in parts]
 
 
 CURVES_FILE = "training_curves.jsonl"

@@ -1,4 +1,4 @@
-"""Which folders hold results: runs, and comparisons with the runs below them."""
+"""Search for folders with results: runs, and comparisons with the runs below them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class FailedCell:
 
 @dataclass(kw_only=True)
 class Found:
-    """What lies at or below some paths.
+    """Results at or below some paths.
 
     Attributes:
         runs: Folders with the report of a run, each once.

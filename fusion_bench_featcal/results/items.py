@@ -68,7 +68,7 @@ def save_items(directory: Path, items: Mapping[str, Mapping[str, Any]],
 
 
 def _sealed(archive: bytes) -> bytes:
-    """The archive with its own digest as its comment, which is how every zip file ends."""
+    """Put the archive's digest into its comment, with which every zip file ends."""
     digest = hashlib.sha256(archive).hexdigest().encode()
     return archive[:-2] + len(digest).to_bytes(2, "little") + digest
 

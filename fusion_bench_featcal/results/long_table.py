@@ -80,7 +80,7 @@ class LongTable:
         }
 
     def costs(self, key: RowKey, seeds: Sequence[str]) -> dict[str, list[Any]]:
-        """What was measured -> one value a seed; "unavailable" where a run did not."""
+        """Return each cost's values, one a seed; "unavailable" where a run lacks it."""
         metrics = self._values[key].items()
         return {
             metric.removeprefix(COST): [tasks[""].get(seed, UNAVAILABLE) for seed in seeds]

@@ -63,7 +63,7 @@ class Published:
 def published_average(
     suite: str, upstream: str | None, name: str, reports: "Sequence[Report]"
 ) -> Published | None:
-    """The paper's average for a row, if the row was made as the paper's was.
+    """Return the paper's average for a row that was made as the paper's was.
 
     Args:
         suite: Model pool, for example `clip-vit-base-patch32_TA8`.
@@ -86,8 +86,7 @@ def published_average(
 
 def paper_settings(suite: str) -> dict[str, Any] | None:
     """FeatCal's settings in the paper for a model pool; None for pools that are not in it."""
-    found = (values for start, values in _FEATCAL.items() if suite.startswith(start))
-    return next(found, None)
+    return next((s for start, s in _FEATCAL.items() if suite.startswith(start)), None)
 
 
 def _is_papers(report: "Report", suite: str, upstream: str | None, name: str) -> bool:

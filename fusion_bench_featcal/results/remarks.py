@@ -18,7 +18,7 @@ _SHOWN = 0.0005
 
 
 def tasks_below_merged(report: Report) -> list[str]:
-    """A sentence for each task on which a row ends below the merged model."""
+    """Return a sentence for each task on which a row ends below the merged model."""
     merged = report.rows.get(report.upstream or "")
     if merged is None:
         return []
@@ -36,7 +36,7 @@ def tasks_below_merged(report: Report) -> list[str]:
 
 
 def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each task whose drift is at least `HIGH_DRIFT` after the last block.
+    """Return a sentence for each task whose drift is at least `HIGH_DRIFT` after the last block.
 
     Args:
         name: Row of the calibrated model.
@@ -58,7 +58,7 @@ def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> li
 def closing_lines(
     report: Report, saved_row: str, saved_path: Path | None, folder: Path | None = None
 ) -> list[str]:
-    """The last lines of a run: the saved model, a better row, the files, the next commands.
+    """Return the last lines of a run: the saved model, a better row, the files, the next commands.
 
     Args:
         report: The run's report.
@@ -100,7 +100,7 @@ def _next_lines(folder: Path) -> list[str]:
 
 
 def closing_lines_of_a_comparison(folder: Path) -> list[str]:
-    """The last lines of `method=compare`, which saves no model.
+    """Return the last lines of `method=compare`, which saves no model.
 
     Args:
         folder: The folder with the reports.

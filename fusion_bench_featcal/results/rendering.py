@@ -1,4 +1,4 @@
-"""How a report looks: in the terminal (rich) and as Markdown."""
+"""Tables of text, in the terminal (rich) and as Markdown; the pages of a run's report."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

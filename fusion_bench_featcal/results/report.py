@@ -1,4 +1,4 @@
-"""The report of one run: pure data, in memory and as `report.json`, `.csv` and `.md`."""
+"""Report of one run: pure data, in memory and as `report.json`, `.csv` and `.md`."""
 
 import csv
 import io
@@ -77,7 +77,7 @@ def csv_text(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
 
 @dataclass(kw_only=True)
 class Report:
-    """What one run found and under which conditions.
+    """Results of one run and the conditions they were made under.
 
     Attributes:
         suite: Name of the model pool, for example `clip-vit-mini_TA6`.
@@ -153,14 +153,16 @@ class Report:
         if correct is not None:
             self._add_items(name, row, correct)
         self.rows[name] = {**row, AVERAGE: mean(row)}
-        for kept, value in ((self.settings, settings), (self.cost, cost), (self.samples, samples)):
+        parts = ((self.settings, settings), (self.cost, cost), (self.samples, samples))
+        for part, value in parts:
             if value is not None:
-                kept[name] = plain(value, name)
+                part[name] = plain(value, name)
         self._add_loss(name, loss or {})
 
     def _add_loss(self, name: str, loss: Mapping[str, float | None]) -> None:
-        known = {task: loss[task] for task in self.tasks if loss.get(task) is not None}
-        values = {task: float(value) for task, value in known.items() if value is not None}
+        values = {
+            task: float(value) for task in self.tasks if (value := loss.get(task)) is not None
+        }
         finite = {task: value for task, value in values.items() if math.isfinite(value)}
         self.notes += [
             f"{name}: the loss of {task} is {value}"
@@ -183,9 +185,9 @@ class Report:
                     f"{place}: {flags.sum()} of {flags.size} test items are right, "
                     f"which is not the accuracy {accuracy:.6f}"
                 )
-            known = self.test_sets.get(task, {}).get("items", flags.size)
-            if known != flags.size:
-                raise ReportError(f"{place}: {flags.size} test items, the test set has {known}")
+            size = self.test_sets.get(task, {}).get("items", flags.size)
+            if size != flags.size:
+                raise ReportError(f"{place}: {flags.size} test items, the test set has {size}")
         for task, flags in items.items():
             self.test_sets.setdefault(task, {})["items"] = flags.size
         self.items[name] = items
@@ -281,7 +283,7 @@ class Report:
 
     @property
     def seeds_key(self) -> str:
-        """The run's seeds as one text: runs that are averaged differ in it."""
+        """Return the run's seeds as one text: runs that are averaged differ in it."""
         return json.dumps(self.seeds, sort_keys=True)
 
     def entries(self) -> Iterator[Entry]:
@@ -320,8 +322,8 @@ class Report:
             if entry.metric in metrics:
                 cells.setdefault((entry.row, entry.task), {})[entry.metric] = f"{entry.value:.6f}"
         lines = (
-            [self.suite, self.upstream or "", *key, *(found.get(metric, "") for metric in metrics)]
-            for key, found in cells.items()
+            [self.suite, self.upstream or "", *key, *(values.get(m, "") for m in metrics)]
+            for key, values in cells.items()
         )
         return csv_text(["suite", "upstream", "name", "task", *metrics], lines)
 
@@ -348,8 +350,8 @@ def accuracies(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 def losses(evaluation: Mapping[str, Any], tasks: Iterable[str]) -> dict[str, float | None]:
     """Pick task -> loss out of the same for some tasks; None where the pool computes none."""
-    found = {task: evaluation[task].get("loss") for task in tasks}
-    return {task: None if value is None else float(value) for task, value in found.items()}
+    values = {task: evaluation[task].get("loss") for task in tasks}
+    return {task: None if value is None else float(value) for task, value in values.items()}
 
 
 # What MLflow refuses in names and TensorBoard replaces.

@@ -200,7 +200,7 @@ def _check_test_sets(first: _Run, run: _Run) -> None:
 
 
 def _distinct(key: RowKey, runs: Sequence[_Run]) -> list[Report]:
-    """The reports with a row, a repeated run once; checks that they may be averaged."""
+    """Return the reports with a row, a repeated run once; check that they may be averaged."""
     suite, merger, name = key
     distinct: dict[str, _Run] = {}
     having = [
