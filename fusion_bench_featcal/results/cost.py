@@ -153,7 +153,7 @@ def _accelerator_peak() -> int | str:
 
 @contextmanager
 def _host_memory(cost: Cost) -> Iterator[None]:
-    before, faults = _kernel_peak(), _faults_of_ended_children()
+    before, faults = _usage()
     tree = _process_tree()
     sampler = _Sampler(tree.read, MEMORY_EVERY_SECONDS) if tree else None
     try:
@@ -161,10 +161,10 @@ def _host_memory(cost: Cost) -> Iterator[None]:
     finally:
         if sampler:
             sampler.stop()
+        after, faults_after = _usage()
         # Children that lived between two samples are seen by their page faults.
-        children = bool(tree and tree.saw_children) or _faults_of_ended_children() != faults
-        sampled = tree.peak if tree else None
-        reading = best_reading(before, _kernel_peak(), sampled, children)
+        children = bool(tree and tree.saw_children) or faults_after != faults
+        reading = best_reading(before, after, tree.peak if tree else None, children)
         cost.peak_rss_bytes, cost.peak_rss_method = reading
 
 
@@ -230,24 +230,19 @@ def _process_tree() -> _ProcessTree | None:
     return _ProcessTree(psutil)
 
 
-def _kernel_peak() -> int | None:
-    """Largest resident set of this process so far, in bytes; None where the system is silent."""
+def _usage() -> tuple[int | None, int | None]:
+    """Largest resident set of this process so far, in bytes, and page faults of ended children.
+
+    Every child adds faults. None where the system is silent.
+    """
     try:
         import resource
     except ImportError:
-        return None
+        return None, None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts kibibytes, macOS bytes.
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _faults_of_ended_children() -> int | None:
-    """Page faults of all children that have ended: every child adds some."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+    peak = peak if sys.platform == "darwin" else peak * 1024
+    return peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 # ---- energy, through NVML
