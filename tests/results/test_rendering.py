@@ -9,8 +9,6 @@ from synthetic import LEVELS, SIX, make_report
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.rendering import (
     TEXT_WIDTH,
-    best_cells,
-    broken,
     percent,
     provenance,
     report_grid,
@@ -159,9 +157,13 @@ def test_unmeasured_cost_is_shown_as_such():
     assert not any("calibration time" in line for line in provenance(report))
 
 
-def test_best_cells_mark_ties_and_pass_over_references_and_gaps():
-    values = [[0.9, 0.9], [0.5, None], [0.5, 0.4]]
-    assert best_cells(values, [False, True, True]) == {(1, 0), (2, 0), (2, 1)}
+def test_the_best_of_a_column_is_bold_with_ties_and_without_references():
+    report = Report(upstream="merged")
+    for name, level in {"experts": 0.9, "merged": 0.5, "featcal": 0.5, "surgery": 0.4}.items():
+        report.add_row(name, {"a": level})
+    lines = report_markdown(report).splitlines()
+    bold = [line.split("|")[1].strip() for line in lines if "**" in line]
+    assert bold == ["merged", "featcal"]
 
 
 @pytest.mark.parametrize(
@@ -177,10 +179,3 @@ def test_best_cells_mark_ties_and_pass_over_references_and_gaps():
 )
 def test_a_shared_prefix_is_dropped_only_where_names_remain(tasks: list[str], expected: list[str]):
     assert list(short_names(tasks).values()) == expected
-
-
-def test_long_heads_break_at_joints_and_lose_nothing():
-    assert broken("fashion_mnist") == "fashion_\nmnist"
-    assert broken("recovered gap") == "recovered\ngap"
-    assert broken("unbreakable_") == "unbreakable_"
-    assert broken("dtd") == "dtd"
