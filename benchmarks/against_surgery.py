@@ -25,8 +25,8 @@ import psutil
 import torch
 import transformers
 
-from fusion_bench_featcal.compare import Report
-from fusion_bench_featcal.compare.drawing import (
+from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.drawing import (
     RULE,
     legend_below,
     marks,

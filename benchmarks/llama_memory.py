@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.compare.measure import measure
+from fusion_bench_featcal.results.cost import measure
 
 TASKS = [f"task_{index}" for index in range(5)]
 BATCH = 8

@@ -25,10 +25,10 @@ import torch
 from plan_shapes import SHAPES, Shape, batches, load_merged, make_model, write_models
 
 from fusion_bench_featcal import SafetensorsExpert, calibrate
-from fusion_bench_featcal.compare.measure import measure
 from fusion_bench_featcal.plan.counting import count_work, without_masks
 from fusion_bench_featcal.plan.estimate import Request, measured_rate, seconds_of
 from fusion_bench_featcal.plan.memory import HOLES, predict_memory, read_bytes
+from fusion_bench_featcal.results.cost import measure
 
 WITHIN = 0.25
 

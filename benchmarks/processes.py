@@ -31,10 +31,10 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.compare.measure import measure
 from fusion_bench_featcal.engine.processes import TorchProcesses
 from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
+from fusion_bench_featcal.results.cost import measure
 
 BATCH = 16
 THREADS = 2

@@ -27,7 +27,7 @@ import transformers
 from speed_models import Shape, load, write_models
 
 from fusion_bench_featcal import SafetensorsExpert, calibrate
-from fusion_bench_featcal.compare import measure
+from fusion_bench_featcal.results import measure
 
 MB = 1e6
 FACTORS = {

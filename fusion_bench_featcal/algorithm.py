@@ -58,17 +58,17 @@ from fusion_bench_featcal.boundary.saved_row import RowSaver, skip_saving
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.calibration_data import calibration_batches, image_counts
 from fusion_bench_featcal.checkpoints import check_checkpoints
-from fusion_bench_featcal.compare import (
+from fusion_bench_featcal.engine.merging import UpstreamMerge
+from fusion_bench_featcal.engine.processes import OneProcess, Processes
+from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.image_cache import ImageCache
+from fusion_bench_featcal.results import (
     FEATCAL,
     UNAVAILABLE,
     Cost,
     measure,
     prepare_directory,
 )
-from fusion_bench_featcal.engine.merging import UpstreamMerge
-from fusion_bench_featcal.engine.processes import OneProcess, Processes
-from fusion_bench_featcal.families import check_family
-from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import (
     SETTINGS_OF_THE_RUN,
     CalibrationError,

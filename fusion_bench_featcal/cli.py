@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fusion_bench_featcal import __version__
 
 if TYPE_CHECKING:
-    from fusion_bench_featcal.compare.find import Found
+    from fusion_bench_featcal.results.find import Found
 
 _RUN_HELP = "log directory of a run, or a folder with several below it"
 
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # Read when torch is loaded: threads that wait spinning crawl on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from fusion_bench_featcal.compare import ReportError
     from fusion_bench_featcal.error_block import error_block
+    from fusion_bench_featcal.results import ReportError
 
     try:
         return options.command(options)
@@ -53,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report_command(options: argparse.Namespace) -> int:
     """Print (and with --out write) the tables of runs and comparisons from what they left."""
-    from fusion_bench_featcal.compare import Report
-    from fusion_bench_featcal.compare.combine import combine
-    from fusion_bench_featcal.compare.combined_report import show_combined, write_combined
-    from fusion_bench_featcal.compare.find import find
+    from fusion_bench_featcal.results import Report
+    from fusion_bench_featcal.results.find import find
+    from fusion_bench_featcal.results.summary import summarise
+    from fusion_bench_featcal.results.summary_views import show_combined, write_combined
 
     found = find(options.runs)
     if not found.runs:
@@ -64,13 +64,13 @@ def report_command(options: argparse.Namespace) -> int:
     if found.comparisons:
         return _report_comparisons(found, options.out)
     runs = found.runs
-    combined = combine(runs)
+    summary = summarise(runs)
     # Write first: a reader who sees the table can rely on the files.
-    written = write_combined(combined, options.out) if options.out else None
+    written = write_combined(summary, options.out) if options.out else None
     if len(runs) == 1:
         # One run's own table has its tasks, and what made it.
         Report.load(runs[0]).show()
-    show_combined(combined, tasks=len(runs) > 1)
+    show_combined(summary, tasks=len(runs) > 1)
     if written:
         print(f"written: {written.parent}")
     return 0
@@ -78,15 +78,12 @@ def report_command(options: argparse.Namespace) -> int:
 
 def _report_comparisons(found: "Found", out: str | None) -> int:
     """All runs in the tables of `method=compare`, with what failed there."""
-    from fusion_bench_featcal.compare.side_by_side import side_by_side
-    from fusion_bench_featcal.compare.side_by_side_report import (
-        show_side_by_side,
-        write_side_by_side,
-    )
+    from fusion_bench_featcal.results.summary import summarise
+    from fusion_bench_featcal.results.summary_views import show_side_by_side, write_side_by_side
 
-    comparison = side_by_side(found.runs, found.failed)
-    written = write_side_by_side(comparison, out, "--out") if out else None
-    show_side_by_side(comparison)
+    summary = summarise(found.runs, found.failed)
+    written = write_side_by_side(summary, out, "--out") if out else None
+    show_side_by_side(summary)
     if written:
         print(f"written: {written.parent}")
     return 0
@@ -94,9 +91,9 @@ def _report_comparisons(found: "Found", out: str | None) -> int:
 
 def plot_command(options: argparse.Namespace) -> int:
     """Draw the figures of runs and comparisons: into each one's folder, or below --out."""
-    from fusion_bench_featcal.compare.comparison_plots import plot_comparison
-    from fusion_bench_featcal.compare.find import find
-    from fusion_bench_featcal.compare.plots import plot_run
+    from fusion_bench_featcal.results.comparison_figures import plot_comparison
+    from fusion_bench_featcal.results.figures import plot_run
+    from fusion_bench_featcal.results.find import find
 
     found = find(options.runs)
     places = [*found.runs, *found.comparisons]

@@ -65,7 +65,7 @@ def provenance(folder: Path) -> str:
 def paper_clip() -> str:
     """The paper's averages for CLIP with eight tasks, from the table shipped with the package."""
     averages = {}
-    path = ROOT / "fusion_bench_featcal" / "compare" / "paper_results.csv"
+    path = ROOT / "fusion_bench_featcal" / "results" / "paper_results.csv"
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if row["metric"] == "average":
@@ -141,7 +141,7 @@ def copy_report(source: Path, target: Path) -> None:
 
 def keep_results(runs: Path) -> None:
     """Copy demo-full's combined tables into the repository and draw one of its image runs."""
-    from fusion_bench_featcal.compare.plots import plot_run
+    from fusion_bench_featcal.results.figures import plot_run
 
     for folder in sorted((runs / "tables").iterdir()):
         target = RESULTS / folder.name

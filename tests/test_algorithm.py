@@ -15,7 +15,7 @@ from cli_runs import fusion_bench
 from transformers import CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
-from fusion_bench_featcal.compare import Report
+from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 
 SAMPLES = 24

@@ -18,9 +18,9 @@ from fusion_bench_featcal.boundary.pool_checks import check_experts
 from fusion_bench_featcal.boundary.results import RunResults, method_name
 from fusion_bench_featcal.boundary.saving import CompleteSaver
 from fusion_bench_featcal.calibration import CalibrationResult
-from fusion_bench_featcal.compare import Cost
 from fusion_bench_featcal.comparison.methods import FeatCal
 from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.results import Cost
 from fusion_bench_featcal.suites import image
 
 AVERAGE = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}

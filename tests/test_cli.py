@@ -8,7 +8,7 @@ import pytest
 
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.compare import Report
+from fusion_bench_featcal.results import Report
 
 
 def leave_run(folder: Path, seed: int = 42, featcal: float = 0.75) -> Path:

@@ -13,7 +13,7 @@ from fusion_bench_featcal.boundary import results
 from fusion_bench_featcal.boundary.closing import at_the_end
 from fusion_bench_featcal.boundary.log_dir import LogDirectoryCheck
 from fusion_bench_featcal.boundary.results import RunResults
-from fusion_bench_featcal.compare import Cost
+from fusion_bench_featcal.results import Cost
 
 NO_CONFIG = OmegaConf.create({})
 

@@ -18,7 +18,7 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.boundary import results
 from fusion_bench_featcal.boundary.evaluation import Evaluation
 from fusion_bench_featcal.boundary.program import prepare_run
-from fusion_bench_featcal.compare import Report
+from fusion_bench_featcal.results import Report
 
 TASKS = ("mini_greek", "mini_latin")
 ALL = ["base", "experts", "merged"]

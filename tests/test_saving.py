@@ -20,8 +20,8 @@ from fusion_bench_featcal.boundary import replacing
 from fusion_bench_featcal.boundary.replacing import clear_leftovers
 from fusion_bench_featcal.boundary.save_target import check_save_target
 from fusion_bench_featcal.boundary.saving import CompleteSaver
-from fusion_bench_featcal.compare import ReportError
 from fusion_bench_featcal.leftovers import owner_mark, remove_orphans, temporary_neighbour
+from fusion_bench_featcal.results import ReportError
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -39,8 +39,8 @@ from fusion_bench_featcal.baselines.ridge_surgery import AffineModule
 from fusion_bench_featcal.baselines.wrapper import CorrectedModel
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.cli import main as featcal
-from fusion_bench_featcal.compare.curves import write_curves
 from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.results.figures import write_curves
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.checksums import CHECKSUM_FILE, write_checksums
 from fusion_bench_featcal.tasks.heads import forget_stored_heads
@@ -181,11 +181,11 @@ def _plotted(folder: Path) -> list[Any]:
             drawn.append([text.get_text() for text in axes.findobj(_Text)])
         return []
 
-    modules = ("plots", "comparison_plots")
+    modules = ("figures", "comparison_figures")
     with contextlib.ExitStack() as stack:
         for name in modules:
             stack.enter_context(
-                mock.patch(f"fusion_bench_featcal.compare.{name}.save_figure", keep)
+                mock.patch(f"fusion_bench_featcal.results.{name}.save_figure", keep)
             )
         shown("plot", str(folder))
     return drawn

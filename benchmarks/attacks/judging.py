@@ -15,7 +15,7 @@ from typing import Any
 
 import fusion_bench_featcal
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.compare import ReportError
+from fusion_bench_featcal.results import ReportError
 
 RIGHT, REFUSED, WRONG, RAW = "right", "refused", "WRONG", "RAW"
 MOST_LINES = 10

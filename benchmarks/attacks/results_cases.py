@@ -21,12 +21,12 @@ from attacks.files import shown, without_figures
 from attacks.judging import RIGHT, captured_log, case, expect
 from attacks.worlds import ARITHMETIC, World, forked
 from fusion_bench_featcal.boundary.options import plain
-from fusion_bench_featcal.compare import Report
-from fusion_bench_featcal.compare.published import _averages
-from fusion_bench_featcal.compare.side_by_side import side_by_side
-from fusion_bench_featcal.compare.side_by_side_report import show_side_by_side
 from fusion_bench_featcal.comparison import ComparisonAlgorithm
 from fusion_bench_featcal.comparison.grid import for_pool, make_grid
+from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.published import _averages
+from fusion_bench_featcal.results.summary import summarise
+from fusion_bench_featcal.results.summary_views import show_side_by_side
 from fusion_bench_featcal.tasks.heads import forget_stored_heads
 
 _CELLS = {
@@ -246,7 +246,7 @@ def _comparison_text(folder: Path, settings: Mapping[str, Any], samples: int) ->
     report.write(folder / upstream)
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        show_side_by_side(side_by_side([folder / upstream], []))
+        show_side_by_side(summarise([folder / upstream]))
     return text.getvalue()
 
 

@@ -11,8 +11,8 @@ import torch
 from fusion_bench import BaseTaskPool
 from torch import nn
 
-from fusion_bench_featcal.compare.report import accuracies, losses
 from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
+from fusion_bench_featcal.results.report import accuracies, losses
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
 from fusion_bench_featcal.boundary.closing import begin_job, end_job
-from fusion_bench_featcal.compare import ReportError, prepare_directory
 from fusion_bench_featcal.error_block import error_block
+from fusion_bench_featcal.results import ReportError, prepare_directory
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 

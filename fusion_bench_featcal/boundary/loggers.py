@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from fusion_bench_featcal.compare import Report
-from fusion_bench_featcal.compare.scalars import report_scalars
+from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.report import report_scalars
 
 
 def log_reports(fabric: Any, reports: Iterable[Report]) -> None:

@@ -15,7 +15,7 @@ from fusion_bench.modelpool import BaseModelPool
 from fusion_bench_featcal.boundary.options import plain
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL
 from fusion_bench_featcal.boundary.saving import CARD_MARK
-from fusion_bench_featcal.compare import AVERAGE, Report, versions
+from fusion_bench_featcal.results import AVERAGE, Report, versions
 
 PAPER = "https://arxiv.org/abs/2605.13030"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -9,8 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from fusion_bench_featcal.compare import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_settings
+from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.settings import FeatCalSettings
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")

@@ -22,8 +22,8 @@ from fusion_bench_featcal.boundary.pool_models import (
 )
 from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.boundary.save_target import check_save_target
-from fusion_bench_featcal.compare import prepare_directory
 from fusion_bench_featcal.engine.checks import refuse_not_finite
+from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from fusion_bench_featcal.boundary.evaluation import (
 )
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.calibration import CalibrationResult
-from fusion_bench_featcal.compare import (
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
     FEATCAL,
@@ -31,8 +32,7 @@ from fusion_bench_featcal.compare import (
     describe_device,
     versions,
 )
-from fusion_bench_featcal.compare.files import write_atomic
-from fusion_bench_featcal.compare.remarks import (
+from fusion_bench_featcal.results.remarks import (
     closing_lines,
     tasks_below_merged,
     tasks_with_high_drift,

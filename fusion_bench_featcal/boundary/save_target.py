@@ -17,8 +17,8 @@ from fusion_bench_featcal.boundary.pool_models import BASE_MODEL
 from fusion_bench_featcal.boundary.replacing import clear_leftovers
 from fusion_bench_featcal.boundary.saving import SAVE_PATH, free_space, stored_bytes
 from fusion_bench_featcal.boundary.tokenizers import text_kind
-from fusion_bench_featcal.compare import prepare_directory
 from fusion_bench_featcal.leftovers import remove, temporary_neighbour
+from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 
 OPTIONS = "merged_model_save_kwargs"

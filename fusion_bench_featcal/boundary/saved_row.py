@@ -11,8 +11,8 @@ from fusion_bench_featcal.boundary.checkpoints import reason
 from fusion_bench_featcal.boundary.model_card import CardFacts, model_card
 from fusion_bench_featcal.boundary.save_target import OPTIONS, save_options, save_target
 from fusion_bench_featcal.boundary.saving import CARD, CompleteSaver, is_our_card
-from fusion_bench_featcal.compare import Report
-from fusion_bench_featcal.compare.files import write_atomic
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from fusion_bench_featcal.boundary.pool_models import load_input_processor
 from fusion_bench_featcal.boundary.program import upstream_model
 from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
 from fusion_bench_featcal.boundary.saved_row import RowSaver, skip_saving
-from fusion_bench_featcal.compare import measure
-from fusion_bench_featcal.compare.curves import write_curves
+from fusion_bench_featcal.results import measure
+from fusion_bench_featcal.results.figures import write_curves
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

@@ -20,10 +20,6 @@ from fusion_bench_featcal.boundary.pool_checks import check_pool_experts, check_
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.boundary.program import prepare_run
 from fusion_bench_featcal.boundary.results import suite_name
-from fusion_bench_featcal.compare import Report
-from fusion_bench_featcal.compare.remarks import closing_lines_of_a_comparison
-from fusion_bench_featcal.compare.side_by_side import SideBySide
-from fusion_bench_featcal.compare.side_by_side_report import show_side_by_side
 from fusion_bench_featcal.comparison.cells import GridRun
 from fusion_bench_featcal.comparison.digests import FileDigests
 from fusion_bench_featcal.comparison.fingerprint import (
@@ -37,6 +33,10 @@ from fusion_bench_featcal.comparison.reports import check_places, write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
+from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
+from fusion_bench_featcal.results.summary import Summary
+from fusion_bench_featcal.results.summary_views import show_side_by_side
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     def _report(self, suite: str, run: GridRun) -> None:
         """Write, log and print the reports; then fail if cells failed."""
         folder = self._folder(run.store)
-        comparison = write_reports(
+        summary = write_reports(
             folder,
             suite,
             run.grid,
@@ -212,9 +212,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             notes=self.notes,
             device=self.fabric.device,
         )
-        if comparison is not None:
-            log_reports(self.fabric, map(Report.load, comparison.combined.runs))
-            show = partial(_show, comparison, folder)
+        if summary is not None:
+            log_reports(self.fabric, map(Report.load, summary.runs))
+            show = partial(_show, summary, folder)
             if not at_the_end(show):
                 show()
         if run.failed:
@@ -227,7 +227,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             )
 
 
-def _show(comparison: SideBySide, folder: Path) -> None:
-    show_side_by_side(comparison)
+def _show(summary: Summary, folder: Path) -> None:
+    show_side_by_side(summary)
     for line in closing_lines_of_a_comparison(folder):
         print(line)

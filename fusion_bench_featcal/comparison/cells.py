@@ -20,15 +20,6 @@ from fusion_bench_featcal.boundary.options import plain
 from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.boundary.program import run_merger
 from fusion_bench_featcal.calibration_data import samples_used
-from fusion_bench_featcal.compare import BASE, UNAVAILABLE, measure
-from fusion_bench_featcal.compare.curves import as_curves
-from fusion_bench_featcal.compare.find import FailedCell
-from fusion_bench_featcal.compare.side_by_side import (
-    MODULES_ADDED,
-    PARAMETERS_ADDED,
-    SECONDS_PER_SAMPLE,
-    TASK_ID,
-)
 from fusion_bench_featcal.comparison.data import DataDigests
 from fusion_bench_featcal.comparison.digests import FileDigests, describe_code
 from fusion_bench_featcal.comparison.fingerprint import fingerprint
@@ -36,6 +27,15 @@ from fusion_bench_featcal.comparison.grid import NONE, Grid, Merger
 from fusion_bench_featcal.comparison.inference import InferenceTimer
 from fusion_bench_featcal.comparison.methods import CellInputs, seed_of
 from fusion_bench_featcal.comparison.store import CellResult, ResultStore
+from fusion_bench_featcal.results import BASE, UNAVAILABLE, measure
+from fusion_bench_featcal.results.cost import (
+    MODULES_ADDED,
+    PARAMETERS_ADDED,
+    SECONDS_PER_SAMPLE,
+    TASK_ID,
+)
+from fusion_bench_featcal.results.figures import as_curves
+from fusion_bench_featcal.results.find import FailedCell
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from fusion_bench_featcal.comparison.digests import FileDigests, describe_code
 _LENGTH = 20
 _PACKAGES = ("fusion-bench", "torch", "transformers")
 # These read results, or start runs; they have no part in making a result.
-_NO_PART_IN_RESULTS = {"compare", "cli.py", "plan", "_hydra_plugin"}
+_NO_PART_IN_RESULTS = {"results", "compare.py", "files.py", "cli.py", "plan", "_hydra_plugin"}
 
 
 def fingerprint(*parts: Any) -> str:

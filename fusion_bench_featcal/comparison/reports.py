@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.compare import (
+from fusion_bench_featcal.comparison.grid import NONE, Grid
+from fusion_bench_featcal.comparison.store import CellResult
+from fusion_bench_featcal.files import LOG_DIR_SETTING
+from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
     Report,
@@ -14,16 +17,12 @@ from fusion_bench_featcal.compare import (
     describe_device,
     versions,
 )
-from fusion_bench_featcal.compare.comparison_plots import plot_comparison
-from fusion_bench_featcal.compare.curves import write_curves
-from fusion_bench_featcal.compare.files import LOG_DIR_SETTING
-from fusion_bench_featcal.compare.find import FailedCell, refuse_run
-from fusion_bench_featcal.compare.plots import plot_run
-from fusion_bench_featcal.compare.remarks import tasks_below_merged
-from fusion_bench_featcal.compare.side_by_side import COMPARISON_SEED, SideBySide, side_by_side
-from fusion_bench_featcal.compare.side_by_side_report import write_side_by_side
-from fusion_bench_featcal.comparison.grid import NONE, Grid
-from fusion_bench_featcal.comparison.store import CellResult
+from fusion_bench_featcal.results.comparison_figures import plot_comparison
+from fusion_bench_featcal.results.figures import plot_run, write_curves
+from fusion_bench_featcal.results.find import FailedCell, refuse_run
+from fusion_bench_featcal.results.remarks import tasks_below_merged
+from fusion_bench_featcal.results.summary import COMPARISON_SEED, Summary, summarise
+from fusion_bench_featcal.results.summary_views import write_side_by_side
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ def write_reports(
     seed: int,
     notes: Mapping[str, str],
     device: Any,
-) -> SideBySide | None:
+) -> Summary | None:
     """Write each upstream merger's report to a folder of its name, and the comparison; draw both.
 
     Args:
@@ -74,10 +73,10 @@ def write_reports(
         written.append(place)
     if not written:
         return None
-    comparison = side_by_side(written, failed)
-    write_side_by_side(comparison, folder)
+    summary = summarise(written, failed)
+    write_side_by_side(summary, folder)
     draw_figures(folder, written)
-    return comparison
+    return summary
 
 
 def check_places(folder: Path, grid: Grid) -> None:

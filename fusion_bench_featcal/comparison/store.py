@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
-from fusion_bench_featcal.compare import ReportError, load_items, prepare_directory, save_items
-from fusion_bench_featcal.compare.curves import Curves, as_curves
-from fusion_bench_featcal.compare.files import (
+from fusion_bench_featcal.files import (
     partial_prefix,
     plain,
     read_json,
@@ -26,7 +24,9 @@ from fusion_bench_featcal.compare.files import (
     sweep_partial,
     write_atomic,
 )
-from fusion_bench_featcal.compare.items import ITEMS_FILE
+from fusion_bench_featcal.results import ReportError, load_items, prepare_directory, save_items
+from fusion_bench_featcal.results.figures import Curves, as_curves
+from fusion_bench_featcal.results.items import ITEMS_FILE
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

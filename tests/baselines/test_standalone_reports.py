@@ -13,9 +13,9 @@ from torch import nn
 from fusion_bench_featcal.baselines.settings import RidgeSurgerySettings
 from fusion_bench_featcal.boundary import results
 from fusion_bench_featcal.boundary.standalone import Row, run_merging, run_post_merging
-from fusion_bench_featcal.compare import Report
-from fusion_bench_featcal.compare.curves import load_curves
 from fusion_bench_featcal.comparison import FeatureCorrection
+from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.figures import load_curves
 
 DRAWN = {"left": {"samples": 3, "split": "train"}, "right": {"samples": 3, "split": "test"}}
 ROW = Row(name="doubled", settings={"factor": 2}, seed=7, samples=lambda model: DRAWN)

@@ -12,7 +12,7 @@ from tiny_models import clip_suite
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.checkpoints import files
-from fusion_bench_featcal.compare.files import write_atomic as write_report
+from fusion_bench_featcal.files import write_atomic as write_report
 from fusion_bench_featcal.leftovers import owner_mark
 
 

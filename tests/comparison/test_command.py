@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cli_runs import fusion_bench
 
-from fusion_bench_featcal.compare import Report
+from fusion_bench_featcal.results import Report
 
 
 def test_command_compares_and_leaves_reports(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from comparison_parts import (
 from lightning.fabric.loggers import CSVLogger
 
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.compare import Report, ReportError
-from fusion_bench_featcal.compare.find import find_runs
+from fusion_bench_featcal.results import Report, ReportError
+from fusion_bench_featcal.results.find import find
 from fusion_bench_featcal.settings import CalibrationError
 
 DOUBLE = {"double": method(Scale)}
@@ -59,7 +59,7 @@ def test_every_merger_has_a_report_and_all_are_side_by_side(tmp_path: Path, caps
     assert report.seeds == {"comparison": 42, "double": 42, "head": 42}
     assert report.samples["double"]["left"] == {"samples": 5, "split": "train"}
     assert set(report.items) == set(report.rows)
-    assert find_runs([folder]) == [folder / "simple_average", folder / "task_arithmetic"]
+    assert find([folder]).runs == [folder / "simple_average", folder / "task_arithmetic"]
     content = json.loads((folder / "report.json").read_text())
     rows = {(row["upstream"], row["name"]): row for row in content["rows"]}
     head = rows["simple_average", "head"]

@@ -11,9 +11,9 @@ import torch
 from comparison_parts import linear
 from torch import nn
 
-from fusion_bench_featcal.compare import ReportError
-from fusion_bench_featcal.compare.files import remove
 from fusion_bench_featcal.comparison.store import CellResult, ResultStore
+from fusion_bench_featcal.files import remove
+from fusion_bench_featcal.results import ReportError
 from fusion_bench_featcal.settings import CalibrationError
 
 

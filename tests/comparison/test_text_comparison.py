@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from text_pools import MAKERS, text_pool, text_tokenizer
 from tiny_texts import TASKS, sentences
 
-from fusion_bench_featcal.compare import Report
-from fusion_bench_featcal.compare.side_by_side import TASK_ID
 from fusion_bench_featcal.comparison import inference
 from fusion_bench_featcal.comparison.inference import InferenceTimer
+from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.cost import TASK_ID
 from fusion_bench_featcal.tasks import TextTaskPool
 
 SUITES = {"seq2seq": "flan-t5-mini_TA6", "causal": "llama-mini_TA6"}

@@ -25,9 +25,13 @@ def reachable(part: str) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("part", ["core", "compare", "settings"])
+@pytest.mark.parametrize("part", ["core", "files", "settings"])
 def test_needs_nothing_of_ours(part):
     assert ours(part) == set()
+
+
+def test_results_know_only_the_files():
+    assert ours("results") == {"files"}
 
 
 def test_core_is_tensors_only():
@@ -42,7 +46,7 @@ def test_families_know_only_the_settings():
 
 
 def test_python_api_needs_no_framework():
-    for part in {"compare"} | reachable("__init__"):
+    for part in {"results"} | reachable("__init__"):
         assert not GRAPH[part] & FRAMEWORKS, part
 
 

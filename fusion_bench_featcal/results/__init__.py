@@ -1,0 +1,28 @@
+"""Results, never models: write them, read them, compare them, draw them."""
+
+from fusion_bench_featcal.files import ReportError, prepare_directory
+
+from .cost import Cost, describe_device, measure, versions
+from .items import load_items, save_items
+from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL, UNAVAILABLE
+from .rendering import console
+from .report import Report, accuracies
+
+__all__ = [
+    "AVERAGE",
+    "BASE",
+    "EXPERTS",
+    "FEATCAL",
+    "UNAVAILABLE",
+    "Cost",
+    "Report",
+    "ReportError",
+    "accuracies",
+    "console",
+    "describe_device",
+    "load_items",
+    "measure",
+    "prepare_directory",
+    "save_items",
+    "versions",
+]

@@ -1,0 +1,119 @@
+"""Search for folders with results: runs, and comparisons with the runs below them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.files import ReportError, read_json
+
+from .report import REPORT_FILE
+from .validate import COMPARISON, KIND, check_types
+
+SIDE_BY_SIDE_KIND = "comparison"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedCell:
+    """A cell of a comparison that gave no result.
+
+    Attributes:
+        upstream: The upstream merger; None for a reference.
+        name: The cell, or `none` if the merger failed itself.
+        reason: What went wrong.
+        seed: The comparison's seed; None where it is not known.
+    """
+
+    upstream: str | None
+    name: str
+    reason: str
+    seed: int | None = None
+
+
+@dataclass(kw_only=True)
+class Found:
+    """Results at or below some paths.
+
+    Attributes:
+        runs: Folders with the report of a run, each once.
+        comparisons: Folders with the report of a comparison; its runs may lie elsewhere.
+        failed: The comparisons' failed cells.
+    """
+
+    runs: list[Path] = field(default_factory=list)
+    comparisons: list[Path] = field(default_factory=list)
+    failed: list[FailedCell] = field(default_factory=list)
+
+
+def find(paths: Iterable[str | Path]) -> Found:
+    """Find runs and comparisons: each path itself, or everything below it.
+
+    Of a comparison's folder its own runs count: those that its report names.
+
+    Raises:
+        ReportError: A path does not exist, there is nothing at it, or a report is damaged.
+    """
+    found = Found()
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ReportError(f"no such run: {path}")
+        if path.name == REPORT_FILE and path.is_file():
+            path = path.parent
+        before = len(found.runs) + len(found.comparisons)
+        _search(path, found)
+        if len(found.runs) + len(found.comparisons) == before:
+            raise ReportError(f"no run in or below {path}: a run's log directory has {REPORT_FILE}")
+    found.runs, found.comparisons = _once(found.runs), _once(found.comparisons)
+    found.failed = list(dict.fromkeys(found.failed))
+    return found
+
+
+def refuse_run(directory: str | Path, setting: str) -> None:
+    """Refuse to write several runs' report over the report of one.
+
+    Raises:
+        ReportError: The directory holds a run, or a `report.json` that is not valid JSON: whose it
+            was cannot be told.
+    """
+    if _content(Path(directory)).get("kind") == KIND:
+        raise ReportError(
+            f"{directory} holds the report of a run, which would be overwritten. "
+            f"Change {setting} to another directory."
+        )
+
+
+def _search(folder: Path, found: Found) -> None:
+    content = _content(folder)
+    if content.get("kind") == KIND:
+        found.runs.append(folder)
+        return
+    if content.get("kind") == SIDE_BY_SIDE_KIND:
+        found.comparisons.append(folder)
+        check_types(content, COMPARISON, str(folder / REPORT_FILE))
+        if content.get("runs"):
+            found.runs += [folder / name for name in content["runs"]]
+            found.failed += _failed(content, folder)
+            return
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    for below in inside:
+        if below.is_dir() and not below.is_symlink():
+            _search(below, found)
+
+
+def _once(folders: Iterable[Path]) -> list[Path]:
+    return list({folder.resolve(): folder for folder in folders}.values())
+
+
+def _failed(content: dict[str, Any], folder: Path) -> list[FailedCell]:
+    try:
+        return [FailedCell(**entry) for entry in content["failed"]]
+    except (KeyError, TypeError) as error:
+        raise ReportError(
+            f"{folder / REPORT_FILE}: damaged list of failed cells: {error}"
+        ) from error
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    path = folder / REPORT_FILE
+    content = read_json(path) if path.is_file() else None
+    return content if isinstance(content, dict) else {}

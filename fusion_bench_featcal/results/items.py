@@ -1,0 +1,244 @@
+"""Flags per test item of each row, and intervals from them by a paired bootstrap."""
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusion_bench_featcal.files import (
+    LOG_DIR_SETTING,
+    ReportError,
+    parse_json,
+    tell_without_digest,
+    write_atomic,
+)
+
+ITEMS_FILE = "items.npz"
+_MOST_BYTES = 2**31  # of all flags, unpacked
+
+Items = dict[str, dict[str, NDArray[np.bool_]]]
+"""Row name -> task -> bool `[items]`, in the test set's order."""
+
+
+def as_correct(values: Any, place: str) -> NDArray[np.bool_]:
+    """Turn one task's flags (array, list or CPU tensor, bool or 0/1) into a bool array `[items]`.
+
+    Raises:
+        ReportError: Not one-dimensional, empty, or holding anything but true and false.
+    """
+    array = np.asarray(values)
+    if array.ndim != 1 or array.size == 0:
+        raise ReportError(f"{place}: expected one flag per test item, got shape {array.shape}")
+    if array.dtype != np.bool_ and not np.isin(array, (0, 1)).all():
+        raise ReportError(f"{place}: flags per test item must be true or false")
+    return array.astype(np.bool_)
+
+
+def save_items(directory: Path, items: Mapping[str, Mapping[str, Any]],
+               setting: str = LOG_DIR_SETTING) -> Path:  # fmt: skip
+    """Write `items.npz` into `directory`.
+
+    Row and task names may hold any character: arrays are numbered, and a JSON index (stored as
+    bytes, so that no pickle is involved) tells which is which.
+
+    Args:
+        directory: An existing folder.
+        items: Row name -> task -> bool `[items]`.
+        setting: The setting that chose the folder, named in error messages.
+
+    Raises:
+        ReportError: Flags are malformed or the file cannot be written.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    index: list[tuple[str, str]] = []
+    for row, tasks in items.items():
+        for task, values in tasks.items():
+            arrays[f"array_{len(index)}"] = as_correct(values, f"row '{row}', task '{task}'")
+            index.append((row, task))
+    arrays["index"] = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)  # pyright: ignore[reportArgumentType]
+    return write_atomic(Path(directory) / ITEMS_FILE, _sealed(buffer.getvalue()), setting)
+
+
+def _sealed(archive: bytes) -> bytes:
+    """Put the archive's digest into its comment, with which every zip file ends."""
+    digest = hashlib.sha256(archive).hexdigest().encode()
+    return archive[:-2] + len(digest).to_bytes(2, "little") + digest
+
+
+def _check_seal(content: bytes, path: Path) -> None:
+    length = 2 * hashlib.sha256().digest_size
+    if content[-length - 2 : -length] != length.to_bytes(2, "little"):
+        tell_without_digest(path)
+    elif _sealed(content[: -length - 2] + b"\0\0") != content:
+        raise ReportError(f"{path} is damaged: its digest does not fit its content")
+
+
+def load_items(directory: Path) -> Items | None:
+    """Read `items.npz` from `directory`; None when the run left none.
+
+    Raises:
+        ReportError: The file is damaged or not one that `save_items` wrote. A file of an earlier
+            version has no digest; then checksums of its parts find most damage.
+    """
+    path = Path(directory) / ITEMS_FILE
+    if not path.exists():
+        return None
+    try:
+        # From memory: numpy leaves a damaged file open.
+        content = path.read_bytes()
+        _check_seal(content, path)
+        return _unpacked(content, path)
+    except ReportError:
+        raise
+    # Whatever zip, its decompressors and numpy raise for bytes that are not theirs.
+    except Exception as error:
+        raise ReportError(f"{path} is damaged: {error!r}") from error
+
+
+def _unpacked(content: bytes, path: Path) -> Items:
+    items: Items = {}
+    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+        size = sum(entry.file_size for entry in archive.zip.infolist())
+        if size > _MOST_BYTES:
+            raise ValueError(f"it unpacks to {size} bytes")
+        for number, (row, task) in enumerate(parse_json(archive["index"].tobytes())):
+            place = f"{path}: row {row!r}, task {task!r}"
+            tasks = items.setdefault(row, {})
+            if not isinstance(row, str) or not isinstance(task, str) or task in tasks:
+                raise ValueError(f"row {row!r}, task {task!r} is no new entry")
+            tasks[task] = as_correct(archive[f"array_{number}"], place)
+    return items
+
+
+# ---- Paired bootstrap. Both rows answer the same items, so each resample draws items once and uses
+# them for both; items are drawn within each task and the tasks' means are averaged, as the report's
+# average does. With several seeds, an item counts with its mean over the seeds, and the interval is
+# about the test items, given those seeds.
+
+RESAMPLES = 10_000
+LEVEL = 0.95
+BOOTSTRAP_SEED = 0
+
+Scores = Mapping[str, Any]
+"""Task -> flags per test item, `[items]`, or `[seeds, items]` for several calibration seeds."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its percentile interval, in the unit of accuracy (0..1) or as a share."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def paired_difference(row: Scores, other: Scores, *, resamples: int = RESAMPLES) -> Interval:
+    """Accuracy of `row` minus that of `other`, averaged over tasks.
+
+    Args:
+        row: Task -> `[items]` or `[seeds, items]`.
+        other: The same tasks and items; the number of seeds may differ.
+        resamples: Number of resamples; the order of tasks and items plays no part in them.
+
+    Raises:
+        ReportError: The rows are not about the same tasks and test items.
+    """
+    differences = {
+        task: (first - second)[:, None] for task, (first, second) in _paired(row, other).items()
+    }
+    estimate, resampled = _macro_means(differences, resamples)
+    low, high = _percentiles(resampled[:, 0])
+    return Interval(float(estimate[0]), low, high)
+
+
+def recovered_gap_interval(row: Scores, merged: Scores, experts: Scores) -> Interval | None:
+    """Share of the merged-to-expert gap that `row` recovers on the average over tasks.
+
+    Args:
+        row: Task -> `[items]` or `[seeds, items]`; likewise `merged` and `experts`.
+        merged: The upstream merger's row.
+        experts: Each task's own expert. One resample of items serves all three rows.
+
+    Returns:
+        None where the gap is not positive, in the data or in any resample: a share of it would
+        mean nothing.
+
+    Raises:
+        ReportError: The rows are not about the same tasks and test items.
+    """
+    gains = {task: first - second for task, (first, second) in _paired(row, merged).items()}
+    gaps = {task: first - second for task, (first, second) in _paired(experts, merged).items()}
+    both = {task: np.stack([gains[task], gaps[task]], axis=1) for task in gains}
+    estimate, resampled = _macro_means(both, RESAMPLES)
+    if estimate[1] <= 0 or resampled[:, 1].min() <= 0:
+        return None
+    low, high = _percentiles(resampled[:, 0] / resampled[:, 1])
+    return Interval(float(estimate[0] / estimate[1]), low, high)
+
+
+def _paired(first: Scores, second: Scores) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
+    """Mean over seeds of both rows, `[items]` each, task by task."""
+    if set(first) != set(second) or not first:
+        raise ReportError(
+            f"rows are not about the same tasks: {sorted(first)} and {sorted(second)}"
+        )
+    pairs = {}
+    for task in first:
+        one, two = _item_scores(first[task]), _item_scores(second[task])
+        if one.shape != two.shape or one.size == 0:
+            raise ReportError(
+                f"task '{task}': rows have {one.size} and {two.size} test items, "
+                "so they cannot be paired"
+            )
+        pairs[task] = (one, two)
+    return pairs
+
+
+def _item_scores(flags: Any) -> NDArray[np.float64]:
+    scores = np.asarray(flags, dtype=np.float64)
+    return scores.mean(axis=0) if scores.ndim == 2 else scores
+
+
+def _macro_means(
+    columns: Mapping[str, NDArray[Any]], resamples: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Average over tasks of the columns' means over items, as observed and resampled.
+
+    Items with equal values are interchangeable, so instead of drawing items the count of every
+    distinct value is drawn (multinomial): the same distribution, without `[resamples, items]`.
+
+    Args:
+        columns: Task -> `[items, k]`.
+        resamples: Number of resamples. Each task has a generator of its own, seeded by its name.
+
+    Returns:
+        The observed means `[k]` and the resampled ones `[resamples, k]`.
+    """
+    observed: NDArray[Any] = np.zeros(1)
+    resampled: NDArray[Any] = np.zeros(1)
+    for task in sorted(columns):
+        # Rounding off the last bits keeps equal scores equal whatever order they were summed in.
+        values, counts = np.unique(np.round(columns[task], 12), axis=0, return_counts=True)
+        items = counts.sum()
+        generator = np.random.default_rng([BOOTSTRAP_SEED, _number(task)])
+        drawn = generator.multinomial(items, counts / items, size=resamples)
+        observed = observed + counts @ values / items
+        resampled = resampled + drawn @ values / items
+    return observed / len(columns), resampled / len(columns)
+
+
+def _number(task: str) -> int:
+    return int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")
+
+
+def _percentiles(values: NDArray[Any]) -> tuple[float, float]:
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)

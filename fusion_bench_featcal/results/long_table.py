@@ -1,0 +1,142 @@
+"""Results as one long table: suite, merger, row, task, seed, metric, value; and its measures."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+BASE = "base"
+EXPERTS = "experts"
+FEATCAL = "featcal"
+AVERAGE = "average"
+NORMALISED = "normalised"
+UNAVAILABLE = "unavailable"
+LEAST_GAP = 0.01
+"""Smallest merged-to-expert gap of a task of which a share is compared: one point."""
+
+ACCURACY, LOSS, CORRECT, GAIN, SHARE, COST = (
+    "accuracy", "loss", "correct", "gain", "recovered_gap", "cost.",
+)  # fmt: skip
+
+Row = Mapping[str, float]
+"""Task (and `average`) -> accuracy."""
+
+
+class Entry(NamedTuple):
+    """One value of the table.
+
+    Attributes:
+        suite: Model pool.
+        merger: Upstream merger; None where the run had no merged model.
+        row: Name of the row.
+        task: Task, `average` over tasks, or "" for what is about the model as a whole.
+        seed: The run's seeds, as JSON: they tell runs apart that are averaged.
+        metric: `accuracy`, `loss`, `correct` (flags per test item), `gain`, `recovered_gap`,
+            `normalised`, or `cost.` and what was measured.
+        value: A number, a text such as "unavailable", or flags.
+    """
+
+    suite: str
+    merger: str | None
+    row: str
+    task: str
+    seed: str
+    metric: str
+    value: Any
+
+
+RowKey = tuple[str, str | None, str]
+"""Suite, merger and row."""
+
+
+class LongTable:
+    """Entries of any number of runs, looked up by row, metric, task and seed.
+
+    A repeated run counts once: of entries that differ in nothing but their value, the first stays.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        """Index the entries."""
+        self._values: dict[RowKey, dict[str, dict[str, dict[str, Any]]]] = {}
+        for suite, merger, row, task, seed, metric, value in entries:
+            metrics = self._values.setdefault((suite, merger, row), {})
+            metrics.setdefault(metric, {}).setdefault(task, {}).setdefault(seed, value)
+
+    def rows(self) -> list[RowKey]:
+        """Rows in order of appearance, those of one merger and suite together."""
+        groups = list(dict.fromkeys((suite, merger) for suite, merger, _ in self._values))
+        return sorted(self._values, key=lambda key: groups.index(key[:2]))
+
+    def seeds(self, key: RowKey) -> list[str]:
+        """Seeds of the runs that have a row."""
+        return list(self._values[key][ACCURACY][AVERAGE])
+
+    def values(self, key: RowKey, metric: str, seeds: Sequence[str]) -> dict[str, list[Any]]:
+        """Task -> one value a seed, for the tasks that have one for every seed."""
+        tasks = self._values.get(key, {}).get(metric, {})
+        return {
+            task: [values[seed] for seed in seeds]
+            for task, values in tasks.items()
+            if all(seed in values for seed in seeds)
+        }
+
+    def costs(self, key: RowKey, seeds: Sequence[str]) -> dict[str, list[Any]]:
+        """Return each cost's values, one a seed; "unavailable" where a run lacks it."""
+        metrics = self._values[key].items()
+        return {
+            metric.removeprefix(COST): [tasks[""].get(seed, UNAVAILABLE) for seed in seeds]
+            for metric, tasks in metrics
+            if metric.startswith(COST)
+        }
+
+
+def mean(row: Row) -> float:
+    """Mean over the tasks of a row (which must not hold the average itself)."""
+    return math.fsum(row.values()) / len(row)
+
+
+def recovered_share(value: float, merged: float, expert: float) -> float | None:
+    """Share of the gap between merged and expert that `value` closes; None if there is no gap."""
+    gap = expert - merged
+    return (value - merged) / gap if gap > 0 else None
+
+
+def worst_task(
+    row: Row, merged: Row | None, experts: Row | None
+) -> tuple[str, float | None] | None:
+    """Return the task that gained least over the merged model.
+
+    Args:
+        row: Task (and `average`, which is left out) -> accuracy.
+        merged: The same of the merged model; None: there is none to compare with.
+        experts: The same of the experts, each on its own task; None: not evaluated.
+
+    Returns:
+        The task with the smallest share of its gap recovered, and that share. Only tasks with a gap
+        of at least `LEAST_GAP` count; without any, the task with the smallest gain, and None.
+    """
+    tasks = [task for task in row if task != AVERAGE]
+    if merged is None or not tasks:
+        return None
+    if experts is not None:
+        shares = {
+            task: (row[task] - merged[task]) / (experts[task] - merged[task])
+            for task in tasks
+            if experts[task] - merged[task] >= LEAST_GAP
+        }
+        if shares:
+            worst = min(shares, key=shares.__getitem__)
+            return worst, shares[worst]
+    return min(tasks, key=lambda task: row[task] - merged[task]), None
+
+
+def normalised_average(row: Row, experts: Row | None) -> float | None:
+    """Mean over tasks of accuracy divided by the task's expert's; None without experts.
+
+    Args:
+        row: Task (and `average`, which is left out) -> accuracy.
+        experts: The same of the experts.
+    """
+    tasks = [task for task in row if task != AVERAGE]
+    if experts is None or any(experts[task] <= 0 for task in tasks):
+        return None
+    return math.fsum(row[task] / experts[task] for task in tasks) / len(tasks)

@@ -1,0 +1,121 @@
+"""Averages that the FeatCal paper (arXiv 2605.13030) prints, with what is known against them."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL
+
+if TYPE_CHECKING:
+    from .report import Report
+
+_FILE = Path(__file__).with_name("paper_results.csv")
+
+SAMPLES = 256
+"""Samples for each task behind the paper's accuracy tables."""
+
+_WHOLE = {
+    "token_weights": "uniform", "decoder_rows": "all", "modules": None, "expert_read_budget": None
+}  # fmt: skip
+# By the start of the pool's name. Biases of the language models are none, or not stated.
+_FEATCAL: dict[str, dict[str, Any]] = {
+    "clip-vit-": {
+        "ridge_lambda": 0.05, "mix_alpha": 0.3, "anchor_rho": 2.0,
+        "calibrate_bias": True, "calibrate_norm": True, **_WHOLE,
+    },
+    "flan-t5-": {
+        "ridge_lambda": 1e-5, "mix_alpha": 0.6, "anchor_rho": 2.0, "calibrate_norm": False, **_WHOLE
+    },
+    "mergebench_llama-3.2-3b": {
+        "ridge_lambda": 1e-5, "mix_alpha": 0.15, "anchor_rho": 0.5, "calibrate_norm": False,
+        **_WHOLE,
+    },
+    "mergebench_llama-3.1-8b": {
+        "ridge_lambda": 3.0, "mix_alpha": 0.15, "anchor_rho": 0.5, "calibrate_norm": False, **_WHOLE
+    },
+}  # fmt: skip
+_TRAINING = {"learning_rate": 1e-3, "steps": 1000, "batch_size": 16, "stream": "test_tta"}
+_BASELINES: dict[str, dict[str, Any]] = {
+    "surgery": {"rank": 16, **_TRAINING},
+    "prob_surgery": {"hidden": 128, **_TRAINING},
+}
+_MERGERS: dict[str, dict[str, Any]] = {"task_arithmetic": {"scaling_factor": 0.3}}
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published average.
+
+    Attributes:
+        value: Accuracy in 0..1.
+        source: Where it stands, for example `Table 1`.
+        note: Why not to trust it; empty if nothing is known.
+    """
+
+    value: float
+    source: str
+    note: str
+
+
+def published_average(
+    suite: str, upstream: str | None, name: str, reports: "Sequence[Report]"
+) -> Published | None:
+    """Return the paper's average for a row that was made as the paper's was.
+
+    Args:
+        suite: Model pool, for example `clip-vit-base-patch32_TA8`.
+        upstream: The upstream merger's name.
+        name: The row: the upstream merger's own name, a post-merging method's, `base` or `experts`.
+            A row `featcal:<preset>` is one of `featcal`.
+        reports: The runs that the row stands for, with its settings and samples.
+
+    Returns:
+        None where the paper has no such row, or the row has other settings or another number of
+        samples than the paper's.
+    """
+    if name in (BASE, EXPERTS):
+        return _averages().get((suite, "", name))
+    if not all(_is_papers(report, suite, upstream, name) for report in reports):
+        return None
+    method = FEATCAL if name.startswith(f"{FEATCAL}:") else name
+    return _averages().get((suite, upstream or "", "" if name == upstream else method))
+
+
+def paper_settings(suite: str) -> dict[str, Any] | None:
+    """FeatCal's settings in the paper for a model pool; None for pools that are not in it."""
+    return next((s for start, s in _FEATCAL.items() if suite.startswith(start)), None)
+
+
+def _is_papers(report: "Report", suite: str, upstream: str | None, name: str) -> bool:
+    """Tell whether a row and its upstream merger were made with the paper's settings."""
+    merger = report.settings.get(upstream or "", {})
+    scale = _MERGERS.get(upstream or "", {})
+    if not _agree({**scale, **merger}, scale):
+        return False
+    if name == upstream:
+        return True
+    kind = FEATCAL if name.startswith(f"{FEATCAL}:") else name
+    wanted = paper_settings(suite) if kind == FEATCAL else _BASELINES.get(kind)
+    numbers = {entry["samples"] for entry in report.samples.get(name, {}).values()}
+    if wanted is None or numbers != {SAMPLES}:
+        return False
+    return _agree(report.settings.get(name, {}), wanted)
+
+
+def _agree(settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    return all(key in settings and settings[key] == value for key, value in wanted.items())
+
+
+@cache
+def _averages() -> dict[tuple[str, str, str], Published]:
+    with _FILE.open(encoding="utf-8", newline="") as lines:
+        return {
+            (row["setting"], row["upstream"], row["post_merging"]): Published(
+                float(row["value"]) / 100, row["source"], row["note"]
+            )
+            for row in csv.DictReader(lines)
+            if row["metric"] == AVERAGE
+        }

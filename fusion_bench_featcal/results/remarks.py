@@ -1,0 +1,112 @@
+"""Sentences about a run: tasks to look at, and the last lines of its output."""
+
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL
+from .report import Report
+
+HIGH_DRIFT = 0.7
+"""Relative drift of a task's features after the last block from which it is noted. 1 is what
+features of zero would have; on the bundled suites tasks end between 0.1 and 0.35, and a task that
+the others push aside ends at 0.9."""
+
+_SHOWN = 0.0005
+"""Differences of accuracy below this vanish in tables of tenths of a per cent."""
+
+
+def tasks_below_merged(report: Report) -> list[str]:
+    """Return a sentence for each task on which a row ends below the merged model."""
+    merged = report.rows.get(report.upstream or "")
+    if merged is None:
+        return []
+    lines = []
+    for task in report.tasks:
+        drops = {name: row[task] - merged[task] for name, row in report.rows.items()}
+        shown = [
+            f"{name} {100 * drop:+.1f}"
+            for name, drop in drops.items()
+            if drop <= -_SHOWN and name not in (BASE, EXPERTS)
+        ]
+        if shown:
+            lines.append(f"{task} ends below the merged model: {', '.join(shown)} points")
+    return lines
+
+
+def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each task whose drift is at least `HIGH_DRIFT` after the last block.
+
+    Args:
+        name: Row of the calibrated model.
+        records: Those of its calibration log; without drift there is no sentence.
+    """
+    last = {
+        record["task"]: record.get("relative_drift_after")
+        for record in records
+        if record["kind"] == "task"
+    }
+    return [
+        f"{name}: {task} keeps a relative drift of {drift:.2f} after the last block (1: as far "
+        "from its expert's features as zeros would be)"
+        for task, drift in last.items()
+        if drift is not None and drift >= HIGH_DRIFT
+    ]
+
+
+def closing_lines(
+    report: Report, saved_row: str, saved_path: Path | None, folder: Path | None = None
+) -> list[str]:
+    """Return the last lines of a run: the saved model, a better row, the files, the next commands.
+
+    Args:
+        report: The run's report.
+        saved_row: Row of the model that the run returns, and saves where it was asked to.
+        saved_path: Folder or file it was saved to; None: it was not saved.
+        folder: The run's folder with the report; None: there is none.
+    """
+    if saved_path is None:
+        lines = [f"not saved: merged_model_save_path=DIR saves the model of row {saved_row}"]
+    else:
+        lines = [f"saved the model of row {saved_row}: {saved_path}"]
+    return [*lines, *_higher_row(report, saved_row), *(_next_lines(folder) if folder else [])]
+
+
+def _higher_row(report: Report, saved_row: str) -> list[str]:
+    if saved_row not in report.rows:
+        return []
+    averages = {name: row[AVERAGE] for name, row in report.rows.items()}
+    others = {name for name in averages if name not in (BASE, EXPERTS)}
+    best = max(others, key=averages.__getitem__)
+    gain = averages[best] - averages[saved_row]
+    if gain < _SHOWN:
+        return []
+    line = f"{best} stands higher by {100 * gain:.1f} points"
+    if best == report.upstream:
+        return [f"{line}: it is the merged model, before {saved_row}"]
+    if not best.startswith(FEATCAL):
+        return [line]
+    return [f"{line}: method.save={best} saves it", "  (that is a choice made on test data)"]
+
+
+def _next_lines(folder: Path) -> list[str]:
+    place = shlex.quote(str(folder))
+    return [
+        f"reports: {folder}",
+        f"next: featcal report {place}",
+        f"      featcal plot {place}",
+    ]
+
+
+def closing_lines_of_a_comparison(folder: Path) -> list[str]:
+    """Return the last lines of `method=compare`, which saves no model.
+
+    Args:
+        folder: The folder with the reports.
+    """
+    return [
+        "compare saves no model; run a method by itself for that:",
+        "  method=featcal merged_model_save_path=DIR",
+        *_next_lines(folder),
+    ]

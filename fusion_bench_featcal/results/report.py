@@ -1,0 +1,387 @@
+"""Report of one run: pure data, in memory and as `report.json`, `.csv` and `.md`."""
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusion_bench_featcal.files import (
+    LOG_DIR_SETTING,
+    ReportError,
+    plain,
+    prepare_directory,
+    read_json,
+    sealed_json,
+    write_atomic,
+)
+
+from .items import ITEMS_FILE, Items, as_correct, load_items, save_items
+from .long_table import (
+    ACCURACY,
+    AVERAGE,
+    BASE,
+    CORRECT,
+    COST,
+    EXPERTS,
+    GAIN,
+    LOSS,
+    NORMALISED,
+    SHARE,
+    Entry,
+    mean,
+    normalised_average,
+    recovered_share,
+    worst_task,
+)
+from .rendering import (
+    TEXT_WIDTH,
+    console,
+    print_lines,
+    provenance,
+    report_markdown,
+    report_tables,
+)
+from .validate import KIND, SCHEMA, TOLERANCE, check_content, check_row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+REPORT_FILE = "report.json"
+
+
+def write_files(directory: Path, text: str, table: str, page: str, setting: str) -> Path:
+    """Write `report.csv`, `report.md` and, last, `report.json`; returns the last one's path.
+
+    Each file is whole or absent, whatever happens.
+
+    Raises:
+        ReportError: A file cannot be written.
+    """
+    write_atomic(directory / "report.csv", table, setting)
+    write_atomic(directory / "report.md", page, setting)
+    return write_atomic(directory / REPORT_FILE, text, setting)
+
+
+def csv_text(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """Return a head and lines as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([head, *lines])
+    return text.getvalue()
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Results of one run and the conditions they were made under.
+
+    Attributes:
+        suite: Name of the model pool, for example `clip-vit-mini_TA6`.
+        upstream: The row that holds the upstream merger, for example `task_arithmetic`.
+        rows: Row name -> task -> accuracy in 0..1, and `average` (mean over tasks). Names are
+            `base`, `experts`, the upstream merger's, `featcal` and `featcal:<preset>`.
+        loss: Row name -> task -> loss, and `average` where every task has one; without the rows and
+            tasks for which the task pool computes none.
+        settings: Row name -> the settings it was made with.
+        cost: Row name -> seconds, peak_rss_bytes, expert_bytes...; "unavailable" if not measured.
+        samples: Row name -> task -> {"samples": number really used, "split": calibration split}.
+        seeds: What was seeded -> seed, for example {"calibration": 42}.
+        test_sets: Task -> {"items": number of test items, ...}; equal for comparable runs.
+        versions: Package -> version.
+        device: What the run computed on.
+        notes: Sentences a reader must know, for example "calibrated on the test split".
+        items: Row name -> task -> bool `[items]`, kept in `items.npz` beside the report.
+        schema: Version of this layout.
+    """
+
+    suite: str = "unnamed"
+    upstream: str | None = None
+    rows: dict[str, dict[str, float]] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cost: dict[str, dict[str, Any]] = field(default_factory=dict)
+    samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    seeds: dict[str, int | None] = field(default_factory=dict)
+    test_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    device: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    loss: dict[str, dict[str, float]] = field(default_factory=dict)
+    items: Items = field(default_factory=dict, repr=False)
+    schema: int = SCHEMA
+
+    @property
+    def tasks(self) -> list[str]:
+        """Task names in the order of the first row."""
+        first = next(iter(self.rows.values()), {})
+        return [task for task in first if task != AVERAGE]
+
+    def add_row(
+        self,
+        name: str,
+        accuracies: Mapping[str, Any],
+        *,
+        settings: Any = None,
+        cost: Mapping[str, Any] | None = None,
+        samples: Mapping[str, Mapping[str, Any]] | None = None,
+        correct: Mapping[str, Any] | None = None,
+        loss: Mapping[str, float | None] | None = None,
+    ) -> None:
+        """Add one model's results.
+
+        Args:
+            name: Row name; must be new.
+            accuracies: Task -> accuracy in 0..1. The average is computed here.
+            settings: Mapping or dataclass of what made the row.
+            cost: What it cost, see `Report.cost`.
+            samples: Calibration samples really used, see `Report.samples`.
+            correct: Task -> bool `[items]`, for intervals; its mean must be the accuracy.
+            loss: Task -> loss; None where there is none. One that is not finite becomes a note.
+
+        Raises:
+            ReportError: The name is taken, tasks differ from the rows before, an accuracy is
+                outside 0..1, or `correct` contradicts it.
+        """
+        if name in self.rows:
+            raise ReportError(f"row '{name}' is already in the report")
+        row = {task: float(value) for task, value in accuracies.items() if task != AVERAGE}
+        check_row(name, row, self.tasks, "report")
+        row = {task: row[task] for task in self.tasks or row}
+        if correct is not None:
+            self._add_items(name, row, correct)
+        self.rows[name] = {**row, AVERAGE: mean(row)}
+        parts = ((self.settings, settings), (self.cost, cost), (self.samples, samples))
+        for part, value in parts:
+            if value is not None:
+                part[name] = plain(value, name)
+        self._add_loss(name, loss or {})
+
+    def _add_loss(self, name: str, loss: Mapping[str, float | None]) -> None:
+        values = {
+            task: float(value) for task in self.tasks if (value := loss.get(task)) is not None
+        }
+        finite = {task: value for task, value in values.items() if math.isfinite(value)}
+        self.notes += [
+            f"{name}: the loss of {task} is {value}"
+            for task, value in values.items()
+            if task not in finite
+        ]
+        if finite:
+            average = {AVERAGE: mean(finite)} if len(finite) == len(self.tasks) else {}
+            self.loss[name] = finite | average
+
+    def _add_items(self, name: str, row: Mapping[str, float], correct: Mapping[str, Any]) -> None:
+        items = {}
+        for task, accuracy in row.items():
+            place = f"row '{name}', task '{task}'"
+            if task not in correct:
+                raise ReportError(f"{place}: no flags per test item")
+            flags = items[task] = as_correct(correct[task], place)
+            if abs(float(flags.mean()) - accuracy) > TOLERANCE:
+                raise ReportError(
+                    f"{place}: {flags.sum()} of {flags.size} test items are right, "
+                    f"which is not the accuracy {accuracy:.6f}"
+                )
+            size = self.test_sets.get(task, {}).get("items", flags.size)
+            if size != flags.size:
+                raise ReportError(f"{place}: {flags.size} test items, the test set has {size}")
+        for task, flags in items.items():
+            self.test_sets.setdefault(task, {})["items"] = flags.size
+        self.items[name] = items
+
+    @property
+    def recovered_gap(self) -> dict[str, float | None]:
+        """Row -> (row - merged) / (experts - merged) on the average; None where undefined."""
+        return {name: self.share(name, AVERAGE) for name in self.rows}
+
+    @property
+    def recovered_gap_per_task(self) -> dict[str, dict[str, float | None]]:
+        """Row -> task -> share of that task's gap; None where the gap is not positive."""
+        return {name: {task: self.share(name, task) for task in self.tasks} for name in self.rows}
+
+    def share(self, name: str, task: str) -> float | None:
+        """Share of the merged-to-expert gap that row `name` recovers on `task` (or `average`)."""
+        merged, experts = self.rows.get(self.upstream or ""), self.rows.get(EXPERTS)
+        if merged is None or experts is None:
+            return None
+        return recovered_share(self.rows[name][task], merged[task], experts[task])
+
+    def worst(self, name: str) -> tuple[str, float | None] | None:
+        """A row's worst task and the share of its gap recovered; None for references."""
+        if name in (BASE, EXPERTS, self.upstream):
+            return None
+        merged, experts = self.rows.get(self.upstream or ""), self.rows.get(EXPERTS)
+        return worst_task(self.rows[name], merged, experts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `report.json` holds."""
+        stored = {item.name: getattr(self, item.name) for item in fields(self)}
+        del stored["items"]
+        return {
+            "kind": KIND,
+            "schema": stored.pop("schema"),
+            "tasks": self.tasks,
+            **plain(stored, "report"),
+            "recovered_gap": self.recovered_gap,
+            "recovered_gap_per_task": self.recovered_gap_per_task,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Any, place: str = "report") -> "Report":
+        """Build a report from what `to_dict` returned.
+
+        Raises:
+            ReportError: Another schema, a key is missing or unknown, or the numbers disagree.
+        """
+        check_content(content, place)
+        names = [key.name for key in fields(cls) if key.name != "items" and key.name in content]
+        return cls(**{name: content[name] for name in names})
+
+    def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
+        """Write `report.csv`, `report.md`, `items.npz` (if known) and, last, `report.json`.
+
+        Args:
+            directory: Folder to write to; created when missing.
+            setting: The setting that chose it, named in error messages.
+
+        Returns:
+            The path of `report.json`. Each file is whole or absent, whatever happens.
+
+        Raises:
+            ReportError: The folder or a file in it cannot be written.
+        """
+        text = sealed_json(self.to_dict())
+        directory = prepare_directory(directory, setting)
+        if self.items:
+            save_items(directory, self.items, setting)
+        else:
+            # An earlier report's items would be taken for this one's.
+            (directory / ITEMS_FILE).unlink(missing_ok=True)
+        return write_files(directory, text, self.csv(), report_markdown(self), setting)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Report":
+        """Read the report that `write` left in `directory`, with its items when there are any.
+
+        Raises:
+            ReportError: Something is missing, damaged or of another schema; the message says what.
+        """
+        path = Path(directory) / REPORT_FILE
+        report = cls.from_dict(read_json(path), str(path))
+        for name, flags in (load_items(Path(directory)) or {}).items():
+            if name not in report.rows:
+                raise ReportError(f"{path}: items.npz has row '{name}', the report has not")
+            row = {task: report.rows[name][task] for task in report.tasks}
+            try:
+                report._add_items(name, row, flags)
+            except ReportError as error:
+                raise ReportError(f"{path.with_name(ITEMS_FILE)}: {error}") from error
+        return report
+
+    @property
+    def seeds_key(self) -> str:
+        """Return the run's seeds as one text: runs that are averaged differ in it."""
+        return json.dumps(self.seeds, sort_keys=True)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the long table of the run: everything that it measured or that follows from it."""
+        seed = self.seeds_key
+        for name, row in self.rows.items():
+
+            def entry(task: str, metric: str, value: Any, name: str = name) -> Entry:
+                return Entry(self.suite, self.upstream, name, task, seed, metric, value)
+
+            yield from (entry(task, ACCURACY, value) for task, value in row.items())
+            yield from (entry(task, LOSS, value) for task, value in self.loss.get(name, {}).items())
+            yield from (entry(*values) for values in self._derived(name))
+            costs = self.cost.get(name, {}).items()
+            yield from (entry("", COST + what, value) for what, value in costs)
+            flags = self.items.get(name, {}).items()
+            yield from (entry(task, CORRECT, array) for task, array in flags)
+
+    def _derived(self, name: str) -> Iterator[tuple[str, str, float]]:
+        row, merged = self.rows[name], self.rows.get(self.upstream or "")
+        normalised = normalised_average(row, self.rows.get(EXPERTS))
+        if normalised is not None:
+            yield AVERAGE, NORMALISED, normalised
+        if merged is not None:
+            yield AVERAGE, GAIN, row[AVERAGE] - merged[AVERAGE]
+        for task in row:
+            share = self.share(name, task)
+            if share is not None:
+                yield task, SHARE, share
+
+    def csv(self) -> str:
+        """Return the long form: one line per row and task (the average counts as a task)."""
+        metrics = (ACCURACY, SHARE, LOSS)
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        for entry in self.entries():
+            if entry.metric in metrics:
+                cells.setdefault((entry.row, entry.task), {})[entry.metric] = f"{entry.value:.6f}"
+        lines = (
+            [self.suite, self.upstream or "", *key, *(values.get(m, "") for m in metrics)]
+            for key, values in cells.items()
+        )
+        return csv_text(["suite", "upstream", "name", "task", *metrics], lines)
+
+    def tables(self, width: int = TEXT_WIDTH) -> "list[Table]":
+        """Return the terminal tables, each at most `width` columns wide."""
+        return report_tables(self, width)
+
+    def show(self) -> None:
+        """Print the tables to stdout, and under them what was calibrated with what, and where."""
+        terminal = console()
+        for table in self.tables(terminal.width):
+            terminal.print(table)
+        print_lines(terminal, provenance(self))
+
+
+def accuracies(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Pick task -> accuracy out of what FusionBench's `taskpool.evaluate(model)` returns."""
+    return {
+        task: float(values["accuracy"])
+        for task, values in evaluation.items()
+        if task not in (AVERAGE, "model_info") and isinstance(values, Mapping)
+    }
+
+
+def losses(evaluation: Mapping[str, Any], tasks: Iterable[str]) -> dict[str, float | None]:
+    """Pick task -> loss out of the same for some tasks; None where the pool computes none."""
+    values = {task: evaluation[task].get("loss") for task in tasks}
+    return {task: None if value is None else float(value) for task, value in values.items()}
+
+
+# What MLflow refuses in names and TensorBoard replaces.
+_UNFIT = re.compile(r"[^\w./ -]")
+
+
+def report_scalars(report: Report) -> dict[str, float]:
+    """Every number of a report, for loggers.
+
+    Returns:
+        `<row>/<what>` for `base`, `experts` and the upstream merger, `<merger>/<row>/<what>` for
+        what was made of it. What: `accuracy/<task>`, `average`, `loss/<task>`, `loss/average`,
+        `normalised`, `gain` (over the merger), `recovered_gap`, and the costs. What is not known or
+        could not be measured is left out. Characters that loggers refuse become `_`.
+    """
+    scalars = {}
+    for entry in report.entries():
+        reference = entry.row in (BASE, EXPERTS, report.upstream)
+        what = _scalar_name(entry, reference)
+        if what and isinstance(entry.value, int | float):
+            place = entry.row if reference or not report.upstream else f"{entry.merger}/{entry.row}"
+            scalars[_UNFIT.sub("_", f"{place}/{what}")] = float(entry.value)
+    return scalars
+
+
+def _scalar_name(entry: Entry, reference: bool) -> str | None:
+    if entry.metric == ACCURACY:
+        return AVERAGE if entry.task == AVERAGE else f"accuracy/{entry.task}"
+    if entry.metric == LOSS:
+        return f"loss/{entry.task}"
+    if entry.metric in (GAIN, SHARE) and (reference or entry.task != AVERAGE):
+        return None
+    return entry.metric.removeprefix(COST)

@@ -1,0 +1,378 @@
+"""Several runs (seeds, upstream mergers, model pools) in one summary of the long table."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from fusion_bench_featcal.files import ReportError
+
+from .find import FailedCell
+from .items import ITEMS_FILE, Interval, paired_difference, recovered_gap_interval
+from .long_table import (
+    ACCURACY,
+    AVERAGE,
+    BASE,
+    CORRECT,
+    EXPERTS,
+    LOSS,
+    NORMALISED,
+    UNAVAILABLE,
+    LongTable,
+    RowKey,
+    normalised_average,
+    recovered_share,
+    worst_task,
+)
+from .published import Published, published_average
+from .rendering import samples_range
+from .report import Report
+
+_SEED_SETTING = "seed"
+# The seed of all mergers and cells of a comparison, among the seeds of its reports.
+COMPARISON_SEED = "comparison"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryRow:
+    """One row name on one upstream merger of one suite, over all runs that have it.
+
+    Attributes:
+        suite: Model pool.
+        upstream: The upstream merger's row; None where the runs had no merged model.
+        name: Row name.
+        run_seeds: The seeds of the runs, one entry a run.
+        seeds: The seeds of the row itself, one a run; empty where it has none.
+        accuracy: Task (and `average`) -> mean over runs, 0..1.
+        deviation: Task (and `average`) -> standard deviation over runs (n - 1); None for one run.
+        gain: `average` minus the upstream merger's, over the same runs.
+        gain_interval: The same from a paired bootstrap over test items; None without items.
+        recovered_gap: Share of the merged-to-expert gap, from the means over the same runs.
+        recovered_gap_interval: The same from the bootstrap; None without items or without gap.
+        cost: Costs and additions: a mean over runs where all have a number, else the text they
+            agree on, else "unavailable".
+        worst_task: The task with the smallest share of its gap recovered, see `worst_task`; None
+            for references.
+        worst_recovered_gap: That share; None without experts.
+        loss: Task (and `average`) -> mean over runs, for those with a loss in every run.
+        normalised: Mean over tasks of accuracy / the task's expert's accuracy; None without them.
+        spread: Standard deviation over runs (n - 1) of `normalised` and of each cost that is a
+            number; empty for one run.
+        samples: Calibration samples per task with their split, such as `256 train`; "" for none.
+        published: The paper's average; None where it has none.
+    """
+
+    suite: str
+    upstream: str | None
+    name: str
+    run_seeds: list[dict[str, int | None]]
+    seeds: list[int]
+    accuracy: dict[str, float]
+    deviation: dict[str, float] | None
+    gain: float | None
+    gain_interval: Interval | None
+    recovered_gap: float | None
+    recovered_gap_interval: Interval | None
+    cost: dict[str, Any]
+    worst_task: str | None
+    worst_recovered_gap: float | None
+    loss: dict[str, float]
+    normalised: float | None
+    spread: dict[str, float]
+    samples: str
+    published: Published | None
+
+    @property
+    def tasks(self) -> list[str]:
+        """Task names, without the average."""
+        return [task for task in self.accuracy if task != AVERAGE]
+
+    @property
+    def is_reference(self) -> bool:
+        """True for the base and the experts, which belong to no merger."""
+        return self.name in (BASE, EXPERTS)
+
+    @property
+    def is_repair(self) -> bool:
+        """True for what was made of a merged model."""
+        return self.name not in (BASE, EXPERTS, self.upstream)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Rows by suite, upstream merger and name, and what a reader must know about them.
+
+    Attributes:
+        rows: In the order of the runs.
+        runs: Folders of the runs.
+        notes: Sentences of the runs, and about their differences.
+        seeds: Seeds of the comparisons that the runs are of, where they are known.
+        failed: Cells of comparisons that gave no result, one a seed.
+    """
+
+    rows: list[SummaryRow]
+    runs: list[str]
+    notes: list[str]
+    seeds: list[int] = field(default_factory=list)
+    failed: list[FailedCell] = field(default_factory=list)
+
+    @property
+    def suites(self) -> list[str]:
+        """Names of the suites, in the order of the runs."""
+        return list(dict.fromkeys(row.suite for row in self.rows))
+
+    def displayed(self, suite: str) -> list[SummaryRow]:
+        """References first and once, if all mergers agree on them; then merger by merger."""
+        rows = [row for row in self.rows if row.suite == suite]
+        references: dict[tuple[Any, ...], SummaryRow] = {}
+        for row in rows:
+            if row.is_reference:
+                references.setdefault((row.name, *row.accuracy.values()), row)
+        order = sorted(references.values(), key=lambda row: row.name != BASE)
+        others = [row for row in rows if not row.is_reference]
+        # The merger comes before what repairs it, whatever order the report had.
+        mergers = list(dict.fromkeys(row.upstream for row in others))
+        others.sort(key=lambda row: (mergers.index(row.upstream), row.name != row.upstream))
+        return order + others
+
+
+@dataclass(frozen=True)
+class _Run:
+    path: Path
+    report: Report
+
+
+def summarise(directories: Sequence[str | Path], failed: Sequence[FailedCell] = ()) -> Summary:
+    """Load runs and average what belongs together.
+
+    Args:
+        directories: Folders of runs, as `results.find.find` returns them.
+        failed: Cells of comparisons that gave no result.
+
+    Raises:
+        ReportError: A report is damaged or of another schema; runs of one suite have other tasks
+            or test sets; a row was made with other settings; or two runs with the same seeds
+            disagree. The message shows the difference.
+    """
+    runs = [_Run(Path(directory), Report.load(directory)) for directory in directories]
+    first: dict[str, _Run] = {}
+    for run in runs:
+        _check_test_sets(first.setdefault(run.report.suite, run), run)
+    table = LongTable(entry for run in runs for entry in run.report.entries())
+    rows: list[SummaryRow] = []
+    experts = {key[0]: key for key in reversed(table.rows()) if key[2] == EXPERTS}
+    for key in table.rows():
+        reports = _distinct(key, runs)
+        rows.append(_summary_row(table, key, reports, experts.get(key[0])))
+    return Summary(
+        rows=rows,
+        runs=[str(run.path) for run in runs],
+        notes=_notes(runs),
+        seeds=_each_once(run.report.seeds.get(COMPARISON_SEED) for run in runs),
+        failed=list(failed),
+    )
+
+
+def _each_once(seeds: Iterable[int | None]) -> list[int]:
+    return [seed for seed in dict.fromkeys(seeds) if seed is not None]
+
+
+# ---- what may be averaged
+
+
+def _check_test_sets(first: _Run, run: _Run) -> None:
+    suite = run.report.suite
+    if set(first.report.tasks) != set(run.report.tasks):
+        raise ReportError(
+            f"runs of {suite} have different tasks: "
+            f"{_difference(first, first.report.tasks, run, run.report.tasks)}"
+        )
+    for task, test_set in first.report.test_sets.items():
+        for key, value in run.report.test_sets.get(task, {}).items():
+            if test_set.get(key, value) != value:
+                raise ReportError(
+                    f"runs of {suite} have different test sets for task '{task}', {key}: "
+                    f"{_difference(first, test_set[key], run, value)}"
+                )
+
+
+def _distinct(key: RowKey, runs: Sequence[_Run]) -> list[Report]:
+    """Return the reports with a row, a repeated run once; check that they may be averaged."""
+    suite, merger, name = key
+    distinct: dict[str, _Run] = {}
+    having = [
+        run
+        for run in runs
+        if (run.report.suite, run.report.upstream) == (suite, merger) and name in run.report.rows
+    ]
+    for run in having:
+        _check_settings(name, having[0], run)
+        twin = distinct.setdefault(run.report.seeds_key, run)
+        one, two = (each.report.rows[name] for each in (twin, run))
+        if one != two:
+            raise ReportError(
+                f"row '{name}' differs between two runs with the same seeds "
+                f"{run.report.seeds_key}: average "
+                f"{_difference(twin, one[AVERAGE], run, two[AVERAGE])}. "
+                "Give only one of them, or runs with different seeds."
+            )
+    return [run.report for run in distinct.values()]
+
+
+def _check_settings(name: str, first: _Run, run: _Run) -> None:
+    one, two = (_without_seeds(each.report.settings.get(name, {})) for each in (first, run))
+    for key in sorted(set(one) | set(two)):
+        if one.get(key) != two.get(key):
+            raise ReportError(
+                f"row '{name}' was made with different {key}: "
+                f"{_difference(first, one.get(key), run, two.get(key))}. "
+                "Only the seed may differ between runs that are averaged."
+            )
+
+
+def _without_seeds(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name, without seeds: methods that are applied in order nest theirs."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _without_seeds(value, f"{prefix}{key}.")
+        elif key != _SEED_SETTING:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _difference(first: _Run, one: Any, second: _Run, two: Any) -> str:
+    return f"{one} in {first.path}, {two} in {second.path}"
+
+
+def _notes(runs: Sequence[_Run]) -> list[str]:
+    notes = list(dict.fromkeys(note for run in runs for note in run.report.notes))
+    without = [str(run.path) for run in runs if not run.report.items]
+    if without:
+        notes.append(f"no interval for rows without {ITEMS_FILE}: {', '.join(without)}")
+    packages = dict.fromkeys(package for run in runs for package in run.report.versions)
+    for package in packages:
+        numbers = sorted({run.report.versions.get(package, "not recorded") for run in runs})
+        if len(numbers) > 1:
+            notes.append(f"runs used different versions of {package}: {', '.join(numbers)}")
+    return notes
+
+
+# ---- one row
+
+
+def _summary_row(
+    table: LongTable, key: RowKey, reports: Sequence[Report], fallback: RowKey | None
+) -> SummaryRow:
+    """Average a row over its runs.
+
+    Args:
+        table: All results.
+        key: The row.
+        reports: The runs that have it.
+        fallback: Experts' row of another merger, for runs that have none.
+    """
+    suite, upstream, name = key
+    seeds = table.seeds(key)
+    accuracy = table.values(key, ACCURACY, seeds)
+    shares = _normalised(table, key, seeds, fallback)
+    costs = table.costs(key, seeds)
+    cost = {measured: _mean_or_text(values) for measured, values in costs.items()}
+    numbers = {measured: _numbers(costs[measured]) for measured in _numbers_only(cost)}
+    return SummaryRow(
+        suite=suite,
+        upstream=upstream,
+        name=name,
+        run_seeds=[report.seeds for report in reports],
+        accuracy=_means(accuracy),
+        deviation=_deviations(accuracy) if len(seeds) > 1 else None,
+        **_against_merger(table, key, seeds),
+        cost=cost,
+        loss=_means(table.values(key, LOSS, seeds)),
+        normalised=fmean(shares) if len(shares) == len(seeds) else None,
+        spread={
+            what: stdev(values)
+            for what, values in {NORMALISED: shares, **numbers}.items()
+            if len(values) > 1
+        },
+        samples=" ".join(
+            samples_range(
+                entry for report in reports for entry in report.samples.get(name, {}).values()
+            )
+        ),
+        seeds=_each_once(report.seeds.get(name) for report in reports),
+        published=published_average(suite, upstream, name, reports),
+    )
+
+
+def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {task: float(np.mean(numbers)) for task, numbers in values.items()}
+
+
+def _deviations(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {task: float(np.std(numbers, ddof=1)) for task, numbers in values.items()}
+
+
+def _against_merger(table: LongTable, key: RowKey, seeds: Sequence[str]) -> dict[str, Any]:
+    """Gain, recovered gap and worst task over the same runs, with their intervals."""
+    suite, upstream, name = key
+
+    def averaged(row: str | None) -> dict[str, float] | None:
+        return _means(table.values((suite, upstream, row or ""), ACCURACY, seeds)) or None
+
+    def items(row: str | None) -> dict[str, Any] | None:
+        flags = table.values((suite, upstream, row or ""), CORRECT, seeds)
+        return {task: np.stack(arrays) for task, arrays in flags.items()} or None
+
+    row, merged, experts = averaged(name) or {}, averaged(upstream), averaged(EXPERTS)
+    gain = share = worst = gain_interval = share_interval = None
+    if merged:
+        gain = row[AVERAGE] - merged[AVERAGE]
+        if experts:
+            share = recovered_share(row[AVERAGE], merged[AVERAGE], experts[AVERAGE])
+        if name not in (BASE, EXPERTS, upstream):
+            worst = worst_task(row, merged, experts)
+    flags, merged_flags, expert_flags = items(name), items(upstream), items(EXPERTS)
+    if flags and merged_flags:
+        gain_interval = paired_difference(flags, merged_flags)
+        if expert_flags and share is not None:
+            share_interval = recovered_gap_interval(flags, merged_flags, expert_flags)
+    return {
+        "gain": gain,
+        "gain_interval": gain_interval,
+        "recovered_gap": share,
+        "recovered_gap_interval": share_interval,
+        "worst_task": worst[0] if worst else None,
+        "worst_recovered_gap": worst[1] if worst else None,
+    }
+
+
+def _normalised(
+    table: LongTable, key: RowKey, seeds: Sequence[str], fallback: RowKey | None
+) -> list[float]:
+    """Normalised average of each run, where it has one."""
+    other = _means(table.values(fallback, ACCURACY, table.seeds(fallback))) if fallback else None
+    shares = []
+    for seed in seeds:
+        row = _means(table.values(key, ACCURACY, [seed]))
+        experts = _means(table.values((*key[:2], EXPERTS), ACCURACY, [seed])) or other
+        shares.append(normalised_average(row, experts))
+    return [share for share in shares if share is not None]
+
+
+def _mean_or_text(values: Sequence[Any]) -> float | str:
+    if len(_numbers(values)) == len(values):
+        return float(np.mean(values))
+    texts = {str(value) for value in values}
+    return texts.pop() if len(texts) == 1 else UNAVAILABLE
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    return [value for value in values if isinstance(value, int | float)]
+
+
+def _numbers_only(cost: Mapping[str, Any]) -> dict[str, float]:
+    return {what: value for what, value in cost.items() if isinstance(value, float)}

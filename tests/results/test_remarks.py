@@ -1,0 +1,97 @@
+"""Sentences about tasks, and the last lines of a run."""
+
+from pathlib import Path
+
+import pytest
+from synthetic import LEVELS, make_report
+
+from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.remarks import (
+    closing_lines,
+    closing_lines_of_a_comparison,
+    tasks_below_merged,
+    tasks_with_high_drift,
+)
+
+
+def test_last_lines_of_a_saved_model_name_row_place_and_next_commands(tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    lines = closing_lines(make_report(), "featcal", tmp_path / "model", folder)
+    assert lines == [
+        f"saved the model of row featcal: {tmp_path / 'model'}",
+        f"reports: {folder}",
+        f"next: featcal report '{folder}'",
+        f"      featcal plot '{folder}'",
+    ]
+
+
+def test_last_lines_without_a_saved_model_say_what_to_type() -> None:
+    (line,) = closing_lines(make_report(), "featcal", None)
+    assert line == "not saved: merged_model_save_path=DIR saves the model of row featcal"
+
+
+@pytest.mark.parametrize(
+    ("levels", "row", "expected"),
+    [
+        (
+            LEVELS | {"featcal:mini": 0.765, "featcal:other": 0.76},
+            "featcal",
+            "featcal:mini stands higher by 1.5 points: method.save=featcal:mini saves it",
+        ),
+        (
+            LEVELS | {"featcal": 0.55},
+            "featcal",
+            "task_arithmetic stands higher by 5.0 points: it is the merged model, before featcal",
+        ),
+        (LEVELS | {"featcal:mini": 0.7}, "featcal:mini", "featcal stands higher by 5.0 points: "
+         "method.save=featcal saves it"),
+        (LEVELS | {"surgery": 0.8}, "featcal", "surgery stands higher by 5.0 points"),
+    ],
+)  # fmt: skip
+def test_a_row_that_stands_higher_is_named(
+    levels: dict[str, float], row: str, expected: str
+) -> None:
+    _, line, *more = closing_lines(make_report(levels), row, None)
+    assert line == expected
+    assert more == (["  (that is a choice made on test data)"] if "method.save" in line else [])
+
+
+def test_references_and_equal_rows_do_not_stand_higher() -> None:
+    report = make_report(LEVELS | {"featcal:mini": 0.75})
+    assert len(closing_lines(report, "featcal", None)) == 1
+    assert len(closing_lines(Report(), "featcal", None)) == 1  # nothing was evaluated
+
+
+def test_a_comparison_says_how_to_get_a_model(tmp_path: Path) -> None:
+    _, command, *rest = closing_lines_of_a_comparison(tmp_path)
+    assert "merged_model_save_path=DIR" in command
+    assert f"next: featcal report {tmp_path}" in rest
+
+
+def test_each_task_below_the_merged_model_has_a_sentence() -> None:
+    report = Report(upstream="merged")
+    report.add_row("base", {"a": 0.1, "b": 0.1, "c": 0.1})
+    report.add_row("merged", {"a": 0.5, "b": 0.5, "c": 0.5})
+    report.add_row("featcal", {"a": 0.468, "b": 0.7, "c": 0.4999})
+    report.add_row("featcal:mini", {"a": 0.48, "b": 0.49, "c": 0.6})
+    assert tasks_below_merged(report) == [
+        "a ends below the merged model: featcal -3.2, featcal:mini -2.0 points",
+        "b ends below the merged model: featcal:mini -1.0 points",
+    ]
+    report.upstream = None
+    assert tasks_below_merged(report) == []
+
+
+def test_each_task_that_keeps_a_high_drift_after_the_last_block_has_a_sentence() -> None:
+    drifts = [("0", "near", 0.9), ("0", "far", 0.5), ("1", "near", 0.3), ("1", "far", 0.93)]
+    records = [
+        {"kind": "task", "block": block, "task": task, "relative_drift_after": drift}
+        for block, task, drift in drifts
+    ]
+    records += [
+        {"kind": "task", "block": "1", "task": "unknown", "relative_drift_after": None},
+        {"kind": "task", "block": "1", "task": "unlogged"},
+        {"kind": "block", "block": "1"},
+    ]
+    (sentence,) = tasks_with_high_drift("featcal", records)
+    assert sentence.startswith("featcal: far keeps a relative drift of 0.93 after the last block")
