@@ -1,4 +1,4 @@
-"""The plan of a run that is named as on FusionBench's command line, from configs and headers."""
+"""Plans of FusionBench runs: from the command line's words before a run, and at its start."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from fusion_bench_featcal.boundary.fusing import merger_class
 from fusion_bench_featcal.boundary.options import checked_settings
 from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.experts import hollow_copy, known_bytes
-from fusion_bench_featcal.experts.safetensors_files import safetensors_files
+from fusion_bench_featcal.experts_files import safetensors_files
 from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
 from fusion_bench_featcal.plan.show import one_line, warnings_of
 from fusion_bench_featcal.preflight import empty_model
@@ -58,16 +58,13 @@ def run_request(
     target_length: int = 8,
     device: torch.device | str = "cpu",
 ) -> Request:
-    """Collect what a run's plan is made from.
+    """Request for the plan of a run that is named as on FusionBench's command line.
 
     Args:
         overrides: Words of the command line, such as `modelpool=clip-vit-base-patch32_TA8`.
         length: Tokens of a text; None: `method.max_length`, else 512.
         target_length: Tokens of an encoder-decoder's target.
         device: Where to calibrate.
-
-    Returns:
-        The request.
 
     Raises:
         ValueError: If the words name no run, or the base model's configuration cannot be found.
@@ -128,23 +125,18 @@ def _devices(asked: Any, device: torch.device) -> int:
     return count
 
 
-def takes_text(model: nn.Module) -> bool:
-    """Return whether a model's inputs are tokens."""
-    return getattr(model, "main_input_name", None) == "input_ids"
-
-
 def _streams(entry: Any, settings: FeatCalSettings) -> bool:
-    """Return whether calibration reads a model block by block, as far as its entry tells."""
+    """Whether calibration reads a model block by block, as far as its entry tells."""
     if settings.stream_experts is False:
         return False
     if isinstance(entry, Mapping):
         is_adapter = "peft_model_path" in entry
         return is_adapter or ("pretrained_model_name_or_path" in entry and not set(entry) - _PLAIN)
-    return isinstance(entry, str) and not (Path(entry).is_dir() and not _files(Path(entry)))
+    return isinstance(entry, str) and (not Path(entry).is_dir() or bool(_files_of(entry)))
 
 
 def _fuses(method: Mapping[str, Any]) -> bool:
-    """Return whether the upstream merge, by its entry, will share the calibration's reads."""
+    """Whether the upstream merge will share the calibration's reads, as far as its entry tells."""
     merger = merger_class(method.get("base_method") or {})
     return merger is not None and method.get("fuse_merge", "auto") == "auto"
 
@@ -152,7 +144,7 @@ def _fuses(method: Mapping[str, Any]) -> bool:
 def _beside_merger(
     settings: FeatCalSettings, merger: Any, model: nn.Module, experts: Sequence[Any], *, fused: bool
 ) -> FeatCalSettings:
-    """Settings with what the upstream merger leaves of the read budget.
+    """Return settings with the rest of the read budget that the upstream merger leaves.
 
     Raises:
         ValueError: If it leaves nothing.
@@ -169,16 +161,10 @@ def _beside_merger(
 
 
 def _files_of(entry: Any) -> list[Path]:
+    """An entry's safetensors files; none where it is no folder that holds some."""
     try:
-        return _files(Path(location_of(entry)))
-    except ValueError:
-        return []
-
-
-def _files(folder: Path) -> list[Path]:
-    try:
-        return safetensors_files(folder)
-    except (OSError, CalibrationError):
+        return safetensors_files(Path(location_of(entry)))
+    except (OSError, ValueError, CalibrationError):
         return []
 
 
@@ -202,7 +188,7 @@ def stored_itemsize(model: Any) -> int | None:
 
 
 class RunConfig(NamedTuple):
-    """A run's config as plain values: of Fabric, `devices` and `num_nodes`."""
+    """Plain values of a composed run; of Fabric, `devices` and `num_nodes`."""
 
     method: dict[str, Any]
     models: dict[str, Any]
@@ -210,13 +196,10 @@ class RunConfig(NamedTuple):
 
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
-    """The keys of a run's method and Fabric, and its pool's models.
+    """Compose a run: the keys of its method and Fabric, and its pool's models.
 
     Args:
         overrides: Words of the command line; without `method=` the method is featcal.
-
-    Returns:
-        What they say.
 
     Raises:
         ValueError: If the words compose no run with a model pool.
@@ -287,7 +270,8 @@ def log_plan(
         The plan; None where none can be made, which is no reason not to run: of texts whose length
         is unknown (no `method.max_length`), or of a model of unknown inputs.
     """
-    if settings.max_length is None and takes_text(merged):
+    is_text = getattr(merged, "main_input_name", None) == "input_ids"
+    if settings.max_length is None and is_text:
         return None
     known = {"loaded": 1, "length": settings.max_length or LENGTH, **known}
     try:

@@ -172,7 +172,7 @@ def estimate(request: Request, rate: Rate | None = None) -> Plan:
     work, mine, held, memory = _work_of(request)
     read = read_bytes(work, settings, request.tasks, itemsize=request.itemsize, fused=request.fused)
     own = psutil.Process().memory_info().rss
-    free_host, free_gpu = free_bytes(CPU) or 0, None if device == CPU else free_bytes(device)
+    free_host, free_gpu = free_bytes(CPU) or 0, None if device.type == "cpu" else free_bytes(device)
     waiting = _waiting(request, memory, free_host, free_gpu)
     model, on_gpu = memory.parts["model"], device.type != "cpu"
     gpu = memory.peak - memory.parts["experts"] + round(HOLES * waiting["device"])

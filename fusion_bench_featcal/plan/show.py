@@ -67,51 +67,48 @@ def duration(seconds: float) -> str:
 
 
 def _time_table(plan: Plan) -> Table:
-    several = len(plan.stages) > 1
-    table = Table("step", title="time, roughly", title_justify="left")
-    for index in range(len(plan.stages) * several):
-        table.add_column(f"stage {index}", justify="right")
-    table.add_column("all", justify="right")
     rows = {label: [stage[step] for stage in plan.stages] for step, label in _STEPS.items()}
     rows["together"] = [sum(stage.values()) for stage in plan.stages]
+    several = len(plan.stages) > 1
+    stages = [f"stage {index}" for index in range(len(plan.stages) * several)]
+    table = _table("time, roughly", "step", [*stages, "all"])
     for label, values in rows.items():
         table.add_row(label, *map(duration, values * several), duration(sum(values)))
     return table
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = Table("part", title="memory and files", title_justify="left")
-    table.add_column("size", justify="right")
-    table.add_row("this process, with the libraries", size(plan.own))
     places = ", ".join(place for place, held in plan.waiting.items() if held)
+    rows: dict[str, int | None] = {"this process, with the libraries": plan.own}
     for part, label in LABELS.items():
-        if plan.parts[part]:
-            where = f" ({places})" if part == "activations" else ""
-            table.add_row(label + where, size(plan.parts[part]))
-    table.add_row("host memory, at its fullest", size(plan.host))
+        where = f" ({places})" if part == "activations" else ""
+        rows[label + where] = plan.parts[part] or None
+    rows["host memory, at its fullest"] = plan.host
     if plan.neighbours > 1:
-        all_of_them = f"the same of {plan.neighbours} processes on a machine, at most"
-        table.add_row(all_of_them, size(plan.neighbours * plan.host))
-    if plan.gpu is not None:
-        table.add_row("GPU memory, at its fullest", size(plan.gpu))
-    table.add_row("read from experts", size(plan.read))
-    table.add_row("files written", size(plan.disk))
+        several = f"the same of {plan.neighbours} processes on a machine, at most"
+        rows[several] = plan.neighbours * plan.host
+    rows["GPU memory, at its fullest"] = plan.gpu
+    rows |= {"read from experts": plan.read, "files written": plan.disk}
+    table = _table("memory and files", "part", ["size"])
+    for label, count in rows.items():
+        if count is not None:
+            table.add_row(label, size(count))
     return table
 
 
 def _lever_table(plan: Plan) -> Table:
-    table = Table(
-        title="what lowers what",
-        title_justify="left",
-        caption="memory at its fullest; model: to rounding",
-        caption_justify="left",
-    )
-    table.add_column("method.", min_width=24)
-    for name in ("time", "host", *([] if plan.gpu is None else ["GPU"]), "read", "model"):
-        table.add_column(name, justify="left" if name == "model" else "right")
+    gpu = ["GPU"] if plan.gpu is not None else []
+    table = _table("what lowers what", "method.", ["time", "host", *gpu, "read", "model"])
+    table.caption, table.caption_justify = "memory at its fullest; model: to rounding", "left"
     for lever in plan.levers:
-        gpu = [] if plan.gpu is None else [size(lever.gpu or 0)]
+        sizes = [lever.host, *([lever.gpu or 0] if gpu else []), lever.read]
         same = "the same" if lever.same_model else "another"
-        cells = (duration(lever.seconds), size(lever.host), *gpu, size(lever.read), same)
-        table.add_row(lever.setting, *cells)
+        table.add_row(lever.setting, duration(lever.seconds), *map(size, sizes), same)
+    return table
+
+
+def _table(title: str, first: str, others: list[str]) -> Table:
+    table = Table(first, title=title, title_justify="left")
+    for name in others:
+        table.add_column(name, justify="left" if name == "model" else "right")
     return table
