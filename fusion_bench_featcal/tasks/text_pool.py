@@ -1,12 +1,10 @@
 """`TextTaskPool`: language models that answer prompts, scored on what they write."""
 
-import inspect
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,15 +16,25 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
-from fusion_bench.utils import count_parameters
 
 from fusion_bench_featcal.engine.samples import check_token_ids
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.parts import build_part, load_part
-from fusion_bench_featcal.tasks.text_generation import answer_texts, target_loss
-from fusion_bench_featcal.tasks.text_metrics import METRICS, Metric, exact_matches, spearman
+from fusion_bench_featcal.tasks.pool_settings import (
+    build_part,
+    evaluation_report,
+    load_part,
+    refuse_unknown_pool_keys,
+)
+from fusion_bench_featcal.tasks.text_generation import (
+    METRICS,
+    Metric,
+    answer_texts,
+    exact_matches,
+    spearman,
+    target_loss,
+)
 from fusion_bench_featcal.text_samples import IGNORED, Sample, TextEncoder, TextKind, pad_samples
 
 log = logging.getLogger(__name__)
@@ -106,8 +114,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         Raises:
             ValueError: For unknown keys, tasks or metrics, and values out of range.
         """
-        valid = [name for name in inspect.signature(TextTaskPool).parameters if name != "unknown"]
-        refuse_unknown_keys([key for key in unknown if key != "_recursive_"], valid, "taskpool")
+        refuse_unknown_pool_keys(TextTaskPool, unknown)
         if not test_datasets:
             raise ValueError("taskpool has no tasks: name their data under taskpool.test_datasets")
         chosen = dict(metrics or {})
@@ -175,22 +182,12 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         if not self._is_setup:
             self.setup()
         self.item_correct = {}
-        trainable, total = count_parameters(model)
-        info: dict[str, Any] = {"trainable_params": trainable, "all_params": total}
-        info["trainable_percentage"] = trainable / total
         model = self.fabric.to_device(model).eval()
         scores = {
             task: self._score(model, task)
             for task in progress_bar(list(self.test_dataloaders), what="evaluating", unit="task")
         }
-        average = {
-            key: fmean(score[key] for score in scores.values()) for key in ("accuracy", "loss")
-        }
-        report = {
-            "model_info": info if name is None else info | {"name": name},
-            **scores,
-            "average": average,
-        }
+        report = evaluation_report(model, name, scores)
         log.debug("evaluation result: %s", report)
         return report
 
