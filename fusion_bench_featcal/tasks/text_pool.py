@@ -44,7 +44,7 @@ _TRIAL_ROWS = 16
 
 
 @dataclass(frozen=True)
-class TextTask:
+class TokenisedTask:
     """One task's test rows, tokenised for one kind of model.
 
     Attributes:
@@ -139,7 +139,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         self.fast_dev_run = fast_dev_run
         self.item_correct: dict[str, Tensor] = {}
         self.test_dataloaders: dict[str, Sequence[Mapping[str, Any]]] = {}
-        self._tokenised: dict[tuple[str, str], TextTask] = {}
+        self._tokenised: dict[tuple[str, str], TokenisedTask] = {}
         self._is_setup = False
 
     def setup(self) -> None:
@@ -208,7 +208,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         self.item_correct[name] = correct
         return {"accuracy": correct.double().mean().item(), "loss": loss}
 
-    def _task(self, encoder: TextEncoder, name: str) -> TextTask:
+    def _task(self, encoder: TextEncoder, name: str) -> TokenisedTask:
         """The task's rows in token ids, made once for each kind of model."""
         key = (name, encoder.kind)
         if key not in self._tokenised:
@@ -218,7 +218,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
             self._tokenised[key] = _read_task(encoder, name, list(rows), self.max_new_tokens or 0)
         return self._tokenised[key]
 
-    def _longest_answer(self, task: TextTask) -> int:
+    def _longest_answer(self, task: TokenisedTask) -> int:
         """Tokens an answer may have; an answer longer than every target cannot be right."""
         return self.max_new_tokens or max(
             sum(token != IGNORED for token in sample.labels or ()) for sample in task.samples
@@ -243,14 +243,14 @@ def told_task(model: Any, task: str) -> AbstractContextManager[Any]:
 
 def _read_task(
     encoder: TextEncoder, name: str, rows: Sequence[Mapping[str, Any]], reserved: int
-) -> TextTask:
+) -> TokenisedTask:
     places = [f"task {name!r}, test row {number}" for number in range(len(rows))]
     pairs = list(zip(rows, places, strict=True))
     samples = [encoder.sample(row, place) for row, place in pairs]
     for sample, place in zip(samples, places, strict=True):
         if sample.labels is None:
             raise CalibrationError(f"{place} has no target to compare answers with")
-    return TextTask(
+    return TokenisedTask(
         name,
         [encoder.prompt(row, place, reserved) for row, place in pairs],
         samples,
