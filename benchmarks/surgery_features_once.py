@@ -22,7 +22,7 @@ from fusion_bench_featcal.baselines.settings import SurgerySettings
 from fusion_bench_featcal.baselines.surgery import SurgeryModule, initial_surgery, train_surgery
 from fusion_bench_featcal.baselines.training import shuffled_batches, task_generator
 from fusion_bench_featcal.suites import image
-from fusion_bench_featcal.tasks.pixels import to_pixels
+from fusion_bench_featcal.tasks.pictures import to_pixels
 
 TASK = "mini_mnist"
 SAMPLES = 256

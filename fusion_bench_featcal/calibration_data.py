@@ -20,10 +20,8 @@ from fusion_bench_featcal.engine.samples import warn_of_few_samples
 from fusion_bench_featcal.image_cache import MEMORY, PROCESSED, ImageCache, describe_processor
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.tasks.images import ImageItems
-from fusion_bench_featcal.tasks.item_digest import fixed_content
-from fusion_bench_featcal.tasks.loading import offline_hint
-from fusion_bench_featcal.tasks.pixels import Processor, stack_pixels, to_pixels
+from fusion_bench_featcal.tasks.images import ImageItems, offline_hint
+from fusion_bench_featcal.tasks.pictures import Processor, fixed_content, stack_pixels, to_pixels
 from fusion_bench_featcal.tasks.read_ahead import automatic_workers, in_order
 
 log = logging.getLogger(__name__)
@@ -90,15 +88,15 @@ class TaskBatches:
         """All processed images in order."""
         cache = self.images
         described = None if cache.folder is None else describe_processor(self.processor)
-        found = in_order(
+        results = in_order(
             self._read,
             partial(self._process, described=described),
             self.indices,
             workers=self.workers,
             ahead=max(self.batch_size, 2 * self.workers),
         )
-        with closing(found):
-            for index, (pixels, origin) in zip(self.indices, found, strict=True):
+        with closing(results):
+            for index, (pixels, origin) in zip(self.indices, results, strict=True):
                 cache.counts[origin] += 1
                 cache.keep((self.split, self.task, index), pixels)
                 yield pixels
@@ -112,19 +110,16 @@ class TaskBatches:
         self, item: tuple[int, Any, Tensor | None], described: str | None
     ) -> tuple[Tensor, str]:
         """An item's pixels, and where they came from."""
-        index, image, kept = item
-        place, root, background = self.items.at(index), self.items.root, self.items.background
-
-        def processed() -> Tensor:
-            return to_pixels(image, self.processor, place, root, background)
-
-        if kept is not None:
-            return kept, MEMORY
+        index, image, pixels = item
+        if pixels is not None:
+            return pixels, MEMORY
+        context = self.items.context(index)
         if described is None:
-            return processed(), PROCESSED
-        image, content = fixed_content(image, place, root, background)
+            return to_pixels(image, self.processor, *context), PROCESSED
+        image, content = fixed_content(image, *context)
         key = hashlib.sha256(f"{described} {content}".encode()).hexdigest()
-        return self.images.from_folder(key, processed)
+        make = partial(to_pixels, image, self.processor, *context)
+        return self.images.from_folder(key, make)
 
 
 def calibration_batches(
@@ -149,10 +144,10 @@ def calibration_batches(
         settings: `samples_per_task`, `batch_size`, `seed` and `calibration_split` are used; for
             texts `calibration_targets`, `generated_tokens` and `max_length` besides, for images
             `decode_workers` and, without `images`, `cache_dir`.
-        processor: What `load_input_processor` gives: for a pool of language models its tokenizer;
+        processor: Result of `load_input_processor`: for a pool of language models its tokenizer;
             else a transformers processor, or a callable from an RGB picture to a tensor
             `[channels, height, width]`.
-        device: Where experts generate targets, if they do; None: where they are loaded.
+        device: Device on which experts generate targets, if they do; None: that of loading.
         images: Keeps processed images for further calls with the same pool and processor; None:
             only `cache_dir` does.
 
@@ -177,15 +172,13 @@ def calibration_batches(
     is_text = text_kind(modelpool) is not None
     if not is_text:
         _warn_of_text_settings(modelpool, settings)
-    cache = ImageCache(folder=settings.cache_dir) if images is None and not is_text else images
-    if is_text:
-        cache = None
-    if cache is not None and cache.folder is not None and describe_processor(processor) is None:
-        log.warning(
-            "method.cache_dir has no effect: images are processed by %r, whose settings are not "
-            "known; name a transformers processor as modelpool.processor",
-            processor,
-        )
+        images = images or ImageCache(folder=settings.cache_dir)
+        if images.folder is not None and describe_processor(processor) is None:
+            log.warning(
+                "method.cache_dir has no effect: images are processed by %r, whose settings are "
+                "not known; name a transformers processor as modelpool.processor",
+                processor,
+            )
     batches: dict[str, Any] = {}
     for task in task_names:
         rows = _open(modelpool, task, split, is_text)
@@ -196,24 +189,19 @@ def calibration_batches(
                 modelpool, task, rows, indices, settings, processor, device
             )
         else:
+            workers = decode_workers(settings, processor)
             batches[task] = TaskBatches(
-                task,
-                rows,
-                indices,
-                settings.batch_size,
-                processor,
-                split,
-                decode_workers(settings, processor),
-                cache or ImageCache(),
-            )
+                task, rows, indices, settings.batch_size, processor, split, workers,
+                images or ImageCache(),
+            )  # fmt: skip
     return batches
 
 
 def image_counts(batches: Mapping[str, Any]) -> dict[str, int]:
-    """Where processed images came from since this was last asked; empty for texts.
+    """Count the processed images by origin since the last call; empty for texts.
 
     Args:
-        batches: What `calibration_batches` gave.
+        batches: The result of `calibration_batches`.
 
     Returns:
         `images_processed` and, if there were any, `images_from_memory` and `images_from_disk`.

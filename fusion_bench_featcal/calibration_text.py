@@ -1,27 +1,19 @@
 """Calibration samples for language models: texts, with the data's targets or the expert's own."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.boundary.pool_models import load_pool_model
 from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.engine.samples import check_token_ids
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.tasks.images import require_numbered
+from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_left
 from fusion_bench_featcal.text_samples import Sample, TextEncoder, pad_samples
-
-GREEDY: Mapping[str, Any] = {
-    "do_sample": False,
-    "num_beams": 1,
-    "temperature": None,
-    "top_p": None,
-    "top_k": None,
-}
-"""What `generate` takes to search greedily, whatever the model's own settings are."""
 
 
 @dataclass(eq=False)
@@ -34,7 +26,7 @@ class TextBatches:
         indices: The samples' positions in it.
         batch_size: Samples per batch; the last batch may have fewer.
         encoder: Turns a row into token ids.
-        place: What the data set is called in messages.
+        place: The data set's name in messages.
         load_expert: Loads the task's expert, which then writes the targets; None: the data's
             targets are used.
         generated_tokens: Longest target the expert may write.
@@ -115,59 +107,6 @@ class TextBatches:
         return answers
 
 
-def greedy_answers(
-    model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
-) -> list[list[int]]:
-    """What a model writes after prompts, by greedy search.
-
-    Args:
-        model: A transformers model with `generate`.
-        prompts: Token ids of each prompt.
-        encoder: Says the kind of model and what pads.
-        most: Longest answer in tokens.
-
-    Returns:
-        Token ids of each answer, up to and with the end token where one was written.
-    """
-    device = next(model.parameters()).device
-    ids, mask = padded_left(prompts, encoder.pad_id)
-    settings = model.generation_config
-    with torch.no_grad():
-        written = model.eval().generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=most,
-            **GREEDY,
-            pad_token_id=encoder.pad_id,
-        )
-    first = 1 if encoder.kind == "seq2seq" else ids.shape[1]
-    ends = settings.eos_token_id if settings.eos_token_id is not None else []
-    ends = {ends} if isinstance(ends, int) else set(ends)
-    return [_until(row[first:].tolist(), ends) for row in written]
-
-
-def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Prompts padded on the left, so that a decoder's answer follows each at once.
-
-    Args:
-        prompts: Token ids of each prompt.
-        pad_id: Fills up.
-
-    Returns:
-        Token ids and mask, `[batch, length]` int64 each.
-    """
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids, mask
-
-
-def _until(tokens: list[int], ends: set[int]) -> list[int]:
-    """Tokens up to and with the first end token."""
-    last = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[:last]
-
-
 def text_batches(
     modelpool: Any,
     task: str,
@@ -186,7 +125,7 @@ def text_batches(
         indices: The samples' positions in it.
         settings: `batch_size`, `calibration_targets`, `generated_tokens` and `max_length` are used.
         tokenizer: The pool's tokenizer.
-        device: Where experts generate; None: where they are loaded.
+        device: Device on which experts generate; None: that of loading.
 
     Returns:
         The batches.
@@ -214,11 +153,11 @@ def text_batches(
 
 
 def text_rows(rows: Any, place: str) -> Any:
-    """A data set of texts, checked: it has a length and numbered items.
+    """Check a data set of texts: it has a length and numbered items.
 
     Args:
         rows: The data set.
-        place: What messages call it.
+        place: Its name in messages.
 
     Returns:
         The same rows, as plain values where it is a `datasets` table.
@@ -228,11 +167,7 @@ def text_rows(rows: Any, place: str) -> Any:
     """
     if isinstance(rows, Mapping):
         raise CalibrationError(f"{place}: choose one of its splits {sorted(rows)} (split: ...)")
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise CalibrationError(
-            f"{place}: a data set with a length and numbered items is needed, got "
-            f"{type(rows).__name__}. Load it without streaming"
-        )
+    require_numbered(rows, place)
     plain = getattr(rows, "with_format", None)
     return rows if plain is None else plain(None)
 

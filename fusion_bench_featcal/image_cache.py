@@ -34,7 +34,7 @@ _FORGOTTEN_AFTER = 3600  # seconds: nobody writes one image for so long
 _MB = 2**20
 # What turns a picture into numbers, beside the processor's own settings.
 _PACKAGES = ("pillow", "numpy", "torch", "transformers")
-_CODE = tuple(f"tasks/{name}.py" for name in ("colours", "images", "pixels", "item_digest"))
+_CODE = "tasks/pictures.py"
 
 
 class ImageFolder:
@@ -129,9 +129,9 @@ class ImageCache:
     """Processed images of one model pool and one processor.
 
     Attributes:
-        limit_bytes: How much may be kept in memory; images beyond it are processed again.
-        used_bytes: How much is.
-        folder: Where images are kept for other runs, or None.
+        limit_bytes: Memory for images; those beyond it are processed again.
+        used_bytes: Memory in use.
+        folder: Folder that keeps images for other runs, or None.
         counts: Images that were asked for, by where they came from.
     """
 
@@ -169,9 +169,9 @@ class ImageCache:
         """
         if self.folder is None:
             return make(), PROCESSED
-        found = self.folder.read(key)
-        if found is not None:
-            return found, DISK
+        pixels = self.folder.read(key)
+        if pixels is not None:
+            return pixels, DISK
         pixels = make()
         self.folder.write(key, pixels)
         return pixels, PROCESSED
@@ -201,12 +201,12 @@ class ImageCache:
 
 
 def _mark(key: str, pixels: Tensor) -> dict[str, str]:
-    """What a file says of its content; one entry, as their order would be any."""
+    """Metadata of a file; one entry, as safetensors keeps no order of entries."""
     return {"key and digest": f"{key} {digest_tensor(pixels)}"}
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """What a safetensors file says about itself: its header follows its length in 8 bytes."""
+    """Metadata of a safetensors file, whose header follows its length in 8 bytes."""
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length])["__metadata__"]
 
@@ -233,6 +233,5 @@ def describe_processor(processor: Any) -> str | None:
 
 @cache
 def _describe_software() -> dict[str, str]:
-    root = Path(__file__).parent
-    code = hashlib.sha256(b"".join((root / part).read_bytes() for part in _CODE)).hexdigest()
+    code = hashlib.sha256((Path(__file__).parent / _CODE).read_bytes()).hexdigest()
     return {package: version(package) for package in _PACKAGES} | {"code": code}

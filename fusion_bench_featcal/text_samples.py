@@ -1,4 +1,4 @@
-"""One text as a language model takes it, and several of them as a padded batch."""
+"""Texts as token ids for a language model, one by one and as padded batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion_bench_featcal.settings import CalibrationError
 
 TextKind = Literal["seq2seq", "causal"]
-IGNORED = -100  # what transformers' losses take for "no target here"
+IGNORED = -100  # label without a target, in transformers' losses
 _NO_LIMIT = 10**9  # tokenizers without a limit of their own report a huge one
 _DATE = "26 Jul 2024"  # Llama's chat template writes today's date unless it is told another
 
@@ -22,7 +22,7 @@ class Sample:
     """One text in token ids, without padding.
 
     Attributes:
-        ids: What the model reads: the prompt and, for a decoder-only model, the target after it.
+        ids: The model's input: the prompt and, for a decoder-only model, the target after it.
         labels: The target: as it is for an encoder-decoder; aligned with `ids` and -100 on the
             prompt for a decoder-only model; None: the row has no target.
     """
@@ -59,11 +59,11 @@ class TextEncoder:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        own = self.tokenizer.model_max_length
-        if self.max_length is not None and self.max_length > own:
+        limit = self.tokenizer.model_max_length
+        if self.max_length is not None and self.max_length > limit:
             raise CalibrationError(
                 f"method.max_length = {self.max_length} is more than the tokenizer's own limit of "
-                f"{own} tokens (model_max_length): lower it"
+                f"{limit} tokens (model_max_length): lower it"
             )
 
     def sample(self, row: Mapping[str, Any], place: str) -> Sample:
@@ -71,7 +71,7 @@ class TextEncoder:
 
         Args:
             row: The row.
-            place: What messages call it.
+            place: Its name in messages.
 
         Returns:
             The sample, no longer than allowed.
@@ -98,7 +98,7 @@ class TextEncoder:
 
         Args:
             row: The row; its target, if it has one, is not used.
-            place: What messages call it.
+            place: Its name in messages.
             reserved: Tokens that a generated target may take.
 
         Returns:
@@ -118,7 +118,7 @@ class TextEncoder:
         Args:
             prompt: Token ids, from `prompt`.
             answer: Token ids.
-            place: What messages call it.
+            place: Its name in messages.
 
         Returns:
             The sample, no longer than allowed.
@@ -128,8 +128,8 @@ class TextEncoder:
     @property
     def pad_id(self) -> int:
         """Fills up batches; any id would do, for padding never counts."""
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        return next(token for token in known if token is not None)
+        candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(token for token in candidates if token is not None)
 
     @property
     def _limit(self) -> int:
@@ -267,7 +267,7 @@ def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Te
 
     Args:
         samples: The samples. Where one has labels, a decoder-only model's others count as prompts.
-        encoder: Says the kind of model, what pads, and on which side (the tokenizer's; a target of
+        encoder: The kind of model, the padding, and its side (the tokenizer's; a target of
             an encoder-decoder is padded on the right, where its decoder ends).
 
     Returns:

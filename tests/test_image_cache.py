@@ -27,7 +27,7 @@ from fusion_bench_featcal.calibration_data import (
 )
 from fusion_bench_featcal.comparison import FeatCal
 from fusion_bench_featcal.image_cache import ImageCache, describe_processor
-from fusion_bench_featcal.tasks.item_digest import fixed_content
+from fusion_bench_featcal.tasks.pictures import fixed_content
 
 NUMBER = 24
 BYTES = 3 * 8 * 8 * 4  # of one processed image

@@ -126,7 +126,7 @@ def _devices(asked: Any, device: torch.device) -> int:
 
 
 def _streams(entry: Any, settings: FeatCalSettings) -> bool:
-    """Whether calibration reads a model block by block, as far as its entry tells."""
+    """Return whether calibration reads a model block by block, as far as its entry tells."""
     if settings.stream_experts is False:
         return False
     if isinstance(entry, Mapping):
@@ -136,7 +136,7 @@ def _streams(entry: Any, settings: FeatCalSettings) -> bool:
 
 
 def _fuses(method: Mapping[str, Any]) -> bool:
-    """Whether the upstream merge will share the calibration's reads, as far as its entry tells."""
+    """Return whether the upstream merge, by its entry, will share the calibration's reads."""
     merger = merger_class(method.get("base_method") or {})
     return merger is not None and method.get("fuse_merge", "auto") == "auto"
 

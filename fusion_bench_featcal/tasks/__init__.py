@@ -5,27 +5,20 @@ folders, tables and hub data sets, for task pools and model pools alike. Names a
 asked for: `load_images` needs no FusionBench.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusion_bench_featcal.tasks.clip import ClipTaskPool
-    from fusion_bench_featcal.tasks.loading import load_images
-    from fusion_bench_featcal.tasks.text import TextTaskPool
+    from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool
+    from fusion_bench_featcal.tasks.images import load_images
+    from fusion_bench_featcal.tasks.text_pool import TextTaskPool
 
 __all__ = ["ClipTaskPool", "TextTaskPool", "load_images"]
 
+_HOMES = {"ClipTaskPool": "clip_pool", "TextTaskPool": "text_pool", "load_images": "images"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "ClipTaskPool":
-        from fusion_bench_featcal.tasks.clip import ClipTaskPool
-
-        return ClipTaskPool
-    if name == "TextTaskPool":
-        from fusion_bench_featcal.tasks.text import TextTaskPool
-
-        return TextTaskPool
-    if name == "load_images":
-        from fusion_bench_featcal.tasks.loading import load_images
-
-        return load_images
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""One task as it stands under `tasks:` in a task pool's YAML."""
+"""Image tasks: their definition in YAML, and their test items with class names and prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,23 +9,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.colours import parse_background
-from fusion_bench_featcal.tasks.images import ImageItems
+from fusion_bench_featcal.tasks.heads import (
+    PromptTemplate,
+    Templates,
+    known_names,
+    names_of,
+    register_names,
+)
+from fusion_bench_featcal.tasks.images import ImageItems, load_images
 from fusion_bench_featcal.tasks.labels import check_classnames_by
-from fusion_bench_featcal.tasks.loading import load_images
-
-DEFAULT_TEMPLATES = ("a photo of a {}.",)
-
-
-@dataclass(frozen=True)
-class PromptTemplate:
-    """A prompt with `{}` where the class name goes; called with the class name."""
-
-    text: str
-
-    def __call__(self, classname: str) -> str:
-        """The prompt for one class."""
-        return self.text.replace("{}", classname)
+from fusion_bench_featcal.tasks.pictures import parse_background
+from fusion_bench_featcal.tasks.pool_settings import build_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +36,8 @@ class TaskDefinition:
         templates: Prompts with `{}` for the class name (None: FusionBench's for this task, or
             "a photo of a {}.").
         background: Colour that transparent pictures are composited on (None: white).
-        classnames_by: How the data's own class names find theirs in `classnames`: by `name`, or in
-            `order`, whatever they are called.
+        classnames_by: Rule to match the data's own class names to `classnames`: by `name`, or in
+            `order`, whatever the names are.
     """
 
     data: str | Mapping[str, Any] | None = None
@@ -67,15 +61,7 @@ class TaskDefinition:
             CalibrationError: If the data cannot be read, or a label is out of range.
         """
         if isinstance(self.data, str):
-            return load_images(
-                self.data,
-                self.split,
-                self.image_column,
-                self.label_column,
-                self.classnames,
-                self.background,
-                self.classnames_by,
-            )
+            return load_images(self.data, self.split, **self._columns)
         if self.data is None:
             raise ValueError("data is not set")
         return self.view(self._built(self.data), f"data from {self.data.get('_target_')}")
@@ -85,7 +71,7 @@ class TaskDefinition:
 
         Args:
             rows: A `datasets` table or a map-style data set.
-            place: What to call it in messages.
+            place: Its name in messages.
 
         Returns:
             The items, with labels checked as in `load`.
@@ -94,19 +80,14 @@ class TaskDefinition:
             ValueError: If a column does not exist, or class names do not fit.
             CalibrationError: If a label is out of range.
         """
-        return ImageItems(
-            rows,
-            place=place,
-            image_column=self.image_column,
-            label_column=self.label_column,
-            classnames=self.classnames,
-            background=self.background,
-            classnames_by=self.classnames_by,
-        )
+        return ImageItems(rows, place=place, **self._columns)
+
+    @property
+    def _columns(self) -> dict[str, Any]:
+        keys = ("image_column", "label_column", "classnames", "background", "classnames_by")
+        return {key: getattr(self, key) for key in keys}
 
     def _built(self, data: Mapping[str, Any]) -> Any:
-        from fusion_bench_featcal.tasks.parts import build_part
-
         rows = build_part("data", OmegaConf.create(dict(data)))
         if isinstance(rows, Mapping):  # load_dataset without a split gives all of them
             if self.split not in rows:
@@ -127,7 +108,7 @@ def parse_tasks(tasks: Any, place: str = "taskpool.tasks") -> dict[str, TaskDefi
 
     Args:
         tasks: Task name -> mapping with the keys of `TaskDefinition`; None for no tasks.
-        place: Where it stands in the configuration, for messages.
+        place: Its key in the configuration, for messages.
 
     Returns:
         The checked definitions by task name, in the order given.
@@ -243,3 +224,66 @@ def load_task(
         raise ValueError(f"{place}: the data names no classes: set classnames, one for each label.")
     items.place = f"task {name!r}, {items.place}"
     return items
+
+
+@dataclass(frozen=True)
+class OpenTask:
+    """A task with its test items, class names and prompts."""
+
+    items: ImageItems
+    classnames: list[str]
+    templates: Templates
+
+
+def open_task(name: str, definition: TaskDefinition, rows: Any = None) -> OpenTask:
+    """Load a task's test items and make its class names known to FusionBench.
+
+    Args:
+        name: The task's name.
+        definition: Its definition; all of it may be left out for a task whose class names
+            FusionBench has.
+        rows: The data set, where `definition.data` is None.
+
+    Returns:
+        The task, its labels checked where that needs no reading of every image.
+
+    Raises:
+        ValueError: If the definition does not fit the data, or class names clash with
+            FusionBench's.
+        CalibrationError: If the data cannot be read, is unlabeled or has labels out of range.
+    """
+    known = known_names(name)
+    items = load_task(name, definition, None if known is None else known[0], rows)
+    register_names(name, items.classnames or (), definition.templates)
+    return OpenTask(items, *names_of(name))
+
+
+def check_background(task: str, tested: Any, modelpool: Any) -> None:
+    """Refuse calibration images that are composited on another colour than a task's test images.
+
+    Args:
+        task: The task's name.
+        tested: Background of its test images; None: white.
+        modelpool: The model pool with the calibration data.
+
+    Raises:
+        ValueError: If the two colours differ.
+    """
+    for split in ("train", "val", "test"):
+        data = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
+        if data is None:
+            continue
+        place, used = f"modelpool.{split}_datasets.{task}", background_of(data)
+        if parse_background(used, place) != parse_background(tested, f"taskpool.tasks.{task}"):
+            raise ValueError(
+                f"{place}: transparent images are composited on {used or 'white'} here, and on "
+                f"{tested or 'white'} for evaluation: set the same background here and in "
+                f"taskpool.tasks.{task}"
+            )
+
+
+def background_of(data: Any) -> Any:
+    """Return the `background` of a data set or of its configuration."""
+    return (
+        data.get("background") if isinstance(data, Mapping) else getattr(data, "background", None)
+    )

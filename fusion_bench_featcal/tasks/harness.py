@@ -1,6 +1,5 @@
 """`LMEvalTaskPool`: the LM Evaluation Harness as a task pool whose results can be compared."""
 
-import inspect
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
@@ -15,8 +14,9 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 from transformers import AutoTokenizer
 
-from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_keys
+from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.pool_settings import refuse_unknown_pool_keys
 
 
 class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
@@ -55,9 +55,9 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
                 (`exact_match,none`).
             tokenizer: Folder or hub id of the tokenizer.
             batch_size: Rows at once, or `auto`.
-            apply_chat_template: Whether prompts are put into the tokenizer's chat template.
+            apply_chat_template: Put prompts into the tokenizer's chat template.
             limit: Rows of each task; None: all.
-            confirm_run_unsafe_code: Whether code that models write is run, which code tasks need.
+            confirm_run_unsafe_code: Run the code that models write, which code tasks need.
             include_path: Folder with YAML files of further lm-eval tasks; None: lm-eval's alone.
             _usage_: Free text that FusionBench's configurations carry.
             _version_: The FusionBench release a configuration was written for.
@@ -67,8 +67,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             ValueError: For unknown keys, no tasks, or a folder that is not there.
             CalibrationError: If lm-eval is not installed.
         """
-        valid = [name for name in inspect.signature(LMEvalTaskPool).parameters if name != "unknown"]
-        refuse_unknown_keys([key for key in unknown if key != "_recursive_"], valid, "taskpool")
+        refuse_unknown_pool_keys(LMEvalTaskPool, unknown)
         if not tasks:
             raise ValueError("taskpool has no tasks: name them under taskpool.tasks")
         if include_path is not None and not Path(include_path).is_dir():

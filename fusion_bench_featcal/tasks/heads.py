@@ -4,20 +4,31 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
 from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
 from fusion_bench.utils import cache_utils
 
-from fusion_bench_featcal.tasks.definition import DEFAULT_TEMPLATES, PromptTemplate
-
 log = logging.getLogger(__name__)
 
 Templates = Sequence[Callable[[str], str]]
 
+DEFAULT_TEMPLATES = ("a photo of a {}.",)
 _OWNER_KEY = "registered_by"
 _OWNER = "fusion_bench_featcal.tasks"
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """A prompt with `{}` where the class name goes; called with the class name."""
+
+    text: str
+
+    def __call__(self, classname: str) -> str:
+        """Return the prompt for one class."""
+        return self.text.replace("{}", classname)
 
 
 def known_names(task: str) -> tuple[list[str], Templates] | None:

@@ -1,106 +1,28 @@
-"""Pictures as data sets hold them, and a view of any data set as picture and label."""
+"""`ImageItems`: any data set as pictures; `load_images`: folders, tables and hub data sets."""
 
-import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
-import numpy as np
+import pyarrow.csv
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from datasets.config import HF_HUB_OFFLINE
 
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.colours import (
-    WHITE,
-    Colour,
-    array_picture,
-    grey_scale,
-    parse_background,
-    to_eight_bits,
+from fusion_bench_featcal.tasks.labels import (
+    check_classnames_by,
+    encode_labels,
+    label_index,
+    sort_names,
 )
-from fusion_bench_featcal.tasks.labels import encode_labels, label_index
+from fusion_bench_featcal.tasks.pictures import Colour, parse_background, to_rgb
 
-
-def to_rgb(
-    value: Any, place: str, root: Path | None = None, background: Colour = WHITE
-) -> Image.Image:
-    """Turn what a data set calls an image into an RGB picture of 8 bits.
-
-    Args:
-        value: A PIL image, a path, the bytes of an image file, a mapping with `bytes` or `path`
-            (how `datasets` keeps images), or an array or tensor that `array_picture` takes.
-        place: The item, for messages.
-        root: Folder that relative paths start from (None: the current one).
-        background: Colour that transparent pictures are composited on.
-
-    Returns:
-        The picture in mode RGB, turned upright where the file says how it was held. Grey values of
-        more than 8 bits are scaled by their file's range.
-
-    Raises:
-        CalibrationError: If it is no image, its file is missing or damaged (naming the file), or
-            the range of its values cannot be told.
-    """
-    if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
-        data, path = value.get("bytes"), value.get("path")
-        if data or path is None:
-            return _open(data or b"", path, place, root, background)
-        return to_rgb(path, place, root, background)
-    if isinstance(value, str | Path):
-        return _open(None, value, place, root, background)
-    if isinstance(value, bytes):
-        return _open(value, None, place, root, background)
-    try:
-        if isinstance(value, np.ndarray | torch.Tensor):
-            value = array_picture(value)
-        if isinstance(value, Image.Image):
-            scale = grey_scale(value)
-            return to_eight_bits(ImageOps.exif_transpose(value), scale, background)
-    # PIL reports what it cannot convert by any of these; its images may still be unread
-    except (OSError, SyntaxError, ValueError) as error:
-        raise CalibrationError(f"{place}: the picture cannot be read: {error}.") from error
-    raise CalibrationError(
-        f"{place}: not an image but {type(value).__name__} ({str(value)[:60]!r}). Check "
-        "image_column."
-    )
-
-
-def _open(
-    data: bytes | None, path: str | Path | None, place: str, root: Path | None, background: Colour
-) -> Image.Image:
-    file = None if path is None else (root or Path()) / Path(path).expanduser()
-    name = f"image file {file}" if file is not None else "image"
-    try:
-        content = file.read_bytes() if data is None and file is not None else data
-        if not content:
-            raise CalibrationError(f"{place}: {name} is empty. Repair or remove it.")
-        with Image.open(io.BytesIO(content)) as opened:
-            opened.load()
-            scale = grey_scale(opened)
-            return to_eight_bits(ImageOps.exif_transpose(opened), scale, background)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CalibrationError(
-            f"{place}: {name} does not exist (relative paths start at {root or Path.cwd()})."
-        ) from error
-    except UnidentifiedImageError as error:
-        raise CalibrationError(
-            f"{place}: {name} cannot be read (no image format that PIL knows). Repair or remove it."
-        ) from error
-    # PIL reports damaged files by any of these
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = unreadable_reason(error) or f"cannot be read ({error}). Repair or remove it"
-        raise CalibrationError(f"{place}: {name} {reason}.") from error
-
-
-def unreadable_reason(error: Exception) -> str | None:
-    """Say why an existing path cannot be read; None where the error tells nothing of the kind."""
-    if isinstance(error, PermissionError):
-        return "may not be read (permission denied). Change its permissions"
-    if isinstance(error, IsADirectoryError):
-        return "is a folder, not a file. Name the file"
-    return None
+IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
 
 
 class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
@@ -110,11 +32,11 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
     Without a label column the items have no label: enough for calibration, which uses none.
 
     Attributes:
-        place: What the data set is called in messages.
+        place: The data set's name in messages.
         root: Folder that relative image paths start from (None: the current one).
         background: Colour that transparent pictures are composited on.
         classnames: Class names by label, where they are known.
-        has_labels: Whether items carry labels (None: unknown before an item is read).
+        has_labels: True if items carry labels (None: unknown before an item is read).
     """
 
     def __init__(
@@ -133,24 +55,20 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
 
         Args:
             rows: A `datasets` table or a map-style data set.
-            place: What to call it in messages.
+            place: Its name in messages.
             image_column: Name of the images' column.
             label_column: Name of the labels' column; None: items have no labels.
             classnames: Class names by label.
             root: Folder that relative image paths start from.
             background: Colour that transparent pictures are composited on; None: that of `rows`,
                 else white.
-            classnames_by: How the data's class names and `classnames` are matched (`match_names`).
+            classnames_by: Rule to match the data's class names to `classnames` (`match_names`).
 
         Raises:
             ValueError: If a column does not exist, or background or class names do not fit.
             CalibrationError: If `rows` has no length, or a label is no class.
         """
-        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-            raise CalibrationError(
-                f"{place}: a data set with a length and numbered items is needed, got "
-                f"{type(rows).__name__}. Load it without streaming."
-            )
+        require_numbered(rows, place)
         self.place = place
         self.classnames = None if classnames is None else list(classnames)
         self._image_column = image_column
@@ -208,7 +126,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, label = self.read(index)
-        picture = {"image": to_rgb(image, self.at(index), self.root, self.background)}
+        picture = {"image": to_rgb(image, *self.context(index))}
         return picture if label is None else picture | {"label": label}
 
     def read(self, index: int) -> tuple[Any, int | None]:
@@ -227,8 +145,12 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         return image, label_index(label, self.classnames, self.at(index))
 
     def at(self, index: int) -> str:
-        """What item `index` is called in messages."""
+        """Return the name of item `index` in messages."""
         return f"{self.place}, item {index}"
+
+    def context(self, index: int) -> tuple[str, Path | None, Colour]:
+        """Return place, root and background of item `index`, as `to_rgb` takes them."""
+        return self.at(index), self.root, self.background
 
     def _item(self, index: int) -> Any:
         try:
@@ -253,3 +175,213 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         if isinstance(item, Mapping):
             return item.get(self._label_column)
         return item[1] if isinstance(item, tuple | list) and len(item) > 1 else None
+
+
+def require_numbered(rows: Any, place: str) -> None:
+    """Refuse a data set without a length and numbered items, such as a streamed one."""
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise CalibrationError(
+            f"{place}: a data set with a length and numbered items is needed, got "
+            f"{type(rows).__name__}. Load it without streaming."
+        )
+
+
+def load_images(
+    path: str,
+    split: str | None = None,
+    image_column: str = "image",
+    label_column: str | None = "label",
+    classnames: Sequence[str] | None = None,
+    background: str | None = None,
+    classnames_by: str = "name",
+) -> ImageItems:
+    """Load pictures from a folder, a table or the hub, without running anybody's code.
+
+    - A folder: one subfolder of images per class, or images only (then they are unlabeled). Where
+      it holds a folder per split (`train`, `test`), `split` says which.
+    - A table (`.jsonl`, `.csv`, `.parquet`): `image_column` holds paths, relative to the table's
+      own folder, or the images themselves; `label_column`, if there is one, integers or class
+      names.
+    - Anything else is the id of a hub data set; `split` is needed.
+
+    Args:
+        path: The folder, the table or the hub id. Relative paths start at the current folder.
+        split: The split to take, where there are several.
+        image_column: Column that holds the images.
+        label_column: Column that holds the labels; where there is none, or this is None, the items
+            are unlabeled.
+        classnames: Class names by label. By default the folders' names, the data set's own class
+            names, or the distinct text labels in alphabetical order (numbers in theirs).
+        background: Colour that transparent pictures are composited on (`white`, `#ff8000`); None:
+            white.
+        classnames_by: Rule to match the data's own class names to `classnames`: by `name`, or in
+            `order`, whatever the names are.
+
+    Returns:
+        Items `{"image": RGB picture, "label": int}`; pictures are read when an item is asked for.
+
+    Raises:
+        ValueError: If the path, the split or a column does not exist.
+        CalibrationError: If the data cannot be read, or a label is out of range.
+    """
+    check_classnames_by(classnames_by, f"data {path!r}")
+    source = Path(path).expanduser()
+    root = None
+    try:
+        if source.is_dir():
+            rows = _folder(source, split)
+        elif source.is_file():
+            rows, root = _table(source, split), source.parent
+        else:
+            rows = _hub(path, source, split)
+    except PermissionError as error:
+        raise CalibrationError(
+            f"data {path!r} may not be read (permission denied: {error.filename}). Change its "
+            "permissions."
+        ) from error
+    items = ImageItems(
+        rows,
+        place=f"data {path!r}" + (f", split {split!r}" if split else ""),
+        image_column=image_column,
+        label_column=label_column,
+        classnames=classnames,
+        root=root,
+        background=background,
+        classnames_by=classnames_by,
+    )
+    if root is not None:
+        _check_files(rows, image_column, root, items.place)
+    return items
+
+
+def _check_files(table: datasets.Dataset, column: str, root: Path, place: str) -> None:
+    """Refuse a table with paths of files that are not there, before any of them is needed."""
+    kind = table.features[column]
+    if isinstance(kind, datasets.Image):
+        structs = table.data.column(column).combine_chunks()
+        held = structs.field("bytes").is_valid().to_pylist()
+        paths = structs.field("path").to_pylist()
+        paths = [None if inside else path for inside, path in zip(held, paths, strict=True)]
+    elif kind == datasets.Value("string"):
+        paths = table[column]
+    else:
+        return
+    files = [None if path is None else root / Path(path).expanduser() for path in paths]
+    missing = [i for i, file in enumerate(files) if file is not None and not os.path.lexists(file)]
+    if missing:
+        raise CalibrationError(
+            f"{place}: {len(missing)} of {len(files)} image files do not exist; the first is item "
+            f"{missing[0]}, {files[missing[0]]} (relative paths start at {root.absolute()}). "
+            f"Correct the table or set image_column (now {column!r})."
+        )
+
+
+def _looks_like_a_path(path: str) -> bool:
+    starts = path.startswith((".", "/", "~", "\\"))
+    return starts or path.count("/") > 1 or Path(path).suffix.lower() in TABLE_READERS
+
+
+def _folder(folder: Path, split: str | None) -> datasets.Dataset:
+    if split is not None:
+        if not (folder / split).is_dir():
+            held = [entry.name for entry in _subfolders(folder)]
+            raise ValueError(
+                f"data {str(folder)!r} has no folder for split "
+                f"{split!r}{nearest_hint(split, held)}. "
+                f"Folders there: {', '.join(held) or 'none'}. Without split, all of it is taken."
+            )
+        folder = folder / split
+    by_class = {entry.name: _image_files(entry) for entry in _subfolders(folder)}
+    by_class = {name: by_class[name] for name in sort_names(by_class) if by_class[name]}
+    names = " or ".join(by_class)
+    if split is None and by_class and set(by_class) <= SPLIT_FOLDERS:
+        raise ValueError(f"data {str(folder)!r} has splits: set split to {names}.")
+    loose = [str(file) for file in sorted(folder.iterdir()) if _is_image(file)]
+    if by_class and loose:
+        raise ValueError(
+            f"data {str(folder)!r} holds images ({Path(loose[0]).name}, ...) beside class folders "
+            f"({names}): move them into class folders."
+        )
+    if not by_class and not loose:
+        raise ValueError(
+            f"data {str(folder)!r} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))}), "
+            "neither in itself nor in class folders."
+        )
+    files = loose or [file for files in by_class.values() for file in files]
+    columns: dict[str, Any] = {"image": files}
+    features: dict[str, Any] = {"image": datasets.Image()}
+    if by_class:
+        columns["label"] = [name for name, files in by_class.items() for _ in files]
+        features["label"] = datasets.ClassLabel(names=list(by_class))
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(e for e in folder.iterdir() if e.is_dir() and not e.name.startswith("."))
+
+
+def _is_image(file: Path) -> bool:
+    hidden = file.name.startswith(".")
+    return file.suffix.lower() in IMAGE_SUFFIXES and not hidden and file.is_file()
+
+
+def _image_files(folder: Path) -> list[str]:
+    def refuse(error: OSError) -> None:
+        raise error  # a folder that may not be read would be left out in silence
+
+    files = [
+        Path(place) / name for place, _, names in os.walk(folder, onerror=refuse) for name in names
+    ]
+    return [str(file) for file in sorted(files) if _is_image(file)]
+
+
+def _table(file: Path, split: str | None) -> datasets.Dataset:
+    reader = TABLE_READERS.get(file.suffix.lower())
+    if reader is None:
+        raise ValueError(
+            f"data {str(file)!r}: tables end in {', '.join(TABLE_READERS)}, got {file.suffix!r}."
+        )
+    if split is not None:
+        raise ValueError(
+            f"data {str(file)!r} is one table without splits: remove split ({split!r}) and name "
+            "the file of that split."
+        )
+    try:
+        if reader == "csv":  # the reader of `datasets` leaves the file open
+            return datasets.Dataset(pyarrow.csv.read_csv(file))
+        loaded = datasets.load_dataset(reader, data_files=str(file), split="train")
+    except Exception as error:  # the readers raise whatever their parsers raise
+        cause = error.__cause__ or error
+        if isinstance(cause, PermissionError):
+            raise cause from error
+        raise CalibrationError(
+            f"data {str(file)!r} is not readable as {reader}: {cause}"
+        ) from error
+    return cast(datasets.Dataset, loaded)
+
+
+def _hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
+    if _looks_like_a_path(name):
+        raise ValueError(
+            f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
+        )
+    if split is None:
+        raise ValueError(
+            f"data {name!r} is neither a file nor a folder here, so it is taken as the id of a hub "
+            "data set, and a split is needed: set split (often train or test)."
+        )
+    try:
+        loaded = datasets.load_dataset(name, split=split)
+    except Exception as error:  # whatever the hub's client and the network raise
+        raise CalibrationError(
+            f"data {name!r}, split {split!r}: neither a file or folder here nor a data set that "
+            f"the hub gives ({error}).{offline_hint()}"
+        ) from error
+    return cast(datasets.Dataset, loaded)
+
+
+def offline_hint() -> str:
+    """Return a hint for messages that something cannot be loaded; empty when online."""
+    if not HF_HUB_OFFLINE:
+        return ""
+    return " HF_HUB_OFFLINE is set: only local files and what is already in the cache are found."

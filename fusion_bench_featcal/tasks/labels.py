@@ -1,4 +1,4 @@
-"""From the labels a data set holds to the index of a class name."""
+"""Class indices of a data set's labels."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
@@ -39,7 +39,7 @@ def match_names(
     Args:
         found: The data's own names: folders, distinct text labels, or a data set's class list.
         wanted: The configured class names.
-        place: Where the class names are set, for messages.
+        place: The key of the class names, for messages.
         by: `name`; `order` takes the data's classes in order, whatever their names; `either` takes
             them in order where all are unknown.
 
@@ -97,7 +97,7 @@ def encode_labels(
         classnames: The configured class names (None: `names`, or the distinct texts in the order of
             `sort_names`).
         place: The data, for messages.
-        by: How `names` and `classnames` are matched, see `match_names`.
+        by: Rule to match `names` to `classnames`, see `match_names`.
 
     Returns:
         The index of each item's class, and the class names where they are known.

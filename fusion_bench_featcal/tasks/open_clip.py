@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.clip import ClipTaskPool
+from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool
 from fusion_bench_featcal.tasks.scoring import Score
 
 

@@ -1,14 +1,131 @@
-"""How well a classifier does on one task, item by item."""
+"""A task's test images: processed, in batches that are kept in memory, and scored."""
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 
+from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.pixels import Batch
+from fusion_bench_featcal.tasks.images import ImageItems
+from fusion_bench_featcal.tasks.pictures import Processor, stack_pixels, to_pixels
+
+Batch = tuple[Tensor, Tensor]
+
+LOADER_DEFAULTS = {"batch_size": 128, "num_workers": 0}
+
+
+class EvaluationItems(Dataset):
+    """A task's items as pixel values `[channels, height, width]` and label."""
+
+    def __init__(self, items: ImageItems, processor: Processor) -> None:
+        self.items = items
+        self.processor = processor
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.items.read(index)
+        if label is None:
+            raise CalibrationError(
+                f"{self.items.at(index)} has no label, so accuracy cannot be measured. Check "
+                "label_column."
+            )
+        return to_pixels(image, self.processor, *self.items.context(index)), label
+
+
+def evaluation_loader(items: EvaluationItems, settings: Mapping[str, Any]) -> DataLoader[Batch]:
+    """Return a loader that gives all items in their order.
+
+    Args:
+        items: The processed items.
+        settings: Arguments of `DataLoader`, as `loader_settings` returns them.
+
+    Returns:
+        Batches of pixel values `[batch, channels, height, width]` and int64 labels `[batch]`.
+    """
+    return DataLoader(items, collate_fn=partial(_collate, items.items.place), **settings)
+
+
+def _collate(place: str, batch: Sequence[tuple[Tensor, int]]) -> Batch:
+    pixels, labels = zip(*batch, strict=True)
+    stacked = stack_pixels(pixels, place, "taskpool.processor")
+    return stacked, torch.tensor(labels, dtype=torch.int64)
+
+
+def loader_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Check `dataloader_kwargs` and fill in `LOADER_DEFAULTS`.
+
+    Args:
+        given: Arguments for `DataLoader`.
+
+    Returns:
+        All arguments.
+
+    Raises:
+        ValueError: For unknown arguments, and for those that would reorder or drop test items.
+    """
+    if isinstance(given, DictConfig):
+        given = OmegaConf.to_container(given, resolve=True)  # type: ignore[assignment]
+    given = dict(given or {})
+    place = "taskpool.dataloader_kwargs"
+    ours = {"self", "dataset", "collate_fn", "sampler", "batch_sampler"}
+    valid = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in ours]
+    refuse_unknown_keys(given, valid, place)
+    for key in ("shuffle", "drop_last"):
+        if given.get(key):
+            raise ValueError(
+                f"{place}.{key} must be false: test items are compared model by model, one by one."
+            )
+    return LOADER_DEFAULTS | given
+
+
+class PixelCache:
+    """Keeps processed batches of several tasks up to a memory limit.
+
+    Attributes:
+        limit_bytes: The limit.
+        used_bytes: Size of the batches kept at the moment.
+    """
+
+    def __init__(self, limit_mb: float) -> None:
+        self.limit_bytes = int(limit_mb * 2**20)
+        self.used_bytes = 0
+        self._kept: dict[str, list[Batch]] = {}
+
+    def batches(self, task: str, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield a task's batches: kept ones, or the loader's, which are kept if all of them fit.
+
+        Args:
+            task: The task they belong to.
+            loader: Gives the same batches each time.
+
+        Yields:
+            Pixel values `[batch, channels, height, width]` and labels `[batch]`, on the CPU.
+        """
+        if task in self._kept:
+            yield from self._kept[task]
+            return
+        room = self.limit_bytes - self.used_bytes
+        kept: list[Batch] = []
+        size = 0
+        for pixels, labels in loader:
+            size += pixels.nbytes + labels.nbytes
+            if size <= room:
+                kept.append((pixels, labels))
+            else:
+                kept.clear()
+            yield pixels, labels
+        if size <= room:  # reached only when the caller took every batch
+            self._kept[task] = kept
+            self.used_bytes += size
 
 
 class Score(NamedTuple):

@@ -1,14 +1,76 @@
-"""What language models answer to prompts, and how well they know the right answers."""
+"""Answers of language models to prompts, and their scores: match, rank correlation, loss."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusion_bench_featcal.calibration_text import greedy_answers
 from fusion_bench_featcal.text_samples import IGNORED, Sample, TextEncoder, pad_samples
+
+GREEDY: Mapping[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+}
+"""Arguments of `generate` for a greedy search, whatever the model's own settings are."""
+
+Metric = Literal["exact_match", "spearman"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+
+
+def greedy_answers(
+    model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
+) -> list[list[int]]:
+    """Answer prompts by greedy search.
+
+    Args:
+        model: A transformers model with `generate`.
+        prompts: Token ids of each prompt.
+        encoder: The kind of model and its padding.
+        most: Longest answer in tokens.
+
+    Returns:
+        Token ids of each answer, up to and with the end token where one was written.
+    """
+    device = next(model.parameters()).device
+    ids, mask = padded_left(prompts, encoder.pad_id)
+    settings = model.generation_config
+    with torch.no_grad():
+        written = model.eval().generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=most,
+            **GREEDY,
+            pad_token_id=encoder.pad_id,
+        )
+    first = 1 if encoder.kind == "seq2seq" else ids.shape[1]
+    ends = settings.eos_token_id if settings.eos_token_id is not None else []
+    ends = {ends} if isinstance(ends, int) else set(ends)
+    answers = [row[first:].tolist() for row in written]
+    # up to and with the first end token
+    lengths = [next((i + 1 for i, t in enumerate(a) if t in ends), len(a)) for a in answers]
+    return [answer[:length] for answer, length in zip(answers, lengths, strict=True)]
+
+
+def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Pad prompts on the left, so that a decoder's answer follows each at once.
+
+    Args:
+        prompts: Token ids of each prompt.
+        pad_id: The padding.
+
+    Returns:
+        Token ids and mask, `[batch, length]` int64 each.
+    """
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask
 
 
 def answer_texts(
@@ -78,3 +140,38 @@ def _row_losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def _by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return (order[start : start + batch_size] for start in range(0, len(order), batch_size))
+
+
+def exact_matches(answers: Sequence[str], targets: Sequence[str]) -> list[bool]:
+    """Return which answers equal their target, up to blanks at either end."""
+    return [
+        answer.strip() == target.strip() for answer, target in zip(answers, targets, strict=True)
+    ]
+
+
+def spearman(answers: Sequence[str], targets: Sequence[str]) -> float:
+    """Return Spearman's rank correlation of two lists of written numbers.
+
+    Args:
+        answers: Generated texts; one that is no finite number counts as 0, as in FusionBench.
+        targets: Their targets, read alike.
+
+    Returns:
+        The correlation in -1..1, ties sharing their mean rank; 0 where either list is constant
+        (FusionBench has NaN there).
+    """
+    from scipy import stats  # slow to import, and few tasks need it
+
+    numbers = [[_number(text) for text in texts] for texts in (answers, targets)]
+    if any(len(set(values)) == 1 for values in numbers):
+        return 0.0
+    spearmanr: Any = stats.spearmanr
+    return float(spearmanr(*numbers).statistic)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) else 0.0

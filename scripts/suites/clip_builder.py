@@ -89,6 +89,7 @@ class ClipBuilder:
     def pretrain(self, model: CLIPModel) -> None:
         """Train the whole model on plain pictures of all tasks."""
         recipe, generator = self.recipe, stage_generator(self.seed, "pretraining")
+        tasks_per_step = min(recipe.tasks_per_step, len(self.tasks))
         count = recipe.images_per_task
         sets = [load_training_set(task) for task in self.tasks]
         prompts = [self._prompts(task) for task in self.tasks]
@@ -99,7 +100,7 @@ class ClipBuilder:
 
         def loss_and_accuracy() -> tuple[Tensor, float]:
             cap_logit_scale()
-            drawn = torch.multinomial(shares, recipe.tasks_per_step, generator=generator).tolist()
+            drawn = torch.multinomial(shares, tasks_per_step, generator=generator).tolist()
             grey, labels = zip(*(_draw(sets[i], count, generator) for i in drawn), strict=True)
             pixels = plain_pixels(augment(torch.cat(grey), recipe.pretraining, generator))
             embeddings = image_embeddings(model, pixels).split(count)

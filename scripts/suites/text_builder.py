@@ -20,8 +20,7 @@ from transformers import (
 
 from fusion_bench_featcal.suites import text
 from fusion_bench_featcal.suites.text import load_text_split
-from fusion_bench_featcal.tasks.text_generation import answer_texts
-from fusion_bench_featcal.tasks.text_metrics import exact_matches
+from fusion_bench_featcal.tasks.text_generation import answer_texts, exact_matches
 from fusion_bench_featcal.text_samples import IGNORED, Sample, TextEncoder, pad_samples
 
 # rows of this many batches are put in order of length before they are cut into batches

@@ -24,9 +24,9 @@ from fusion_bench_featcal.baselines.settings import (
 )
 from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorithm
 from fusion_bench_featcal.boundary.saving import CompleteSaver
-from fusion_bench_featcal.calibration_text import greedy_answers
 from fusion_bench_featcal.pools import CausalLMPool
 from fusion_bench_featcal.tasks import TextTaskPool
+from fusion_bench_featcal.tasks.text_generation import greedy_answers
 from fusion_bench_featcal.text_samples import TextEncoder
 
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))

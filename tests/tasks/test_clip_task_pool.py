@@ -16,7 +16,7 @@ from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks import ClipTaskPool, load_images
 from fusion_bench_featcal.tasks.heads import names_of
-from fusion_bench_featcal.tasks.pixels import PixelCache
+from fusion_bench_featcal.tasks.scoring import PixelCache
 
 
 def other_model(folder: Path) -> CLIPVisionModel:
@@ -185,7 +185,7 @@ def test_workers_give_the_same(make_pool, two_tasks, vision_model):
 
 def test_configuration_comes_back(make_pool, two_tasks):
     config = make_pool(tasks=two_tasks).config
-    assert config._target_ == "fusion_bench_featcal.tasks.clip.ClipTaskPool"
+    assert config._target_ == "fusion_bench_featcal.tasks.clip_pool.ClipTaskPool"
     assert config.tasks == two_tasks
 
 

@@ -12,8 +12,12 @@ from fusion_bench.tasks.clip_classification import (
 )
 from fusion_bench.utils import cache_utils
 
-from fusion_bench_featcal.tasks.definition import PromptTemplate
-from fusion_bench_featcal.tasks.heads import forget_stored_heads, known_names, register_names
+from fusion_bench_featcal.tasks.heads import (
+    PromptTemplate,
+    forget_stored_heads,
+    known_names,
+    register_names,
+)
 
 DIGITS = [str(digit) for digit in range(10)]
 

@@ -9,7 +9,8 @@ from PIL import Image
 from tiny_images import picture
 
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.pixels import PixelCache, stack_pixels, to_pixels
+from fusion_bench_featcal.tasks.pictures import stack_pixels, to_pixels
+from fusion_bench_featcal.tasks.scoring import PixelCache
 
 
 def channels_first(image) -> torch.Tensor:

@@ -1,10 +1,8 @@
 """`ClipTaskPool`: FusionBench's CLIP task pool with tasks that YAML alone can define."""
 
-import inspect
 import itertools
 import logging
 from collections.abc import Mapping
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,24 +16,33 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
-from fusion_bench.utils import count_parameters
 
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.progress import progress_bar
-from fusion_bench_featcal.tasks.definition import TaskDefinition, parse_tasks
-from fusion_bench_featcal.tasks.heads import forget_stored_heads
-from fusion_bench_featcal.tasks.opening import (
-    EvaluationItems,
+from fusion_bench_featcal.tasks.definition import (
     OpenTask,
+    TaskDefinition,
     background_of,
     check_background,
+    open_task,
+    parse_tasks,
+)
+from fusion_bench_featcal.tasks.heads import forget_stored_heads
+from fusion_bench_featcal.tasks.pool_settings import (
+    build_part,
+    evaluation_report,
+    load_part,
+    refuse_unknown_pool_keys,
+)
+from fusion_bench_featcal.tasks.scoring import (
+    Batch,
+    EvaluationItems,
+    PixelCache,
+    Score,
     evaluation_loader,
     loader_settings,
-    open_task,
+    score,
 )
-from fusion_bench_featcal.tasks.parts import build_part, load_part
-from fusion_bench_featcal.tasks.pixels import Batch, PixelCache
-from fusion_bench_featcal.tasks.scoring import Score, score
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +109,7 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
             layer_wise_feature_first_token_only: As in FusionBench.
             layer_wise_feature_max_num: As in FusionBench.
             fast_dev_run: Evaluate on one batch a task (None: FusionBench's debug constant).
-            move_to_device: Whether model and batches are moved to the Fabric device.
+            move_to_device: Move model and batches to the Fabric device.
             _usage_: Free text that FusionBench's configurations carry.
             _version_: The FusionBench release a configuration was written for.
             **unknown: Refused.
@@ -112,8 +119,7 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
                 clash with FusionBench's.
             CalibrationError: If a task's data cannot be read.
         """
-        valid = [name for name in inspect.signature(ClipTaskPool).parameters if name != "unknown"]
-        refuse_unknown_keys([key for key in unknown if key != "_recursive_"], valid, "taskpool")
+        refuse_unknown_pool_keys(ClipTaskPool, unknown)
         if isinstance(pixel_cache_mb, bool) or not pixel_cache_mb >= 0:
             raise ValueError(
                 f"taskpool.pixel_cache_mb must be a number >= 0, got {pixel_cache_mb!r}"
@@ -229,19 +235,10 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
         if not self._is_setup:
             self.setup()
         self.item_correct = {}
-        trainable, total = count_parameters(model)
-        info = {"trainable_params": trainable, "all_params": total}
-        report: dict[str, Any] = {"model_info": info | {"trainable_percentage": trainable / total}}
-        if name is not None:
-            report["model_info"]["name"] = name
         scores = self._scores(model)
-        for task, result in scores.items():
-            report[task] = {"accuracy": result.accuracy, "loss": result.loss}
-        report["average"] = {
-            "accuracy": fmean(result.accuracy for result in scores.values()),
-            "loss": fmean(result.loss for result in scores.values()),
-        }
         self.item_correct = {task: result.correct for task, result in scores.items()}
+        measured = {t: {"accuracy": r.accuracy, "loss": r.loss} for t, r in scores.items()}
+        report = evaluation_report(model, name, measured)
         log.debug("evaluation result: %s", report)
         return report
 

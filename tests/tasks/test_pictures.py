@@ -15,9 +15,9 @@ from tiny_images import write_class_folders
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks import load_images
-from fusion_bench_featcal.tasks.images import ImageItems, to_rgb
-from fusion_bench_featcal.tasks.item_digest import fixed_content
-from fusion_bench_featcal.tasks.opening import EvaluationItems
+from fusion_bench_featcal.tasks.images import ImageItems
+from fusion_bench_featcal.tasks.pictures import fixed_content, to_rgb
+from fusion_bench_featcal.tasks.scoring import EvaluationItems
 
 DEEP = np.array([[0, 257 * 40, 257 * 128], [257 * 200, 65535, 257 * 3]], np.uint16)
 GREY = (DEEP // 257).astype(np.uint8)

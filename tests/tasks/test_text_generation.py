@@ -1,9 +1,8 @@
 """Exact match and rank correlation against known answers."""
 
 import pytest
-from scipy import stats
 
-from fusion_bench_featcal.tasks.text_metrics import exact_matches, spearman
+from fusion_bench_featcal.tasks.text_generation import exact_matches, spearman
 
 
 def test_exact_match_overlooks_blanks_at_the_ends_only():
@@ -18,13 +17,6 @@ def test_spearman_of_known_answers():
     assert spearman(["9", "2.5", "1"], ["0.1", "0.2", "0.3"]) == pytest.approx(-1)
     # ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4: 4.5 / sqrt(4.5 * 5)
     assert spearman(["0", "3", "3", "5"], ["1", "3", "2", "4"]) == pytest.approx((4.5 / 5) ** 0.5)
-
-
-def test_spearman_equals_scipys():
-    answers = ["3.8", "0.0", "5.0", "2.4", "2.4", "1.0", "4.4", "4.4", "4.4"]
-    targets = ["3.6", "0.2", "4.8", "2.4", "3.0", "0.2", "5.0", "1.0", "2.0"]
-    expected = stats.spearmanr([float(a) for a in answers], [float(t) for t in targets])[0]
-    assert spearman(answers, targets) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("word", ["great", "", "nan", "inf", "1,5"])

@@ -1,12 +1,10 @@
 """`TextTaskPool`: language models that answer prompts, scored on what they write."""
 
-import inspect
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,15 +16,25 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
-from fusion_bench.utils import count_parameters
 
 from fusion_bench_featcal.engine.samples import check_token_ids
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.parts import build_part, load_part
-from fusion_bench_featcal.tasks.text_generation import answer_texts, target_loss
-from fusion_bench_featcal.tasks.text_metrics import METRICS, Metric, exact_matches, spearman
+from fusion_bench_featcal.tasks.pool_settings import (
+    build_part,
+    evaluation_report,
+    load_part,
+    refuse_unknown_pool_keys,
+)
+from fusion_bench_featcal.tasks.text_generation import (
+    METRICS,
+    Metric,
+    answer_texts,
+    exact_matches,
+    spearman,
+    target_loss,
+)
 from fusion_bench_featcal.text_samples import IGNORED, Sample, TextEncoder, TextKind, pad_samples
 
 log = logging.getLogger(__name__)
@@ -36,7 +44,7 @@ _TRIAL_ROWS = 16
 
 
 @dataclass(frozen=True)
-class TextTask:
+class TokenisedTask:
     """One task's test rows, tokenised for one kind of model.
 
     Attributes:
@@ -106,8 +114,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         Raises:
             ValueError: For unknown keys, tasks or metrics, and values out of range.
         """
-        valid = [name for name in inspect.signature(TextTaskPool).parameters if name != "unknown"]
-        refuse_unknown_keys([key for key in unknown if key != "_recursive_"], valid, "taskpool")
+        refuse_unknown_pool_keys(TextTaskPool, unknown)
         if not test_datasets:
             raise ValueError("taskpool has no tasks: name their data under taskpool.test_datasets")
         chosen = dict(metrics or {})
@@ -132,7 +139,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         self.fast_dev_run = fast_dev_run
         self.item_correct: dict[str, Tensor] = {}
         self.test_dataloaders: dict[str, Sequence[Mapping[str, Any]]] = {}
-        self._tokenised: dict[tuple[str, str], TextTask] = {}
+        self._tokenised: dict[tuple[str, str], TokenisedTask] = {}
         self._is_setup = False
 
     def setup(self) -> None:
@@ -175,22 +182,12 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         if not self._is_setup:
             self.setup()
         self.item_correct = {}
-        trainable, total = count_parameters(model)
-        info: dict[str, Any] = {"trainable_params": trainable, "all_params": total}
-        info["trainable_percentage"] = trainable / total
         model = self.fabric.to_device(model).eval()
         scores = {
             task: self._score(model, task)
             for task in progress_bar(list(self.test_dataloaders), what="evaluating", unit="task")
         }
-        average = {
-            key: fmean(score[key] for score in scores.values()) for key in ("accuracy", "loss")
-        }
-        report = {
-            "model_info": info if name is None else info | {"name": name},
-            **scores,
-            "average": average,
-        }
+        report = evaluation_report(model, name, scores)
         log.debug("evaluation result: %s", report)
         return report
 
@@ -211,7 +208,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         self.item_correct[name] = correct
         return {"accuracy": correct.double().mean().item(), "loss": loss}
 
-    def _task(self, encoder: TextEncoder, name: str) -> TextTask:
+    def _task(self, encoder: TextEncoder, name: str) -> TokenisedTask:
         """The task's rows in token ids, made once for each kind of model."""
         key = (name, encoder.kind)
         if key not in self._tokenised:
@@ -221,7 +218,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
             self._tokenised[key] = _read_task(encoder, name, list(rows), self.max_new_tokens or 0)
         return self._tokenised[key]
 
-    def _longest_answer(self, task: TextTask) -> int:
+    def _longest_answer(self, task: TokenisedTask) -> int:
         """Tokens an answer may have; an answer longer than every target cannot be right."""
         return self.max_new_tokens or max(
             sum(token != IGNORED for token in sample.labels or ()) for sample in task.samples
@@ -246,14 +243,14 @@ def told_task(model: Any, task: str) -> AbstractContextManager[Any]:
 
 def _read_task(
     encoder: TextEncoder, name: str, rows: Sequence[Mapping[str, Any]], reserved: int
-) -> TextTask:
+) -> TokenisedTask:
     places = [f"task {name!r}, test row {number}" for number in range(len(rows))]
     pairs = list(zip(rows, places, strict=True))
     samples = [encoder.sample(row, place) for row, place in pairs]
     for sample, place in zip(samples, places, strict=True):
         if sample.labels is None:
             raise CalibrationError(f"{place} has no target to compare answers with")
-    return TextTask(
+    return TokenisedTask(
         name,
         [encoder.prompt(row, place, reserved) for row, place in pairs],
         samples,

@@ -1,0 +1,96 @@
+"""Settings that all task pools read alike, and the report that they give."""
+
+import inspect
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from fusion_bench.utils import count_parameters, instantiate
+from torch import nn
+
+from fusion_bench_featcal.nearest_names import refuse_unknown_keys
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.images import offline_hint
+
+
+def refuse_unknown_pool_keys(pool: type, unknown: Mapping[str, Any]) -> None:
+    """Refuse keys of a task pool's YAML that its constructor does not take.
+
+    Raises:
+        ValueError: Naming the key, and the nearest that there is.
+    """
+    valid = [name for name in inspect.signature(pool).parameters if name != "unknown"]
+    refuse_unknown_keys([key for key in unknown if key != "_recursive_"], valid, "taskpool")
+
+
+def evaluation_report(
+    model: nn.Module, name: str | None, scores: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    """Return the report of one evaluation, in FusionBench's form.
+
+    Args:
+        model: The evaluated model.
+        name: Its name, if it has one.
+        scores: Task -> `accuracy` and `loss`.
+
+    Returns:
+        `{"model_info": {...}, <task>: {"accuracy", "loss"}, "average": {"accuracy", "loss"}}`.
+    """
+    trainable, total = count_parameters(model)
+    info: dict[str, Any] = {"trainable_params": trainable, "all_params": total}
+    info["trainable_percentage"] = trainable / total
+    if name is not None:
+        info["name"] = name
+    average = {k: fmean(score[k] for score in scores.values()) for k in ("accuracy", "loss")}
+    return {"model_info": info, **scores, "average": average}
+
+
+def load_part(place: str, value: Any, kind: Any, **options: Any) -> Any:
+    """Load a processor or model of the task pool.
+
+    Args:
+        place: Its key, for messages.
+        value: A folder or hub id, a configuration with `_target_`, or the object itself.
+        kind: Class whose `from_pretrained` loads a folder or hub id.
+        **options: For `from_pretrained`.
+
+    Returns:
+        The object.
+
+    Raises:
+        ValueError: If there is no value.
+        CalibrationError: If it cannot be loaded.
+    """
+    if value is None:
+        raise ValueError(f"{place} is not set: set it or taskpool.base_model.")
+    if not isinstance(value, str):
+        return build_part(place, value)
+    try:
+        return kind.from_pretrained(value, **options)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(place, value, error) from error
+
+
+def build_part(place: str, value: Any) -> Any:
+    """Instantiate a configuration with `_target_`; anything else is returned as it is.
+
+    Args:
+        place: Its key, for messages.
+        value: The configuration or object.
+
+    Returns:
+        The object.
+
+    Raises:
+        CalibrationError: If it cannot be loaded.
+    """
+    if not (isinstance(value, Mapping) and "_target_" in value):
+        return value
+    try:
+        return instantiate(value)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(place, dict(value), error) from error
+
+
+def _not_loaded(place: str, value: Any, error: Exception) -> CalibrationError:
+    return CalibrationError(f"{place}: {value!r} cannot be loaded ({error}).{offline_hint()}")
