@@ -12,10 +12,10 @@ MUTATIONS = [
     ),
     Mutation(
         "transparency dropped",
-        "tasks/colours.py",
+        "tasks/pictures.py",
         'canvas.alpha_composite(picture.convert("RGBA"))\n    return canvas.convert("RGB")',
         'return picture.convert("RGB")',
-        "tasks/test_colours.py",
+        "tasks/test_pictures.py",
     ),
     Mutation(
         "loss is averaged over batches",
@@ -33,7 +33,7 @@ MUTATIONS = [
     ),
     Mutation(
         "experts that generate see their padding",
-        "calibration_text.py",
+        "tasks/text_generation.py",
         "[[0] * (width - len(prompt)) + [1] * len(prompt) for",
         "[[1] * width for",
         "test_calibration_text.py",
