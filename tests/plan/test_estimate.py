@@ -167,9 +167,7 @@ def test_busiest_share_is_that_of_dealing_in_turn(samples: tuple[int, ...], proc
     size, tasks = 8, len(samples)
     dealt = [dict.fromkeys(range(rank, tasks, processes), 0) for rank in range(processes)]
     for task, count in enumerate(samples):
-        members = (
-            range(task % processes, processes, tasks) if processes > tasks else [task % processes]
-        )
+        members = range(task % processes, processes, tasks)
         for index, start in enumerate(range(0, count, size)):
             share = dealt[members[index % len(members)]]
             share[task] = share.get(task, 0) + min(size, count - start)
