@@ -29,13 +29,15 @@ class Recording:
     inputs: dict[InputKey, Tensor] = field(default_factory=dict)
     calls: dict[str, list[InputKey]] = field(default_factory=dict)
     count: int = 0
+    _originals: dict[InputKey, Tensor] = field(default_factory=dict)
 
     def add(self, module: str, value: Tensor) -> None:
         """Note one call of a module; ends the pass if it was the last that is asked for."""
-        if value.is_inference():
-            value = value.clone()  # it has no version to tell by
-        key = (id(value), value._version)
-        self.inputs[key] = value  # kept as it is: a freed tensor's identity can return
+        key = (id(value), _version(value))
+        self._originals[key] = value  # a freed tensor's identity can return
+        if key not in self.inputs:
+            # An inference tensor has no version to tell by that it was overwritten.
+            self.inputs[key] = value.clone() if value.is_inference() else value
         self.calls.setdefault(module, []).append(key)
         self.count += 1
         if self.count == self.stop_after:
@@ -52,7 +54,7 @@ class Recording:
             CalibrationError: Naming the module.
         """
         for module, keys in self.calls.items():
-            if any(self.inputs[key]._version != key[1] for key in keys):
+            if any(_version(self._originals[key]) != key[1] for key in keys):
                 raise CalibrationError(
                     f"module {module}: the block overwrites its input afterwards (an in-place "
                     "operation), so that it cannot be summed. Write the block's forward without "
@@ -101,6 +103,10 @@ class Recorder:
         recording.refuse_overwritten()
         self._calls[names] = recording.count
         return output, recording
+
+
+def _version(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version
 
 
 @contextmanager
