@@ -63,15 +63,15 @@ def phase_of(frame: FrameType | None) -> str:
     found = "rest"
     while frame is not None:
         file, function = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if file.name == "moments.py" or function in ("add_linear", "add_norm", "norm_moments"):
-            return "sums"
-        if function in ("solve_linear", "solve_norm", "solve_together", "add_means"):
+        if function in ("solve_linear", "solve_norm", "solve_together", "fold", "means"):
             return "solves"
+        if file.name == "moments.py":
+            return "sums"
         if function == "add" and file.name == "block.py":
             return "solves"
         if found == "rest" and (file.parent.name == "families" or "modeling_" in file.name):
             found = "passes"
-        elif found == "rest" and (file.name == "experts.py" or function == "load"):
+        elif found == "rest" and (file.parent.name == "experts" or function == "load"):
             found = "reading"
         frame = frame.f_back
     return found

@@ -169,6 +169,7 @@ def linear_moments(
     (x_cal, x_exp), weights = counted_rows((x_cal, x_exp), row_weights, dtype)
     sums = LinearSums(x_cal, mix_alpha=1.0, dtype=x_cal.dtype)
     sums.add(x_cal, x_exp, weights)
+    assert sums.cross is not None  # as alpha is 1
     drift_sq = (x_cal - x_exp).square().sum(1)
     return LinearMoments(
         gram=mirror_lower(sums.gram),
@@ -189,7 +190,7 @@ class LinearSums:
 
     Attributes:
         gram: `sum p x_cal x_cal'`, `[d, d]`; only its lower triangle is formed.
-        cross: `sum p x_cal (x_exp - x_cal)'`, `[d, d]`; None where it is not needed.
+        cross: `sum p x_cal (x_exp - x_cal)'`, `[d, d]`; None where alpha is 0, or for `reached`.
         reached: `sum p (W_i x_tgt) x_cal'` of each module, `[m, d]`; empty where there is `cross`.
         sum_cal: `sum p x_cal`, `[d]`.
         sum_shift: `sum p (x_exp - x_cal)`, `[d]`.
@@ -220,14 +221,15 @@ class LinearSums:
         is_few = bool(weights) and 2 * sum(map(len, weights.values())) <= width
         self._alpha = mix_alpha
         self._weights = {
-            name: weight.to(zero.dtype)
+            name: weight.to(zero.dtype).contiguous()
             for name, weight in weights.items()
             if is_few and mix_alpha > 0
         }
         self._mean_dtype = torch.promote_types(zero.dtype, mean_dtype)
         self._rounding = _gram_rounding(like.dtype, zero.dtype)
         self.gram = zero.new_zeros(width, width)
-        self._cross = zero.new_zeros(width, width) if mix_alpha > 0 and not self._weights else None
+        needs_cross = mix_alpha > 0 and not self._weights
+        self.cross = zero.new_zeros(width, width) if needs_cross else None
         self.reached = {name: torch.zeros_like(w) for name, w in self._weights.items()}
         self.sum_cal, self.sum_shift = zero.new_zeros(width), zero.new_zeros(width)
         self.weight = zero.clone()
@@ -269,8 +271,8 @@ class LinearSums:
         add_lower_gram(self.gram, columns)
         if shift is None:
             return
-        if self._cross is not None:
-            add_product(self._cross, columns, columns_of(shift))
+        if self.cross is not None:
+            add_product(self.cross, columns, columns_of(shift))
         if self.reached:
             target = torch.add(x_cal, shift, alpha=self._alpha)
             for name, weight in self._weights.items():
@@ -278,18 +280,13 @@ class LinearSums:
                     self.reached[name], columns_of(times_transposed(target, weight)), columns
                 )
 
-    @property
-    def cross(self) -> Tensor:
-        """The cross moment's difference to the gram; zero where alpha is 0."""
-        return torch.zeros_like(self.gram) if self._cross is None else self._cross
-
     def not_finite(self) -> Tensor:
         """1 where a sum is NaN or infinite, else 0, a scalar."""
         return torch.stack([not_finite(part) for part in self.tensors()[3:]]).any()
 
     def tensors(self) -> list[Tensor]:
         """The sums, to which those of further rows may be added in place, in a fixed order."""
-        cross = [] if self._cross is None else [self._cross]
+        cross = [] if self.cross is None else [self.cross]
         vectors = [self.weight, self.sum_cal, self.sum_shift]
         return [*vectors, self.gram, *cross, *self.reached.values()]
 
@@ -298,7 +295,7 @@ class LinearSums:
         dtype = self._mean_dtype
         total = self.weight.to(dtype)
         mean_cal = self.sum_cal.to(dtype) / total
-        cross = None if self._cross is None else self._cross.to(dtype)
+        cross = None if self.cross is None else self.cross.to(dtype)
         return TaskMeans(
             gram=self.gram.to(dtype).div_(total),
             shift=None if cross is None else cross.mul_(self._alpha / total),

@@ -118,9 +118,14 @@ class LinearSystem:
         self._mean_cal: Tensor | None = None
         self._right: dict[str, Tensor] = {}
         self._bias_right: dict[str, Tensor] = {}
-        self._lacks_anchor = False
+        self._lacks_anchor = self._is_closed = False
         self.task_weights: dict[str, Tensor] = {}
         self.gram_norms: dict[str, Tensor] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the modules."""
+        return tuple(self._anchors)
 
     def fold(
         self,
@@ -138,11 +143,16 @@ class LinearSystem:
             expert_biases: Its expert's bias of each module whose bias is calibrated, `[m]`.
 
         Raises:
-            ValueError: If the task was folded before.
+            ValueError: If the task was folded before, the system has been solved, or `reached` is
+                given for some tasks only.
             ZeroDivisionError: If all inputs are zero and eps is 0.
         """
         if task in self.task_weights:
             raise ValueError(f"task {task!r} was folded before")
+        if self._is_closed:
+            raise ValueError("no task can be folded into sums that have been solved")
+        if self.task_weights and bool(means.reached) != self._lacks_anchor:
+            raise ValueError("W_i C is given for some tasks and not for others")
         norm, dtype = norm_of_lower(means.gram), means.gram.dtype
         weight = weight_of_norm(norm, self._eps)
         cross = means.gram
@@ -183,14 +193,17 @@ class LinearSystem:
         self.gram_norms = {}  # those of the tasks that were folded here say nothing any more
         self.task_weights = {t: self._known(self._gram).new_full((), w) for t, w in weights.items()}
 
-    def solve(self, ridge_lambda: float) -> SharedSolution:
-        """Calibrated weight of every module (Eq. 17).
+    def solve(
+        self, ridge_lambda: float, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> SharedSolution:
+        """Calibrated weight of every module (Eq. 17). No task can be folded in afterwards.
 
         Float32 sums are solved in float32 where lambda bounds the condition (`SINGLE_LAMBDA`), and
         again in float64 where that was not enough.
 
         Args:
             ridge_lambda: lambda, >= 0.
+            dtypes: Dtype of each weight that is returned; None: that of the solve.
 
         Raises:
             UnsolvedError: If the system has no trustworthy solution, naming the module.
@@ -200,12 +213,14 @@ class LinearSystem:
         wide = solve_dtype(gram.device)
         if ridge_lambda >= SINGLE_LAMBDA and gram.dtype != wide:
             try:
-                return self._solve_in(gram.dtype, ridge_lambda)
+                return self._solve_in(gram.dtype, ridge_lambda, dtypes or {})
             except UnsolvedError:
                 pass
-        return self._solve_in(wide, ridge_lambda)
+        return self._solve_in(wide, ridge_lambda, dtypes or {})
 
-    def _solve_in(self, dtype: torch.dtype, ridge_lambda: float) -> SharedSolution:
+    def _solve_in(
+        self, dtype: torch.dtype, ridge_lambda: float, dtypes: Mapping[str, torch.dtype]
+    ) -> SharedSolution:
         gram = self._known(self._gram)
         diagonal = gram.diagonal().clone()  # in its own dtype the gram itself becomes the system
         system = ridge_system(gram, ridge_lambda=ridge_lambda, eps=self._eps, dtype=dtype)
@@ -216,11 +231,12 @@ class LinearSystem:
             anchor = anchor.to(dtype)
             right = self._right[name].to(dtype) - self._eps * anchor
             step, residual = solve_factorised(factor.lower, system, right)
-            weights[name] = step.add_(anchor)
+            weights[name] = step.add_(anchor).to(dtypes.get(name, dtype))
             estimates.append(residual)
         gram.diagonal().copy_(diagonal)
         # The host looks once, at all modules.
-        signs, residuals = _split(read_back([factor.signs, *estimates]), Factor.SIGNS)
+        values = read_back([factor.signs, *estimates])
+        signs, residuals = values[: Factor.SIGNS], values[Factor.SIGNS :]
         name, floor = next(iter(weights)), ridge_lambda + self._eps
         try:
             condition = trusted_condition(
@@ -258,13 +274,15 @@ class LinearSystem:
 
     def _add_anchors(self) -> None:
         """Add to the right sides, once, what the anchors add over all tasks."""
-        gram = mirror_lower(self._known(self._gram))
+        gram = self._known(self._gram)
+        if self._lacks_anchor:
+            mirror_lower(gram)
         moment, sign = (gram, -1) if self._lacks_anchor else (self._shift, 1)
         if moment is not None:
             for name, right in self._right.items():
                 part = times_transposed(self._anchors[name].to(moment.dtype), moment)
                 right.add_(part, alpha=sign)
-        self._shift, self._lacks_anchor = None, False
+        self._shift, self._lacks_anchor, self._is_closed = None, False, True
 
     @staticmethod
     def _known(sums: Tensor | None) -> Tensor:
@@ -274,10 +292,6 @@ class LinearSystem:
 
 def _add_weighted(total: Tensor | None, part: Tensor, weight: Tensor) -> Tensor:
     return part.mul_(weight) if total is None else total.addcmul_(part, weight)
-
-
-def _split(values: list[float], at: int) -> tuple[list[float], list[float]]:
-    return values[:at], values[at:]
 
 
 class NormSystem:

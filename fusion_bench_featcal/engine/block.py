@@ -184,11 +184,12 @@ class BlockSums:
     ) -> list[dict[str, Any]]:
         """Solve the modules that share their inputs; their log records."""
         ridge_lambda = self._settings.ridge_lambda
-        found = system.solve(ridge_lambda)
-        for name in list(found.weights):
+        # Rounded at once, so that a group's solutions take no more memory than they will.
+        names = {name: self._sites[name].weight_name for name in system.names}
+        dtypes = {name: self._model.get_parameter(names[name]).dtype for name in names}
+        found = system.solve(ridge_lambda, dtypes)
+        for name, stored in found.weights.items():
             site = self._sites[name]
-            dtype = self._model.get_parameter(site.weight_name).dtype
-            stored = found.weights.pop(name).to(dtype)
             updates[site.weight_name] = site.oriented(stored)
             if site.has_bias and self._settings.calibrate_bias:
                 # From the rounded weight: the bias makes up for its rounding too.

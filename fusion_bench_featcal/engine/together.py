@@ -80,11 +80,13 @@ def _same_groups(tallies: Tallies) -> list[Names]:
     """The groups of modules that share their inputs, which must be every task's."""
     first, *others = tallies
     for task in others:
-        if list(tallies[task]) != list(tallies[first]):
-            raise CalibrationError(
-                f"modules share their inputs otherwise in task {task} than in {first}, which is "
-                "not supported. Exclude them by method.modules"
-            )
+        for names in tallies[task]:
+            if names not in tallies[first]:
+                raise CalibrationError(
+                    f"task {task}: modules {', '.join(names)} share their input otherwise than in "
+                    f"task {first}, which is not supported. Exclude them: "
+                    f"method.modules=['!{names[0]}', ...]"
+                )
     return list(tallies[first])
 
 

@@ -1,5 +1,7 @@
 """Sums over tasks, folded one at a time, give what whole statistics of every task give."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import Knobs
@@ -107,6 +109,18 @@ def test_task_is_folded_only_once():
     means = problem.moments()["task_0"].means(0.3, torch.float64)
     with pytest.raises(ValueError, match="task_0"):
         folded.fold("task_0", means, {"only": problem.weights["task_0"]}, {})
+
+
+def test_no_task_is_folded_after_a_solve_or_in_another_form():
+    problem = random_problem(25)
+    folded = fold({"only": problem}, Knobs())
+    means = problem.moments()["task_0"].means(0.3, torch.float64)
+    weights = {"only": problem.weights["task_0"]}
+    with pytest.raises(ValueError, match="some tasks and not for others"):
+        folded.fold("new", replace(means, reached=weights), weights, {})
+    folded.solve(0.05)
+    with pytest.raises(ValueError, match="have been solved"):
+        folded.fold("new", means, weights, {})
 
 
 def test_solving_leaves_the_statistics_alone():
