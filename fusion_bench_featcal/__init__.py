@@ -46,7 +46,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from fusion_bench_featcal.old_names import old_name
+
+        return old_name(name)
     value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value

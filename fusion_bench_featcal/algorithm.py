@@ -11,15 +11,20 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
-from fusion_bench_featcal.boundary.ending import ending_cleanly
-from fusion_bench_featcal.boundary.fusing import (
+from fusion_bench_featcal.calibration import CalibrationResult, calibrate
+from fusion_bench_featcal.calibration_data import calibration_batches, image_counts
+from fusion_bench_featcal.checkpoints import check_checkpoints
+from fusion_bench_featcal.engine.merging import UpstreamMerge
+from fusion_bench_featcal.engine.processes import OneProcess, Processes
+from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.fusionbench.ending import ending_cleanly
+from fusion_bench_featcal.fusionbench.fusing import (
     check_merger_budget,
     checked_fusing,
     start_upstream,
 )
-from fusion_bench_featcal.boundary.loggers import log_reports
-from fusion_bench_featcal.boundary.model_card import CardFacts
-from fusion_bench_featcal.boundary.options import (
+from fusion_bench_featcal.fusionbench.model_card import CardFacts
+from fusion_bench_featcal.fusionbench.options import (
     MERGED,
     check_merger,
     checked_choices,
@@ -27,25 +32,21 @@ from fusion_bench_featcal.boundary.options import (
     plain,
     take_fusion_bench_keys,
 )
-from fusion_bench_featcal.boundary.plan_run import known_samples, log_plan, stored_itemsize
-from fusion_bench_featcal.boundary.pool_checks import (
+from fusion_bench_featcal.fusionbench.plan_run import known_samples, log_plan, stored_itemsize
+from fusion_bench_featcal.fusionbench.pool_checks import (
     check_experts,
     check_pool_models,
     check_pool_settings,
 )
-from fusion_bench_featcal.boundary.pool_models import (
-    BASE_MODEL,
-    PoolSources,
-    load_input_processor,
-    pool_source,
-)
-from fusion_bench_featcal.boundary.processes import (
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolSources, pool_source
+from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.fusionbench.program import check_upstream, prepare_run
+from fusion_bench_featcal.fusionbench.program_processes import (
     announcing,
     join_processes,
     share_model,
 )
-from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
-from fusion_bench_featcal.boundary.reads import (
+from fusion_bench_featcal.fusionbench.reads import (
     BY_ITSELF,
     EARLIER,
     FUSED,
@@ -53,14 +54,13 @@ from fusion_bench_featcal.boundary.reads import (
     budget_beside_merger,
     check_read_budgets,
 )
-from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
-from fusion_bench_featcal.boundary.saved_row import RowSaver, skip_saving
-from fusion_bench_featcal.calibration import CalibrationResult, calibrate
-from fusion_bench_featcal.calibration_data import calibration_batches, image_counts
-from fusion_bench_featcal.checkpoints import check_checkpoints
-from fusion_bench_featcal.engine.merging import UpstreamMerge
-from fusion_bench_featcal.engine.processes import OneProcess, Processes
-from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.fusionbench.run_results import (
+    RunResults,
+    log_reports,
+    method_name,
+    suite_name,
+)
+from fusion_bench_featcal.fusionbench.saving import RowSaver, skip_saving
 from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.results import (
     FEATCAL,

@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.calibration_text import text_batches, text_rows
 from fusion_bench_featcal.engine.samples import warn_of_few_samples
+from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.image_cache import MEMORY, PROCESSED, ImageCache, describe_processor
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.boundary.pool_models import load_pool_model
-from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.engine.samples import check_token_ids
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks.images import require_numbered
 from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_left

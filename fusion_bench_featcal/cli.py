@@ -113,7 +113,7 @@ def preflight_command(options: argparse.Namespace) -> int:
     lengths = {"length": options.length, "target_length": options.target_length}
     try:
         if any("=" in word for word in options.words):
-            from fusion_bench_featcal.boundary.plan_run import preflight_request
+            from fusion_bench_featcal.fusionbench.plan_run import preflight_request
 
             request = preflight_request(options.words, **lengths)
         else:
@@ -130,7 +130,7 @@ def plan_command(options: argparse.Namespace) -> int:
     """Estimate time, memory, bytes read and files of a calibration before anything is loaded."""
     import json
 
-    from fusion_bench_featcal.boundary.plan_run import run_request
+    from fusion_bench_featcal.fusionbench.plan_run import run_request
     from fusion_bench_featcal.plan.estimate import estimate, with_levers
     from fusion_bench_featcal.plan.show import show_plan
     from fusion_bench_featcal.settings import CalibrationError

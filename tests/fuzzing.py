@@ -17,7 +17,7 @@ from tiny_t5 import REPLAY, t5_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, calibrate
-from fusion_bench_featcal.boundary.options import checked_settings
+from fusion_bench_featcal.fusionbench.options import checked_settings
 
 NAMES_A_SETTING = re.compile(r"(method|modelpool)\.[a-z_*]+")
 SAMPLES = 7  # of each task in every suite below

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from fusion_bench_featcal.boundary.busy import warn_if_busy
+from fusion_bench_featcal.fusionbench.program import warn_if_busy
 
 ROOT = Path(__file__).parents[1]
 

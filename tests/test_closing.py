@@ -9,10 +9,9 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal.boundary import results
-from fusion_bench_featcal.boundary.closing import at_the_end
-from fusion_bench_featcal.boundary.log_dir import LogDirectoryCheck
-from fusion_bench_featcal.boundary.results import RunResults
+from fusion_bench_featcal.fusionbench import run_results as results
+from fusion_bench_featcal.fusionbench.hydra_job import LogDirectoryCheck, at_the_end
+from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.results import Cost
 
 NO_CONFIG = OmegaConf.create({})

@@ -17,9 +17,9 @@ from process_group import in_forks, in_processes
 from fusion_bench_featcal.baselines.algorithms import SurgeryAlgorithm
 from fusion_bench_featcal.baselines.peer_algorithms import AnchorOnlyAlgorithm, LotAlgorithm
 from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorithm
-from fusion_bench_featcal.boundary.ending import ending_cleanly
 from fusion_bench_featcal.engine import processes as waiting
 from fusion_bench_featcal.engine.processes import Processes
+from fusion_bench_featcal.fusionbench.ending import ending_cleanly
 from fusion_bench_featcal.leftovers import owner_mark
 
 PROGRAM = SimpleNamespace()
@@ -146,7 +146,7 @@ WAITER = """
 import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from fusion_bench_featcal.boundary.ending import ending_cleanly
+from fusion_bench_featcal.fusionbench.ending import ending_cleanly
 from fusion_bench_featcal.engine.processes import TorchProcesses
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])

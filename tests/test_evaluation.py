@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_bench_featcal.boundary.evaluation import evaluate
-from fusion_bench_featcal.boundary.results import RunResults
 from fusion_bench_featcal.core import kernels
+from fusion_bench_featcal.fusionbench.evaluation import evaluate
+from fusion_bench_featcal.fusionbench.run_results import RunResults
 
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
 

@@ -12,9 +12,9 @@ from tiny_texts import t5_model, with_data, word_tokenizer, write
 from torch import nn
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.boundary.pool_models import pool_source
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.fusionbench.pool_models import pool_source
 from fusion_bench_featcal.settings import CalibrationError
 
 PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "init_lora_weights": True}

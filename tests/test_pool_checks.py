@@ -37,17 +37,17 @@ from transformers import (
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.baselines.algorithms import RidgeSurgeryAlgorithm
 from fusion_bench_featcal.baselines.peer_algorithms import RegMeanAlgorithm
-from fusion_bench_featcal.boundary.pool_checks import (
-    check_pool_models,
-    check_pool_settings,
-    check_precision,
-)
-from fusion_bench_featcal.boundary.pool_models import file_source, load_pool_model
-from fusion_bench_featcal.boundary.program import take_default_taskpool
 from fusion_bench_featcal.comparison import ComparisonAlgorithm
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.families.suggest import suggested_families
+from fusion_bench_featcal.fusionbench.pool_checks import (
+    check_pool_models,
+    check_pool_settings,
+    check_precision,
+)
+from fusion_bench_featcal.fusionbench.pool_models import file_source, load_pool_model
+from fusion_bench_featcal.fusionbench.program import take_default_taskpool
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 MERGER = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}

@@ -15,9 +15,9 @@ from transformers import CLIPImageProcessor, CLIPVisionModel
 import fusion_bench_featcal.algorithm as featcal
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.boundary import results
-from fusion_bench_featcal.boundary.evaluation import Evaluation
-from fusion_bench_featcal.boundary.program import prepare_run
+from fusion_bench_featcal.fusionbench import run_results as results
+from fusion_bench_featcal.fusionbench.evaluation import Evaluation
+from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.results import Report
 
 TASKS = ("mini_greek", "mini_latin")

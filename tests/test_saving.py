@@ -16,10 +16,9 @@ from torch import nn
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.boundary import replacing
-from fusion_bench_featcal.boundary.replacing import clear_leftovers
-from fusion_bench_featcal.boundary.save_target import check_save_target
-from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.fusionbench import replacing
+from fusion_bench_featcal.fusionbench.replacing import clear_leftovers
+from fusion_bench_featcal.fusionbench.saving import CompleteSaver, check_save_target
 from fusion_bench_featcal.leftovers import owner_mark, remove_orphans, temporary_neighbour
 from fusion_bench_featcal.results import ReportError
 

@@ -7,8 +7,8 @@ import pytest
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
 from fusion_bench_featcal.setting_docs import METHODS, documented
 
 CONFIG = Path(__file__).resolve().parents[1] / "config" / "method"

@@ -16,9 +16,10 @@ from tiny_texts import TASKS, WORDS, llama_model, t5_model, with_data, word_toke
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.boundary.pool_models import load_input_processor, pool_source
-from fusion_bench_featcal.boundary.program import run_merger
-from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.fusionbench.pool_models import pool_source
+from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.fusionbench.program import run_merger
+from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.pools import CausalLMPool
 from fusion_bench_featcal.settings import CalibrationError
 

@@ -20,9 +20,9 @@ from tiny_images import picture
 from attacks.files import shown, without_figures
 from attacks.judging import RIGHT, captured_log, case, expect
 from attacks.worlds import ARITHMETIC, World, forked
-from fusion_bench_featcal.boundary.options import plain
 from fusion_bench_featcal.comparison import ComparisonAlgorithm
 from fusion_bench_featcal.comparison.grid import for_pool, make_grid
+from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.published import _averages
 from fusion_bench_featcal.results.summary import summarise

@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "row that is saved ignores method.save",
-        "boundary/saved_row.py",
+        "fusionbench/saving.py",
         "if facts.row != self.row or self._target is None:",
         "if self._target is None:",
         "test_run_order.py",
@@ -58,14 +58,14 @@ MUTATIONS = [
     ),
     Mutation(
         "temporary folder stays when saving fails",
-        "boundary/replacing.py",
+        "fusionbench/replacing.py",
         "    finally:\n        remove(new)\n",
         "    finally:\n        pass\n",
         "test_saving.py",
     ),
     Mutation(
         "old weights carried over to the new model",
-        "boundary/replacing.py",
+        "fusionbench/replacing.py",
         "if not any(fnmatch(entry.name, pattern) for pattern in _WEIGHTS):",
         "if entry.name:",
         "test_saving.py",

@@ -96,7 +96,7 @@ MUTATIONS = [
     ),
     Mutation(
         "average on the way divides by one model too many",
-        "boundary/fusing.py",
+        "fusionbench/fusing.py",
         "return state_dict_div(total, len(experts))",
         "return state_dict_div(total, len(experts) + 1)",
         "reads/test_fused_merge.py",

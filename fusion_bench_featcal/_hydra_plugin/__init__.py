@@ -58,7 +58,7 @@ class FeatCalSearchPath(SearchPathPlugin):
                 search_path.append(provider="fusion_bench_featcal", path=f"file://{folder}")
         # Only in FusionBench's own command: others that build search paths read other words.
         if folders[0] is not None and "fusion_bench.scripts.cli" in (_main_module(), *sys.modules):
-            from fusion_bench_featcal.boundary.config_errors import explain_config_errors
+            from fusion_bench_featcal.fusionbench.console import explain_config_errors
 
             explain_config_errors(sys.argv[1:], folders[0] / "method")
 

@@ -17,14 +17,14 @@ from fusion_bench_featcal.baselines.settings import (
     setting_names,
     settings_from,
 )
-from fusion_bench_featcal.boundary.ending import ends_cleanly
-from fusion_bench_featcal.boundary.options import check_merger, plain, take_fusion_bench_keys
-from fusion_bench_featcal.boundary.pool_checks import check_pool_models
-from fusion_bench_featcal.boundary.pool_models import load_input_processor
-from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
-from fusion_bench_featcal.boundary.results import method_name
-from fusion_bench_featcal.boundary.saving import CompleteSaver
-from fusion_bench_featcal.boundary.standalone import Row, run_post_merging
+from fusion_bench_featcal.fusionbench.ending import ends_cleanly
+from fusion_bench_featcal.fusionbench.options import check_merger, plain, take_fusion_bench_keys
+from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
+from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.fusionbench.program import check_upstream, prepare_run
+from fusion_bench_featcal.fusionbench.run_results import method_name
+from fusion_bench_featcal.fusionbench.saving import CompleteSaver
+from fusion_bench_featcal.fusionbench.standalone import Row, run_post_merging
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

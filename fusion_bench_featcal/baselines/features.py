@@ -8,8 +8,8 @@ from fusion_bench import BaseModelPool
 from torch import Tensor, nn
 
 from fusion_bench_featcal.baselines.settings import CorrectionSettings
-from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 

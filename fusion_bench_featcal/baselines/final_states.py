@@ -8,9 +8,9 @@ from typing import Any
 from fusion_bench import BaseModelPool
 from torch import Tensor, nn
 
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, pool_source
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
 from fusion_bench_featcal.families.rows import causal_rows, labelled_rows
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, pool_source
 from fusion_bench_featcal.settings import CalibrationError
 
 FINAL_NORMS = ("decoder.final_layer_norm", "model.norm")

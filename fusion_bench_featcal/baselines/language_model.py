@@ -17,7 +17,7 @@ from fusion_bench_featcal.baselines.checkpoint import (
 from fusion_bench_featcal.baselines.corrections import Correction, correction_from, correction_of
 from fusion_bench_featcal.baselines.final_states import hooked, no_final_norm
 from fusion_bench_featcal.baselines.training import Curve
-from fusion_bench_featcal.boundary.saving import keep_untied
+from fusion_bench_featcal.fusionbench.saving import keep_untied
 from fusion_bench_featcal.settings import CalibrationError
 
 _STEM = "state_corrections"

@@ -22,13 +22,13 @@ from fusion_bench_featcal.baselines.pool_merging import (
 )
 from fusion_bench_featcal.baselines.regmean import regmean
 from fusion_bench_featcal.baselines.regmean_plusplus import regmean_plusplus
-from fusion_bench_featcal.boundary.ending import ends_cleanly
-from fusion_bench_featcal.boundary.options import check_merger, plain
-from fusion_bench_featcal.boundary.pool_checks import check_pool_models
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, pool_source
-from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
-from fusion_bench_featcal.boundary.standalone import Row, run_merging, run_post_merging
 from fusion_bench_featcal.calibration_data import samples_used
+from fusion_bench_featcal.fusionbench.ending import ends_cleanly
+from fusion_bench_featcal.fusionbench.options import check_merger, plain
+from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, pool_source
+from fusion_bench_featcal.fusionbench.program import check_upstream, prepare_run
+from fusion_bench_featcal.fusionbench.standalone import Row, run_merging, run_post_merging
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _REGMEAN_KEYS = {name: name for name in (*MERGER_SETTINGS, "off_diagonal", "task_weights")}

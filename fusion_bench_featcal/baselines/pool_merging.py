@@ -6,16 +6,12 @@ from typing import Any
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.boundary.options import plain, take_fusion_bench_keys
-from fusion_bench_featcal.boundary.pool_checks import check_pool_models, check_pool_settings
-from fusion_bench_featcal.boundary.pool_models import (
-    BASE_MODEL,
-    load_input_processor,
-    load_pool_model,
-    pool_source,
-)
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.fusionbench.options import plain, take_fusion_bench_keys
+from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models, check_pool_settings
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model, pool_source
+from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 

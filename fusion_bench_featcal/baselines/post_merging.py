@@ -32,9 +32,9 @@ from fusion_bench_featcal.baselines.settings import (
 from fusion_bench_featcal.baselines.surgery import train_surgery
 from fusion_bench_featcal.baselines.training import Curve, Losses, OnStep
 from fusion_bench_featcal.baselines.wrapper import CorrectedModel
-from fusion_bench_featcal.boundary.pool_models import load_pool_model
-from fusion_bench_featcal.boundary.tokenizers import text_kind
 from fusion_bench_featcal.calibration_text import TextBatches
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError
 

@@ -8,7 +8,7 @@ from fusion_bench import BaseModelPool
 from torch import Tensor, nn
 from transformers import CLIPModel
 
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, pool_source
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, pool_source
 from fusion_bench_featcal.settings import CalibrationError
 
 _PROJECTION = "visual_projection.weight"

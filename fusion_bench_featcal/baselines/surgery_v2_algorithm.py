@@ -25,17 +25,14 @@ from fusion_bench_featcal.baselines.settings import (
 )
 from fusion_bench_featcal.baselines.surgery_v2 import LayerSurgery, train_surgery_v2
 from fusion_bench_featcal.baselines.training import Curve, Losses
-from fusion_bench_featcal.boundary.ending import ends_cleanly
-from fusion_bench_featcal.boundary.options import check_merger, plain, take_fusion_bench_keys
-from fusion_bench_featcal.boundary.pool_checks import check_pool_models
-from fusion_bench_featcal.boundary.pool_models import (
-    load_input_processor,
-    load_pool_model,
-)
-from fusion_bench_featcal.boundary.program import check_upstream, prepare_run
-from fusion_bench_featcal.boundary.saving import CompleteSaver
-from fusion_bench_featcal.boundary.standalone import Row, run_post_merging
-from fusion_bench_featcal.boundary.tokenizers import text_kind
+from fusion_bench_featcal.fusionbench.ending import ends_cleanly
+from fusion_bench_featcal.fusionbench.options import check_merger, plain, take_fusion_bench_keys
+from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.processors import load_input_processor, text_kind
+from fusion_bench_featcal.fusionbench.program import check_upstream, prepare_run
+from fusion_bench_featcal.fusionbench.saving import CompleteSaver
+from fusion_bench_featcal.fusionbench.standalone import Row, run_post_merging
 from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError
 

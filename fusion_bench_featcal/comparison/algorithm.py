@@ -12,14 +12,6 @@ import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
-from fusion_bench_featcal.boundary.closing import at_the_end
-from fusion_bench_featcal.boundary.ending import ending_cleanly
-from fusion_bench_featcal.boundary.loggers import log_reports
-from fusion_bench_featcal.boundary.options import checked_settings, plain, take_fusion_bench_keys
-from fusion_bench_featcal.boundary.pool_checks import check_pool_experts, check_pool_models
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.boundary.program import prepare_run
-from fusion_bench_featcal.boundary.results import suite_name
 from fusion_bench_featcal.comparison.cells import GridRun
 from fusion_bench_featcal.comparison.digests import FileDigests
 from fusion_bench_featcal.comparison.fingerprint import (
@@ -31,6 +23,13 @@ from fusion_bench_featcal.comparison.grid import Grid, GridChoices, for_pool, ma
 from fusion_bench_featcal.comparison.methods import CellInputs
 from fusion_bench_featcal.comparison.reports import check_places, write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
+from fusion_bench_featcal.fusionbench.ending import ending_cleanly
+from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
+from fusion_bench_featcal.fusionbench.options import checked_settings, plain, take_fusion_bench_keys
+from fusion_bench_featcal.fusionbench.pool_checks import check_pool_experts, check_pool_models
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.program import prepare_run
+from fusion_bench_featcal.fusionbench.run_results import log_reports, suite_name
 from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.results import Report

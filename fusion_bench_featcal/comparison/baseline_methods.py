@@ -26,10 +26,10 @@ from fusion_bench_featcal.baselines.surgery_v2_algorithm import (
     refuse_other_settings,
     surgery_v2_post_merge,
 )
-from fusion_bench_featcal.boundary.options import checked_settings
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, pool_source
 from fusion_bench_featcal.comparison.methods import CellInputs
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, pool_source
 from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_settings
 from fusion_bench_featcal.settings import CalibrationError
 

@@ -15,10 +15,6 @@ from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal.boundary.evaluation import Evaluation, evaluate, join, task_names
-from fusion_bench_featcal.boundary.options import plain
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.boundary.program import run_merger
 from fusion_bench_featcal.calibration_data import samples_used
 from fusion_bench_featcal.comparison.data import DataDigests
 from fusion_bench_featcal.comparison.digests import FileDigests, describe_code
@@ -27,6 +23,10 @@ from fusion_bench_featcal.comparison.grid import NONE, Grid, Merger
 from fusion_bench_featcal.comparison.inference import InferenceTimer
 from fusion_bench_featcal.comparison.methods import CellInputs, seed_of
 from fusion_bench_featcal.comparison.store import CellResult, ResultStore
+from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
+from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.results import BASE, UNAVAILABLE, measure
 from fusion_bench_featcal.results.cost import (
     MODULES_ADDED,

@@ -7,9 +7,9 @@ from typing import Any
 
 from fusion_bench import BaseModelPool, BaseTaskPool
 
-from fusion_bench_featcal.boundary.options import plain
 from fusion_bench_featcal.calibration_data import draw_samples
 from fusion_bench_featcal.comparison.digests import config_text, digest_rows
+from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks.pool_settings import build_part
 

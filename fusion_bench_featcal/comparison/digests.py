@@ -21,8 +21,8 @@ from PIL import Image
 from torch import Tensor
 
 import fusion_bench_featcal
-from fusion_bench_featcal.boundary.options import plain
 from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
+from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.tasks.images import ImageItems
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
 import fusion_bench_featcal
-from fusion_bench_featcal.boundary.checkpoints import adapter_paths, checkpoint_path
-from fusion_bench_featcal.boundary.options import plain
 from fusion_bench_featcal.checkpoints.fingerprint import InputsDigest, describe_model
 from fusion_bench_featcal.comparison.digests import FileDigests, describe_code
+from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.pool_models import adapter_paths, checkpoint_path
 
 _LENGTH = 20
 _PACKAGES = ("fusion-bench", "torch", "transformers")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.baselines.features import to_unit_norm
 from fusion_bench_featcal.baselines.projection import pooled_output, project
-from fusion_bench_featcal.boundary.evaluation import task_names
+from fusion_bench_featcal.fusionbench.evaluation import task_names
 from fusion_bench_featcal.results import UNAVAILABLE
 from fusion_bench_featcal.tasks.text_generation import GREEDY, padded_left
 from fusion_bench_featcal.tasks.text_pool import TextTaskPool, told_task

@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Protocol
 from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
-from fusion_bench_featcal.boundary.options import checked_settings
-from fusion_bench_featcal.boundary.pool_checks import check_pool_settings
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_input_processor, pool_source
-from fusion_bench_featcal.boundary.reads import check_read_budgets
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.fusionbench.pool_checks import check_pool_settings
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, pool_source
+from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.fusionbench.reads import check_read_budgets
 from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 

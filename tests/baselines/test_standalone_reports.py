@@ -11,9 +11,9 @@ from lightning.fabric.loggers import CSVLogger
 from torch import nn
 
 from fusion_bench_featcal.baselines.settings import RidgeSurgerySettings
-from fusion_bench_featcal.boundary import results
-from fusion_bench_featcal.boundary.standalone import Row, run_merging, run_post_merging
 from fusion_bench_featcal.comparison import FeatureCorrection
+from fusion_bench_featcal.fusionbench import run_results as results
+from fusion_bench_featcal.fusionbench.standalone import Row, run_merging, run_post_merging
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.figures import load_curves
 

@@ -23,7 +23,7 @@ from fusion_bench_featcal.baselines.settings import (
     SurgerySettings,
 )
 from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorithm
-from fusion_bench_featcal.boundary.saving import CompleteSaver
+from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.pools import CausalLMPool
 from fusion_bench_featcal.tasks import TextTaskPool
 from fusion_bench_featcal.tasks.text_generation import greedy_answers

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.boundary.plan_run import log_plan
 from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.fusionbench.plan_run import log_plan
 from fusion_bench_featcal.plan import estimate as module
 from fusion_bench_featcal.plan.advice import advice
 from fusion_bench_featcal.plan.counting import count_work, example_inputs, without_masks

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from fusion_bench_featcal.boundary.plan_run import run_request
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.fusionbench.plan_run import run_request
 
 POOL = "modelpool=clip-vit-mini_alphabets2"
 

@@ -24,12 +24,12 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert, calibrate
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.boundary.fusing import _arithmetic, _average, start_upstream
-from fusion_bench_featcal.boundary.pool_models import pool_source
-from fusion_bench_featcal.boundary.program import upstream_model
 from fusion_bench_featcal.checkpoints import Checkpoints
 from fusion_bench_featcal.engine.merging import UpstreamMerge
 from fusion_bench_featcal.engine.processes import OneProcess
+from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, start_upstream
+from fusion_bench_featcal.fusionbench.pool_models import pool_source
+from fusion_bench_featcal.fusionbench.program import upstream_model
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.suites import image
 
@@ -333,7 +333,7 @@ def test_merger_that_cannot_be_fused_runs_by_itself_and_says_why(
 ):
     caplog.set_level(logging.INFO)
     ran: list[Any] = []
-    module = "fusion_bench_featcal.boundary.fusing.upstream_model"
+    module = "fusion_bench_featcal.fusionbench.fusing.upstream_model"
     monkeypatch.setattr(module, lambda *arguments: ran.append(arguments) or nn.Linear(1, 1))
     chosen = suite_pool() if pool is None else pool(tmp_path / "other")
     _, merging = start_upstream(

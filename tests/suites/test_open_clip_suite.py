@@ -18,7 +18,7 @@ from torch import nn
 from transformers import CLIPModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.boundary.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.open_clip import (
     WEIGHTS_FILE,

@@ -15,7 +15,7 @@ from fusion_bench.utils import instantiate
 from hydra import compose, initialize_config_dir
 from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
-from fusion_bench_featcal.boundary.evaluation import evaluate
+from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.suites import text
 
 CLASSES = {"flan-t5-mini": T5ForConditionalGeneration, "llama-mini": LlamaForCausalLM}

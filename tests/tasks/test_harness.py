@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_texts import llama_model, word_tokenizer
 
-from fusion_bench_featcal.boundary.evaluation import evaluate
+from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
 

@@ -1,11 +1,14 @@
-"""Parts of the FusionBench program that a method uses: its task pool, its mergers."""
+"""FusionBench's program as a method uses it: its task pool, its mergers, its machine."""
 
 import logging
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from fusion_bench import BaseModelPool, instantiate
 from fusion_bench.taskpool.dummy import DummyTaskPool
 from hydra.core.hydra_config import HydraConfig
@@ -13,20 +16,20 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal.boundary.busy import warn_if_busy
-from fusion_bench_featcal.boundary.pool_models import (
+from fusion_bench_featcal.engine.checks import refuse_not_finite
+from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
     load_pool_model,
     pool_for_merging,
 )
-from fusion_bench_featcal.boundary.results import method_name
-from fusion_bench_featcal.boundary.save_target import check_save_target
-from fusion_bench_featcal.engine.checks import refuse_not_finite
+from fusion_bench_featcal.fusionbench.run_results import method_name
+from fusion_bench_featcal.fusionbench.saving import check_save_target
 from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
+
 
 _LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
 
@@ -186,3 +189,43 @@ def _refuse_not_finite(merged: nn.Module, modelpool: BaseModelPool, setting: str
     names = [*([BASE_MODEL] if modelpool.has_pretrained else []), *modelpool.model_names]
     advice = f"The pool's models are finite there: check {setting}"
     refuse_not_finite(merged, "the merged model", advice, map(check, names))
+
+
+_SECONDS = 0.2
+_SPARE = 0.5
+"""Cores that others may use, beyond what the threads leave, without being noticed."""
+
+
+def warn_if_busy() -> None:
+    """Warn where other processes need the cores of this process's threads.
+
+    libgomp reads its settings when torch is loaded, which FusionBench's command does before
+    anything of this package runs: all that can be done here is to say so.
+    """
+    threads = torch.get_num_threads()
+    if threads < 2 or not waits_spinning(os.environ):
+        return
+    own = psutil.Process()
+    cores = own.cpu_affinity() if hasattr(own, "cpu_affinity") else range(psutil.cpu_count() or 1)
+    before = own.cpu_times()
+    used = psutil.cpu_percent(_SECONDS, percpu=True)
+    after = own.cpu_times()
+    mine = (after.user + after.system - before.user - before.system) / _SECONDS
+    others = sum(used[core] for core in cores if core < len(used)) / 100 - mine
+    if others + threads > len(cores) + _SPARE:
+        log.warning(
+            "other processes use %.1f of %d cores, beside which calibrating with %d threads can "
+            "take many times longer: set OMP_WAIT_POLICY=passive in the environment",
+            others,
+            len(cores),
+            threads,
+        )
+
+
+def waits_spinning(environment: Mapping[str, str]) -> bool:
+    """Tell whether OpenMP's threads wait as they do by default.
+
+    Args:
+        environment: Environment variables.
+    """
+    return not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(environment)

@@ -18,15 +18,19 @@ from fusion_bench.utils.state_dict_arithmetic import (
 from hydra.utils import get_object
 from torch import Tensor, nn
 
-from fusion_bench_featcal.boundary.checkpoints import checkpoint_path
-from fusion_bench_featcal.boundary.options import FUSION_BENCH_KEYS, plain
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, file_source, load_pool_model
-from fusion_bench_featcal.boundary.program import upstream_model
-from fusion_bench_featcal.boundary.reads import budget_beside_merger
-from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.engine.merging import UpstreamMerge
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, plain
+from fusion_bench_featcal.fusionbench.pool_models import (
+    BASE_MODEL,
+    checkpoint_path,
+    file_source,
+    load_pool_model,
+)
+from fusion_bench_featcal.fusionbench.program import upstream_model
+from fusion_bench_featcal.fusionbench.reads import budget_beside_merger
+from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)

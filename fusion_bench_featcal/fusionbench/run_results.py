@@ -4,7 +4,8 @@ import atexit
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,17 @@ from typing import Any
 from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
-from fusion_bench_featcal.boundary.closing import at_the_end
-from fusion_bench_featcal.boundary.evaluation import (
+from fusion_bench_featcal.calibration import CalibrationResult
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.fusionbench.evaluation import (
     EvaluatedTaskPool,
     Evaluation,
     evaluate,
     join,
     task_names,
 )
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.calibration import CalibrationResult
-from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
@@ -37,6 +38,7 @@ from fusion_bench_featcal.results.remarks import (
     tasks_below_merged,
     tasks_with_high_drift,
 )
+from fusion_bench_featcal.results.report import report_scalars
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -297,3 +299,26 @@ def suite_name(modelpool: BaseModelPool) -> str:
         if name:
             return str(name)
     return type(modelpool).__name__
+
+
+def log_reports(fabric: Any, reports: Iterable[Report]) -> None:
+    """Hand all numbers of finished reports to Fabric's loggers; without loggers nothing happens.
+
+    Args:
+        fabric: Lightning Fabric.
+        reports: Of one run; numbers that several of them have, such as those of references, are
+            logged once.
+    """
+    if not fabric.loggers:
+        return
+    scalars: dict[str, float] = {}
+    for report in reports:
+        scalars |= report_scalars(report)
+    with warnings.catch_warnings():
+        # CSVLogger announces that it deletes what is in its folder, which is the run's own; but all
+        # that it would delete is its own `metrics.csv`.
+        warnings.filterwarnings("ignore", message="Experiment logs directory")
+        fabric.log_dict(scalars, step=0)
+    for logger in fabric.loggers:
+        # Some keep what is logged until there is much of it.
+        logger.save()

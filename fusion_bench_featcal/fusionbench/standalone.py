@@ -8,13 +8,17 @@ from typing import Any, TypeVar
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.boundary.loggers import log_reports
-from fusion_bench_featcal.boundary.model_card import CardFacts
-from fusion_bench_featcal.boundary.options import MERGED, plain
-from fusion_bench_featcal.boundary.pool_models import load_input_processor
-from fusion_bench_featcal.boundary.program import upstream_model
-from fusion_bench_featcal.boundary.results import RunResults, method_name, suite_name
-from fusion_bench_featcal.boundary.saved_row import RowSaver, skip_saving
+from fusion_bench_featcal.fusionbench.model_card import CardFacts
+from fusion_bench_featcal.fusionbench.options import MERGED, plain
+from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.fusionbench.program import upstream_model
+from fusion_bench_featcal.fusionbench.run_results import (
+    RunResults,
+    log_reports,
+    method_name,
+    suite_name,
+)
+from fusion_bench_featcal.fusionbench.saving import RowSaver, skip_saving
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.figures import write_curves
 from fusion_bench_featcal.settings import CalibrationError

@@ -15,12 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from fusion_bench_featcal.boundary.config_errors import explained
-from fusion_bench_featcal.boundary.fusing import merger_class
-from fusion_bench_featcal.boundary.options import checked_settings
-from fusion_bench_featcal.boundary.results import method_name
 from fusion_bench_featcal.experts import hollow_copy, known_bytes
 from fusion_bench_featcal.experts.safetensors_files import safetensors_files
+from fusion_bench_featcal.fusionbench.console import explained
+from fusion_bench_featcal.fusionbench.fusing import merger_class
+from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
 from fusion_bench_featcal.plan.show import one_line, warnings_of
 from fusion_bench_featcal.preflight import empty_model

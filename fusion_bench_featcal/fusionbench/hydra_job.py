@@ -1,7 +1,8 @@
-"""The log directory, checked before Hydra makes it."""
+"""A Hydra job: its log directory, checked before Hydra makes it, and results, shown at its end."""
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -9,9 +10,46 @@ from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
-from fusion_bench_featcal.boundary.closing import begin_job, end_job
 from fusion_bench_featcal.error_block import error_block
 from fusion_bench_featcal.results import ReportError, prepare_directory
+
+Show = Callable[[], object]
+"""Prints results."""
+
+_waiting: list[Show] = []
+_jobs: list[bool] = []
+
+
+def begin_job() -> None:
+    """Collect what is to be shown at the end of the job that begins."""
+    _waiting.clear()
+    _jobs[:] = [True]
+
+
+def end_job() -> None:
+    """Show what waits, in order."""
+    _jobs.clear()
+    shows = _waiting.copy()
+    _waiting.clear()
+    sys.stderr.flush()
+    for show in shows:
+        show()
+    sys.stdout.flush()
+
+
+def at_the_end(show: Show) -> bool:
+    """Show something at the end of the job.
+
+    Args:
+        show: Shows it.
+
+    Returns:
+        False, and nothing is kept, where no job with our Hydra callback is under way.
+    """
+    if _jobs:
+        _waiting.append(show)
+    return bool(_jobs)
+
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 

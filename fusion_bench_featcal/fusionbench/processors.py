@@ -1,4 +1,4 @@
-"""The tokenizer of a pool of language models, and what each of its experts makes of it."""
+"""Tokenizers and processors of a pool, and what each of its experts makes of the tokenizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,13 +9,13 @@ from fusion_bench.modelpool import BaseModelPool
 from omegaconf import DictConfig
 from transformers import AutoTokenizer
 
-from fusion_bench_featcal.boundary.checkpoints import (
+from fusion_bench_featcal.experts.model_config import read_config
+from fusion_bench_featcal.fusionbench.pool_models import (
     EXPECTED,
     adapter_paths,
     checkpoint_path,
     reason,
 )
-from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.text_samples import TextKind
 
@@ -131,3 +131,44 @@ def _own_vocabulary(modelpool: BaseModelPool, name: str) -> dict[str, int]:
     if path is None or not any((path / file).is_file() for file in _TOKENIZER_FILES):
         return {}
     return AutoTokenizer.from_pretrained(str(path)).get_vocab()
+
+
+def load_processor(modelpool: BaseModelPool) -> Any:
+    """The pool's processor, which turns images into model inputs.
+
+    Raises:
+        CalibrationError: If there is none or it cannot be found, naming the setting.
+    """
+    entry = getattr(modelpool, "_processor", None)
+    if entry is None:
+        raise CalibrationError(
+            "the model pool names no processor, which turns calibration images into model inputs; "
+            "set modelpool.processor"
+        )
+    try:
+        return modelpool.load_processor()  # type: ignore[attr-defined]
+    except Exception as error:  # a loader may raise anything
+        raise CalibrationError(
+            f"the processor ({entry}) cannot be loaded: {reason(error)}. Check "
+            f"modelpool.processor: {EXPECTED}"
+        ) from error
+
+
+def load_input_processor(modelpool: BaseModelPool) -> Any:
+    """Load what turns the pool's data into model inputs: a tokenizer or a processor.
+
+    Args:
+        modelpool: The pool.
+
+    Returns:
+        For FusionBench's pools of language models the tokenizer, checked against the experts' own;
+        else the processor.
+
+    Raises:
+        CalibrationError: If there is none, it cannot be found, or an expert has another tokenizer.
+    """
+    if text_kind(modelpool) is not None:
+        tokenizer = load_tokenizer(modelpool)
+        check_expert_tokenizers(modelpool, tokenizer)
+        return tokenizer
+    return load_processor(modelpool)

@@ -12,11 +12,12 @@ from typing import Any
 import yaml
 from fusion_bench.modelpool import BaseModelPool
 
-from fusion_bench_featcal.boundary.options import plain
-from fusion_bench_featcal.boundary.pool_models import BASE_MODEL
-from fusion_bench_featcal.boundary.saving import CARD_MARK
+from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL
 from fusion_bench_featcal.results import AVERAGE, Report, versions
 
+CARD = "README.md"
+CARD_MARK = "<!-- Written by fusion_bench_featcal. Remove this line to keep your changes. -->"
 PAPER = "https://arxiv.org/abs/2605.13030"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SECRET = re.compile(r"""((?:token|password|api_key)['"]?\s*[=:]\s*)[^,}\s]+""", re.IGNORECASE)
@@ -115,3 +116,11 @@ def _command() -> str:
     program = Path(sys.argv[0]).name
     program = "fusion_bench" if program in ("cli.py", "__main__.py", "-m") else program
     return _SECRET.sub(r"\1***", shlex.join([program, *sys.argv[1:]]))
+
+
+def is_our_card(file: Path) -> bool:
+    """Return whether a model card is one that this package wrote."""
+    try:
+        return CARD_MARK in file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
