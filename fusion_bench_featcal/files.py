@@ -1,26 +1,30 @@
-"""Files that a run leaves behind: written whole or not at all."""
+"""Files and folders that are written whole or not at all, and the removal of what a kill leaves.
+
+A temporary name ends in `<host>-<process id>-<anything>.part` (or `.old`), beside the place of the
+file. A process that is killed leaves it behind; the next one on the same host recognises it.
+"""
 
 import contextlib
-import hashlib
-import json
+import itertools
 import logging
-import math
 import os
 import re
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 log = logging.getLogger(__name__)
 
 LOG_DIR_SETTING = "path.log_dir"
-DIGEST = "digest"
-_PARTIAL = ".part"
-_LINE_DIGITS = 16  # of a digest that stands in every line
-_told: list[Path] = []
+PART, OLD = ".part", ".old"
+_COUNT = itertools.count()
+_OWN: set[str] = set()
 
 
 class ReportError(RuntimeError):
@@ -58,162 +62,135 @@ def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> 
     return directory
 
 
-def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTING) -> Path:
-    """Write `content` to a temporary neighbour of `path` and move it into place.
+def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a file beside its place, bring it to the disk, and move it into place.
 
-    A reader sees the old file or the new one, never a part of it; nothing is left after a failure.
+    A reader, or a process that begins after a kill, sees the old file or the new one.
+
+    Args:
+        path: The file; its folder exists.
+        data: The content.
+        durable: Whether it must outlive a loss of power too.
+
+    Raises:
+        OSError: It cannot be written; the old file stays.
+    """
+    partial = temporary_neighbour(path)
+    try:
+        with open(partial, "xb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+        if durable:
+            sync(path.parent)
+    finally:  # after a signal, too
+        remove(partial)
+
+
+def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTING) -> Path:
+    """Write a result as `write_whole` does; return its path.
 
     Raises:
         ReportError: The file cannot be written; the message names `path` and `setting`.
     """
-    data = content.encode() if isinstance(content, str) else content
-    temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(
-            dir=path.parent, prefix=partial_prefix(path.name), suffix=_PARTIAL
-        )
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        # mkstemp makes private files; results are as public as the user's umask says.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        write_whole(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise _unwritable(path, setting, error) from error
-    finally:  # after a signal, too
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
     return path
 
 
-def sealed_json(content: Mapping[str, Any]) -> str:
-    """Return the text of a JSON file that carries the digest of its own content.
+@contextmanager
+def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield a new path beside `target`, and put what is made there in the target's place.
+
+    The new content is brought to the disk, then swapped in by two renames. A process that is
+    killed leaves the old content or the new one whole; `clear_leftovers` repairs the rest. What an
+    existing folder holds and the new one lacks is carried over.
 
     Args:
-        content: What the file holds, fit for JSON.
-    """
-    # It comes first: no gap in the file takes the digest away and leaves other content.
-    return json.dumps({DIGEST: _digest(content), **content}, indent=2, allow_nan=False) + "\n"
-
-
-def read_json(path: Path, *, sealed: bool = False) -> Any:
-    """Read a JSON file, and check its digest if it has one.
-
-    Args:
-        path: The file.
-        sealed: Refuse a file without a digest; otherwise the log says once that there are such.
-
-    Returns:
-        The content without its digest.
+        target: The folder or file; it may be missing.
+        dropped: Patterns of names that are not carried over.
 
     Raises:
-        ReportError: The file is missing, unreadable, not JSON, holds numbers that are not finite or
-            beyond 64 bits, or is not what was written.
+        OSError: If something cannot be written or moved; the old content is as it was then.
+    """
+    clear_leftovers(target, dropped)
+    new = temporary_neighbour(target)
+    try:
+        yield new
+        sync(*new.rglob("*"), new)
+        _swap(new, target, dropped)
+    finally:
+        remove(new)
+
+
+def clear_leftovers(target: Path, dropped: Sequence[str] = ()) -> None:
+    """Finish or undo replacements of `target` that dead processes of this host had begun."""
+    for left in orphans(target.parent, f".{target.name}."):
+        if left.suffix == OLD:  # it was moved away when the new folder was complete
+            new = left.with_suffix(PART)
+            if not target.exists():
+                os.rename(new if new.exists() else left, target)
+                log.warning("%s was being replaced when a process ended: it is whole again", target)
+            if left.is_dir():
+                _carry_over(left, target, dropped)
+    remove_orphans(target.parent, f".{target.name}.")
+
+
+def sync(*paths: Path) -> None:
+    """Bring files, and the entries of folders, to the disk, where the system can."""
+    for entry in paths:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(entry, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def owner_mark() -> str:
+    """Return `<host>-<process id>` of this process."""
+    return f"{_host()}-{os.getpid()}"
+
+
+def temporary_neighbour(path: Path) -> Path:
+    """Return a hidden name beside `path` that no other process uses; nothing is made."""
+    return register(path.with_name(f".{path.name}.{owner_mark()}-{next(_COUNT)}{PART}"))
+
+
+def register(path: Path) -> Path:
+    """Note that this process made `path`, which holds `owner_mark()`; return it.
+
+    A container's first process has the same id in every start, so the id alone does not tell.
+    """
+    _OWN.add(path.name)
+    return path
+
+
+def orphans(folder: Path, prefix: str = "") -> list[Path]:
+    """List what dead processes of this host left in a folder.
+
+    Args:
+        folder: The folder; it may be missing.
+        prefix: Beginning of the names to look for.
     """
     try:
-        content = parse_json(path.read_bytes())
-    except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"{path} is not valid JSON: {error}") from error
-    seal = content.pop(DIGEST, None) if isinstance(content, dict) else None
-    if seal is None and sealed:
-        raise ReportError(f"{path} has no digest")
-    if seal is None:
-        tell_without_digest(path)
-    elif seal != _digest(content):
-        raise ReportError(
-            f"{path} is damaged: its digest does not fit its content. Restore it or run again (if "
-            f'it was edited on purpose, remove its key "{DIGEST}")'
-        )
-    return content
+        return sorted(p for p in folder.iterdir() if p.name.startswith(prefix) and _is_orphan(p))
+    except OSError:
+        return []
 
 
-def sealed_lines(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a JSON lines file whose lines carry the digest of them all.
-
-    Args:
-        records: What the lines hold, fit for JSON.
-    """
-    # In each line: none can be missing, or be changed, unnoticed.
-    digest = _digest(records)[:_LINE_DIGITS]
-    return "".join(
-        json.dumps({**record, DIGEST: digest}, allow_nan=False) + "\n" for record in records
-    )
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON lines file, and check the digest that its lines carry if they do.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The records without their digest.
-
-    Raises:
-        ReportError: The file cannot be read, is empty, a line of it is no JSON object, or it is not
-            what was written.
-    """
-    records = []
-    try:
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-            record = parse_json(line)
-            if not isinstance(record, dict):
-                raise ReportError(f"{path}, line {number} is not a record")
-            records.append(record)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ReportError(f"{path} is damaged: {error}") from error
-    digests = [record.pop(DIGEST, None) for record in records]
-    if not records:
-        raise ReportError(f"{path} is damaged: it is empty")
-    if not any(digests):
-        tell_without_digest(path)
-    elif set(map(str, digests)) != {_digest(records)[:_LINE_DIGITS]}:
-        raise ReportError(f"{path} is damaged: its digest does not fit its content")
-    return records
-
-
-def parse_json(data: bytes | str) -> Any:
-    """Parse JSON strictly.
-
-    Raises:
-        ValueError: It is not UTF-8 or not JSON, or a number is not finite or beyond 64 bits.
-        RecursionError: It is nested too deeply.
-    """
-    text = data.decode() if isinstance(data, bytes) else data
-    return json.loads(text, parse_constant=_refuse, parse_float=_float, parse_int=_integer)
-
-
-def tell_without_digest(path: Path) -> None:
-    """Say, once in a process, that a file of an earlier version cannot be checked."""
-    if not _told:
-        log.info(
-            "%s was written by an earlier version, without a digest: damage to it, or to others "
-            "like it, may go unnoticed",
-            path,
-        )
-        _told.append(path)
-
-
-def sweep_partial(paths: Iterable[Path]) -> None:
-    """Remove what killed processes left half-written.
-
-    Args:
-        paths: Temporary neighbours of files; those of a living process stay.
-    """
-    for path in paths:
-        match = re.search(r"\.(\d+)\.[^.]*\.part$", path.name)
-        if match is not None and _is_alive(int(match.group(1))):
-            continue
-        log.info("removing what an interrupted run left: %s", path)
+def remove_orphans(folder: Path, prefix: str = "") -> None:
+    """Remove what dead processes of this host left in a folder; see `orphans`."""
+    for path in orphans(folder, prefix):
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that it holds; what cannot be removed stays."""
+    """Remove a file or a folder as far as possible; it may be missing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -221,71 +198,55 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def partial_prefix(name: str) -> str:
-    """Return the prefix of a temporary neighbour's name; its suffix is `.part`."""
-    return f".{name}.{os.getpid()}."
-
-
-def plain(value: Any, place: str) -> Any:
-    """Reduce `value` to what JSON can hold: dataclasses, mappings, sequences, paths, scalars.
-
-    Args:
-        value: Anything made of those; numpy and torch scalars count as numbers.
-        place: Where the value stands, for the error message.
-
-    Raises:
-        ReportError: A part of the value has no JSON form, or is NaN or infinite.
-    """
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ReportError(f"{place}: {value} cannot be kept in report.json")
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value), place)
-    if isinstance(value, Mapping):
-        return {str(key): plain(item, f"{place}.{key}") for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        ordered = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
-        return [plain(item, f"{place}[{index}]") for index, item in enumerate(ordered)]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if getattr(value, "ndim", None) == 0:
-        return plain(value.item(), place)  # pyright: ignore[reportAttributeAccessIssue]
-    raise ReportError(f"{place}: a {type(value).__name__} cannot be kept in report.json")
-
-
-def _digest(content: Any) -> str:
-    text = json.dumps(content, sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _refuse(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse(text)
-
-
-def _integer(text: str) -> int:
-    return int(text) if len(text) <= 20 else _refuse(text)
-
-
-def _is_alive(process: int) -> bool:
+def _swap(new: Path, target: Path, dropped: Sequence[str]) -> None:
+    if not (new.is_dir() and target.is_dir()):
+        os.replace(new, target)
+        return
+    shutil.copymode(target, new)
+    _carry_over(target, new, dropped)
+    old = new.with_suffix(OLD)
+    os.rename(target, old)
     try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
+        os.rename(new, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
+    _carry_over(old, target, dropped)  # what was written meanwhile, such as a log
+    remove(old)
+
+
+def _carry_over(source: Path, destination: Path, dropped: Sequence[str]) -> None:
+    """Give a folder what another holds besides, by hard links."""
+    for entry in source.iterdir():
+        if not any(fnmatch(entry.name, pattern) for pattern in dropped):
+            _link(entry, destination / entry.name)
+
+
+def _link(source: Path, destination: Path) -> None:
+    if source.is_dir() and not source.is_symlink():
+        destination.mkdir(exist_ok=True)
+        for entry in source.iterdir():
+            _link(entry, destination / entry.name)
+    elif not os.path.lexists(destination):
+        try:
+            # A hard link: a log file that is open stays the same file.
+            os.link(source, destination, follow_symlinks=False)
+        except FileNotFoundError:  # somebody removed it meanwhile
+            return
+        except OSError:  # a file system without them
+            shutil.copy2(source, destination, follow_symlinks=False)
+
+
+def _is_orphan(path: Path) -> bool:
+    match = re.search(rf"[.-]{re.escape(_host())}-(\d+)-\w+\.(?:part|old)$", path.name)
+    if match is None or path.with_suffix(PART).name in _OWN:
         return False
-    except OSError:  # another user's
-        return True
-    return True
+    pid = int(match[1])
+    return pid == os.getpid() or not psutil.pid_exists(pid)
 
 
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def _host() -> str:
+    return re.sub(r"[^0-9A-Za-z-]", "-", socket.gethostname())[:40]
 
 
 def _unwritable(path: Path, setting: str, error: OSError) -> ReportError:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
 from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
-from fusion_bench_featcal.leftovers import PART, remove_orphans, temporary_neighbour
+from fusion_bench_featcal.files import PART, remove_orphans, write_whole
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -92,18 +92,14 @@ class ImageFolder:
     def write(self, key: str, pixels: Tensor) -> None:
         """Keep an image; where that fails the run goes on, with one warning."""
         path = self._path(key)
-        partial = temporary_neighbour(path)
         pixels = pixels.detach().cpu().contiguous()
         data = safetensors.torch.save({_TENSOR: pixels}, _mark(key, pixels))
         try:
             path.parent.mkdir(exist_ok=True)
-            partial.write_bytes(data)
-            partial.replace(path)
+            write_whole(path, data, durable=False)
             with self._counting:
                 self.bytes_written += len(data)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
             if not self._warned:
                 self._warned = True
                 log.warning(

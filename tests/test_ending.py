@@ -19,8 +19,8 @@ from fusion_bench_featcal.baselines.peer_algorithms import AnchorOnlyAlgorithm, 
 from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorithm
 from fusion_bench_featcal.engine import processes as waiting
 from fusion_bench_featcal.engine.processes import Processes
+from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.fusionbench.ending import ending_cleanly
-from fusion_bench_featcal.leftovers import owner_mark
 
 PROGRAM = SimpleNamespace()
 

@@ -15,11 +15,14 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CLIPVisionModel
 
-from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.fusionbench import replacing
-from fusion_bench_featcal.fusionbench.replacing import clear_leftovers
+from fusion_bench_featcal import CalibrationError, files
+from fusion_bench_featcal.files import (
+    clear_leftovers,
+    owner_mark,
+    remove_orphans,
+    temporary_neighbour,
+)
 from fusion_bench_featcal.fusionbench.saving import CompleteSaver, check_save_target
-from fusion_bench_featcal.leftovers import owner_mark, remove_orphans, temporary_neighbour
 from fusion_bench_featcal.results import ReportError
 
 Usage = namedtuple("Usage", "total used free")
@@ -92,8 +95,8 @@ def test_crash_leaves_the_old_model_or_the_new_one(moment: int, tmp_path: Path) 
 
             return call
 
-        for place, name in ((replacing, "_sync"), (replacing, "_carry_over"), (os, "rename"),
-                            (replacing, "remove")):  # fmt: skip
+        for place, name in ((files, "sync"), (files, "_carry_over"), (os, "rename"),
+                            (files, "remove")):  # fmt: skip
             setattr(place, name, dying(getattr(place, name)))
         save(2, target)
 

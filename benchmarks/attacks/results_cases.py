@@ -22,6 +22,7 @@ from attacks.judging import RIGHT, captured_log, case, expect
 from attacks.worlds import ARITHMETIC, World, forked
 from fusion_bench_featcal.comparison import ComparisonAlgorithm
 from fusion_bench_featcal.comparison.grid import for_pool, make_grid
+from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.published import _averages
@@ -198,10 +199,9 @@ def _(folder: Path) -> None:
     places = [path for path in (folder / "kept").glob("*/*") if path.is_dir()]
     for place in places:
         if place.parent.name in ("cells", "upstreams"):
-            (place / ".model.safetensors.999999.part").write_bytes(b"half")
-            (place / ".abc.part").mkdir()
-            (place / ".abc.part" / "model.safetensors").write_bytes(b"half")
-            (place / ".result.json.xyz.part").write_bytes(b"half")
+            host = owner_mark().removesuffix(f"-{os.getpid()}")
+            (place / f".model.safetensors.{host}-999999-0.part").write_bytes(b"half")
+            (place / f".result.json.{host}-999999-1.part").write_bytes(b"half")
     numbers(world, "kept")
     left = [path.name for path in (folder / "kept").rglob("*.part")]
     expect(not left, f"{len(left)} leftovers: {left[:3]}")

@@ -58,15 +58,15 @@ MUTATIONS = [
     ),
     Mutation(
         "temporary folder stays when saving fails",
-        "fusionbench/replacing.py",
+        "files.py",
         "    finally:\n        remove(new)\n",
         "    finally:\n        pass\n",
         "test_saving.py",
     ),
     Mutation(
         "old weights carried over to the new model",
-        "fusionbench/replacing.py",
-        "if not any(fnmatch(entry.name, pattern) for pattern in _WEIGHTS):",
+        "files.py",
+        "if not any(fnmatch(entry.name, pattern) for pattern in dropped):",
         "if entry.name:",
         "test_saving.py",
     ),

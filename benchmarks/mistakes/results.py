@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "digest of report.json not checked",
-        "files.py",
+        "json_files.py",
         "elif seal != _digest(content):",
         "elif not seal:",
         "results/test_report_damage.py",

@@ -11,7 +11,8 @@ from safetensors.torch import load, save_file
 from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
-from fusion_bench_featcal.files import ReportError, plain, read_json, sealed_json
+from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.json_files import plain, read_json, sealed_json
 from fusion_bench_featcal.settings import CalibrationError
 
 VARIANT = "uncorrected"

@@ -1,9 +1,7 @@
 """Checkpoint files: whole or absent, and every damage found when they are read."""
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fusion_bench_featcal.leftovers import remove, remove_orphans, temporary_neighbour
+from fusion_bench_featcal.files import remove_orphans, write_whole
 from fusion_bench_featcal.settings import CalibrationError
 
 _CHECKSUM = "checksum"
@@ -27,22 +25,13 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file beside its place, bring it to the disk, and move it into place.
-
-    A process that is killed at any moment leaves the old file or the new one; a machine that loses
-    power likewise, as far as its disk keeps what it says it has.
+    """Write a file whole or not at all.
 
     Raises:
         CalibrationError: If it cannot be written.
     """
-    partial = temporary_neighbour(path)
     try:
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        _sync_folder(path.parent)
+        write_whole(path, data)
     except OSError as error:
         raise CalibrationError(
             f"cannot write the checkpoint {path}: {error.strerror or error}. It needs "
@@ -50,8 +39,6 @@ def write_atomic(path: Path, data: bytes) -> None:
             "method.checkpoint_dir; with method.resume=true a run goes on after its last whole "
             "block"
         ) from error
-    finally:  # after a signal, too
-        remove(partial)
 
 
 def _free(path: Path) -> str:
@@ -59,16 +46,6 @@ def _free(path: Path) -> str:
         return f"{shutil.disk_usage(path.parent).free / 1e6:.3g} MB"
     except OSError:  # the folder itself is gone
         return "0 MB"
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a folder's new entry to the disk, where the system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def remove_partials(folder: Path) -> None:

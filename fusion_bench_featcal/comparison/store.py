@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,15 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
-from fusion_bench_featcal.files import (
-    partial_prefix,
-    plain,
-    read_json,
-    remove,
-    sealed_json,
-    sweep_partial,
-    write_atomic,
-)
+from fusion_bench_featcal.files import remove, remove_orphans, replacing, write_atomic
+from fusion_bench_featcal.json_files import plain, read_json, sealed_json
 from fusion_bench_featcal.results import ReportError, load_items, prepare_directory, save_items
 from fusion_bench_featcal.results.figures import Curves, as_curves
 from fusion_bench_featcal.results.items import ITEMS_FILE
@@ -36,11 +28,6 @@ _RESULT = "result.json"
 _WEIGHTS = "model.safetensors"
 _COST = "cost.json"
 _ROW = "cell"
-# The folder may hold others' files: nothing else is removed.
-_LEFTOVERS = (
-    "cells/*/.*.part", "upstreams/*/.*.part", ".report.*.part", "*/.report.*.part",
-    "*/.items.npz.*.part", "*/.training_curves.jsonl.*.part",
-)  # fmt: skip
 # Whatever reading a damaged file or its content raises.
 _DAMAGES = (
     ReportError, OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError,
@@ -91,8 +78,10 @@ class ResultStore:
             ReportError: If it cannot be made or written.
         """
         self.folder = prepare_directory(folder, SETTING)
-        for pattern in _LEFTOVERS:
-            sweep_partial(list(self.folder.glob(pattern)))
+        # The folder may hold others' files: only names of our own temporary ones are removed.
+        for pattern in ("", "*", "cells/*", "upstreams/*"):
+            for folder in self.folder.glob(pattern) if pattern else [self.folder]:
+                remove_orphans(folder, ".")
 
     def result(self, name: str, key: str) -> CellResult | None:
         """The finished result of a cell; None if there is none that is whole.
@@ -147,10 +136,8 @@ class ResultStore:
         content = {"cost": plain(cost, "cost"), "weights": _digests(state)}
         try:
             _make_way(folder, (_WEIGHTS, _COST))
-            prefix = partial_prefix(_WEIGHTS)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=prefix, suffix=".part") as partial:
-                save_file(state, Path(partial) / _WEIGHTS)
-                os.replace(Path(partial) / _WEIGHTS, folder / _WEIGHTS)
+            with replacing(folder / _WEIGHTS) as new:
+                save_file(state, new)
             write_atomic(folder / _COST, sealed_json(content), SETTING)
         except (ReportError, OSError, SafetensorError) as error:
             log.warning("the model that %s made is not kept: %s", name, error)

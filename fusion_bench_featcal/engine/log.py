@@ -59,7 +59,8 @@ class CalibrationLog:
             ReportError: The file cannot be written.
         """
         # Only here: results are not on the path of a calibration.
-        from fusion_bench_featcal.files import sealed_lines, write_atomic
+        from fusion_bench_featcal.files import write_atomic
+        from fusion_bench_featcal.json_files import sealed_lines
 
         # A condition estimate may be infinite, which JSON cannot hold: the log says null.
         records = json.loads(json.dumps(self.records), parse_constant=lambda _: None)

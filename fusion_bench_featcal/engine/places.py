@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.engine.layout import Layout, packed
 from fusion_bench_featcal.engine.transfers import CudaTransfers, PlainTransfers, Transfers
-from fusion_bench_featcal.leftovers import PART, owner_mark, register, remove_orphans
+from fusion_bench_featcal.files import PART, owner_mark, register, remove_orphans
 from fusion_bench_featcal.settings import CalibrationError
 
 _PREFIX = "featcal-"

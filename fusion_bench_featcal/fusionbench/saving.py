@@ -16,7 +16,13 @@ from omegaconf import DictConfig
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.files import (
+    clear_leftovers,
+    remove,
+    replacing,
+    temporary_neighbour,
+    write_atomic,
+)
 from fusion_bench_featcal.fusionbench.model_card import CARD, CardFacts, is_our_card, model_card
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import (
@@ -26,8 +32,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     reason,
 )
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.fusionbench.replacing import clear_leftovers, replacing
-from fusion_bench_featcal.leftovers import remove, temporary_neighbour
 from fusion_bench_featcal.results import Report, prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -35,6 +39,11 @@ log = logging.getLogger(__name__)
 
 
 SAVE_PATH = "merged_model_save_path"
+# Weights that would be loaded in place of, or together with, those of a new model.
+_WEIGHTS = (
+    "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*",
+    "flax_model*", "adapter_*", "open_clip_*", "*_corrections.safetensors", "*_corrections.json",
+)  # fmt: skip
 
 
 class CompleteSaver:
@@ -88,7 +97,7 @@ class CompleteSaver:
         if kwargs.get("model_dtype") is not None:  # FusionBench's pools convert the model in place
             model = copy.deepcopy(model)
         try:
-            with replacing(target) as new:
+            with replacing(target, _WEIGHTS) as new:
                 self._save_model(model, str(new), **kwargs)
                 files = self._complete(model, new, target, card) if new.is_dir() else [""]
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -227,7 +236,7 @@ def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
     _check_path(target, str(program.merged_model_save_path), modelpool)
     parent = prepare_directory(target.parent, SAVE_PATH)
     _check_name(target)
-    clear_leftovers(target)
+    clear_leftovers(target, _WEIGHTS)
     needed, free = _base_bytes(modelpool), free_space(parent)
     if needed > free:
         raise CalibrationError(

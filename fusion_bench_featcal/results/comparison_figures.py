@@ -6,7 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, read_json
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
+from fusion_bench_featcal.json_files import read_json
 
 from .drawing import GREY, INK, MERGED, RULE, legend_below, marks, new_figure, save_figure, style
 from .find import SIDE_BY_SIDE_KIND

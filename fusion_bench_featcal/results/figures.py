@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, read_lines
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
+from fusion_bench_featcal.json_files import read_lines
 
 from .drawing import (
     CALIBRATED,
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 import math
 from typing import TYPE_CHECKING
 
-from fusion_bench_featcal.files import sealed_lines, write_atomic
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.json_files import sealed_lines
 
 from .drawing import PALETTE
 

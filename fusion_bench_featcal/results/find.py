@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.files import ReportError, read_json
+from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.json_files import read_json
 
 from .report import REPORT_FILE
 from .validate import COMPARISON, KIND, check_types

@@ -11,13 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_bench_featcal.files import (
-    LOG_DIR_SETTING,
-    ReportError,
-    parse_json,
-    tell_without_digest,
-    write_atomic,
-)
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, write_atomic
+from fusion_bench_featcal.json_files import parse_json, tell_without_digest
 
 ITEMS_FILE = "items.npz"
 _MOST_BYTES = 2**31  # of all flags, unpacked

@@ -10,15 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_featcal.files import (
-    LOG_DIR_SETTING,
-    ReportError,
-    plain,
-    prepare_directory,
-    read_json,
-    sealed_json,
-    write_atomic,
-)
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
+from fusion_bench_featcal.json_files import plain, read_json, sealed_json
 
 from .items import ITEMS_FILE, Items, as_correct, load_items, save_items
 from .long_table import (

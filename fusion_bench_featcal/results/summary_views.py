@@ -5,13 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_featcal.files import (
-    LOG_DIR_SETTING,
-    ReportError,
-    plain,
-    prepare_directory,
-    sealed_json,
-)
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
+from fusion_bench_featcal.json_files import plain, sealed_json
 
 from .cost import MODULES_ADDED, PARAMETERS_ADDED, SECONDS_PER_SAMPLE, TASK_ID
 from .find import SIDE_BY_SIDE_KIND, FailedCell, refuse_run

@@ -12,8 +12,8 @@ from tiny_models import clip_suite
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.checkpoints import files
+from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.files import write_atomic as write_report
-from fusion_bench_featcal.leftovers import owner_mark
 
 
 def test_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monkeypatch):

@@ -12,7 +12,7 @@ from comparison_parts import linear
 from torch import nn
 
 from fusion_bench_featcal.comparison.store import CellResult, ResultStore
-from fusion_bench_featcal.files import remove
+from fusion_bench_featcal.files import owner_mark, remove
 from fusion_bench_featcal.results import ReportError
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -140,13 +140,11 @@ def test_leftovers_are_swept_but_not_those_of_a_living_process(store: ResultStor
     folder.mkdir(parents=True)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    for name in (f".result.json.{dead.pid}.x1_y.part", ".items.npz.x1_y.part"):
-        (folder / name).touch()
-    (folder / f".model.safetensors.{dead.pid}.z.part").mkdir()
-    (folder / f".model.safetensors.{dead.pid}.z.part" / "model.safetensors").touch()
-    living = folder / f".result.json.{os.getpid()}.x1_y.part"
+    host = owner_mark().removesuffix(f"-{os.getpid()}")
+    for place in (folder, store.folder):
+        (place / f".result.json.{host}-{dead.pid}-0.part").touch()
+    living = folder / f".result.json.{host}-{os.getppid()}-0.part"
     living.touch()
-    (store.folder / f".report.json.{dead.pid}.z.part").touch()
     others = store.folder / ".download.part"
     others.touch()
     ResultStore(store.folder)

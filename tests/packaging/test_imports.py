@@ -31,7 +31,7 @@ def test_needs_nothing_of_ours(part):
 
 
 def test_results_know_only_the_files():
-    assert ours("results") == {"files"}
+    assert ours("results") == {"files", "json_files"}
 
 
 def test_core_is_tensors_only():

@@ -1,0 +1,175 @@
+"""JSON files that carry the digest of their own content, so that damage to them is noticed."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.files import ReportError
+
+log = logging.getLogger(__name__)
+
+DIGEST = "digest"
+_LINE_DIGITS = 16  # of a digest that stands in every line
+_told: list[Path] = []
+
+
+def sealed_json(content: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file that carries the digest of its own content.
+
+    Args:
+        content: What the file holds, fit for JSON.
+    """
+    # It comes first: no gap in the file takes the digest away and leaves other content.
+    return json.dumps({DIGEST: _digest(content), **content}, indent=2, allow_nan=False) + "\n"
+
+
+def read_json(path: Path, *, sealed: bool = False) -> Any:
+    """Read a JSON file, and check its digest if it has one.
+
+    Args:
+        path: The file.
+        sealed: Refuse a file without a digest; otherwise the log says once that there are such.
+
+    Returns:
+        The content without its digest.
+
+    Raises:
+        ReportError: The file is missing, unreadable, not JSON, holds numbers that are not finite or
+            beyond 64 bits, or is not what was written.
+    """
+    try:
+        content = parse_json(path.read_bytes())
+    except OSError as error:
+        raise ReportError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{path} is not valid JSON: {error}") from error
+    seal = content.pop(DIGEST, None) if isinstance(content, dict) else None
+    if seal is None and sealed:
+        raise ReportError(f"{path} has no digest")
+    if seal is None:
+        tell_without_digest(path)
+    elif seal != _digest(content):
+        raise ReportError(
+            f"{path} is damaged: its digest does not fit its content. Restore it or run again (if "
+            f'it was edited on purpose, remove its key "{DIGEST}")'
+        )
+    return content
+
+
+def sealed_lines(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a JSON lines file whose lines carry the digest of them all.
+
+    Args:
+        records: What the lines hold, fit for JSON.
+    """
+    # In each line: none can be missing, or be changed, unnoticed.
+    digest = _digest(records)[:_LINE_DIGITS]
+    return "".join(
+        json.dumps({**record, DIGEST: digest}, allow_nan=False) + "\n" for record in records
+    )
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSON lines file, and check the digest that its lines carry if they do.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The records without their digest.
+
+    Raises:
+        ReportError: The file cannot be read, is empty, a line of it is no JSON object, or it is not
+            what was written.
+    """
+    records = []
+    try:
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            record = parse_json(line)
+            if not isinstance(record, dict):
+                raise ReportError(f"{path}, line {number} is not a record")
+            records.append(record)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ReportError(f"{path} is damaged: {error}") from error
+    digests = [record.pop(DIGEST, None) for record in records]
+    if not records:
+        raise ReportError(f"{path} is damaged: it is empty")
+    if not any(digests):
+        tell_without_digest(path)
+    elif set(map(str, digests)) != {_digest(records)[:_LINE_DIGITS]}:
+        raise ReportError(f"{path} is damaged: its digest does not fit its content")
+    return records
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Parse JSON strictly.
+
+    Raises:
+        ValueError: It is not UTF-8 or not JSON, or a number is not finite or beyond 64 bits.
+        RecursionError: It is nested too deeply.
+    """
+    text = data.decode() if isinstance(data, bytes) else data
+    return json.loads(text, parse_constant=_refuse, parse_float=_float, parse_int=_integer)
+
+
+def tell_without_digest(path: Path) -> None:
+    """Say, once in a process, that a file of an earlier version cannot be checked."""
+    if not _told:
+        log.info(
+            "%s was written by an earlier version, without a digest: damage to it, or to others "
+            "like it, may go unnoticed",
+            path,
+        )
+        _told.append(path)
+
+
+def plain(value: Any, place: str) -> Any:
+    """Reduce `value` to what JSON can hold: dataclasses, mappings, sequences, paths, scalars.
+
+    Args:
+        value: Anything made of those; numpy and torch scalars count as numbers.
+        place: Where the value stands, for the error message.
+
+    Raises:
+        ReportError: A part of the value has no JSON form, or is NaN or infinite.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ReportError(f"{place}: {value} cannot be kept in report.json")
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value), place)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, f"{place}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        ordered = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+        return [plain(item, f"{place}[{index}]") for index, item in enumerate(ordered)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "ndim", None) == 0:
+        return plain(value.item(), place)  # pyright: ignore[reportAttributeAccessIssue]
+    raise ReportError(f"{place}: a {type(value).__name__} cannot be kept in report.json")
+
+
+def _digest(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _refuse(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
+
+
+def _integer(text: str) -> int:
+    return int(text) if len(text) <= 20 else _refuse(text)
