@@ -56,7 +56,7 @@ def report_command(options: argparse.Namespace) -> int:
     from fusion_bench_featcal.results import Report
     from fusion_bench_featcal.results.find import find
     from fusion_bench_featcal.results.summary import summarise
-    from fusion_bench_featcal.results.summary_views import show_combined, write_combined
+    from fusion_bench_featcal.results.views import show_combined, write_combined
 
     found = find(options.runs)
     if not found.runs:
@@ -79,7 +79,7 @@ def report_command(options: argparse.Namespace) -> int:
 def _report_comparisons(found: "Found", out: str | None) -> int:
     """All runs in the tables of `method=compare`, with what failed there."""
     from fusion_bench_featcal.results.summary import summarise
-    from fusion_bench_featcal.results.summary_views import show_side_by_side, write_side_by_side
+    from fusion_bench_featcal.results.views import show_side_by_side, write_side_by_side
 
     summary = summarise(found.runs, found.failed)
     written = write_side_by_side(summary, out, "--out") if out else None

@@ -40,7 +40,7 @@ from fusion_bench_featcal.baselines.wrapper import CorrectedModel
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.cli import main as featcal
 from fusion_bench_featcal.experts.lora import LoraExpert
-from fusion_bench_featcal.results.figures import write_curves
+from fusion_bench_featcal.results.curves import write_curves
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.checksums import CHECKSUM_FILE, write_checksums
 from fusion_bench_featcal.tasks.heads import forget_stored_heads

@@ -27,7 +27,7 @@ from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.published import _averages
 from fusion_bench_featcal.results.summary import summarise
-from fusion_bench_featcal.results.summary_views import show_side_by_side
+from fusion_bench_featcal.results.views import show_side_by_side
 from fusion_bench_featcal.tasks.heads import forget_stored_heads
 
 _CELLS = {

@@ -78,7 +78,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lowest accuracy of a column in bold",
-        "results/rendering.py",
+        "results/tables.py",
         "top = max(candidates.values(), default=None)",
         "top = min(candidates.values(), default=None)",
         "results/test_rendering.py",

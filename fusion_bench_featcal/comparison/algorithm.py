@@ -35,7 +35,7 @@ from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.summary import Summary
-from fusion_bench_featcal.results.summary_views import show_side_by_side
+from fusion_bench_featcal.results.views import show_side_by_side
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from fusion_bench_featcal.results.cost import (
     SECONDS_PER_SAMPLE,
     TASK_ID,
 )
-from fusion_bench_featcal.results.figures import as_curves
+from fusion_bench_featcal.results.curves import as_curves
 from fusion_bench_featcal.results.find import FailedCell
 from fusion_bench_featcal.settings import CalibrationError
 

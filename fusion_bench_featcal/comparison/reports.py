@@ -18,11 +18,12 @@ from fusion_bench_featcal.results import (
     versions,
 )
 from fusion_bench_featcal.results.comparison_figures import plot_comparison
-from fusion_bench_featcal.results.figures import plot_run, write_curves
+from fusion_bench_featcal.results.curves import write_curves
+from fusion_bench_featcal.results.figures import plot_run
 from fusion_bench_featcal.results.find import FailedCell, refuse_run
 from fusion_bench_featcal.results.remarks import tasks_below_merged
 from fusion_bench_featcal.results.summary import COMPARISON_SEED, Summary, summarise
-from fusion_bench_featcal.results.summary_views import write_side_by_side
+from fusion_bench_featcal.results.views import write_side_by_side
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
 from fusion_bench_featcal.files import remove, remove_orphans, replacing, write_atomic
 from fusion_bench_featcal.json_files import plain, read_json, sealed_json
 from fusion_bench_featcal.results import ReportError, load_items, prepare_directory, save_items
-from fusion_bench_featcal.results.figures import Curves, as_curves
+from fusion_bench_featcal.results.curves import Curves, as_curves
 from fusion_bench_featcal.results.items import ITEMS_FILE
 from fusion_bench_featcal.settings import CalibrationError
 

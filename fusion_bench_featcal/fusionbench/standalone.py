@@ -20,7 +20,7 @@ from fusion_bench_featcal.fusionbench.run_results import (
 )
 from fusion_bench_featcal.fusionbench.saving import RowSaver, skip_saving
 from fusion_bench_featcal.results import measure
-from fusion_bench_featcal.results.figures import write_curves
+from fusion_bench_featcal.results.curves import write_curves
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from fusion_bench_featcal.files import ReportError, prepare_directory
 from .cost import Cost, describe_device, measure, versions
 from .items import load_items, save_items
 from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL, UNAVAILABLE
-from .rendering import console
 from .report import Report, accuracies
+from .tables import console
 
 __all__ = [
     "AVERAGE",

@@ -6,14 +6,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
+from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
 
-from .drawing import GREY, INK, MERGED, RULE, legend_below, marks, new_figure, save_figure, style
-from .find import SIDE_BY_SIDE_KIND
+from .drawing import GREY, INK, MERGED, legend_below, marks, panels, save_figures, style
 from .long_table import AVERAGE, BASE, EXPERTS
 from .report import REPORT_FILE
-from .validate import COMPARISON, SCHEMA, check_types
+from .schema import check_comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +29,7 @@ _REFERENCES: dict[str, dict[str, Any]] = {
 }
 
 Row = Mapping[str, Any]
+"""As in a comparison's `report.json`."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,19 @@ def plot_comparison(
     Raises:
         ReportError: matplotlib is missing, the report is damaged, or a figure cannot be written.
     """
-    rows, suite = _load(Path(directory) / REPORT_FILE)
+    return save_figures(draw_comparison(directory), Path(directory), out, setting)
+
+
+def draw_comparison(directory: str | Path) -> "dict[str, Figure]":
+    """Draw the same without writing it; see `plot_comparison`."""
+    path = Path(directory) / REPORT_FILE
+    content = read_json(path)
+    check_comparison(content, str(path))
+    rows, suite = content["rows"], content["suite"]
     figures = {"comparison": comparison_figure(rows, suite)}
     if any(_timed(row) for row in rows):
         figures["cost"] = cost_figure(rows, suite)
-    setting = setting if out else LOG_DIR_SETTING
-    folder = prepare_directory(out or directory, setting)
-    written = [save_figure(figure, folder / name, setting) for name, figure in figures.items()]
-    return [path for paths in written for path in paths]
+    return figures
 
 
 def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":
@@ -83,20 +88,19 @@ def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":
 
     A cell's bar is the 95 % interval of its difference to the merger, drawn around its accuracy.
 
-    Args:
-        rows: As in a comparison's `report.json`.
-        title: Title of the figure.
-
     Raises:
         ReportError: matplotlib is missing or no merger has a row.
     """
-    panels = _panels(rows)
-    methods = list(dict.fromkeys(line for p in panels if p.upstream for line in p.rows))
-    most = max(len(methods), *(len(panel.rows) for panel in panels))
-    floor = _floor([_percent(row) for panel in panels for row in panel.rows.values()])
+    groups = _panels(rows)
+    methods = list(dict.fromkeys(line for panel in groups if panel.upstream for line in panel.rows))
+    most = max(len(methods), *(len(panel.rows) for panel in groups))
+    floor = _floor([_percent(row) for panel in groups for row in panel.rows.values()])
     with style():
-        figure, grid = _grid(panels, (1.55, 0.8 + 0.23 * most), across=_ACROSS, sharey=False)
-        for place, (axes, panel) in enumerate(zip(grid, panels, strict=True)):
+        figure, grid = panels(
+            [panel.title for panel in groups], (1.55, 0.8 + 0.23 * most), _ACROSS, title,
+            "average accuracy, %",
+        )  # fmt: skip
+        for place, (axes, panel) in enumerate(zip(grid, groups, strict=True)):
             lines = methods if panel.upstream else list(panel.rows)
             heights = {line: -number for number, line in enumerate(lines)}
             for line, look in panel.looks().items():
@@ -109,56 +113,31 @@ def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":
             axes.tick_params(axis="y", length=0)
             axes.set_ylim(0.4 - most, 0.6)
             axes.spines["left"].set_visible(False)
-        _draw_lines(figure, grid, panels, rows)
-        _label_bottom(grid, "average accuracy, %")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        _draw_lines(figure, grid, groups, rows)
     return figure
 
 
 def cost_figure(rows: Sequence[Row], title: str = "") -> "Figure":
     """Gain over the merger, with its 95 % interval, against the method's own seconds.
 
-    Args:
-        rows: As in a comparison's `report.json`.
-        title: Title of the figure.
-
     Raises:
         ReportError: matplotlib is missing or no row has a gain and seconds.
     """
-    panels = [panel for panel in _panels([row for row in rows if _timed(row)]) if panel.upstream]
-    floor = _floor([100 * row["gain"] for panel in panels for row in panel.rows.values()])
+    groups = [panel for panel in _panels([row for row in rows if _timed(row)]) if panel.upstream]
+    floor = _floor([100 * row["gain"] for panel in groups for row in panel.rows.values()])
     with style():
-        figure, grid = _grid(panels, (3.0, 2.8), across=3, sharey=True)
+        titles, xlabel = [panel.title for panel in groups], "seconds, without evaluation"
+        figure, grid = panels(titles, (3.0, 2.8), 3, title, xlabel, sharey=True)
         seen: dict[str, Any] = {}
-        for axes, panel in zip(grid, panels, strict=True):
+        for axes, panel in zip(grid, groups, strict=True):
             axes.axhline(0, **_MERGER)
             for line, look in panel.looks().items():
                 seen[line] = _draw_cost(axes, panel.rows[line], look, floor)
             axes.set_xscale("log")
             axes.margins(x=0.08)
-        _label_bottom(grid, "seconds, without evaluation")
         figure.supylabel("gain over the merger, points", fontsize=10)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        legend_below(figure, list(seen.values()), list(seen), _BARS, min(3, len(panels)) + 2)
+        legend_below(figure, list(seen.values()), list(seen), _BARS, min(3, len(groups)) + 2)
     return figure
-
-
-def _load(path: Path) -> tuple[list[Row], str]:
-    content = read_json(path)
-    if not isinstance(content, dict) or content.get("kind") != SIDE_BY_SIDE_KIND:
-        raise ReportError(f'{path} is not a comparison (no "kind": "{SIDE_BY_SIDE_KIND}")')
-    if content.get("schema") != SCHEMA:
-        raise ReportError(
-            f"{path} has schema {content.get('schema')!r}; this version of fusion_bench_featcal "
-            f"draws schema {SCHEMA}. Use the version that wrote it, or run again."
-        )
-    check_types(content, COMPARISON, str(path))
-    try:
-        for row in content["rows"]:
-            _ = row["upstream"], _percent(row), _timed(row), _bar(row)
-        return content["rows"], str(content["suite"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ReportError(f"{path} is damaged: {error!r}") from error
 
 
 def _panels(rows: Sequence[Row]) -> list[_Panel]:
@@ -171,35 +150,8 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
     if not groups:
         raise ReportError("the comparison has no row to draw")
     alone = {name: group[_NONE] for name, group in groups.items() if list(group) == [_NONE]}
-    panels = [_Panel(name, group) for name, group in groups.items() if name not in alone]
-    return [*panels, *([_Panel(None, alone)] if alone else [])]
-
-
-def _grid(
-    panels: Sequence[_Panel], size: tuple[float, float], *, across: int, sharey: bool
-) -> "tuple[Figure, list[Axes]]":
-    """Axes side by side, in as many rows as it takes; the last row may have fewer."""
-    across = min(len(panels), across)
-    down = -(-len(panels) // across)
-    width = max(size[0] * across, 3.6)
-    figure = new_figure(1.8 + width, 0.7 + size[1] * down)
-    every = figure.subplots(down, across, squeeze=False, sharex=True, sharey=sharey)
-    for place, axes in enumerate(every.flat):
-        if place >= len(panels):
-            axes.remove()
-            continue
-        axes.set_title(panels[place].title, fontsize=10)
-        axes.set_axisbelow(True)
-        axes.tick_params(labelbottom=place + across >= len(panels), labelsize=9)
-        axes.grid(color=RULE, linewidth=0.6)
-    return figure, list(every.flat[: len(panels)])
-
-
-def _label_bottom(grid: "Sequence[Axes]", label: str) -> None:
-    """Name the axis of every panel that has none below it."""
-    for axes in grid:
-        if axes.xaxis.get_tick_params().get("labelbottom"):
-            axes.set_xlabel(label, fontsize=9)
+    of_mergers = [_Panel(name, group) for name, group in groups.items() if name not in alone]
+    return of_mergers + ([_Panel(None, alone)] if alone else [])
 
 
 def _floor(values: Sequence[float]) -> float:
@@ -213,10 +165,8 @@ def _draw_accuracy(
 ) -> None:
     value, bar = _percent(row), _bar(row)
     if value < floor:
-        place = (0.02, height)
-        text = f"\N{LEFTWARDS ARROW} {value:.1f}"
-        axes.text(*place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8,
-                  color=look["color"])  # fmt: skip
+        text, place = f"\N{LEFTWARDS ARROW} {value:.1f}", axes.get_yaxis_transform()
+        axes.text(0.02, height, text, transform=place, va="center", fontsize=8, color=look["color"])
         return
     if bar is not None:
         axes.plot([value + end for end in bar], [height] * 2, color=look["color"], linewidth=1.4)
@@ -226,9 +176,9 @@ def _draw_accuracy(
 def _draw_cost(axes: "Axes", row: Row, look: Mapping[str, Any], floor: float) -> Any:
     seconds, gain, bar = row["cost"]["seconds"], 100 * row["gain"], _bar(row)
     if gain < floor:
-        text = f"\N{DOWNWARDS ARROW} {gain:.0f}"
-        axes.text(seconds, 0.02, text, transform=axes.get_xaxis_transform(), ha="center",
-                  fontsize=8, color=look["color"])  # fmt: skip
+        text, place = f"\N{DOWNWARDS ARROW} {gain:.0f}", axes.get_xaxis_transform()
+        axes.text(seconds, 0.02, text, transform=place, ha="center", fontsize=8,
+                  color=look["color"])  # fmt: skip
         return axes.plot([], [], linestyle="none", **look)[0]
     if bar is not None:
         axes.plot([seconds] * 2, [gain + end for end in bar], color=look["color"], linewidth=1.4)
@@ -242,17 +192,17 @@ def _draw_mark(axes: "Axes", x: float, y: float, look: Mapping[str, Any]) -> Any
 
 
 def _draw_lines(
-    figure: "Figure", grid: Sequence["Axes"], panels: Sequence[_Panel], rows: Sequence[Row]
+    figure: "Figure", grid: Sequence["Axes"], groups: Sequence[_Panel], rows: Sequence[Row]
 ) -> None:
     """Lines of the merger, the experts and the base, and their legend.
 
     A reference far from all cells would squeeze them: the legend names it instead.
     """
     shown: dict[str, Any] = {}
-    for axes, panel in zip(grid, panels, strict=True):
+    for axes, panel in zip(grid, groups, strict=True):
         if panel.upstream and _NONE in panel.rows:
             shown["the merger"] = axes.axvline(_percent(panel.rows[_NONE]), **_MERGER)
-    values = [_percent(row) for panel in panels for row in panel.rows.values()]
+    values = [_percent(row) for panel in groups for row in panel.rows.values()]
     values = [value for value in values if value >= _floor(values)]
     reach = 0.25 * (max(values) - min(values)) + 1
     for row in rows:
@@ -276,7 +226,7 @@ def _percent(row: Row) -> float:
 def _bar(row: Row) -> tuple[float, float] | None:
     """Ends of the gain's interval, in points from the gain."""
     interval = row["gain_interval"]
-    if interval is None:
+    if interval is None or row["gain"] is None:
         return None
     return 100 * (interval["low"] - row["gain"]), 100 * (interval["high"] - row["gain"])
 

@@ -1,15 +1,19 @@
-"""Looks of all figures: colours, marks, files. matplotlib is imported only to draw."""
+"""Frame and looks of all figures: panels, colours, marks, files.
+
+matplotlib comes with the extra `plots` and is imported only to draw.
+"""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_featcal.files import ReportError, write_atomic
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
 
 from .long_table import BASE, EXPERTS, FEATCAL
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg")
@@ -34,6 +38,8 @@ _REFERENCES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _PRESETS = ("o", "D", "^", "v", "P", "X", "<", ">")
 _OTHERS = ("<", ">", "h", "p", "d")
+# These shapes look smaller than they are.
+_SIZES = {"*": 12, "P": 9.5, "X": 9}
 # The same method on the images that FeatCal draws: the same mark, hollow.
 _HOLLOW = ":calibration"
 _STYLE: dict[Any, Any] = {
@@ -43,6 +49,9 @@ _STYLE: dict[Any, Any] = {
     "axes.edgecolor": GREY,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
     "legend.frameon": False,
     # With a fixed salt the same run gives the same SVG.
     "svg.hashsalt": "featcal",
@@ -60,32 +69,28 @@ def marks(names: Sequence[str], upstream: str | None) -> dict[str, dict[str, Any
         Row -> keywords of `Axes.plot`.
     """
     presets = [name for name in names if name.startswith(f"{FEATCAL}:")]
-    others = [name for name in names if name.removesuffix(_HOLLOW) not in _METHODS]
-    others = [name for name in others if name not in (BASE, EXPERTS, upstream, *presets)]
-    looks = {}
-    for name in names:
-        method = name.removesuffix(_HOLLOW)
+    listed = (BASE, EXPERTS, upstream, *presets)
+    others = [n for n in names if n.removesuffix(_HOLLOW) not in _METHODS and n not in listed]
+
+    def look(name: str) -> dict[str, Any]:
         if name == upstream:
-            look = {"color": MERGED, "marker": "s"}
-        elif name in _REFERENCES:
-            look = _REFERENCES[name]
-        elif name in presets:
-            look = {"color": PALETTE[5], "marker": _PRESETS[presets.index(name) % len(_PRESETS)]}
-        elif name in others:
+            return {"color": MERGED, "marker": "s"}
+        if name in _REFERENCES:
+            return _REFERENCES[name]
+        if name in presets:
+            return {"color": PALETTE[5], "marker": _PRESETS[presets.index(name) % len(_PRESETS)]}
+        if name in others:
             place = others.index(name)
             colour = PALETTE[2 + place % (len(PALETTE) - 2)]
-            look = {"color": colour, "marker": _OTHERS[place % len(_OTHERS)]}
-        else:
-            colour, shape = _METHODS[method]
-            look = {"color": colour, "marker": shape}
-            if name != method:
-                look |= {"markerfacecolor": "white", "markeredgecolor": colour,
-                        "markeredgewidth": 1.5, "markersize": 6.5}  # fmt: skip
-        # These shapes look smaller than they are.
-        size = {"*": 12, "P": 9.5, "X": 9}.get(str(look["marker"]), 8)
-        common = {"markersize": size, "markeredgecolor": "white", "markeredgewidth": 0.8}
-        looks[name] = {**common, **look}
-    return looks
+            return {"color": colour, "marker": _OTHERS[place % len(_OTHERS)]}
+        colour, shape = _METHODS[name.removesuffix(_HOLLOW)]
+        hollow = {"markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.5,
+                  "markersize": 6.5}  # fmt: skip
+        return {"color": colour, "marker": shape, **(hollow if name.endswith(_HOLLOW) else {})}
+
+    common = {"markeredgecolor": "white", "markeredgewidth": 0.8}
+    looks = {name: look(name) for name in names}
+    return {n: {"markersize": _SIZES.get(x["marker"], 8), **common, **x} for n, x in looks.items()}
 
 
 def style() -> Any:
@@ -110,8 +115,36 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def panels(
+    titles: Sequence[str],
+    size: tuple[float, float],
+    across: int,
+    heading: str,
+    xlabel: str,
+    *,
+    sharex: bool = True,
+    sharey: bool = False,
+) -> "tuple[Figure, list[Axes]]":
+    """Make a figure of panels of a size in inches, at most `across` side by side."""
+    across = min(len(titles), across)
+    down = -(-len(titles) // across)
+    figure = new_figure(1.8 + max(size[0] * across, 3.6), 1.0 + size[1] * down)
+    every = list(figure.subplots(down, across, squeeze=False, sharex=sharex, sharey=sharey).flat)
+    for place, axes in enumerate(every):
+        if place >= len(titles):
+            axes.remove()
+            continue
+        axes.set_title(titles[place], fontsize=10)
+        axes.grid()
+        lowest = not sharex or place + across >= len(titles)
+        axes.tick_params(labelbottom=lowest, labelsize=9)
+        axes.set_xlabel(xlabel if lowest else "", fontsize=9)
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=11)
+    return figure, every[: len(titles)]
+
+
 def legend_below(
-    figure: "Figure", handles: Sequence[Any], labels: Sequence[Any], title: str, columns: int = 3
+    figure: "Figure", handles: Sequence[Any], labels: Sequence[str], title: str, columns: int = 3
 ) -> None:
     """Put a legend under the axes, where it covers nothing."""
     legend = figure.legend(
@@ -119,6 +152,23 @@ def legend_below(
         fontsize=9,
     )  # fmt: skip
     legend.set_alignment("left")
+
+
+def save_figures(
+    figures: "Mapping[str, Figure]", own: Path, out: str | Path | None, setting: str
+) -> list[Path]:
+    """Write figures in every format into `out`, or else into the folder that they are of.
+
+    Raises:
+        ReportError: A file cannot be written.
+    """
+    setting = setting if out else LOG_DIR_SETTING
+    folder = prepare_directory(out or own, setting)
+    return [
+        path
+        for name, figure in figures.items()
+        for path in save_figure(figure, folder / name, setting)
+    ]
 
 
 def save_figure(figure: "Figure", stem: Path, setting: str) -> list[Path]:

@@ -1,7 +1,7 @@
 """Search for folders with results: runs, and comparisons with the runs below them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +9,25 @@ from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
 
 from .report import REPORT_FILE
-from .validate import COMPARISON, KIND, check_types
-
-SIDE_BY_SIDE_KIND = "comparison"
+from .schema import KIND, SIDE_BY_SIDE_KIND, check_comparison
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedCell:
-    """A cell of a comparison that gave no result.
+    """A cell of a comparison that gave no result."""
 
-    Attributes:
-        upstream: The upstream merger; None for a reference.
-        name: The cell, or `none` if the merger failed itself.
-        reason: What went wrong.
-        seed: The comparison's seed; None where it is not known.
-    """
-
-    upstream: str | None
-    name: str
+    upstream: str | None  # merger; None for a reference
+    name: str  # of the cell; `none` if the merger itself failed
     reason: str
-    seed: int | None = None
+    seed: int | None = None  # of the comparison; None where it is not known
+
+
+_CELL = [key.name for key in fields(FailedCell)]
 
 
 @dataclass(kw_only=True)
 class Found:
-    """Results at or below some paths.
-
-    Attributes:
-        runs: Folders with the report of a run, each once.
-        comparisons: Folders with the report of a comparison; its runs may lie elsewhere.
-        failed: The comparisons' failed cells.
-    """
+    """Results at or below some paths, each folder once."""
 
     runs: list[Path] = field(default_factory=list)
     comparisons: list[Path] = field(default_factory=list)
@@ -90,28 +78,20 @@ def _search(folder: Path, found: Found) -> None:
         return
     if content.get("kind") == SIDE_BY_SIDE_KIND:
         found.comparisons.append(folder)
-        check_types(content, COMPARISON, str(folder / REPORT_FILE))
+        check_comparison(content, str(folder / REPORT_FILE))
         if content.get("runs"):
             found.runs += [folder / name for name in content["runs"]]
-            found.failed += _failed(content, folder)
+            found.failed += [
+                FailedCell(**{key: cell.get(key) for key in _CELL}) for cell in content["failed"]
+            ]
             return
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
-    for below in inside:
+    for below in sorted(folder.iterdir()) if folder.is_dir() else ():
         if below.is_dir() and not below.is_symlink():
             _search(below, found)
 
 
 def _once(folders: Iterable[Path]) -> list[Path]:
     return list({folder.resolve(): folder for folder in folders}.values())
-
-
-def _failed(content: dict[str, Any], folder: Path) -> list[FailedCell]:
-    try:
-        return [FailedCell(**entry) for entry in content["failed"]]
-    except (KeyError, TypeError) as error:
-        raise ReportError(
-            f"{folder / REPORT_FILE}: damaged list of failed cells: {error}"
-        ) from error
 
 
 def _content(folder: Path) -> dict[str, Any]:

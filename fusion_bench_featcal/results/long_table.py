@@ -22,26 +22,15 @@ Row = Mapping[str, float]
 
 
 class Entry(NamedTuple):
-    """One value of the table.
+    """One value of the table."""
 
-    Attributes:
-        suite: Model pool.
-        merger: Upstream merger; None where the run had no merged model.
-        row: Name of the row.
-        task: Task, `average` over tasks, or "" for what is about the model as a whole.
-        seed: The run's seeds, as JSON: they tell runs apart that are averaged.
-        metric: `accuracy`, `loss`, `correct` (flags per test item), `gain`, `recovered_gap`,
-            `normalised`, or `cost.` and what was measured.
-        value: A number, a text such as "unavailable", or flags.
-    """
-
-    suite: str
-    merger: str | None
+    suite: str  # model pool
+    merger: str | None  # upstream merger; None where the run had no merged model
     row: str
-    task: str
-    seed: str
-    metric: str
-    value: Any
+    task: str  # or `average` over tasks, or "" for what is about the model as a whole
+    seed: str  # the run's seeds, as JSON: they tell runs apart that are averaged
+    metric: str  # one of the constants above, `normalised`, or `cost.` and what was measured
+    value: Any  # a number, a text such as "unavailable", or flags per test item (`correct`)
 
 
 RowKey = tuple[str, str | None, str]
@@ -81,10 +70,9 @@ class LongTable:
 
     def costs(self, key: RowKey, seeds: Sequence[str]) -> dict[str, list[Any]]:
         """Return each cost's values, one a seed; "unavailable" where a run lacks it."""
-        metrics = self._values[key].items()
         return {
             metric.removeprefix(COST): [tasks[""].get(seed, UNAVAILABLE) for seed in seeds]
-            for metric, tasks in metrics
+            for metric, tasks in self._values[key].items()
             if metric.startswith(COST)
         }
 
@@ -103,39 +91,26 @@ def recovered_share(value: float, merged: float, expert: float) -> float | None:
 def worst_task(
     row: Row, merged: Row | None, experts: Row | None
 ) -> tuple[str, float | None] | None:
-    """Return the task that gained least over the merged model.
+    """Return the task with the smallest share of its merged-to-expert gap recovered, and the share.
 
-    Args:
-        row: Task (and `average`, which is left out) -> accuracy.
-        merged: The same of the merged model; None: there is none to compare with.
-        experts: The same of the experts, each on its own task; None: not evaluated.
-
-    Returns:
-        The task with the smallest share of its gap recovered, and that share. Only tasks with a gap
-        of at least `LEAST_GAP` count; without any, the task with the smallest gain, and None.
+    Only tasks with a gap of at least `LEAST_GAP` count. Without any, or without experts, it is the
+    task with the smallest gain over the merged model, and None. Without merged model it is None.
     """
     tasks = [task for task in row if task != AVERAGE]
     if merged is None or not tasks:
         return None
-    if experts is not None:
-        shares = {
-            task: (row[task] - merged[task]) / (experts[task] - merged[task])
-            for task in tasks
-            if experts[task] - merged[task] >= LEAST_GAP
-        }
-        if shares:
-            worst = min(shares, key=shares.__getitem__)
-            return worst, shares[worst]
-    return min(tasks, key=lambda task: row[task] - merged[task]), None
+    gaps = {task: experts[task] - merged[task] for task in tasks} if experts is not None else {}
+    shares = {
+        task: (row[task] - merged[task]) / gap for task, gap in gaps.items() if gap >= LEAST_GAP
+    }
+    if not shares:
+        return min(tasks, key=lambda task: row[task] - merged[task]), None
+    worst = min(shares, key=shares.__getitem__)
+    return worst, shares[worst]
 
 
 def normalised_average(row: Row, experts: Row | None) -> float | None:
-    """Mean over tasks of accuracy divided by the task's expert's; None without experts.
-
-    Args:
-        row: Task (and `average`, which is left out) -> accuracy.
-        experts: The same of the experts.
-    """
+    """Mean over tasks of accuracy divided by the task's expert's; None without experts."""
     tasks = [task for task in row if task != AVERAGE]
     if experts is None or any(experts[task] <= 0 for task in tasks):
         return None

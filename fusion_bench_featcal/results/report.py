@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
 from fusion_bench_featcal.json_files import plain, read_json, sealed_json
@@ -31,29 +31,17 @@ from .long_table import (
     recovered_share,
     worst_task,
 )
-from .rendering import (
-    TEXT_WIDTH,
-    console,
-    print_lines,
-    provenance,
-    report_markdown,
-    report_tables,
-)
-from .validate import KIND, SCHEMA, TOLERANCE, check_content, check_row
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from .run_page import print_run, run_markdown
+from .schema import KIND, SCHEMA, TOLERANCE, check_row, check_run
 
 REPORT_FILE = "report.json"
 
 
 def write_files(directory: Path, text: str, table: str, page: str, setting: str) -> Path:
-    """Write `report.csv`, `report.md` and, last, `report.json`; returns the last one's path.
-
-    Each file is whole or absent, whatever happens.
+    """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path.
 
     Raises:
-        ReportError: A file cannot be written.
+        ReportError: A file cannot be written; each is whole or absent.
     """
     write_atomic(directory / "report.csv", table, setting)
     write_atomic(directory / "report.md", page, setting)
@@ -63,8 +51,7 @@ def write_files(directory: Path, text: str, table: str, page: str, setting: str)
 def csv_text(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     """Return a head and lines as CSV."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([head, *lines])
+    csv.writer(text, lineterminator="\n").writerows([head, *lines])
     return text.getvalue()
 
 
@@ -72,38 +59,34 @@ def csv_text(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
 class Report:
     """Results of one run and the conditions they were made under.
 
-    Attributes:
-        suite: Name of the model pool, for example `clip-vit-mini_TA6`.
-        upstream: The row that holds the upstream merger, for example `task_arithmetic`.
-        rows: Row name -> task -> accuracy in 0..1, and `average` (mean over tasks). Names are
-            `base`, `experts`, the upstream merger's, `featcal` and `featcal:<preset>`.
-        loss: Row name -> task -> loss, and `average` where every task has one; without the rows and
-            tasks for which the task pool computes none.
-        settings: Row name -> the settings it was made with.
-        cost: Row name -> seconds, peak_rss_bytes, expert_bytes...; "unavailable" if not measured.
-        samples: Row name -> task -> {"samples": number really used, "split": calibration split}.
-        seeds: What was seeded -> seed, for example {"calibration": 42}.
-        test_sets: Task -> {"items": number of test items, ...}; equal for comparable runs.
-        versions: Package -> version.
-        device: What the run computed on.
-        notes: Sentences a reader must know, for example "calibrated on the test split".
-        items: Row name -> task -> bool `[items]`, kept in `items.npz` beside the report.
-        schema: Version of this layout.
+    Rows are named `base`, `experts`, by the upstream merger, `featcal` and `featcal:<preset>`, or
+    by another method.
     """
 
     suite: str = "unnamed"
+    """Name of the model pool, for example `clip-vit-mini_TA6`."""
     upstream: str | None = None
+    """The row of the upstream merger, for example `task_arithmetic`."""
     rows: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Row -> task -> accuracy in 0..1, and `average` (mean over tasks)."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Row -> the settings it was made with."""
     cost: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Row -> seconds, peak_rss_bytes, expert_bytes...; "unavailable" if not measured."""
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Row -> task -> {"samples": number really used, "split": calibration split}."""
     seeds: dict[str, int | None] = field(default_factory=dict)
+    """What was seeded -> seed, for example {"calibration": 42}."""
     test_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Task -> {"items": number of test items, ...}; equal for comparable runs."""
     versions: dict[str, str] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    """Sentences a reader must know, for example "calibrated on the test split"."""
     loss: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Row -> task -> loss, and `average` where every task has one; without what has none."""
     items: Items = field(default_factory=dict, repr=False)
+    """Row -> task -> bool `[items]`, kept in `items.npz` beside the report."""
     schema: int = SCHEMA
 
     @property
@@ -146,22 +129,22 @@ class Report:
         if correct is not None:
             self._add_items(name, row, correct)
         self.rows[name] = {**row, AVERAGE: mean(row)}
-        parts = ((self.settings, settings), (self.cost, cost), (self.samples, samples))
-        for part, value in parts:
+        made = ((self.settings, settings), (self.cost, cost), (self.samples, samples))
+        for kept, value in made:
             if value is not None:
-                part[name] = plain(value, name)
+                kept[name] = plain(value, name)
         self._add_loss(name, loss or {})
 
     def _add_loss(self, name: str, loss: Mapping[str, float | None]) -> None:
-        values = {
-            task: float(value) for task in self.tasks if (value := loss.get(task)) is not None
-        }
-        finite = {task: value for task, value in values.items() if math.isfinite(value)}
-        self.notes += [
-            f"{name}: the loss of {task} is {value}"
-            for task, value in values.items()
-            if task not in finite
-        ]
+        finite = {}
+        for task in self.tasks:
+            value = loss.get(task)
+            if value is None:
+                continue
+            if math.isfinite(value):
+                finite[task] = float(value)
+            else:
+                self.notes.append(f"{name}: the loss of {task} is {float(value)}")
         if finite:
             average = {AVERAGE: mean(finite)} if len(finite) == len(self.tasks) else {}
             self.loss[name] = finite | average
@@ -186,18 +169,17 @@ class Report:
         self.items[name] = items
 
     @property
+    def _merged(self) -> dict[str, float] | None:
+        return self.rows.get(self.upstream or "")
+
+    @property
     def recovered_gap(self) -> dict[str, float | None]:
         """Row -> (row - merged) / (experts - merged) on the average; None where undefined."""
         return {name: self.share(name, AVERAGE) for name in self.rows}
 
-    @property
-    def recovered_gap_per_task(self) -> dict[str, dict[str, float | None]]:
-        """Row -> task -> share of that task's gap; None where the gap is not positive."""
-        return {name: {task: self.share(name, task) for task in self.tasks} for name in self.rows}
-
     def share(self, name: str, task: str) -> float | None:
         """Share of the merged-to-expert gap that row `name` recovers on `task` (or `average`)."""
-        merged, experts = self.rows.get(self.upstream or ""), self.rows.get(EXPERTS)
+        merged, experts = self._merged, self.rows.get(EXPERTS)
         if merged is None or experts is None:
             return None
         return recovered_share(self.rows[name][task], merged[task], experts[task])
@@ -206,8 +188,7 @@ class Report:
         """A row's worst task and the share of its gap recovered; None for references."""
         if name in (BASE, EXPERTS, self.upstream):
             return None
-        merged, experts = self.rows.get(self.upstream or ""), self.rows.get(EXPERTS)
-        return worst_task(self.rows[name], merged, experts)
+        return worst_task(self.rows[name], self._merged, self.rows.get(EXPERTS))
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `report.json` holds."""
@@ -219,19 +200,10 @@ class Report:
             "tasks": self.tasks,
             **plain(stored, "report"),
             "recovered_gap": self.recovered_gap,
-            "recovered_gap_per_task": self.recovered_gap_per_task,
+            "recovered_gap_per_task": {
+                name: {task: self.share(name, task) for task in self.tasks} for name in self.rows
+            },
         }
-
-    @classmethod
-    def from_dict(cls, content: Any, place: str = "report") -> "Report":
-        """Build a report from what `to_dict` returned.
-
-        Raises:
-            ReportError: Another schema, a key is missing or unknown, or the numbers disagree.
-        """
-        check_content(content, place)
-        names = [key.name for key in fields(cls) if key.name != "items" and key.name in content]
-        return cls(**{name: content[name] for name in names})
 
     def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
         """Write `report.csv`, `report.md`, `items.npz` (if known) and, last, `report.json`.
@@ -253,7 +225,7 @@ class Report:
         else:
             # An earlier report's items would be taken for this one's.
             (directory / ITEMS_FILE).unlink(missing_ok=True)
-        return write_files(directory, text, self.csv(), report_markdown(self), setting)
+        return write_files(directory, text, self.csv(), run_markdown(self), setting)
 
     @classmethod
     def load(cls, directory: str | Path) -> "Report":
@@ -263,7 +235,10 @@ class Report:
             ReportError: Something is missing, damaged or of another schema; the message says what.
         """
         path = Path(directory) / REPORT_FILE
-        report = cls.from_dict(read_json(path), str(path))
+        content = read_json(path)
+        check_run(content, str(path))
+        names = [key.name for key in fields(cls) if key.name != "items" and key.name in content]
+        report = cls(**{name: content[name] for name in names})
         for name, flags in (load_items(Path(directory)) or {}).items():
             if name not in report.rows:
                 raise ReportError(f"{path}: items.npz has row '{name}', the report has not")
@@ -281,31 +256,21 @@ class Report:
 
     def entries(self) -> Iterator[Entry]:
         """Yield the long table of the run: everything that it measured or that follows from it."""
-        seed = self.seeds_key
         for name, row in self.rows.items():
-
-            def entry(task: str, metric: str, value: Any, name: str = name) -> Entry:
-                return Entry(self.suite, self.upstream, name, task, seed, metric, value)
-
-            yield from (entry(task, ACCURACY, value) for task, value in row.items())
-            yield from (entry(task, LOSS, value) for task, value in self.loss.get(name, {}).items())
-            yield from (entry(*values) for values in self._derived(name))
-            costs = self.cost.get(name, {}).items()
-            yield from (entry("", COST + what, value) for what, value in costs)
-            flags = self.items.get(name, {}).items()
-            yield from (entry(task, CORRECT, array) for task, array in flags)
-
-    def _derived(self, name: str) -> Iterator[tuple[str, str, float]]:
-        row, merged = self.rows[name], self.rows.get(self.upstream or "")
-        normalised = normalised_average(row, self.rows.get(EXPERTS))
-        if normalised is not None:
-            yield AVERAGE, NORMALISED, normalised
-        if merged is not None:
-            yield AVERAGE, GAIN, row[AVERAGE] - merged[AVERAGE]
-        for task in row:
-            share = self.share(name, task)
-            if share is not None:
-                yield task, SHARE, share
+            place, seed = (self.suite, self.upstream, name), self.seeds_key
+            measured = {
+                ACCURACY: row,
+                LOSS: self.loss.get(name, {}),
+                NORMALISED: {AVERAGE: normalised_average(row, self.rows.get(EXPERTS))},
+                GAIN: {AVERAGE: self._merged and row[AVERAGE] - self._merged[AVERAGE]},
+                SHARE: {task: self.share(name, task) for task in row},
+                **{COST + what: {"": value} for what, value in self.cost.get(name, {}).items()},
+                CORRECT: self.items.get(name, {}),
+            }
+            for metric, values in measured.items():
+                for task, value in values.items():
+                    if value is not None:
+                        yield Entry(*place, task, seed, metric, value)
 
     def csv(self) -> str:
         """Return the long form: one line per row and task (the average counts as a task)."""
@@ -320,16 +285,41 @@ class Report:
         )
         return csv_text(["suite", "upstream", "name", "task", *metrics], lines)
 
-    def tables(self, width: int = TEXT_WIDTH) -> "list[Table]":
-        """Return the terminal tables, each at most `width` columns wide."""
-        return report_tables(self, width)
-
     def show(self) -> None:
         """Print the tables to stdout, and under them what was calibrated with what, and where."""
-        terminal = console()
-        for table in self.tables(terminal.width):
-            terminal.print(table)
-        print_lines(terminal, provenance(self))
+        print_run(self)
+
+
+# What MLflow refuses in names and TensorBoard replaces.
+_UNFIT = re.compile(r"[^\w./ -]")
+
+
+def report_scalars(report: Report) -> dict[str, float]:
+    """Return every number of a report, for loggers.
+
+    Keys are `<row>/<what>` for `base`, `experts` and the upstream merger, and
+    `<merger>/<row>/<what>` for what was made of it. What: `accuracy/<task>`, `average`,
+    `loss/<task>`, `loss/average`, `normalised`, `gain` (over the merger), `recovered_gap`, and
+    the costs. What could not be measured is left out.
+    """
+    scalars = {}
+    for entry in report.entries():
+        reference = entry.row in (BASE, EXPERTS, report.upstream)
+        what = _scalar_name(entry, reference)
+        if what and isinstance(entry.value, int | float):
+            merger = "" if reference or not report.upstream else f"{entry.merger}/"
+            scalars[_UNFIT.sub("_", f"{merger}{entry.row}/{what}")] = float(entry.value)
+    return scalars
+
+
+def _scalar_name(entry: Entry, reference: bool) -> str | None:
+    if entry.metric == ACCURACY:
+        return AVERAGE if entry.task == AVERAGE else f"accuracy/{entry.task}"
+    if entry.metric == LOSS:
+        return f"loss/{entry.task}"
+    if entry.metric in (GAIN, SHARE) and (reference or entry.task != AVERAGE):
+        return None
+    return entry.metric.removeprefix(COST)
 
 
 def accuracies(evaluation: Mapping[str, Any]) -> dict[str, float]:
@@ -345,36 +335,3 @@ def losses(evaluation: Mapping[str, Any], tasks: Iterable[str]) -> dict[str, flo
     """Pick task -> loss out of the same for some tasks; None where the pool computes none."""
     values = {task: evaluation[task].get("loss") for task in tasks}
     return {task: None if value is None else float(value) for task, value in values.items()}
-
-
-# What MLflow refuses in names and TensorBoard replaces.
-_UNFIT = re.compile(r"[^\w./ -]")
-
-
-def report_scalars(report: Report) -> dict[str, float]:
-    """Every number of a report, for loggers.
-
-    Returns:
-        `<row>/<what>` for `base`, `experts` and the upstream merger, `<merger>/<row>/<what>` for
-        what was made of it. What: `accuracy/<task>`, `average`, `loss/<task>`, `loss/average`,
-        `normalised`, `gain` (over the merger), `recovered_gap`, and the costs. What is not known or
-        could not be measured is left out. Characters that loggers refuse become `_`.
-    """
-    scalars = {}
-    for entry in report.entries():
-        reference = entry.row in (BASE, EXPERTS, report.upstream)
-        what = _scalar_name(entry, reference)
-        if what and isinstance(entry.value, int | float):
-            place = entry.row if reference or not report.upstream else f"{entry.merger}/{entry.row}"
-            scalars[_UNFIT.sub("_", f"{place}/{what}")] = float(entry.value)
-    return scalars
-
-
-def _scalar_name(entry: Entry, reference: bool) -> str | None:
-    if entry.metric == ACCURACY:
-        return AVERAGE if entry.task == AVERAGE else f"accuracy/{entry.task}"
-    if entry.metric == LOSS:
-        return f"loss/{entry.task}"
-    if entry.metric in (GAIN, SHARE) and (reference or entry.task != AVERAGE):
-        return None
-    return entry.metric.removeprefix(COST)

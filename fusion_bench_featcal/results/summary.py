@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,8 @@ from .long_table import (
     worst_task,
 )
 from .published import Published, published_average
-from .rendering import samples_range
 from .report import Report
+from .run_page import samples_range
 
 _SEED_SETTING = "seed"
 # The seed of all mergers and cells of a comparison, among the seeds of its reports.
@@ -38,52 +38,29 @@ COMPARISON_SEED = "comparison"
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryRow:
-    """One row name on one upstream merger of one suite, over all runs that have it.
-
-    Attributes:
-        suite: Model pool.
-        upstream: The upstream merger's row; None where the runs had no merged model.
-        name: Row name.
-        run_seeds: The seeds of the runs, one entry a run.
-        seeds: The seeds of the row itself, one a run; empty where it has none.
-        accuracy: Task (and `average`) -> mean over runs, 0..1.
-        deviation: Task (and `average`) -> standard deviation over runs (n - 1); None for one run.
-        gain: `average` minus the upstream merger's, over the same runs.
-        gain_interval: The same from a paired bootstrap over test items; None without items.
-        recovered_gap: Share of the merged-to-expert gap, from the means over the same runs.
-        recovered_gap_interval: The same from the bootstrap; None without items or without gap.
-        cost: Costs and additions: a mean over runs where all have a number, else the text they
-            agree on, else "unavailable".
-        worst_task: The task with the smallest share of its gap recovered, see `worst_task`; None
-            for references.
-        worst_recovered_gap: That share; None without experts.
-        loss: Task (and `average`) -> mean over runs, for those with a loss in every run.
-        normalised: Mean over tasks of accuracy / the task's expert's accuracy; None without them.
-        spread: Standard deviation over runs (n - 1) of `normalised` and of each cost that is a
-            number; empty for one run.
-        samples: Calibration samples per task with their split, such as `256 train`; "" for none.
-        published: The paper's average; None where it has none.
-    """
+    """One row name on one upstream merger of one suite, over all runs that have it."""
 
     suite: str
-    upstream: str | None
+    upstream: str | None  # the merger's row; None where the runs had no merged model
     name: str
-    run_seeds: list[dict[str, int | None]]
-    seeds: list[int]
-    accuracy: dict[str, float]
-    deviation: dict[str, float] | None
+    run_seeds: list[dict[str, int | None]]  # one entry a run
+    seeds: list[int]  # of the row itself; empty where it has none
+    accuracy: dict[str, float]  # task (and `average`) -> mean over runs, 0..1
+    deviation: dict[str, float] | None  # standard deviations over runs (n - 1); None for one run
+    # Against the merger and the experts, from the means over the same runs; intervals from a paired
+    # bootstrap over test items, None without items.
     gain: float | None
     gain_interval: Interval | None
     recovered_gap: float | None
     recovered_gap_interval: Interval | None
-    cost: dict[str, Any]
-    worst_task: str | None
+    cost: dict[str, Any]  # the mean where all runs have a number, else a text they agree on
+    worst_task: str | None  # None for references
     worst_recovered_gap: float | None
-    loss: dict[str, float]
-    normalised: float | None
-    spread: dict[str, float]
-    samples: str
-    published: Published | None
+    loss: dict[str, float]  # task (and `average`) -> mean, for those with a loss in every run
+    normalised: float | None  # mean over tasks of accuracy / the expert's; None without experts
+    spread: dict[str, float]  # deviations over runs of `normalised` and of costs; {} for one run
+    samples: str  # per task with their split, such as `256 train`; "" for none
+    published: Published | None  # the paper's average
 
     @property
     def tasks(self) -> list[str]:
@@ -103,20 +80,12 @@ class SummaryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Rows by suite, upstream merger and name, and what a reader must know about them.
+    """Rows by suite, upstream merger and name, and what a reader must know about them."""
 
-    Attributes:
-        rows: In the order of the runs.
-        runs: Folders of the runs.
-        notes: Sentences of the runs, and about their differences.
-        seeds: Seeds of the comparisons that the runs are of, where they are known.
-        failed: Cells of comparisons that gave no result, one a seed.
-    """
-
-    rows: list[SummaryRow]
-    runs: list[str]
+    rows: list[SummaryRow]  # in the order of the runs
+    runs: list[str]  # their folders
     notes: list[str]
-    seeds: list[int] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)  # of the comparisons, where they are known
     failed: list[FailedCell] = field(default_factory=list)
 
     @property
@@ -139,8 +108,7 @@ class Summary:
         return order + others
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     path: Path
     report: Report
 
@@ -162,13 +130,13 @@ def summarise(directories: Sequence[str | Path], failed: Sequence[FailedCell] = 
     for run in runs:
         _check_test_sets(first.setdefault(run.report.suite, run), run)
     table = LongTable(entry for run in runs for entry in run.report.entries())
-    rows: list[SummaryRow] = []
+    # For runs without experts: those of another merger.
     experts = {key[0]: key for key in reversed(table.rows()) if key[2] == EXPERTS}
-    for key in table.rows():
-        reports = _distinct(key, runs)
-        rows.append(_summary_row(table, key, reports, experts.get(key[0])))
     return Summary(
-        rows=rows,
+        rows=[
+            _summary_row(table, key, _distinct(key, runs), experts.get(key[0]))
+            for key in table.rows()
+        ],
         runs=[str(run.path) for run in runs],
         notes=_notes(runs),
         seeds=_each_once(run.report.seeds.get(COMPARISON_SEED) for run in runs),
@@ -184,11 +152,10 @@ def _each_once(seeds: Iterable[int | None]) -> list[int]:
 
 
 def _check_test_sets(first: _Run, run: _Run) -> None:
-    suite = run.report.suite
-    if set(first.report.tasks) != set(run.report.tasks):
+    suite, tasks, others = run.report.suite, first.report.tasks, run.report.tasks
+    if set(tasks) != set(others):
         raise ReportError(
-            f"runs of {suite} have different tasks: "
-            f"{_difference(first, first.report.tasks, run, run.report.tasks)}"
+            f"runs of {suite} have different tasks: {_difference(first, tasks, run, others)}"
         )
     for task, test_set in first.report.test_sets.items():
         for key, value in run.report.test_sets.get(task, {}).items():
@@ -202,12 +169,9 @@ def _check_test_sets(first: _Run, run: _Run) -> None:
 def _distinct(key: RowKey, runs: Sequence[_Run]) -> list[Report]:
     """Return the reports with a row, a repeated run once; check that they may be averaged."""
     suite, merger, name = key
+    places = [run for run in runs if (run.report.suite, run.report.upstream) == (suite, merger)]
+    having = [run for run in places if name in run.report.rows]
     distinct: dict[str, _Run] = {}
-    having = [
-        run
-        for run in runs
-        if (run.report.suite, run.report.upstream) == (suite, merger) and name in run.report.rows
-    ]
     for run in having:
         _check_settings(name, having[0], run)
         twin = distinct.setdefault(run.report.seeds_key, run)
@@ -253,8 +217,7 @@ def _notes(runs: Sequence[_Run]) -> list[str]:
     without = [str(run.path) for run in runs if not run.report.items]
     if without:
         notes.append(f"no interval for rows without {ITEMS_FILE}: {', '.join(without)}")
-    packages = dict.fromkeys(package for run in runs for package in run.report.versions)
-    for package in packages:
+    for package in dict.fromkeys(package for run in runs for package in run.report.versions):
         numbers = sorted({run.report.versions.get(package, "not recorded") for run in runs})
         if len(numbers) > 1:
             notes.append(f"runs used different versions of {package}: {', '.join(numbers)}")
@@ -265,32 +228,25 @@ def _notes(runs: Sequence[_Run]) -> list[str]:
 
 
 def _summary_row(
-    table: LongTable, key: RowKey, reports: Sequence[Report], fallback: RowKey | None
+    table: LongTable, key: RowKey, reports: Sequence[Report], other_experts: RowKey | None
 ) -> SummaryRow:
-    """Average a row over its runs.
-
-    Args:
-        table: All results.
-        key: The row.
-        reports: The runs that have it.
-        fallback: Experts' row of another merger, for runs that have none.
-    """
     suite, upstream, name = key
     seeds = table.seeds(key)
     accuracy = table.values(key, ACCURACY, seeds)
-    shares = _normalised(table, key, seeds, fallback)
+    shares = _normalised(table, key, seeds, other_experts)
     costs = table.costs(key, seeds)
-    cost = {measured: _mean_or_text(values) for measured, values in costs.items()}
-    numbers = {measured: _numbers(costs[measured]) for measured in _numbers_only(cost)}
+    numbers = {what: values for what, values in costs.items() if _are_numbers(values)}
+    drawn = (entry for report in reports for entry in report.samples.get(name, {}).values())
     return SummaryRow(
         suite=suite,
         upstream=upstream,
         name=name,
         run_seeds=[report.seeds for report in reports],
+        seeds=_each_once(report.seeds.get(name) for report in reports),
         accuracy=_means(accuracy),
         deviation=_deviations(accuracy) if len(seeds) > 1 else None,
         **_against_merger(table, key, seeds),
-        cost=cost,
+        cost={what: _common_text(values) for what, values in costs.items()} | _means(numbers),
         loss=_means(table.values(key, LOSS, seeds)),
         normalised=fmean(shares) if len(shares) == len(seeds) else None,
         spread={
@@ -298,12 +254,7 @@ def _summary_row(
             for what, values in {NORMALISED: shares, **numbers}.items()
             if len(values) > 1
         },
-        samples=" ".join(
-            samples_range(
-                entry for report in reports for entry in report.samples.get(name, {}).values()
-            )
-        ),
-        seeds=_each_once(report.seeds.get(name) for report in reports),
+        samples=" ".join(samples_range(drawn)),
         published=published_average(suite, upstream, name, reports),
     )
 
@@ -316,26 +267,31 @@ def _deviations(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {task: float(np.std(numbers, ddof=1)) for task, numbers in values.items()}
 
 
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
+def _common_text(values: Sequence[Any]) -> str:
+    texts = {str(value) for value in values}
+    return texts.pop() if len(texts) == 1 else UNAVAILABLE
+
+
 def _against_merger(table: LongTable, key: RowKey, seeds: Sequence[str]) -> dict[str, Any]:
     """Gain, recovered gap and worst task over the same runs, with their intervals."""
     suite, upstream, name = key
-
-    def averaged(row: str | None) -> dict[str, float] | None:
-        return _means(table.values((suite, upstream, row or ""), ACCURACY, seeds)) or None
-
-    def items(row: str | None) -> dict[str, Any] | None:
-        flags = table.values((suite, upstream, row or ""), CORRECT, seeds)
-        return {task: np.stack(arrays) for task, arrays in flags.items()} or None
-
-    row, merged, experts = averaged(name) or {}, averaged(upstream), averaged(EXPERTS)
+    keys = [(suite, upstream, row or "") for row in (name, upstream, EXPERTS)]
+    row, merged, experts = (_means(table.values(key, ACCURACY, seeds)) for key in keys)
+    flags, merged_flags, expert_flags = (
+        {task: np.stack(arrays) for task, arrays in table.values(key, CORRECT, seeds).items()}
+        for key in keys
+    )
     gain = share = worst = gain_interval = share_interval = None
     if merged:
         gain = row[AVERAGE] - merged[AVERAGE]
         if experts:
             share = recovered_share(row[AVERAGE], merged[AVERAGE], experts[AVERAGE])
         if name not in (BASE, EXPERTS, upstream):
-            worst = worst_task(row, merged, experts)
-    flags, merged_flags, expert_flags = items(name), items(upstream), items(EXPERTS)
+            worst = worst_task(row, merged, experts or None)
     if flags and merged_flags:
         gain_interval = paired_difference(flags, merged_flags)
         if expert_flags and share is not None:
@@ -345,34 +301,19 @@ def _against_merger(table: LongTable, key: RowKey, seeds: Sequence[str]) -> dict
         "gain_interval": gain_interval,
         "recovered_gap": share,
         "recovered_gap_interval": share_interval,
-        "worst_task": worst[0] if worst else None,
-        "worst_recovered_gap": worst[1] if worst else None,
+        "worst_task": worst and worst[0],
+        "worst_recovered_gap": worst and worst[1],
     }
 
 
 def _normalised(
-    table: LongTable, key: RowKey, seeds: Sequence[str], fallback: RowKey | None
+    table: LongTable, key: RowKey, seeds: Sequence[str], other_experts: RowKey | None
 ) -> list[float]:
     """Normalised average of each run, where it has one."""
-    other = _means(table.values(fallback, ACCURACY, table.seeds(fallback))) if fallback else None
+    other = other_experts and table.values(other_experts, ACCURACY, table.seeds(other_experts))
     shares = []
     for seed in seeds:
         row = _means(table.values(key, ACCURACY, [seed]))
-        experts = _means(table.values((*key[:2], EXPERTS), ACCURACY, [seed])) or other
-        shares.append(normalised_average(row, experts))
+        experts = _means(table.values((*key[:2], EXPERTS), ACCURACY, [seed]) or other or {})
+        shares.append(normalised_average(row, experts or None))
     return [share for share in shares if share is not None]
-
-
-def _mean_or_text(values: Sequence[Any]) -> float | str:
-    if len(_numbers(values)) == len(values):
-        return float(np.mean(values))
-    texts = {str(value) for value in values}
-    return texts.pop() if len(texts) == 1 else UNAVAILABLE
-
-
-def _numbers(values: Sequence[Any]) -> list[float]:
-    return [value for value in values if isinstance(value, int | float)]
-
-
-def _numbers_only(cost: Mapping[str, Any]) -> dict[str, float]:
-    return {what: value for what, value in cost.items() if isinstance(value, float)}

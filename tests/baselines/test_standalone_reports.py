@@ -15,7 +15,7 @@ from fusion_bench_featcal.comparison import FeatureCorrection
 from fusion_bench_featcal.fusionbench import run_results as results
 from fusion_bench_featcal.fusionbench.standalone import Row, run_merging, run_post_merging
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.figures import load_curves
+from fusion_bench_featcal.results.curves import load_curves
 
 DRAWN = {"left": {"samples": 3, "split": "train"}, "right": {"samples": 3, "split": "test"}}
 ROW = Row(name="doubled", settings={"factor": 2}, seed=7, samples=lambda model: DRAWN)

@@ -10,7 +10,7 @@ from torch import nn
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.comparison import reports
 from fusion_bench_featcal.comparison.reports import draw_figures
-from fusion_bench_featcal.results.figures import load_curves
+from fusion_bench_featcal.results.curves import load_curves
 from fusion_bench_featcal.settings import CalibrationError
 
 CURVES = {"left": [(0, 2.0), (20, 1.0)], "right": [(0, 1.0), (20, 0.5)]}

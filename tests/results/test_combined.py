@@ -10,9 +10,9 @@ from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.results import AVERAGE, ReportError
 from fusion_bench_featcal.results.find import find
-from fusion_bench_featcal.results.rendering import TEXT_WIDTH, console
 from fusion_bench_featcal.results.summary import Summary, SummaryRow, summarise
-from fusion_bench_featcal.results.summary_views import (
+from fusion_bench_featcal.results.tables import TEXT_WIDTH, console
+from fusion_bench_featcal.results.views import (
     combined_csv,
     combined_markdown,
     combined_tables,
@@ -205,7 +205,7 @@ def test_tables_fit_a_page(tmp_path: Path):
     names = [f"mini_task_number{number}" for number in range(6)]
     make_report(tasks=names).write(tmp_path / "run")
     terminal = console()
-    for table in combined_tables(summarise([tmp_path / "run"])):
+    for table in combined_tables(summarise([tmp_path / "run"]), TEXT_WIDTH):
         assert terminal.measure(table).maximum <= TEXT_WIDTH
 
 

@@ -21,7 +21,9 @@ def test_every_number_of_a_report_is_an_entry(tmp_path: Path) -> None:
     entries = {(e.row, e.metric, e.task): e.value for e in report.entries()}
     for name, row in report.rows.items():
         assert {task: entries[name, "accuracy", task] for task in row} == row
-        share = report.recovered_gap_per_task[name] | {"average": report.recovered_gap[name]}
+        share = report.to_dict()["recovered_gap_per_task"][name] | {
+            "average": report.recovered_gap[name]
+        }
         assert {task: entries[name, "recovered_gap", task] for task in row} == share
         for task, flags in report.items.get(name, {}).items():
             np.testing.assert_array_equal(entries[name, "correct", task], flags)

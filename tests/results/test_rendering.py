@@ -7,15 +7,8 @@ from rich.console import Console
 from synthetic import LEVELS, SIX, make_report
 
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.rendering import (
-    TEXT_WIDTH,
-    percent,
-    provenance,
-    report_grid,
-    report_markdown,
-    rich_grid,
-    short_names,
-)
+from fusion_bench_featcal.results.run_page import provenance, report_grid, run_markdown, run_tables
+from fusion_bench_featcal.results.tables import TEXT_WIDTH, percent, short_names
 
 TWENTY = tuple(f"some_data_set_{number}" for number in range(20))
 REAL = (
@@ -28,7 +21,7 @@ PRESETS = {f"featcal:preset_{number}": 0.7 for number in range(8)}
 
 def printed(report: Report, width: int = TEXT_WIDTH) -> str:
     console = Console(file=io.StringIO(), width=width)
-    for table in report.tables(width):
+    for table in run_tables(report, width):
         console.print(table)
     output = console.file
     assert isinstance(output, io.StringIO)
@@ -104,10 +97,10 @@ def test_losses_have_a_table_of_their_own_in_markdown():
     report = Report(upstream="merged")
     report.add_row("merged", {"a": 0.5, "b": 0.25}, loss={"a": 1.25, "b": 0.75})
     report.add_row("featcal", {"a": 0.5, "b": 0.25}, loss={"a": 0.5, "b": None})
-    text = report_markdown(report)
+    text = run_markdown(report)
     assert "| merged | 1.2500 | 0.7500 | 1.0000 |" in text
     assert "| featcal | 0.5000 | - | - |" in text
-    assert "## Loss" not in report_markdown(make_report())
+    assert "## Loss" not in run_markdown(make_report())
 
 
 @pytest.mark.parametrize("tasks", [("cars",), ("cars", "dtd"), SIX, TWENTY])
@@ -115,7 +108,7 @@ def test_losses_have_a_table_of_their_own_in_markdown():
 def test_the_width_that_is_planned_is_the_width_that_is_printed(tasks: tuple[str, ...], rows: dict):
     grid = report_grid(make_report(rows, tasks))
     for form in (grid, grid.transposed()):
-        assert Console(width=500).measure(rich_grid(form)).maximum == form.width()
+        assert Console(width=500).measure(form.rich()).maximum == form.width()
 
 
 def test_what_made_the_numbers_is_printed_literally(capsys: pytest.CaptureFixture[str]):
@@ -131,7 +124,7 @@ def test_what_made_the_numbers_is_printed_literally(capsys: pytest.CaptureFixtur
 
 def test_markdown_has_table_settings_cost_and_versions():
     report = make_report(versions={"torch": "2.13.0"})
-    text = report_markdown(report)
+    text = run_markdown(report)
     assert "| featcal | **75.0** | **75.0** | **75.0** | 50 % |" in text
     assert "| ridge_lambda | 0.05 |" in text
     assert "| peak_rss_bytes | 1024.0 MiB |" in text
@@ -139,7 +132,7 @@ def test_markdown_has_table_settings_cost_and_versions():
 
 
 def test_markdown_of_many_tasks_lists_them_downwards():
-    assert "| data_set_19 | 30.0 | 90.0 | 60.0 | **75.0** |" in report_markdown(
+    assert "| data_set_19 | 30.0 | 90.0 | 60.0 | **75.0** |" in run_markdown(
         make_report(tasks=TWENTY)
     )
 
@@ -147,13 +140,13 @@ def test_markdown_of_many_tasks_lists_them_downwards():
 def test_cells_that_would_break_markdown_are_escaped():
     report = Report()
     report.add_row("a|b", {"x|y": 0.5})
-    assert "| a\\|b | 50.0 | 50.0 | - |" in report_markdown(report)
+    assert "| a\\|b | 50.0 | 50.0 | - |" in run_markdown(report)
 
 
 def test_unmeasured_cost_is_shown_as_such():
     report = Report()
     report.add_row("featcal", {"a": 0.5}, cost={"seconds": "unavailable", "x_bytes": "unavailable"})
-    assert "| x_bytes | unavailable |" in report_markdown(report)
+    assert "| x_bytes | unavailable |" in run_markdown(report)
     assert not any("calibration time" in line for line in provenance(report))
 
 
@@ -161,7 +154,7 @@ def test_the_best_of_a_column_is_bold_with_ties_and_without_references():
     report = Report(upstream="merged")
     for name, level in {"experts": 0.9, "merged": 0.5, "featcal": 0.5, "surgery": 0.4}.items():
         report.add_row(name, {"a": level})
-    lines = report_markdown(report).splitlines()
+    lines = run_markdown(report).splitlines()
     bold = [line.split("|")[1].strip() for line in lines if "**" in line]
     assert bold == ["merged", "featcal"]
 

@@ -27,7 +27,9 @@ def test_recovered_gap_is_the_closed_share_of_the_distance_to_the_experts():
     assert report.recovered_gap == pytest.approx(
         {"base": -1.0, "experts": 1.0, "task_arithmetic": 0.0, "featcal": 0.5}
     )
-    assert report.recovered_gap_per_task["featcal"] == pytest.approx({"cars": 0.5, "dtd": 0.5})
+    assert report.to_dict()["recovered_gap_per_task"]["featcal"] == pytest.approx(
+        {"cars": 0.5, "dtd": 0.5}
+    )
 
 
 @pytest.mark.parametrize("missing", ["experts", "task_arithmetic"])
@@ -41,7 +43,10 @@ def test_no_gap_where_the_merged_model_is_as_good_as_the_experts():
     report.add_row("merged", {"a": 0.9, "b": 0.1})
     report.add_row("experts", {"a": 0.9, "b": 0.7})
     report.add_row("featcal", {"a": 0.8, "b": 0.4})
-    assert report.recovered_gap_per_task["featcal"] == {"a": None, "b": pytest.approx(0.5)}
+    assert report.to_dict()["recovered_gap_per_task"]["featcal"] == {
+        "a": None,
+        "b": pytest.approx(0.5),
+    }
     assert report.recovered_gap["featcal"] == pytest.approx(0.1 / 0.3)
 
 
@@ -199,14 +204,20 @@ def _damage(path: Path, **changes: object) -> None:
         ({"schema": 99}, "has schema 99; this version .* reads schema 1"),
         ({"kind": "other"}, "is not the report of a run"),
         ({"surprise": 1}, r"unknown keys \['surprise'\]"),
-        ({"loss": []}, "'loss' has the wrong type list"),
+        ({"loss": []}, "loss must be a mapping, got list"),
         ({"loss": {"other": {"cars": 1.0}}}, "the loss of 'other' must map the row's task names"),
-        ({"loss": {"base": {"cars": "low"}}}, "the loss of 'base' must map the row's task names"),
-        ({"rows": []}, "'rows' has the wrong type list"),
+        (
+            {"loss": {"base": {"cars": "low"}}},
+            "loss: base: cars must be int or float",
+        ),
+        ({"rows": []}, "rows must be a mapping, got list"),
         ({"rows": {"base": {"a": 0.5}}}, "row 'base' has no 'average'"),
         ({"rows": {"base": {"a": 0.5, "average": 0.6}}}, "'base': average 0.6 is not the mean"),
         ({"rows": {"base": {"a": 2, "average": 2}}}, "'base', task 'a': accuracy 2"),
-        ({"rows": {"base": {"a": "high", "average": 1}}}, "'base' must map task names to numbers"),
+        (
+            {"rows": {"base": {"a": "high", "average": 1}}},
+            "a must be int or float, got str",
+        ),
     ],
 )
 def test_loading_names_what_is_wrong(tmp_path: Path, changes: dict[str, object], message: str):

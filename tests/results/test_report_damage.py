@@ -1,5 +1,6 @@
 """Damaged and hostile files that reports are read back from: refused by name, never different."""
 
+import contextlib
 import copy
 import json
 import random
@@ -10,20 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusion_bench_featcal import CalibrationLog, files
+from fusion_bench_featcal import CalibrationLog, json_files
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import Report, ReportError, items, load_items, save_items
-from fusion_bench_featcal.results.comparison_figures import _load as load_comparison
-from fusion_bench_featcal.results.comparison_figures import comparison_figure, cost_figure
-from fusion_bench_featcal.results.figures import (
-    drift_figure,
-    drift_records,
-    load_curves,
-    write_curves,
-)
+from fusion_bench_featcal.results.comparison_figures import draw_comparison
+from fusion_bench_featcal.results.curves import drift_records, load_curves, write_curves
+from fusion_bench_featcal.results.figures import drift_figure
 from fusion_bench_featcal.results.find import find
 from fusion_bench_featcal.results.summary import summarise
-from fusion_bench_featcal.results.summary_views import write_side_by_side
+from fusion_bench_featcal.results.views import write_side_by_side
 
 CURVES = {"surgery": {"cars": [(0, 1.5), (20, 0.25)], "dtd": [(0, 2.0), (20, 1.0)]}}
 LOG = {"task": "cars", "block": "layers.0", "drift_before": 2.0, "drift_after": 1.0}
@@ -68,7 +64,7 @@ def everything(folder: Path) -> Any:
         for row, tasks in report.items.items()
         for task, values in tasks.items()
     ]
-    comparison = load_comparison(folder / "report.json")
+    comparison = json_files.read_json(folder / "report.json")
     curves = [load_curves(run) for run in found.runs]
     return [found.failed, [report.to_dict() for report in reports], flags, comparison, curves]
 
@@ -176,12 +172,8 @@ def test_hostile_reports_are_read_or_refused(
 
 def draws(folder: Path) -> None:
     """Draw the comparison; only a `ReportError` is allowed."""
-    try:
-        rows, suite = load_comparison(folder / "report.json")
-        comparison_figure(rows, suite)
-        cost_figure(rows, suite)
-    except ReportError:
-        pass
+    with contextlib.suppress(ReportError):
+        draw_comparison(folder)
 
 
 @pytest.mark.parametrize("raw", RAW)
@@ -259,7 +251,7 @@ def test_files_of_earlier_versions_stay_readable(
         (folder / name).write_text(json.dumps(content))
     with np.load(folder / "average" / "items.npz") as archive:
         np.savez_compressed(folder / "average" / "items.npz", **dict(archive))
-    monkeypatch.setattr(files, "_told", [])
+    monkeypatch.setattr(json_files, "_told", [])
     with caplog.at_level("INFO"):
         assert everything(folder) == whole
     assert caplog.text.count("without a digest") == 1

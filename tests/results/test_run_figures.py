@@ -10,16 +10,18 @@ import pytest
 from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.results import Report, ReportError
-from fusion_bench_featcal.results.figures import (
+from fusion_bench_featcal.results.curves import (
     CURVES_FILE,
     Curves,
+    drift_records,
+    load_curves,
+    write_curves,
+)
+from fusion_bench_featcal.results.figures import (
     accuracy_figure,
     convergence_figure,
     drift_figure,
-    drift_records,
-    load_curves,
     plot_run,
-    write_curves,
 )
 
 BLOCKS = [f"encoder.layers.{number}" for number in range(3)]

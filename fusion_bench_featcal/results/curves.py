@@ -1,0 +1,101 @@
+"""What figures of a run show besides its report: training curves and drift, as JSON lines."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, write_atomic
+from fusion_bench_featcal.json_files import read_lines, sealed_lines
+
+from .schema import NUMBER, check_types
+
+CURVES_FILE = "training_curves.jsonl"
+MOMENTS = ("before", "after")
+_DRIFTS = [f"{kind}_{moment}" for kind in ("drift", "relative_drift") for moment in MOMENTS]
+_DRIFT = {"task": (str,), "block": (str,), **dict.fromkeys(_DRIFTS, (*NUMBER, None))}
+_CURVE = {"!": ("name", "task", "losses"), "name": (str,), "task": (str,)}
+
+Curves = dict[str, list[tuple[int, float]]]
+"""Task -> steps done and loss, in order; step 0 is before training."""
+
+
+def as_curves(content: Any, place: str) -> Curves:
+    """Check curves that were read from JSON: task -> list of `[step, loss]`.
+
+    Raises:
+        ReportError: They are something else, steps do not rise, or a loss is not finite.
+    """
+    try:
+        curves = {
+            str(task): [(int(step), float(loss)) for step, loss in points]
+            for task, points in content.items()
+        }
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise ReportError(f"{place}: a curve is a list of [step, loss]: {error}") from error
+    for task, points in curves.items():
+        steps = [step for step, _ in points]
+        finite = all(math.isfinite(loss) for _, loss in points)
+        if not points or steps != sorted(set(steps)) or not finite:
+            raise ReportError(f"{place}: task '{task}': steps must rise and losses be finite")
+    return curves
+
+
+def write_curves(
+    directory: str | Path, curves: Mapping[str, Curves], setting: str = LOG_DIR_SETTING
+) -> Path | None:
+    """Write the curves of a run's rows; what an earlier run left is removed.
+
+    Args:
+        directory: An existing folder.
+        curves: Row -> its curves; rows without any are left out.
+        setting: The setting that chose the folder, named in error messages.
+
+    Returns:
+        The file; None where nothing was trained.
+
+    Raises:
+        ReportError: The file cannot be written.
+    """
+    path = Path(directory) / CURVES_FILE
+    records = [
+        {"name": name, "task": task, "losses": points}
+        for name, tasks in curves.items()
+        for task, points in tasks.items()
+    ]
+    if not records:
+        path.unlink(missing_ok=True)
+        return None
+    return write_atomic(path, sealed_lines(records), setting)
+
+
+def load_curves(directory: str | Path) -> dict[str, Curves]:
+    """Read what `write_curves` wrote: row -> its curves; empty where there is no file.
+
+    Raises:
+        ReportError: The file cannot be read or a line of it is damaged.
+    """
+    path = Path(directory) / CURVES_FILE
+    curves: dict[str, Curves] = {}
+    for number, record in enumerate(read_lines(path) if path.exists() else (), start=1):
+        place = f"{path}, line {number}"
+        check_types(record, _CURVE, place)
+        part = as_curves({record["task"]: record["losses"]}, place)
+        curves.setdefault(record["name"], {}).update(part)
+    return curves
+
+
+def drift_records(path: str | Path) -> list[dict[str, Any]]:
+    """Read the records with drift from a calibration log.
+
+    Raises:
+        ReportError: The file cannot be read or a line of it is damaged.
+    """
+    records = []
+    for number, record in enumerate(read_lines(Path(path)), start=1):
+        drifts = any(record.get(f"drift_{moment}") is None for moment in MOMENTS)
+        needed = () if drifts else ("task", "block")
+        check_types(record, {"!": needed, **_DRIFT}, f"{path}, line {number}")
+        if needed:
+            records.append(record)
+    return records

@@ -1,0 +1,130 @@
+"""The report of one run as text: tables for the terminal, and the page `report.md`."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .long_table import AVERAGE, BASE, EXPERTS
+from .tables import (
+    ABSENT,
+    MARKDOWN_COLUMNS,
+    Grid,
+    best_cells,
+    bullets,
+    console,
+    loss_grid,
+    mapping_grid,
+    page,
+    percent,
+    print_page,
+    short_names,
+    titled,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from .report import Report
+
+WORST = ("worst task", "its gap")
+
+
+def print_run(report: "Report") -> None:
+    """Print the tables to stdout, and under them what was calibrated with what, and where."""
+    print_page(run_tables(report, console().width), provenance(report))
+
+
+def run_tables(report: "Report", width: int) -> "list[Table]":
+    """Lay the report out for `width` columns: one table, else a summary and the tasks."""
+    grid, tasks = report_grid(report), len(report.tasks)
+    if grid.width() <= width:
+        return titled(_title(report), [grid])
+    summary = titled(_title(report), grid.part(tasks).split(width))
+    return summary + titled("accuracy per task, %", grid.part(0, tasks).fitting(width))
+
+
+def run_markdown(report: "Report") -> str:
+    """Return the text of `report.md`: the table, then everything needed to judge it."""
+    grid = report_grid(report)
+    sections = {
+        "Loss": loss_grid(report.loss, report.tasks).markdown() if report.loss else "",
+        "Settings": mapping_grid(report.settings).markdown() if report.settings else "",
+        "Cost": mapping_grid(report.cost).markdown() if report.cost else "",
+        "Versions": bullets(f"{key}: {value}" for key, value in report.versions.items()),
+        "Device": bullets(f"{key}: {value}" for key, value in report.device.items()),
+    }
+    return page(
+        f"# {_title(report)}",
+        (grid if len(grid.columns) <= MARKDOWN_COLUMNS else grid.transposed()).markdown(),
+        "Accuracy in per cent. *Recovered gap*: (row - merged) / (experts - merged) on the "
+        f"average, where merged is `{report.upstream}`. *Worst task*: the one with the smallest "
+        "share recovered (of the tasks with a gap of a point or more). Bold: best merged model of "
+        "a column.",
+        provenance(report),
+        *(part for title, text in sections.items() if text for part in (f"## {title}", text)),
+    )
+
+
+def _title(report: "Report") -> str:
+    return f"{report.suite}, merged by {report.upstream or 'nobody'}"
+
+
+def report_grid(report: "Report") -> Grid:
+    """Rows by tasks, average, recovered gap and worst task; the best of each column stands out."""
+    names, keys = short_names(report.tasks), [*report.tasks, AVERAGE]
+    values = [[row[key] for key in keys] for row in report.rows.values()]
+    eligible = [name not in (BASE, EXPERTS) for name in report.rows]
+    worst = worst_cells([report.worst(name) for name in report.rows], names)
+    lines = []
+    for name, accuracies, last in zip(report.rows, values, worst, strict=True):
+        # Base is not an attempt to repair the merged model: its share says nothing.
+        share = None if name == BASE else report.share(name, AVERAGE)
+        lines.append((name, [*map(percent, accuracies), with_unit(share), *last]))
+    columns = [*names.values(), AVERAGE, "recovered gap", *(WORST if any(worst) else ())]
+    best = best_cells(values, eligible) if sum(eligible) > 1 else frozenset()
+    return Grid("accuracy, %", columns, lines, best)
+
+
+def worst_cells(
+    worst: "list[tuple[str, float | None] | None]", names: Mapping[str, str]
+) -> list[list[str]]:
+    """Worst task of each row and the share of its gap; no cells if no row has one."""
+    if not any(worst):
+        return [[] for _ in worst]
+    return [[names[row[0]], with_unit(row[1])] if row else [ABSENT] * len(WORST) for row in worst]
+
+
+def with_unit(share: float | None) -> str:
+    """Write a share as whole per cent with its unit; None as a dash."""
+    return ABSENT if share is None else f"{100 * share:.0f} %"
+
+
+def provenance(report: "Report") -> list[str]:
+    """Sentences under a table: what was calibrated with what, where, and what to mind."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, tasks in report.samples.items():
+        groups.setdefault(tuple(samples_range(tasks.values())), []).append(name)
+    lines = [
+        f"{', '.join(names)}: {drawn[0]} samples per task from the {drawn[1]} split"
+        for drawn, names in groups.items()
+        if drawn
+    ]
+    seconds = {name: cost.get("seconds") for name, cost in report.cost.items()}
+    times = [f"{name} {s:.1f} s" for name, s in seconds.items() if isinstance(s, (int, float))]
+    seeds = [f"{name} {seed}" for name, seed in report.seeds.items()]
+    place = [str(report.device[key]) for key in ("device", "cpu") if key in report.device]
+    lines += [f"calibration time: {', '.join(times)}"] if times else []
+    last = [f"seeds: {', '.join(seeds)}"] if seeds else []
+    last += [", ".join(place)] if place else []
+    lines += ["; ".join(last)] if last else []
+    return lines + [f"note: {note}" for note in report.notes]
+
+
+def samples_range(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Number of samples per task and their splits, such as `256` and `train`; nothing for none."""
+    drawn = list(entries)
+    if not drawn:
+        return []
+    counts = sorted({int(entry["samples"]) for entry in drawn})
+    splits = sorted({str(entry["split"]) for entry in drawn})
+    number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return [number, " and ".join(splits)]

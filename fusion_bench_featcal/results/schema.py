@@ -1,0 +1,177 @@
+"""Checks of report files on reading, each naming what is wrong and its place."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fusion_bench_featcal.files import ReportError
+
+from .long_table import AVERAGE, mean
+
+SCHEMA = 1
+KIND = "run"
+SIDE_BY_SIDE_KIND = "comparison"
+# Accuracies pass through float32 on their way into a report.
+TOLERANCE = 1e-5
+
+# A layout is a tuple of types, one of which the value must have (None for null); a list with the
+# layout of all entries; or a mapping from keys, `*` for all, to layouts. Keys may be absent, except
+# for those listed under `!`; keys that it does not name may hold anything.
+NUMBER = (int, float)
+_SCALAR = (str, int, float, bool, None)
+_ROWS = {"*": {"*": NUMBER}}
+RUN = {
+    "suite": (str,),
+    "upstream": (str, None),
+    "rows": _ROWS,
+    "loss": _ROWS,
+    "settings": {"*": {}},
+    "cost": {"*": {"*": _SCALAR}},
+    "samples": {"*": {"*": {"!": ("samples", "split"), "samples": NUMBER, "split": (str,)}}},
+    "seeds": {"*": (int, None)},
+    "test_sets": {"*": {}},
+    "versions": {"*": (str,)},
+    "device": {},
+    "notes": [(str,)],
+}
+_INTERVAL = ({"!": ("low", "high"), "low": NUMBER, "high": NUMBER}, None)
+_COMPARISON_ROW = {
+    "!": ("upstream", "name", "accuracy", "gain", "gain_interval", "cost"),
+    "upstream": (str, None),
+    "name": (str,),
+    "accuracy": {"!": (AVERAGE,), "*": NUMBER},
+    "gain": (*NUMBER, None),
+    "gain_interval": _INTERVAL,
+    "cost": {"*": _SCALAR},
+}
+_FAILED_CELL = {
+    "!": ("upstream", "name", "reason"),
+    "upstream": (str, None),
+    "name": (str,),
+    "reason": (str,),
+    "seed": (int, None),
+}
+COMPARISON = {
+    "!": ("suite", "rows", "failed"),
+    "suite": (str,),
+    "runs": [(str,)],
+    "failed": [_FAILED_CELL],
+    "rows": [_COMPARISON_ROW],
+}
+
+_OPTIONAL = {"loss"}  # earlier reports lack it
+_DERIVED = {"kind", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}
+
+
+def check_types(value: Any, layout: Any, place: str) -> None:
+    """Check what was read from JSON against a layout.
+
+    Raises:
+        ReportError: Naming the first place that holds something else.
+    """
+    if isinstance(layout, tuple):
+        _check_one_of(value, layout, place)
+    elif isinstance(layout, list):
+        if not isinstance(value, list):
+            raise _wrong(value, "a list", place)
+        for number, entry in enumerate(value):
+            check_types(entry, layout[0], f"{place}[{number}]")
+    else:
+        if not isinstance(value, Mapping):
+            raise _wrong(value, "a mapping", place)
+        for key in layout.get("!", ()):
+            if key not in value:
+                raise ReportError(f"{place}: no {key}")
+        for key, entry in value.items():
+            expected = layout.get("*", layout.get(key))
+            if expected is not None:
+                check_types(entry, expected, f"{place}: {key}")
+
+
+def _check_one_of(value: Any, kinds: tuple[Any, ...], place: str) -> None:
+    layout = next((kind for kind in kinds if isinstance(kind, dict)), None)
+    types = tuple(kind for kind in kinds if isinstance(kind, type))
+    if value is None and None in kinds:
+        return
+    if layout and isinstance(value, Mapping):
+        check_types(value, layout, place)
+    elif not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        names = [kind.__name__ for kind in types] + (["null"] if None in kinds else [])
+        raise _wrong(value, " or ".join(names), place)
+
+
+def _wrong(value: Any, expected: str, place: str) -> ReportError:
+    return ReportError(
+        f"{place} must be {expected}, got {type(value).__name__} {str(value)[:40]!r}"
+    )
+
+
+def _check_kind(content: Any, kind: str, place: str) -> None:
+    """Check that a report file is of a kind and of this version's schema."""
+    if not isinstance(content, dict) or content.get("kind") != kind:
+        name = "the report of a run" if kind == KIND else f"a {kind}"
+        raise ReportError(f'{place} is not {name} (no "kind": "{kind}")')
+    if content.get("schema") != SCHEMA:
+        raise ReportError(
+            f"{place} has schema {content.get('schema')!r}; this version of fusion_bench_featcal "
+            f"reads schema {SCHEMA}. Use the version that wrote it, or run again."
+        )
+
+
+def check_comparison(content: Any, place: str) -> None:
+    """Check the content of a comparison's `report.json`, as far as it is read again.
+
+    Raises:
+        ReportError: Not a comparison, another schema, a key missing or of another type.
+    """
+    _check_kind(content, SIDE_BY_SIDE_KIND, place)
+    check_types(content, COMPARISON, place)
+
+
+def check_run(content: Any, place: str) -> None:
+    """Check the content of a run's `report.json`.
+
+    Raises:
+        ReportError: Not a run's report, another schema, a key missing, unknown or of another type,
+            a row that contradicts its average or the rows before it.
+    """
+    _check_kind(content, KIND, place)
+    missing = sorted(set(RUN) - _OPTIONAL - set(content))
+    unknown = sorted(set(content) - set(RUN) - _DERIVED)
+    if missing or unknown:
+        raise ReportError(f"{place}: missing keys {missing}, unknown keys {unknown}")
+    check_types(content, RUN, place)
+    tasks: list[str] = []
+    for name, row in content["rows"].items():
+        if AVERAGE not in row:
+            raise ReportError(f"{place}: row '{name}' has no '{AVERAGE}'")
+        values = {task: value for task, value in row.items() if task != AVERAGE}
+        check_row(name, values, tasks, place)
+        tasks = tasks or list(values)
+        if abs(mean(values) - row[AVERAGE]) > TOLERANCE:
+            raise ReportError(
+                f"{place}: row '{name}': {AVERAGE} {row[AVERAGE]} is not the mean over its tasks"
+            )
+    for name, row in content.get("loss", {}).items():
+        if not set(row) <= set(content["rows"].get(name, ())):
+            raise ReportError(f"{place}: the loss of '{name}' must map the row's task names")
+
+
+def check_row(name: str, row: Mapping[str, float], tasks: list[str], place: str) -> None:
+    """Check one row's accuracies, without its average, against the tasks of the rows before it.
+
+    Raises:
+        ReportError: No task, other tasks, or an accuracy outside 0..1.
+    """
+    if not row:
+        raise ReportError(f"{place}: row '{name}' has no task")
+    if tasks and set(row) != set(tasks):
+        missing, extra = sorted(set(tasks) - set(row)), sorted(set(row) - set(tasks))
+        raise ReportError(
+            f"{place}: row '{name}' is not about the same tasks as the rows before: "
+            f"missing {missing}, extra {extra}"
+        )
+    for task, value in row.items():
+        if not 0 <= value <= 1:
+            raise ReportError(
+                f"{place}: row '{name}', task '{task}': accuracy {value} is not in 0..1"
+            )

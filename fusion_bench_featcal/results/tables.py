@@ -1,0 +1,201 @@
+"""Tables of text, in the terminal (rich) and as Markdown."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .long_table import AVERAGE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+TEXT_WIDTH = 80
+ABSENT = "-"
+MARKDOWN_COLUMNS = 12
+_LONGEST_WORD = 9
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text: a corner, column heads, and lines of (head, cells)."""
+
+    corner: str
+    columns: Sequence[str]
+    lines: Sequence[tuple[str, Sequence[str]]]
+    best: frozenset[tuple[int, int]] = frozenset()  # (line, column) of cells that stand out
+    rules: frozenset[int] = frozenset()  # lines that a rule follows
+
+    def transposed(self) -> "Grid":
+        """Swap lines and columns; rules do not survive."""
+        lines = [
+            (column, [cells[index] for _, cells in self.lines])
+            for index, column in enumerate(self.columns)
+        ]
+        heads = [head for head, _ in self.lines]
+        return Grid("", heads, lines, frozenset((column, line) for line, column in self.best))
+
+    def part(self, first: int, last: int | None = None) -> "Grid":
+        """Keep the columns from `first` to before `last`."""
+        columns = self.columns[first:last]
+        best = {(line, col - first) for line, col in self.best if 0 <= col - first < len(columns)}
+        lines = [(head, cells[first:last]) for head, cells in self.lines]
+        return replace(self, columns=columns, lines=lines, best=frozenset(best))
+
+    def split(self, width: int) -> "list[Grid]":
+        """Divide the columns among tables that fit `width`, each of one column at least."""
+        grids, first = [], 0
+        for column in range(1, len(self.columns)):
+            if self.part(first, column + 1).width() > width:
+                grids.append(self.part(first, column))
+                first = column
+        return [*grids, self.part(first)]
+
+    def fitting(self, width: int) -> "list[Grid]":
+        """Choose the form that fits `width`: as it is, transposed, or several grids."""
+        forms = (form for form in (self, self.transposed()) if form.width() <= width)
+        form = next(forms, None)
+        return self.split(width) if form is None else [form]
+
+    def width(self) -> int:
+        """Terminal columns that it takes."""
+        widths = [max(map(len, [self.corner, *(head for head, _ in self.lines)]))]
+        for index, column in enumerate(self.columns):
+            texts = [*_broken(column).splitlines(), *(cells[index] for _, cells in self.lines)]
+            widths.append(max(map(len, texts)))
+        return sum(widths) + 2 * len(widths)
+
+    def markdown(self) -> str:
+        """Render as a Markdown table."""
+        lines = [[self.corner, *self.columns]]
+        for number, (head, cells) in enumerate(self.lines):
+            bold = ((number, column) in self.best for column in range(len(cells)))
+            lines.append(
+                [head, *(f"**{c}**" if b else c for c, b in zip(cells, bold, strict=True))]
+            )
+        texts = ["| " + " | ".join(map(_escaped, cells)) + " |" for cells in lines]
+        return "\n".join([texts[0], "|:--" + "|--:" * len(self.columns) + "|", *texts[1:]])
+
+    def rich(self) -> "Table":
+        """Render for the terminal."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(
+            box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left"
+        )
+        # Numbers are never cut: where even one column is too wide, the heads of lines are folded.
+        table.add_column(self.corner, overflow="fold")
+        for column in self.columns:
+            table.add_column(Text(_broken(column)), justify="right", no_wrap=True)
+        for number, (head, cells) in enumerate(self.lines):
+            styles = ("bold" if (number, place) in self.best else "" for place in range(len(cells)))
+            texts = [Text(cell, style=style) for cell, style in zip(cells, styles, strict=True)]
+            table.add_row(Text(head), *texts, end_section=number in self.rules)
+        return table
+
+
+def titled(title: str, grids: Iterable[Grid]) -> "list[Table]":
+    """Render grids for the terminal; the first has the title, the others continue it."""
+    from rich.text import Text
+
+    tables = [grid.rich() for grid in grids]
+    for number, table in enumerate(tables):
+        # As Text, so that brackets in a name are not read as markup.
+        table.title = Text(title + (" (continued)" if number else ""))
+    return tables
+
+
+def console() -> "Console":
+    """Return a console on stdout: as wide as the terminal, or 80 columns where there is none."""
+    from rich.console import Console
+
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=TEXT_WIDTH)
+
+
+def print_page(tables: Iterable["Table"], lines: Iterable[str]) -> None:
+    """Print tables, and sentences as they are: no markup, no colours."""
+    terminal = console()
+    for table in tables:
+        terminal.print(table)
+    for line in lines:
+        terminal.print(line, markup=False, highlight=False)
+
+
+def page(*parts: str | Sequence[str]) -> str:
+    """Join the paragraphs of a Markdown page; a sequence becomes a list, what is empty vanishes."""
+    texts = (part if isinstance(part, str) else bullets(part) for part in parts)
+    return "\n\n".join(text for text in texts if text) + "\n"
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """Return a Markdown list."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def percent(value: float | None) -> str:
+    """Write a share as per cent with one digit; None as a dash."""
+    return ABSENT if value is None else f"{100 * value:.1f}"
+
+
+def short_names(tasks: Sequence[str]) -> dict[str, str]:
+    """Drop the prefix (up to an underscore) that all tasks share; it only takes room."""
+    prefix = tasks[0].partition("_")[0] + "_" if tasks else ""
+    shared = len(tasks) > 1 and all(
+        len(task) > len(prefix) and task.startswith(prefix) for task in tasks
+    )
+    return {task: task.removeprefix(prefix) if shared else task for task in tasks}
+
+
+def best_cells(
+    values: Sequence[Sequence[float]], eligible: Sequence[bool]
+) -> frozenset[tuple[int, int]]:
+    """Positions of the largest value of each column among the eligible lines (ties: all)."""
+    best = set()
+    for column in range(len(values[0]) if values else 0):
+        candidates = {line: cells[column] for line, cells in enumerate(values) if eligible[line]}
+        top = max(candidates.values(), default=None)
+        best |= {(line, column) for line, value in candidates.items() if value == top}
+    return frozenset(best)
+
+
+def loss_grid(losses: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> Grid:
+    """Loss of rows by tasks and average; a dash where there is none."""
+    keys = [*tasks, AVERAGE]
+    lines = [
+        (name, [f"{row[key]:.4f}" if key in row else ABSENT for key in keys])
+        for name, row in losses.items()
+    ]
+    grid = Grid("loss", [*short_names(tasks).values(), AVERAGE], lines)
+    return grid if len(keys) <= MARKDOWN_COLUMNS else grid.transposed()
+
+
+def mapping_grid(table: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """Keys down, rows of the report across."""
+    keys = dict.fromkeys(key for entries in table.values() for key in entries)
+    lines = [(key, [_shown(key, row.get(key, ABSENT)) for row in table.values()]) for key in keys]
+    return Grid("", list(table), lines)
+
+
+def _shown(key: str, value: Any) -> str:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and key.endswith("_bytes"):
+        return f"{value / 2**20:.1f} MiB"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _broken(name: str) -> str:
+    """Break a long head at `_`, `-`, `:`, `+` or blanks into lines of about nine letters."""
+    lines = [""]
+    for word in re.findall(r"[^-_:+ ]*[-_:+ ]|[^-_:+ ]+$", name):
+        if word.strip() and lines[-1] and len(lines[-1]) + len(word.rstrip()) > _LONGEST_WORD:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(line.rstrip() for line in lines)
