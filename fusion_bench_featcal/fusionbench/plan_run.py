@@ -20,6 +20,7 @@ from fusion_bench_featcal.experts.safetensors_files import safetensors_files
 from fusion_bench_featcal.fusionbench.console import explained
 from fusion_bench_featcal.fusionbench.fusing import merger_class
 from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.fusionbench.pool_models import PLAIN_OPTIONS
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
 from fusion_bench_featcal.plan.show import one_line, warnings_of
@@ -29,11 +30,16 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-LENGTH = 512
-"""Tokens of a text where `method.max_length` is null."""
-
-_PLAIN = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
+_LENGTH = 512  # tokens of a text where `method.max_length` is null
 _ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+class RunConfig(NamedTuple):
+    """Plain values of a composed run; of Fabric, `devices` and `num_nodes`."""
+
+    method: dict[str, Any]
+    models: dict[str, Any]
+    fabric: Any
 
 
 def preflight_request(
@@ -41,12 +47,12 @@ def preflight_request(
 ) -> Request:
     """Request for a look at a run's base model; arguments and errors as for `run_request`."""
     method, models, _ = compose_run(overrides)
-    settings = settings_among(method)
+    settings = _settings_among(method)
     return Request(
-        empty_model(location_of(models.get("_pretrained_"))),
+        empty_model(_location_of(models.get("_pretrained_"))),
         settings,
         tasks=sum(not name.startswith("_") for name in models),
-        length=length or settings.max_length or LENGTH,
+        length=length or settings.max_length or _LENGTH,
         target_length=target_length,
     )
 
@@ -59,6 +65,8 @@ def run_request(
     device: torch.device | str = "cpu",
 ) -> Request:
     """Request for the plan of a run that is named as on FusionBench's command line.
+
+    Only configs and headers of files are read; nothing is downloaded.
 
     Args:
         overrides: Words of the command line, such as `modelpool=clip-vit-base-patch32_TA8`.
@@ -75,177 +83,63 @@ def run_request(
         raise ValueError(
             f"there are plans of method=featcal only, not of {target or method.get('name')}"
         )
-    settings = settings_among(method)
-    model = empty_model(location_of(models.get("_pretrained_", models.get("_merged_"))))
+    settings, device = _settings_among(method), torch.device(device)
+    base, merger = models.get("_pretrained_"), method.get("base_method")
+    model = empty_model(_location_of(models.get("_merged_") if base is None else base))
     experts = [entry for name, entry in models.items() if not name.startswith("_")]
     if not experts:
         raise ValueError("modelpool.models names no expert")
     held = sum(not _streams(entry, settings) for entry in experts)
-    base = models.get("_pretrained_")
     base_held = base is not None and not _streams(base, settings)
-    devices = _devices(fabric["devices"], torch.device(device))
-    processes = devices * int(fabric["num_nodes"])
-    fused = processes == 1 and not held and not base_held and _fuses(method)
-    merger = method.get("base_method")
+    neighbours = _devices(fabric["devices"], device)
+    processes = neighbours * int(fabric["num_nodes"])
+    fused = processes == 1 and not (held or base_held) and _fuses(method)
     if merger is not None and settings.expert_read_budget is not None:
-        settings = _beside_merger(settings, merger, model, experts, fused=fused)
+        whole = sum(value.nbytes for value in model.state_dict().values())
+        read = sum(sum(p.stat().st_size for p in _files_of(entry)) or whole for entry in experts)
+        name = method_name(merger)
+        try:
+            left = budget_left(settings.expert_read_budget, read, name, fused=fused)
+        except CalibrationError as error:
+            raise ValueError(str(error)) from error
+        settings = settings.replace(expert_read_budget=left)
     return Request(
         model=model,
         settings=settings,
         tasks=len(experts),
-        length=length or settings.max_length or LENGTH,
+        length=length or settings.max_length or _LENGTH,
         target_length=target_length,
         held=held,
         base_held=base_held,
         itemsize=_itemsize(experts[0]),
-        device=torch.device(device),
+        device=device,
         fused=fused,
         merges=merger is not None,
         processes=processes,
-        neighbours=devices,
+        neighbours=neighbours,
     )
 
 
-def _devices(asked: Any, device: torch.device) -> int:
-    """Number of devices of a machine that Fabric would take, one process each.
-
-    Raises:
-        ValueError: If it would take none.
-    """
-    if asked is None or str(asked) in ("auto", "-1"):
-        return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
-    if isinstance(asked, list):
-        count = len(asked)
-    elif "," in str(asked):
-        count = sum(bool(part.strip()) for part in asked.split(","))
-    else:
-        count = int(asked)
-    if count < 1:
-        raise ValueError(f"fabric.devices = {asked!r} names no device")
-    return count
-
-
-def _streams(entry: Any, settings: FeatCalSettings) -> bool:
-    """Return whether calibration reads a model block by block, as far as its entry tells."""
-    if settings.stream_experts is False:
-        return False
-    if isinstance(entry, Mapping):
-        is_adapter = "peft_model_path" in entry
-        return is_adapter or ("pretrained_model_name_or_path" in entry and not set(entry) - _PLAIN)
-    return isinstance(entry, str) and (not Path(entry).is_dir() or bool(_files_of(entry)))
-
-
-def _fuses(method: Mapping[str, Any]) -> bool:
-    """Return whether the upstream merge, by its entry, will share the calibration's reads."""
-    merger = merger_class(method.get("base_method") or {})
-    return merger is not None and method.get("fuse_merge", "auto") == "auto"
-
-
-def _beside_merger(
-    settings: FeatCalSettings, merger: Any, model: nn.Module, experts: Sequence[Any], *, fused: bool
-) -> FeatCalSettings:
-    """Return settings with the rest of the read budget that the upstream merger leaves.
-
-    Raises:
-        ValueError: If it leaves nothing.
-    """
-    assert settings.expert_read_budget is not None
-    whole = sum(value.numel() * value.element_size() for value in model.state_dict().values())
-    sizes = [sum(path.stat().st_size for path in _files_of(entry)) for entry in experts]
-    upstream = sum(size or whole for size in sizes)
-    try:
-        left = budget_left(settings.expert_read_budget, upstream, method_name(merger), fused=fused)
-    except CalibrationError as error:
-        raise ValueError(str(error)) from error
-    return settings.replace(expert_read_budget=left)
-
-
-def _files_of(entry: Any) -> list[Path]:
-    """An entry's safetensors files; none where it is no folder that holds some."""
-    try:
-        return safetensors_files(Path(location_of(entry)))
-    except (OSError, ValueError, CalibrationError):
-        return []
-
-
-def _itemsize(entry: Any) -> int | None:
-    """Bytes of a number in an expert's files, from a header; None: not known."""
-    try:
-        with safe_open(_files_of(entry)[0], framework="pt") as handle:
-            names = list(handle.keys())
-            return _ITEMSIZES.get(handle.get_slice(names[0]).get_dtype())
-    except (ValueError, OSError, IndexError, SafetensorError):
-        return None
-
-
-def stored_itemsize(model: Any) -> int | None:
-    """Bytes of a number in a source's files, as its headers tell; None: not known."""
-    try:
-        name = min(model.names())
-        return known_bytes(model, name) // math.prod(model.shape(name))
-    except (AttributeError, ValueError, ZeroDivisionError, CalibrationError):
-        return None
-
-
-class RunConfig(NamedTuple):
-    """Plain values of a composed run; of Fabric, `devices` and `num_nodes`."""
-
-    method: dict[str, Any]
-    models: dict[str, Any]
-    fabric: Any
-
-
 def compose_run(overrides: Sequence[str]) -> RunConfig:
-    """Compose a run: the keys of its method and Fabric, and its pool's models.
-
-    Args:
-        overrides: Words of the command line; without `method=` the method is featcal.
+    """Compose a run from words of the command line; without `method=` the method is featcal.
 
     Raises:
         ValueError: If the words compose no run with a model pool.
     """
-    folder = str(get_default_config_path())
     words = list(overrides)
     if not any(word.startswith("method=") for word in words):
         words.append("method=featcal")
     try:
-        with initialize_config_dir(folder, version_base=None):
+        with initialize_config_dir(str(get_default_config_path()), version_base=None):
             config = compose("fabric_model_fusion", overrides=words)
         method: Any = OmegaConf.to_container(config.method, resolve=True)
         models: Any = OmegaConf.to_container(config.modelpool.models, resolve=True)
-        # by name: its loggers need a running program
+        # by name: Fabric's loggers need a running program
         given = config.fabric or {}
-        fabric = {name: given.get(name, 1) for name in ("devices", "num_nodes")}
-        fabric = OmegaConf.to_container(OmegaConf.create(fabric))
+        fabric = OmegaConf.create({name: given.get(name, 1) for name in ("devices", "num_nodes")})
+        return RunConfig(method, models, OmegaConf.to_container(fabric))
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from error
-    return RunConfig(method, models, fabric)
-
-
-def settings_among(method: Mapping[str, Any]) -> FeatCalSettings:
-    """The settings among a method's keys.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
-    known = FeatCalSettings.names()
-    return checked_settings({key: value for key, value in method.items() if key in known})
-
-
-def location_of(entry: Any) -> str:
-    """The folder or hub id of a model pool's entry.
-
-    Raises:
-        ValueError: If it has none.
-    """
-    keys = ("pretrained_model_name_or_path", "base_model_path")
-    if isinstance(entry, Mapping):
-        entry = next((entry[key] for key in keys if key in entry), None)
-    if not isinstance(entry, str):
-        raise ValueError(
-            "modelpool.models._pretrained_ names no folder or hub id, whose config is needed"
-        )
-    return entry
 
 
 def known_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
@@ -273,7 +167,7 @@ def log_plan(
     is_text = getattr(merged, "main_input_name", None) == "input_ids"
     if settings.max_length is None and is_text:
         return None
-    known = {"loaded": 1, "length": settings.max_length or LENGTH, **known}
+    known = {"loaded": 1, "length": settings.max_length or _LENGTH, **known}
     try:
         model = hollow_copy(merged).to("meta")
         plan = estimate(Request(model, settings, tasks, device=device, **known))
@@ -284,3 +178,77 @@ def log_plan(
     for warning in warnings_of(plan):
         log.warning(warning)
     return plan
+
+
+def stored_itemsize(model: Any) -> int | None:
+    """Bytes of a number in a source's files, as its headers tell; None: not known."""
+    try:
+        name = min(model.names())
+        return known_bytes(model, name) // math.prod(model.shape(name))
+    except (AttributeError, ValueError, ZeroDivisionError, CalibrationError):
+        return None
+
+
+def _settings_among(method: Mapping[str, Any]) -> FeatCalSettings:
+    known = FeatCalSettings.names()
+    return checked_settings({key: value for key, value in method.items() if key in known})
+
+
+def _location_of(entry: Any) -> str:
+    """The folder or hub id of a model pool's entry."""
+    keys = ("pretrained_model_name_or_path", "base_model_path")
+    if isinstance(entry, Mapping):
+        entry = next((entry[key] for key in keys if key in entry), None)
+    if not isinstance(entry, str):
+        raise ValueError(
+            "modelpool.models._pretrained_ names no folder or hub id, whose config is needed"
+        )
+    return entry
+
+
+def _files_of(entry: Any) -> list[Path]:
+    """An entry's safetensors files; none where it is no folder that holds some."""
+    try:
+        return safetensors_files(Path(_location_of(entry)))
+    except (OSError, ValueError, CalibrationError):
+        return []
+
+
+def _streams(entry: Any, settings: FeatCalSettings) -> bool:
+    """Return whether calibration reads a model block by block, as far as its entry tells."""
+    if settings.stream_experts is False:
+        return False
+    if isinstance(entry, Mapping):
+        plain = "pretrained_model_name_or_path" in entry and not set(entry) - PLAIN_OPTIONS
+        return plain or "peft_model_path" in entry
+    return isinstance(entry, str) and (not Path(entry).is_dir() or bool(_files_of(entry)))
+
+
+def _fuses(method: Mapping[str, Any]) -> bool:
+    """Return whether the upstream merge, by its entry, will share the calibration's reads."""
+    merger = merger_class(method.get("base_method") or {})
+    return merger is not None and method.get("fuse_merge", "auto") == "auto"
+
+
+def _itemsize(entry: Any) -> int | None:
+    """Bytes of a number in an expert's files, from a header; None: not known."""
+    try:
+        with safe_open(_files_of(entry)[0], framework="pt") as handle:
+            return _ITEMSIZES.get(handle.get_slice(next(iter(handle.keys()))).get_dtype())
+    except (OSError, IndexError, StopIteration, SafetensorError):
+        return None
+
+
+def _devices(asked: Any, device: torch.device) -> int:
+    """Number of devices of a machine that Fabric would take, one process each."""
+    if asked is None or str(asked) in ("auto", "-1"):
+        return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+    if isinstance(asked, list):
+        count = len(asked)
+    elif "," in str(asked):
+        count = sum(bool(part.strip()) for part in asked.split(","))
+    else:
+        count = int(asked)
+    if count < 1:
+        raise ValueError(f"fabric.devices = {asked!r} names no device")
+    return count

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 EXPECTED = (
     "it must be an existing folder or, online or in the local hub cache (HF_HUB_OFFLINE), a hub id"
 )
-_PLAIN_OPTIONS = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
+PLAIN_OPTIONS = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
 # FusionBench's loaders of LoRA experts, by the end of their names: do they merge the adapter?
 _LORA_LOADERS = {"load_lora_model": True, "load_peft_causal_lm": False}
 
@@ -41,7 +41,7 @@ def checkpoint_path(modelpool: BaseModelPool, name: str) -> Path | None:
     location = entry
     if isinstance(entry, Mapping | DictConfig):
         plain = str(entry.get("_target_", "")).endswith(".from_pretrained")
-        plain = plain and not set(entry) - _PLAIN_OPTIONS
+        plain = plain and not set(entry) - PLAIN_OPTIONS
         location = entry.get("pretrained_model_name_or_path") if plain else None
     return _resolve(modelpool, name, location) if isinstance(location, str) else None
 

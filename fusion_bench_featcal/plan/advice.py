@@ -46,12 +46,7 @@ def memory_advice(run: Any) -> str:
 
 
 def advice(parts: Mapping[str, int], *, on_disk: bool) -> str:
-    """Return a sentence that names the settings for the largest parts.
-
-    Args:
-        parts: Bytes by part.
-        on_disk: Whether features wait on disk already.
-    """
+    """Return a sentence that names the settings for the largest parts, by bytes of each part."""
     found = [name for name in _SETTINGS if parts[name] and not (on_disk and name == "activations")]
     largest = sorted(found, key=lambda name: -parts[name])[:3]
     named = [f"{LABELS[name]}, {size(parts[name])} ({_SETTINGS[name]})" for name in largest]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +27,12 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 @dataclass(frozen=True)
 class Group:
-    """Linear modules that share an input, and so a Gram matrix.
+    """Linear modules that share an input, and so a Gram matrix."""
 
-    Attributes:
-        width: Features of the input.
-        outputs: Features of each module's output.
-        rows: Rows of the input in one batch.
-        names: Names inside the block.
-    """
-
-    width: int
-    outputs: tuple[int, ...]
-    rows: int
-    names: tuple[str, ...]
+    width: int  # features of the input
+    outputs: tuple[int, ...]  # features of each module's output
+    rows: int  # tokens in one batch
+    names: tuple[str, ...]  # inside the block
 
     @property
     def is_narrow(self) -> bool:
@@ -48,56 +42,32 @@ class Group:
 
 @dataclass(frozen=True)
 class Place:
-    """One batch's pass through a block, or up to a stage's first block; sizes in bytes.
-
-    Attributes:
-        name: The block's name, or the stage's.
-        needed: Names of the expert's tensors that are read for it.
-        flops: Floating point operations of the pass.
-        peak: Most that is alive at once.
-        carried: Size of what one side of the batch keeps afterwards.
-        hidden: Size of the block's output.
-        recorded: Size of all calibrated modules' inputs.
-        parameters: Size of the block's parameters.
-        calibrated: Number of calibrated values.
-        groups: The calibrated linear modules.
-    """
+    """One batch's pass through a block, or up to a stage's first block; sizes in bytes."""
 
     name: str
-    needed: Sequence[str]
+    needed: Sequence[str]  # the expert's tensors that are read for it
     flops: int
-    peak: int
-    carried: int
-    hidden: int = 0
-    recorded: int = 0
-    parameters: int = 0
-    calibrated: int = 0
+    peak: int  # most that is alive at once
+    carried: int  # size of what one side of the batch keeps afterwards
+    hidden: int = 0  # size of the block's output
+    recorded: int = 0  # size of all calibrated modules' inputs
+    parameters: int = 0  # size of the block's parameters
+    calibrated: int = 0  # number of calibrated values
     groups: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True)
 class Work:
-    """A calibration's work on one batch of one task.
-
-    Attributes:
-        family: Name of the model's family.
-        stages: The way to each stage's first block, then its blocks.
-        batch: Samples of the batch.
-        inputs: Bytes of its inputs.
-        names: Name of every tensor of the model -> the first name of the same tensor.
-        tensors: Bytes of every tensor by first name.
-        dtype: The model's dtype.
-        whole_model: Whether blocks run by running the whole model.
-    """
+    """A calibration's work on one batch of one task."""
 
     family: str
-    stages: tuple[tuple[Place, ...], ...]
-    batch: int
-    inputs: int
-    names: Mapping[str, str]
-    tensors: Mapping[str, int]
+    stages: tuple[tuple[Place, ...], ...]  # each: the way to its first block, then its blocks
+    batch: int  # samples
+    inputs: int  # bytes
+    names: Mapping[str, str]  # of every tensor of the model -> the first name of the same tensor
+    tensors: Mapping[str, int]  # bytes by first name
     dtype: torch.dtype
-    whole_model: bool
+    whole_model: bool  # whether blocks run by running the whole model
 
     @property
     def places(self) -> list[Place]:
@@ -121,8 +91,7 @@ def count_work(model: nn.Module, inputs: Any, settings: FeatCalSettings) -> Work
     Args:
         model: Structure of the merged model, on the meta device.
         inputs: One batch of inputs on the meta device, without masks.
-        settings: `family`, `modules`, `calibrate_norm`, `calibrate_bias`, `mix_alpha` and
-            `log_drift` are used.
+        settings: Settings of the calibration.
 
     Raises:
         CalibrationError: If the model cannot be calibrated.
@@ -176,7 +145,7 @@ def _solved(modules: BlockModules, settings: FeatCalSettings) -> list[str]:
 
 
 def _kind(model: nn.Module, block: str, modules: BlockModules) -> Any:
-    """Key of blocks that do the same: shapes of the parameters, and the calibrated modules."""
+    """Key of blocks that do the same."""
     shapes = tuple((n, tuple(p.shape)) for n, p in model.get_submodule(block).named_parameters())
     return shapes, tuple(site.name.removeprefix(block) for site in modules.sites)
 
@@ -268,9 +237,7 @@ class Meter(TorchDispatchMode):
 class _FusedAttention(TorchFunctionMode):
     """Attention that keeps no scores; on the meta device torch would form them."""
 
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self._meter = meter
+    flops = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -279,22 +246,24 @@ class _FusedAttention(TorchFunctionMode):
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = (*args, *kwargs.values())[:3]
-        self._meter.flops += (
-            2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        )
+        width = query.shape[-1] + value.shape[-1]
+        self.flops += 2 * query[..., 0].numel() * key.shape[-2] * width
         return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
 @contextmanager
 def metered() -> Iterator[Meter]:
     """Context on the meta device, without autocast, which models cannot switch off there."""
-    meter, autocast = Meter(), torch.autocast
-    torch.autocast = lambda *_, **__: nullcontext()  # type: ignore[assignment,misc]
-    try:
-        with torch.no_grad(), torch.device("meta"), _FusedAttention(meter), meter:
-            yield meter
-    finally:
-        torch.autocast = autocast  # type: ignore[misc]
+    meter, attention = Meter(), _FusedAttention()
+    with (
+        patch.object(torch, "autocast", lambda *_, **__: nullcontext()),
+        torch.no_grad(),
+        torch.device("meta"),
+        attention,
+        meter,
+    ):
+        yield meter
+    meter.flops += attention.flops
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -306,13 +275,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def example_inputs(model: nn.Module, samples: int, length: int, target_length: int) -> Any:
-    """A batch of a model's inputs on the meta device.
-
-    Args:
-        model: The model.
-        samples: Samples in the batch.
-        length: Tokens of a text.
-        target_length: Tokens of an encoder-decoder's target.
+    """A batch of a model's inputs on the meta device; `length` counts the tokens of a text.
 
     Raises:
         ValueError: If the model has no config.

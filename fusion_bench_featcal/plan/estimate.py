@@ -36,112 +36,61 @@ Rate = Callable[[torch.dtype, int], float]
 
 @dataclass(frozen=True)
 class Request:
-    """The calibration to be estimated.
+    """The calibration to be estimated."""
 
-    Attributes:
-        model: Structure of the merged model, on the meta device.
-        settings: Settings.
-        tasks: Number of tasks.
-        length: Tokens of a text; unused for images.
-        target_length: Tokens of an encoder-decoder's target.
-        samples: Samples of each task; empty: `samples_per_task` of each.
-        held: Number of experts that are loaded whole.
-        base_held: Whether the base is.
-        itemsize: Bytes of a number in the experts' files; None: as in the model.
-        loaded: Number of models that this process holds already, the merged one included.
-        device: Device of the calibration.
-        fused: Whether the upstream merge shares the calibration's reads.
-        merges: Whether an upstream merger reads the experts as well.
-        processes: Number of processes of the calibration.
-        neighbours: Number of those on one machine.
-    """
-
-    model: nn.Module
+    model: nn.Module  # structure of the merged model, on the meta device
     settings: FeatCalSettings
     tasks: int
-    length: int = 512
-    target_length: int = 8
-    samples: Sequence[int] = ()
-    held: int = 0
+    length: int = 512  # tokens of a text
+    target_length: int = 8  # tokens of an encoder-decoder's target
+    samples: Sequence[int] = ()  # of each task; empty: `samples_per_task` of each
+    held: int = 0  # experts that are loaded whole
     base_held: bool = False
-    itemsize: int | None = None
-    loaded: int = 0
+    itemsize: int | None = None  # bytes of a number in the experts' files; None: as in the model
+    loaded: int = 0  # models that this process holds already, the merged one included
     device: torch.device = CPU
-    fused: bool = False
-    merges: bool = False
+    fused: bool = False  # whether the upstream merge shares the calibration's reads
+    merges: bool = False  # whether an upstream merger reads the experts as well
     processes: int = 1
-    neighbours: int = 1
+    neighbours: int = 1  # processes on one machine
 
 
 @dataclass(frozen=True)
 class Lever:
-    """Another setting, and the estimate with it.
-
-    Attributes:
-        setting: The change.
-        seconds: Time.
-        host: Host memory.
-        gpu: Device memory; None on a CPU.
-        read: Bytes read from experts.
-        same_model: Whether the calibrated model stays the same.
-    """
+    """Another setting, and the estimate with it, as in `Plan`."""
 
     setting: str
     seconds: float
     host: int
     gpu: int | None
     read: int
-    same_model: bool
+    same_model: bool  # whether the calibrated model stays the same
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The estimate for the busiest process; sizes in bytes.
-
-    Attributes:
-        model: The model's class.
-        family: Its family.
-        device: Type of the device.
-        threads: Threads of the CPU.
-        tasks: Number of all tasks.
-        samples: Most samples of a task.
-        processes: Number of processes.
-        neighbours: Number of processes on one machine.
-        stages: Seconds by step, for each stage; rough.
-        host: Peak of host memory: this process with its libraries, the merged model, and the run.
-        gpu: Peak of device memory; None on a CPU.
-        own: Memory of this process now.
-        more_host: Host memory that this machine's processes will need beside what is in use.
-        waiting: Features that wait on `device`, `host` and `disk`, at their fullest.
-        parts: Memory by part, see `Memory`.
-        read: Bytes read from experts.
-        disk: Bytes of files: waiting features, and blocks that `checkpoint_dir` keeps.
-        free_host: Free host memory now.
-        free_gpu: Free device memory now; None on a CPU.
-        widest: The modules with the largest statistics.
-        levers: Other settings.
-    """
+    """The estimate for the busiest process; sizes in bytes."""
 
     model: str
     family: str
     device: str
     threads: int
     tasks: int
-    samples: int
+    samples: int  # most of a task
     processes: int
-    neighbours: int
-    stages: tuple[Mapping[str, float], ...]
-    host: int
-    gpu: int | None
-    own: int
-    more_host: int
-    waiting: Mapping[str, int]
-    parts: Mapping[str, int]
-    read: int
-    disk: int
+    neighbours: int  # processes on one machine
+    stages: tuple[Mapping[str, float], ...]  # seconds by step; rough
+    host: int  # peak of host memory: this process with its libraries, the merged model, the run
+    gpu: int | None  # peak of device memory; None on a CPU
+    own: int  # memory of this process now
+    more_host: int  # host memory that this machine's processes will need beside what is in use
+    waiting: Mapping[str, int]  # features on `device`, `host` and `disk`, at their fullest
+    parts: Mapping[str, int]  # memory by the names in `advice.LABELS`
+    read: int  # bytes read from experts
+    disk: int  # files: waiting features, and blocks that `checkpoint_dir` keeps
     free_host: int
     free_gpu: int | None
-    widest: tuple[str, ...]
+    widest: tuple[str, ...]  # the modules with the largest statistics
     levers: tuple[Lever, ...] = ()
 
     @property
@@ -155,14 +104,7 @@ class Plan:
 
 
 def estimate(request: Request, rate: Rate | None = None) -> Plan:
-    """Estimate a calibration.
-
-    Args:
-        request: The calibration.
-        rate: The machine's speed; None: `probe` measures it.
-
-    Returns:
-        The plan, without levers.
+    """Estimate a calibration, at the machine's speed `rate` (by default `probe` measures it).
 
     Raises:
         CalibrationError: If the model cannot be calibrated, or a read budget is too small.
@@ -234,11 +176,7 @@ def _work_of(request: Request) -> tuple[Work, list[int], int, Memory]:
 def busiest_share(samples: Sequence[int], batch: int, processes: int) -> list[int]:
     """Samples, task by task, of the process with the most.
 
-    Args:
-        samples: Samples of each task.
-        batch: Samples of a batch.
-        processes: Number of processes. Tasks are dealt out in turn; where there are more processes
-            than tasks, each task's batches are.
+    Tasks are dealt out in turn; where there are more processes than tasks, each task's batches are.
     """
     tasks = len(samples)
     if processes <= tasks:
@@ -272,14 +210,7 @@ def _waiting(
 def seconds_of(
     work: Work, request: Request, samples: Sequence[int], rate: Rate
 ) -> tuple[dict[str, float], ...]:
-    """Seconds by step, for each stage.
-
-    Args:
-        work: Counts.
-        request: The calibration.
-        samples: Samples of each task of this process.
-        rate: The machine's speed.
-    """
+    """Seconds by step, for each stage; `samples` are those of each task of this process."""
     settings, tasks, device = request.settings, request.tasks, request.device
     mixes, drift = settings.mix_alpha > 0, settings.log_drift
     batches, sides = sum(samples) / work.batch, 1 + (mixes or drift)
@@ -331,17 +262,10 @@ def measured_rate(request: Request) -> Rate:
 
 @cache
 def probe(device: torch.device, kernel: str, dtype: torch.dtype, width: int) -> float:
-    """FLOP/s of a linear layer, measured in a fraction of a second and once in a process.
+    """FLOP/s of a linear layer, as whole calibrations reach them; measured once in a process.
 
-    Args:
-        device: The device.
-        kernel: What multiplies float32 matrices on a CPU.
-        dtype: Dtype of the numbers.
-        width: Width of the layer.
-
-    Returns:
-        FLOPs a second, as whole calibrations reach them: of CPU time where there is one thread,
-        else of wall-clock time.
+    Of CPU time where there is one thread, else of wall-clock time. `kernel` multiplies float32
+    matrices on a CPU.
     """
     if device.type == "mps" and dtype == torch.float64:
         dtype = torch.float32
@@ -364,16 +288,7 @@ def probe(device: torch.device, kernel: str, dtype: torch.dtype, width: int) -> 
 
 
 def with_levers(request: Request, plan: Plan, rate: Rate | None = None) -> Plan:
-    """Add estimates of other settings to a plan.
-
-    Args:
-        request: The calibration.
-        plan: Its estimate.
-        rate: As in `estimate`.
-
-    Returns:
-        The plan with the changes that lower time, memory or reads, the least memory first.
-    """
+    """Add the settings to a request's plan that lower time, memory or reads, least memory first."""
     found = []
     for setting, changed, same_model in _changes(request, plan):
         try:

@@ -16,17 +16,10 @@ HOLES, SCRATCH = 1.15, 20 * 2**20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a calibration above the merged model that it is given.
+    """Bytes of a calibration above the merged model that it is given."""
 
-    Attributes:
-        parts: The calibrated copy (`model`), models loaded whole (`experts`), features of all
-            samples (`activations`), one batch in a block (`batch`), sums and systems of a block
-            (`statistics`), experts' blocks with anchors and new parameters (`block`).
-        peak: All but the features, at the fullest block, with what allocators and libraries take.
-    """
-
-    parts: Mapping[str, int]
-    peak: int
+    parts: Mapping[str, int]  # by the names in `advice.LABELS`
+    peak: int  # all but the features, at the fullest block, with what allocators and libraries take
 
 
 def predict_memory(
@@ -38,15 +31,10 @@ def predict_memory(
     held: int = 0,
     fused: bool = False,
 ) -> Memory:
-    """Estimate the memory of a calibration.
+    """Estimate the memory of a calibration with `samples` samples of all this process's tasks.
 
-    Args:
-        work: Counts.
-        settings: Settings.
-        samples: Samples of all tasks of this process.
-        tasks: Number of all tasks.
-        held: Number of experts and bases that are loaded whole.
-        fused: Whether a block of every expert is held, for the upstream merge.
+    `held` experts and bases are loaded whole; `fused` holds a block of every expert, for the
+    upstream merge.
     """
     model = sum(work.tensors.values())
     parts = {"model": model, "experts": held * model}
@@ -109,12 +97,8 @@ def read_bytes(
 ) -> int:
     """Bytes that are read from all experts, as the log counts them.
 
-    Args:
-        work: Counts.
-        settings: `expert_read_budget` is used.
-        tasks: Number of tasks.
-        itemsize: Bytes of a number in the experts' files; None: as in the model.
-        fused: Whether the upstream merge shares the reads: it needs every tensor.
+    Their files have numbers of `itemsize` bytes, by default as in the model. A `fused` upstream
+    merge, which shares the reads, needs every tensor.
 
     Raises:
         CalibrationError: If a read budget is too small.
