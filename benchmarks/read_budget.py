@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.reads import plan
-from fusion_bench_featcal.reads.plan import Unit
+from fusion_bench_featcal.experts import read_plan as plan
+from fusion_bench_featcal.experts.read_plan import Unit
 from fusion_bench_featcal.suites import image
 
 SEED = 7  # another draw than any run's default

@@ -23,7 +23,6 @@ from speed_models import BATCH, Shape, load, write_models
 from torch import Tensor, nn
 
 from fusion_bench_featcal import FeatCalSettings
-from fusion_bench_featcal.engine.run import hands_on
 from fusion_bench_featcal.families import resolve_family
 
 Sums = list[Tensor]
@@ -183,7 +182,7 @@ def calibrate_plainly(
 
 def begin(family: Any, model: Any, batch: Any, first: str, end: Any) -> Any:
     """What a stage's first block receives; `end`: what a block behind the last stage's would."""
-    if end is None or not hands_on(family):
+    if end is None or not family.hands_on:
         return family.begin(model, batch, first)
     return family.begin(model, batch, first, family.ending(model, end))
 

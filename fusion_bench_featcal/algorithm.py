@@ -16,6 +16,7 @@ from fusion_bench_featcal.calibration_data import calibration_batches, image_cou
 from fusion_bench_featcal.checkpoints import check_checkpoints
 from fusion_bench_featcal.engine.merging import UpstreamMerge
 from fusion_bench_featcal.engine.processes import OneProcess, Processes
+from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.ending import ending_cleanly
 from fusion_bench_featcal.fusionbench.fusing import (

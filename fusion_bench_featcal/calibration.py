@@ -1,6 +1,8 @@
-"""FeatCal's loop: repair a merged model block by block in forward order (Algorithm 1)."""
+"""FeatCal: repair a merged model block by block in forward order.
 
-import time
+Algorithm 1 itself, which this prepares and runs, is `engine.loop.BlockLoop`.
+"""
+
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -9,34 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_bench_featcal.checkpoints import describe_run
-from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
-from fusion_bench_featcal.core.kernels import using_kernel
-from fusion_bench_featcal.engine.block import BlockSums, load_updates
+from fusion_bench_featcal.checkpoints import describe_run, open_checkpoints
+from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
+from fusion_bench_featcal.core.kernels import agreed_kernel, choose_kernel, using_kernel
+from fusion_bench_featcal.engine.activations import open_activations
 from fusion_bench_featcal.engine.checks import refuse_not_finite
-from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
+from fusion_bench_featcal.engine.loop import BlockLoop
 from fusion_bench_featcal.engine.memory import naming_memory
-from fusion_bench_featcal.engine.merging import FusedMerge, UpstreamMerge
-from fusion_bench_featcal.engine.passes import advance, collect, run_expert
+from fusion_bench_featcal.engine.planned_reads import PlannedReads
+from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
 from fusion_bench_featcal.engine.processes import OneProcess, Processes, announced
-from fusion_bench_featcal.engine.reading import plan_reads, reads_manifest
-from fusion_bench_featcal.engine.run import BASE, Autocast, Modes, Run, device_of
+from fusion_bench_featcal.engine.rules import FeatCalRule
 from fusion_bench_featcal.engine.samples import check_inputs, take_samples
-from fusion_bench_featcal.engine.stages import (
-    Streams,
-    Tasks,
-    begin_together,
-    can_skip,
-    skip_stage,
-)
-from fusion_bench_featcal.engine.start import start_run
-from fusion_bench_featcal.engine.together import solve_together
-from fusion_bench_featcal.engine.visits import accounts_of, task_record
+from fusion_bench_featcal.engine.setup import set_up
+from fusion_bench_featcal.engine.shares import Shares
+from fusion_bench_featcal.engine.team import team_of
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource
+from fusion_bench_featcal.experts.merging import FusedMerge, UpstreamMerge
+from fusion_bench_featcal.experts.reading import BASE
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.plan.advice import memory_advice
-from fusion_bench_featcal.reads.ledger import stage_place
+from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -110,156 +106,115 @@ def calibrate(
     """
     processes = processes or OneProcess()
     check_inputs(base, experts, batches, settings)
-    if merging is not None:
-        _check_merging(processes, in_place=in_place)
-    if in_place:
-        _check_in_place(merged, base, experts, settings)
-    resolved = resolve_family(settings.family if family is None else family, merged)
-    view = view_of(resolved)
-    shown, home = view.shown(merged), device_of(merged)
-    modes = Modes.of(shown)
-    run = start_run(
+    _check_options(merged, base, experts, settings, processes, merging, in_place=in_place)
+    family = resolve_family(settings.family if family is None else family, merged)
+    shown, home = family.view.shown(merged), device_of(merged)
+    modes, device = Modes.of(shown), torch.device(device or home)
+    shares = Shares(tuple(experts), processes.rank, processes.size)
+    team = team_of(processes, shares, settings, shown, family)
+    kept = open_checkpoints(settings, processes)
+    kernel = choose_kernel(kept.kernel() or settings.linear_kernel, device)
+    kernel = agreed_kernel(processes.gather(kernel))
+    problem, reads = set_up(
         shown,
         base,
         experts,
         settings,
-        resolved,
-        device=torch.device(device or home),
+        family,
+        device=device,
         autocast=autocast or nullcontext,
-        progress=progress,
+        kernel=kernel,
+        mine=shares.mine,
         in_place=in_place,
-        processes=processes,
+        watched=kept.watched,
     )
+    visits = len(problem.modules) * len(shares.mine)
+    bar = progress_bar(total=visits, unit="visit", show=progress and processes.rank == 0)
+    reporter = Reporter(CalibrationLog(family=family.name), bar, processes)
+    activations = open_activations(settings, device, problem.room_of_a_visit, processes.neighbours)
+    rule = FeatCalRule(problem)
+    loop = BlockLoop(problem, rule, reads, reporter, team=team, kept=kept, activations=activations)
+    fused = None
     if merging is not None:
-        run.merges, run.prepare = True, FusedMerge(merging, shown, run)
-    autocast_off = torch.autocast(run.device.type, enabled=False)
-    explained = naming_memory(run.device, lambda: run.place, lambda: memory_advice(run))
+        fused = FusedMerge(merging, shown.state_dict(), problem.model, problem.modules, reads)
+        reads.on_enter = fused
+    short = naming_memory(
+        device, lambda: reporter.place, lambda: memory_advice(problem, reporter.example)
+    )
     try:
         with (
-            autocast_off,
+            torch.autocast(device.type, enabled=False),
             convolving_as_multiplying(),
-            using_kernel(run.kernel),
-            run.progress,
-            explained,
-            run.activations,
+            using_kernel(kernel),
+            bar,
+            short,
+            activations,
         ):
-            if merging is None:
-                _check_weights(run, "the merged model", "Check method.base_method")
-            plan = plan_reads(run, shown.state_dict())
-            run.log.add("engine", {"linear_kernel": run.kernel})
-            _compare_with_kept(run, shown, merging)
-            mine = run.shares.mine
-            _run_blocks(run, {t: take_samples(t, batches[t], settings, shown) for t in mine})
-            _check_weights(run, "the calibrated model", "Raise method.ridge_lambda")
+            if fused is None:
+                _check_weights(problem, "the merged model", "Check method.base_method")
+            places = {} if fused is None else fused.places
+            planned = PlannedReads(problem, reads, team, shown.state_dict(), places)
+            reporter.log.add("plan", planned.record())
+            reporter.log.add("engine", {"linear_kernel": kernel})
+            kept.compare(lambda: _description(shown, problem, kernel, merging))
+            samples = {t: take_samples(t, batches[t], settings, shown) for t in shares.mine}
+            watched = {t: kept.watched_samples(t, taken) for t, taken in samples.items()}
+            loop.run({task: team.cut(task, taken) for task, taken in watched.items()})
+            _check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
     finally:
-        modes.restore(run.model)
-    reads = reads_manifest(run, plan)
-    return CalibrationResult(view.restored(run.model).to(home), run.log, reads)
+        modes.restore(problem.model)
+    manifest = planned.manifest()
+    model = family.view.restored(problem.model).to(home)
+    return CalibrationResult(model, reporter.log, manifest)
 
 
-def _check_weights(run: Run, label: str, advice: str) -> None:
+def _check_weights(problem: Problem, label: str, advice: str) -> None:
     """Refuse NaN and infinity in the model, naming the base or expert that brought them."""
-    models = [*([run.base] if run.base is not None else []), *run.experts.values()]
+    models = [*([problem.base] if problem.base is not None else []), *problem.experts.values()]
 
     def reader(source: ExpertModel) -> Callable[[str], object]:
         return lambda name: source.stored(name) if name in source.keys else None
 
-    refuse_not_finite(run.model, label, advice, map(reader, models))
+    refuse_not_finite(problem.model, label, advice, map(reader, models))
 
 
-def _check_merging(processes: Processes, *, in_place: bool) -> None:
-    if in_place:
-        raise ValueError("merging completes the merged model, which in_place would use up")
-    if processes.size > 1:
-        raise ValueError("merging needs all experts, of which each process reads only its own")
-
-
-def _check_in_place(
-    merged: nn.Module, base: Any, experts: Mapping[str, Any], settings: FeatCalSettings
+def _check_options(
+    merged: nn.Module,
+    base: Any,
+    experts: Mapping[str, Any],
+    settings: FeatCalSettings,
+    processes: Processes,
+    merging: UpstreamMerge | None,
+    *,
+    in_place: bool,
 ) -> None:
-    if settings.expert_read_budget is not None:
+    """Refuse options that do not go together."""
+    if merging is not None and in_place:
+        raise ValueError("merging completes the merged model, which in_place would use up")
+    if merging is not None and processes.size > 1:
+        raise ValueError("merging needs all experts, of which each process reads only its own")
+    if in_place and settings.expert_read_budget is not None:
         raise ValueError(
             "in_place uses up the merged weights, which method.expert_read_budget puts in place of "
             "those that are not read; set one of them off"
         )
-    if any(model is merged for model in (base, *experts.values())):
+    if in_place and any(model is merged for model in (base, *experts.values())):
         raise ValueError("in_place needs a merged model that is neither the base nor an expert")
 
 
-def _compare_with_kept(run: Run, shown: nn.Module, merging: UpstreamMerge | None) -> None:
-    """See that kept blocks, if there are any, are of this very run."""
-    models = [*([BASE] if run.base is not None else []), *run.shares.tasks]
-    upstream = None if merging is None else dict(merging.description)
-    parts = (run.family, run.stages, run.settings, models, run.autocast, run.kernel, run.device)
-    run.checkpoints.compare(lambda: describe_run(shown, *parts) | {"upstream": upstream})
-
-
-def _run_blocks(run: Run, tasks: Tasks) -> None:
-    """Algorithm 1's loop: stage by stage, block by block, in forward order.
-
-    Blocks that an earlier run left behind are restored in place of being calibrated.
-    """
-    store = run.checkpoints
-    tasks = {
-        task: run.shares.cut(task, store.watched_samples(task, batches))
-        for task, batches in tasks.items()
-    }
-    for index, stage in enumerate(run.stages):
-        run.enter(stage_place(index))
-        finished = can_skip(run, index)
-        streams = skip_stage(run, tasks) if finished else begin_together(run, index, tasks)
-        store.start()
-        for block in stage:
-            run.enter(block)
-            if store.has(block):
-                _restore_block(run, block, {} if finished else streams)
-            else:
-                updates = _calibrate_block(run, block, streams)
-                store.keep(block, run.model, updates, run.log)
-        tasks = streams
-    run.processes.gather(None)  # none ends well while another still fails
-    store.finish(run.log)
-
-
-def _restore_block(run: Run, block: str, streams: Streams) -> None:
-    """Load what an earlier run made of a block, and run the samples through it as that run did."""
-    run.checkpoints.restore(block, run.model, run.log)
-    for task, batches in streams.items():
-        run.at(f"{block} · {task} (restored)")
-        names = run.needed_by(block) if run.uses_expert_features else ()
-        with run.experts[task].loaded(names) as expert_model:
-            for batch in batches:
-                if run.uses_expert_features:
-                    run_expert(run, expert_model, block, batch)
-                    batch.exp_hidden = None
-        advance(run, block, batches)
-    run.progress.update(len(run.experts))
-    run.checkpoints.confirm(block)
-
-
-def _calibrate_block(run: Run, block: str, streams: Streams) -> list[str]:
-    """Collect from every task, solve, load, advance: one turn of Algorithm 1's loop.
-
-    Returns:
-        Names of the block's new parameters.
-    """
-    start, sums = time.perf_counter(), None
-    if run.shares.leads:
-        sites = run.modules[block].sites
-        sums = BlockSums(block, sites, run.model, run.base, run.settings, run.fold_dtype)
-    visits = {task: collect(run, block, task, streams[task], sums) for task in streams}
-    run.at(f"{block} · solve")
-    with exact_products():
-        updates, module_records = solve_together(sums, run.model, run.processes, run.shares)
-    load_updates(run.model, block, updates)
-    for task, batches in streams.items():
-        run.at(f"{block} · {task} (update)")
-        visits[task].after = advance(run, block, batches)
-    told = run.processes.gather((accounts_of(visits), time.perf_counter() - start))
-    for task, parts in run.shares.collected([theirs for theirs, _ in told]).items():
-        run.log.add("task", task_record(block, task, parts))
-    for record in module_records:
-        run.log.add("module", record)
-    seconds, left = max(taken for _, taken in told), list(run.modules[block].left)
-    run.log.add("block", {"block": block, "seconds": seconds, "left": left})
-    return list(updates)
+def _description(
+    shown: nn.Module, problem: Problem, kernel: str, merging: UpstreamMerge | None
+) -> dict[str, Any]:
+    """Everything that kept blocks depend on, but for samples and weights that are read later."""
+    models = [*([BASE] if problem.base is not None else []), *problem.tasks]
+    described = describe_run(
+        shown,
+        problem.family,
+        problem.stages,
+        problem.settings,
+        models,
+        problem.autocast,
+        kernel,
+        problem.device,
+    )
+    return described | {"upstream": None if merging is None else dict(merging.description)}

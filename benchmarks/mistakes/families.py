@@ -26,9 +26,9 @@ MUTATIONS = [
     ),
     Mutation(
         "expert's cross-attention fed by the calibrated encoder",
-        "engine/stages.py",
-        "ends = (batch.cal, batch.exp) if run.hands_on",
-        "ends = (batch.cal, batch.cal) if run.hands_on",
+        "engine/loop.py",
+        "ends = (batch.cal, batch.exp) if problem",
+        "ends = (batch.cal, batch.cal) if problem",
         "test_calibrate_t5.py",
     ),
     Mutation(

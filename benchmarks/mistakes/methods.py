@@ -34,7 +34,7 @@ MUTATIONS = [
     Mutation(
         "RegMean's off_diagonal ignored",
         "baselines/blockwise.py",
-        "gram = shrink_off_diagonal(mean_gram, run.rule.off_diagonal)",
+        "gram = shrink_off_diagonal(mean_gram, self._method.off_diagonal)",
         "gram = mean_gram.clone()",
         "baselines/test_regmean.py",
     ),

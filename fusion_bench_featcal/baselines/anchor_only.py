@@ -10,7 +10,6 @@ from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.families.views import view_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -35,11 +34,10 @@ def anchor_only(
         CalibrationError: If the base does not fit, or modules cannot be calibrated.
     """
     family = resolve_family(settings.family, merged)
-    view = view_of(family)
     # What is shown may share tensors with the model.
-    model = copy.deepcopy(view.shown(merged))
+    model = copy.deepcopy(family.view.shown(merged))
     modules = find_all_modules(model, family.stages(model), settings)
-    source = view.source(source_of(base))
+    source = family.view.source(source_of(base))
     start = ExpertModel("_pretrained_", source, model, role="base model")
     for block, found in modules.items():
         names = [site.weight_name for site in found.sites]
@@ -55,4 +53,4 @@ def anchor_only(
             for name in names
         }
         load_updates(model, block, anchors)
-    return view.restored(model)
+    return family.view.restored(model)

@@ -1,14 +1,9 @@
-"""Merging block by block in closed form: the loop that RegMean, RegMean++ and LOT share.
+"""Merging block by block in closed form: RegMean, RegMean++ and LOT as rules of the block loop."""
 
-It is FeatCal's loop with other choices: whose features are summed, what is done to the sums, and
-which weight anchors them. Hooks, sums, families and expert weights are FeatCal's own.
-"""
-
-import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,25 +11,19 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.baselines.least_squares import GainMean, LinearMean, shrink_off_diagonal
 from fusion_bench_featcal.core import frobenius_norm
-from fusion_bench_featcal.core.float32_products import exact_products
+from fusion_bench_featcal.core.kernels import TORCH
 from fusion_bench_featcal.core.moments import moment_dtype, weight_of_norm
 from fusion_bench_featcal.core.products import mirror_lower
-from fusion_bench_featcal.engine.block import load_updates
-from fusion_bench_featcal.engine.modules import BlockModules, Site, find_all_modules
-from fusion_bench_featcal.engine.recording import Recorder
-from fusion_bench_featcal.engine.run import Autocast, Modes, device_of, leading_to, needed_by
-from fusion_bench_featcal.engine.samples import (
-    Batch,
-    check_inputs,
-    naming_task,
-    take_samples,
-    to_device,
-)
+from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
+from fusion_bench_featcal.engine.loop import BlockLoop
+from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
+from fusion_bench_featcal.engine.processes import OneProcess
+from fusion_bench_featcal.engine.recording import Recorder, Recording
+from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
+from fusion_bench_featcal.engine.setup import set_up
 from fusion_bench_featcal.engine.task_sums import TaskSums
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under, source_of
-from fusion_bench_featcal.experts.model_config import check_same_function, config_of
-from fusion_bench_featcal.families import Family, resolve_family
-from fusion_bench_featcal.families.views import view_of
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -42,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class LeastSquares:
     """Choices that tell one closed-form merger from another.
 
     Attributes:
@@ -71,21 +60,6 @@ class Rule:
             )
 
 
-@dataclass
-class _Merging:
-    """Everything a merging works with; `model` is the one thing it changes."""
-
-    model: nn.Module
-    base: nn.Module
-    experts: dict[str, ExpertModel]
-    family: Family
-    rule: Rule
-    settings: FeatCalSettings
-    autocast: Autocast
-    modules: dict[str, BlockModules]
-    recorder: Recorder = field(default_factory=Recorder)
-
-
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
 @torch.no_grad()
 def merge_blockwise(
@@ -93,7 +67,7 @@ def merge_blockwise(
     experts: Mapping[str, nn.Module | ExpertSource],
     batches: Mapping[str, Iterable[Any]],
     settings: FeatCalSettings,
-    rule: Rule,
+    method: LeastSquares,
     *,
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,
@@ -106,7 +80,7 @@ def merge_blockwise(
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, as `calibrate` takes them.
         settings: `samples_per_task`, `modules`, `family` and, for `unit_gram`, `eps` are used.
-        rule: The method.
+        method: The method.
         device: Where to compute; None: where the base is.
         autocast: Makes the context for forward passes; statistics are never inside it.
         progress: Whether to show a progress bar.
@@ -118,150 +92,158 @@ def merge_blockwise(
         CalibrationError: If the run cannot go on; the message names the place and the setting.
         ValueError: If the family is unknown.
     """
-    settings = settings.replace(calibrate_norm=rule.weighs_gains, anchor_rho=1.0)
+    settings = settings.replace(calibrate_norm=method.weighs_gains, anchor_rho=1.0)
     check_inputs(base, experts, batches, settings)
     family = resolve_family(settings.family, base)
-    for task, expert in experts.items():
-        check_same_function(task, config_of(expert), config_of(base), settings.ignore_config)
-    view, home = view_of(family), device_of(base)
-    base = view.shown(base)
-    stages = family.stages(base)
-    model = copy.deepcopy(base).to(device or home).eval().requires_grad_(False)
-    run = _Merging(
-        model=model,
-        base=base,
-        experts={
-            task: ExpertModel(task, view.source(source_of(expert)), model)
-            for task, expert in experts.items()
-        },
-        family=family,
-        rule=rule,
-        settings=settings,
+    shown, home = family.view.shown(base), device_of(base)
+    device = torch.device(device or home)
+    problem, reads = set_up(
+        shown,
+        None,
+        experts,
+        settings,
+        family,
+        device=device,
         autocast=autocast or nullcontext,
-        modules=find_all_modules(base, stages, settings),
+        kernel=TORCH,
     )
-    _load_means(model, list(run.experts.values()))
-    tasks = {task: take_samples(task, batches[task], settings, base) for task in experts}
-    bar = progress_bar(total=len(run.modules), unit="block", show=progress)
-    with torch.autocast(device_of(model).type, enabled=False), bar:
-        for index, stage in enumerate(stages):
-            tasks = streams = _begin_stage(run, stages, index, tasks)
-            for block in stage:
-                bar.set_description(f"merging {block}")
-                _merge_block(run, block, streams)
-                bar.update()
-    Modes.of(base).restore(model)
-    return view.restored(model).to(home)
+    _load_means(problem.model, problem.experts)
+    visits = len(problem.modules) * len(experts)
+    reporter = Reporter(
+        CalibrationLog(family=family.name),
+        progress_bar(total=visits, unit="visit", show=progress),
+        OneProcess(),
+        name="merging",
+    )
+    samples = {task: take_samples(task, batches[task], settings, shown) for task in experts}
+    with torch.autocast(device.type, enabled=False), reporter.progress:
+        BlockLoop(problem, LeastSquaresRule(problem, method, shown), reads, reporter).run(samples)
+    Modes.of(shown).restore(problem.model)
+    return family.view.restored(problem.model).to(home)
 
 
-def _load_means(model: nn.Module, experts: Sequence[ExpertModel]) -> None:
+def _load_means(model: nn.Module, experts: Mapping[str, ExpertModel]) -> None:
     """Give every floating tensor the experts' mean; one of each is in memory at a time."""
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
             wide = moment_dtype(tensor.dtype)
-            total = sum((expert.tensor(name).to(wide) for expert in experts), start=0)
+            total = sum((expert.tensor(name).to(wide) for expert in experts.values()), start=0)
             tensor.copy_(total / len(experts))
 
 
-def _begin_stage(
-    run: _Merging, stages: list[list[str]], index: int, tasks: Mapping[str, Iterable[Batch]]
-) -> dict[str, list[Batch]]:
-    """Run every task's samples up to a stage's first block, in the model that feeds it."""
-    stem = leading_to(run.model, run.family, stages, index)
-    device = device_of(run.model)
-    streams: dict[str, list[Batch]] = {}
-    for task, batches in tasks.items():
-        streams[task] = []
-        own = run.rule.stream == "expert"
-        with run.experts[task].loaded(stem) if own else nullcontext(run.model) as feeder:
-            for batch in batches:
-                inputs = to_device(batch.inputs, device)
-                begun = Batch(batch.inputs if len(stages) > 1 else None, batch.samples)
-                with naming_task(task):
-                    begun.find_rows(run.family, inputs, index, run.settings.decoder_rows)
-                    with run.autocast():
-                        begun.cal = run.family.begin(feeder, inputs, stages[index][0])
-                streams[task].append(begun)
-    return streams
+class LeastSquaresRule:
+    """Sums the inputs of each expert's block, from which its outputs are reproduced best."""
+
+    def __init__(self, problem: Problem, method: LeastSquares, base: nn.Module) -> None:
+        """Apply a method to a problem.
+
+        Args:
+            problem: The problem, whose model has the experts' means.
+            method: The method.
+            base: The base model.
+        """
+        self._problem, self._method, self._base = problem, method, base
+        self._recorder = Recorder()
+        self.runs_model = method.stream == "merged"
+        self.runs_experts = not self.runs_model
+
+    def tensors(self, block: str) -> list[str]:
+        """All that the block needs, or, behind merged blocks, its own."""
+        if self.runs_experts:
+            return self._problem.tensors_of(block)
+        return names_under(self._problem.model.state_dict(), [block])
+
+    def opened(self, task: str, block: str) -> AbstractContextManager[nn.Module]:
+        """The expert, or the merged model with the expert's block."""
+        expert = self._problem.experts[task]
+        if self.runs_experts:
+            return expert.loaded(self.tensors(block))
+        return _grafted(self._problem.model, expert, self.tensors(block))
+
+    def task_sums(self, task: str, block: str, expert: nn.Module) -> TaskSums:
+        """Sums of the expert's inputs."""
+        return TaskSums(block, task, self._problem.modules[block].sites, demo_weights=False)
+
+    def record(
+        self, block: str, expert: nn.Module, batch: Batch
+    ) -> tuple[Recording, Recording | None]:
+        """Run the expert's block on the stream that the method names."""
+        names = [site.name for site in self._problem.modules[block].sites]
+        call = batch.cal if self.runs_model else batch.exp
+        recording = self._recorder.record(
+            expert, names, lambda: self._problem.step(expert, block, call)
+        )
+        if self.runs_experts:
+            batch.exp = recording.following
+        return recording, None
+
+    def follow(self, block: str, expert: nn.Module, batch: Batch) -> None:
+        """Nothing is restored: these methods keep no blocks."""
+        raise NotImplementedError
+
+    def block_sums(self, block: str) -> "LeastSquaresSums":
+        """Sums over the experts."""
+        return LeastSquaresSums(self._problem, self._method, self._base, block)
 
 
-def _merge_block(run: _Merging, block: str, streams: Mapping[str, list[Batch]]) -> None:
-    """Sum over every expert's block, solve, load, and feed what the next block receives."""
-    sites = {site.name: site for site in run.modules[block].sites}
-    anchors = {s.name: s.oriented(_anchor(run, s)) for s in sites.values()}
-    floor = 1 - run.rule.off_diagonal
-    linear = {
-        n: LinearMean(anchors[n], floor=floor) for n, s in sites.items() if s.kind == "linear"
-    }
-    gains = {n: GainMean(anchors[n]) for n, s in sites.items() if s.kind == "norm"}
-    for task, batches in streams.items():
-        with _candidate(run, task, block) as candidate:
-            sums = _collect(run, candidate, task, block, batches)
-            for names, linear_sums in sums.linear.items():
-                mean_gram = linear_sums.means().gram
-                mirror_lower(mean_gram)
-                gram = _gram(run, mean_gram)
-                for name in names:
-                    weight = candidate.get_parameter(sites[name].weight_name)
-                    linear[name].add(gram, sites[name].oriented(weight))
-            for name, norm in sums.norm.items():
-                gain = candidate.get_parameter(sites[name].weight_name)
-                gains[name].add(norm.sum_z_sq / norm.weight, gain)
-    updates: dict[str, Tensor] = {}
-    for name, mean in linear.items():
-        weight, seen = mean.solve()
-        log.debug("%s: %d of %d input directions were seen", name, seen, weight.shape[1])
-        updates[sites[name].weight_name] = sites[name].oriented(weight)
-    updates |= {sites[name].weight_name: mean.solve() for name, mean in gains.items()}
-    load_updates(run.model, block, updates)
-    if run.rule.stream == "merged":
-        for batch in (batch for batches in streams.values() for batch in batches):
-            with run.autocast():
-                _, batch.cal = run.family.step(run.model, block, batch.cal)
+class LeastSquaresSums:
+    """Running sums of one block over experts, and the parameters solved from them."""
 
+    def __init__(self, problem: Problem, method: LeastSquares, base: nn.Module, block: str) -> None:
+        """Start with no expert.
 
-def _collect(
-    run: _Merging, candidate: nn.Module, task: str, block: str, batches: list[Batch]
-) -> TaskSums:
-    """One task's sums over the inputs of its expert's modules."""
-    sums = TaskSums(block, task, run.modules[block].sites, demo_weights=False)
-    for batch in batches:
+        Args:
+            problem: The problem, whose model still has the experts' means in this block.
+            method: The method.
+            base: The base model.
+            block: The block.
+        """
+        self._method, self._eps = method, problem.settings.eps
+        self._sites = {site.name: site for site in problem.modules[block].sites}
+        source = problem.model if method.anchor == "mean" else base
+        self._linear: dict[str, LinearMean] = {}
+        self._gains: dict[str, GainMean] = {}
+        for name, site in self._sites.items():
+            parameter = source.get_parameter(site.weight_name).detach().to(problem.device)
+            anchor = site.oriented(parameter)
+            if site.kind == "norm":
+                self._gains[name] = GainMean(anchor)
+            else:
+                self._linear[name] = LinearMean(anchor, floor=1 - method.off_diagonal)
 
-        def step(call: Any = batch.cal) -> Any:
-            with run.autocast():
-                return run.family.step(candidate, block, call)
+    def add(self, sums: TaskSums, expert: nn.Module) -> None:
+        """Add one expert's sums, which are used up.
 
-        names = [site.name for site in sums.sites]
-        (_, following), inputs = run.recorder.record(candidate, names, step)
-        with exact_products():
-            sums.add(candidate, inputs, None, batch.valid, batch.other)
-        if run.rule.stream == "expert":
-            batch.cal = following
-    sums.check()
-    return sums
+        Raises:
+            CalibrationError: If they are empty or not finite.
+        """
+        sums.check()
+        for names, linear in sums.linear.items():
+            gram = self._gram(mirror_lower(linear.means().gram))
+            for name in names:
+                site = self._sites[name]
+                weight = site.oriented(expert.get_parameter(site.weight_name))
+                self._linear[name].add(gram, weight)
+        for name, norm in sums.norm.items():
+            gain = expert.get_parameter(self._sites[name].weight_name)
+            self._gains[name].add(norm.sum_z_sq / norm.weight, gain)
 
+    def _gram(self, mean_gram: Tensor) -> Tensor:
+        """The mean gram, shrunk and weighted by the method."""
+        gram = shrink_off_diagonal(mean_gram, self._method.off_diagonal)
+        if self._method.task_weights == "equal":
+            return gram
+        return gram * weight_of_norm(frobenius_norm(mean_gram), self._eps)
 
-def _anchor(run: _Merging, site: Site) -> Tensor:
-    """The parameter that unseen directions keep; before a block is solved, the model has means."""
-    source = run.model if run.rule.anchor == "mean" else run.base
-    parameter = source.get_parameter(site.weight_name).detach()
-    return parameter.to(device_of(run.model))
-
-
-def _gram(run: _Merging, mean_gram: Tensor) -> Tensor:
-    """The mean gram, shrunk and weighted by the method's rule."""
-    gram = shrink_off_diagonal(mean_gram, run.rule.off_diagonal)
-    if run.rule.task_weights == "equal":
-        return gram
-    return gram * weight_of_norm(frobenius_norm(mean_gram), run.settings.eps)
-
-
-def _candidate(run: _Merging, task: str, block: str) -> AbstractContextManager[nn.Module]:
-    """The model whose block runs: the expert, or the merged model with the expert's block."""
-    if run.rule.stream == "merged":
-        inside = names_under(run.model.state_dict(), [block])
-        return _grafted(run.model, run.experts[task], inside)
-    return run.experts[task].loaded(needed_by(run.model, run.family, block))
+    def solve(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """New parameters by name; nothing is logged of them."""
+        updates: dict[str, Tensor] = {}
+        for name, mean in self._linear.items():
+            weight, seen = mean.solve()
+            log.debug("%s: %d of %d input directions were seen", name, seen, weight.shape[1])
+            updates[self._sites[name].weight_name] = self._sites[name].oriented(weight)
+        gains = {self._sites[name].weight_name: mean.solve() for name, mean in self._gains.items()}
+        return updates | gains, []
 
 
 @contextmanager

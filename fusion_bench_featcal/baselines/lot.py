@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.baselines.blockwise import Rule, merge_blockwise
+from fusion_bench_featcal.baselines.blockwise import LeastSquares, merge_blockwise
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -38,5 +38,5 @@ def lot(
     Raises:
         CalibrationError: If the run cannot go on.
     """
-    rule = Rule(stream="expert", anchor="base", weighs_gains=True)
-    return merge_blockwise(base, experts, batches, settings, rule, **how)
+    method = LeastSquares(stream="expert", anchor="base", weighs_gains=True)
+    return merge_blockwise(base, experts, batches, settings, method, **how)

@@ -11,7 +11,7 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.baselines.anchor_only import anchor_only
-from fusion_bench_featcal.baselines.blockwise import Rule
+from fusion_bench_featcal.baselines.blockwise import LeastSquares
 from fusion_bench_featcal.baselines.lot import lot
 from fusion_bench_featcal.baselines.pool_merging import (
     ANCHOR_SETTINGS,
@@ -53,7 +53,9 @@ class RegMeanAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             ValueError: If a key is unknown or a value out of range.
         """
-        Rule(stream="expert", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights)
+        LeastSquares(
+            stream="expert", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
+        )
         self.off_diagonal, self.task_weights = off_diagonal, task_weights
         super().__init__(**take_settings(self, keys, MERGER_SETTINGS, _REGRESSION))
 
@@ -85,7 +87,9 @@ class RegMeanPlusPlusAlgorithm(LightningFabricMixin, BaseAlgorithm):
         Raises:
             ValueError: If a key is unknown or a value out of range.
         """
-        Rule(stream="merged", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights)
+        LeastSquares(
+            stream="merged", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
+        )
         self.off_diagonal, self.task_weights = off_diagonal, task_weights
         super().__init__(**take_settings(self, keys, MERGER_SETTINGS, _REGRESSION))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.baselines.blockwise import Rule, merge_blockwise
+from fusion_bench_featcal.baselines.blockwise import LeastSquares, merge_blockwise
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -42,7 +42,7 @@ def regmean_plusplus(
         CalibrationError: If the run cannot go on.
         ValueError: If an option is out of range.
     """
-    rule = Rule(
+    method = LeastSquares(
         stream="merged", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
     )
-    return merge_blockwise(base, experts, batches, settings, rule, **how)
+    return merge_blockwise(base, experts, batches, settings, method, **how)

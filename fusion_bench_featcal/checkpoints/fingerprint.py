@@ -21,7 +21,7 @@ from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 _SHORT = 32  # hexadecimal digits: 128 bits, beyond any accident
 _PACKAGES = ("torch", "transformers", "safetensors")
 # Parts of this package that make a block's parameters from weights and samples.
-_CODE = ("core", "engine", "families", "checkpoints", "reads", "calibration.py", "experts")
+_CODE = ("core", "engine", "families", "checkpoints", "calibration.py", "experts")
 # Settings without a part in the result: samples and weights are compared themselves.
 # What `linear_kernel` came to is told under `precision`.
 _WITHOUT_EFFECT = {*SETTINGS_OF_THE_RUN, "family", "linear_kernel"}

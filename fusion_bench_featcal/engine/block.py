@@ -1,7 +1,7 @@
 """One block: running sums over tasks, and the updates solved from them."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,10 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core import LinearSystem, NormSystem, UnsolvedError, extrapolate_anchor
 from fusion_bench_featcal.core.finite import not_finite
-from fusion_bench_featcal.core.moments import MOMENT_DTYPE
 from fusion_bench_featcal.engine.checks import Doubt, refuse_doubtful
-from fusion_bench_featcal.engine.modules import Site
+from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.task_sums import TaskSums
-from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import CalibrationError
 
 DEAD_TASK_RATIO = 1e-6
 """A task whose gram norm is below this share of the median task's would swamp the bias."""
@@ -33,50 +31,28 @@ class BlockSums:
     """Running sums of one block over tasks, and its solve.
 
     Attributes:
+        block: The block's name.
         linear: Sums by group of linear modules that share their inputs.
         norm: Sums by LayerNorm.
     """
 
-    def __init__(
-        self,
-        block: str,
-        sites: Sequence[Site],
-        model: nn.Module,
-        base: ExpertModel | None,
-        settings: FeatCalSettings,
-        dtype: torch.dtype = MOMENT_DTYPE,
-    ) -> None:
+    def __init__(self, problem: Problem, block: str) -> None:
         """Start with no task.
 
         Args:
+            problem: The problem, whose model still has the merged parameters of this block.
             block: The block's name.
-            sites: Its calibrated modules.
-            model: The calibrated model, whose block still has the merged parameters.
-            base: The base; None needs `anchor_rho` 1, where every anchor is the merged parameter.
-            settings: Settings.
-            dtype: Least precise dtype of anchors and of the tasks' means.
         """
-        self._block = block
-        self._sites = {site.name: site for site in sites}
-        self._model = model
-        self._settings = settings
-        self._dtype = dtype
-        self._doubts: list[Doubt] = []
-        self._anchors = {s.name: self._anchor(s.weight_name, base, s) for s in sites}
-        self._bias_anchors = {
-            s.name: self._anchor(s.bias_name, base, None) for s in sites if s.has_bias
-        }
-        self._tasks: list[str] = []
+        self.block = block
         self.linear: dict[Names, LinearSystem] = {}
         self.norm: dict[str, NormSystem] = {}
-
-    def _anchor(self, name: str, base: ExpertModel | None, site: Site | None) -> Tensor:
-        rho = self._settings.anchor_rho
-        merged = self._model.get_parameter(name).detach()
-        start = base.tensor(name) if base and rho != 1 else None
-        dtype = torch.promote_types(merged.dtype, self._dtype)
-        anchor = extrapolate_anchor(merged, start, rho).to(dtype)
-        return site.oriented(anchor) if site is not None else anchor
+        self._problem = problem
+        self._settings = problem.settings
+        self._sites = {site.name: site for site in problem.modules[block].sites}
+        self._doubts: list[Doubt] = []
+        self._tasks: list[str] = []
+        self._anchors: dict[str, Tensor] = {}
+        self._bias_anchors: dict[str, Tensor] = {}
 
     def add(self, sums: TaskSums, expert: nn.Module) -> None:
         """Fold one task in.
@@ -90,14 +66,11 @@ class BlockSums:
                 inputs are 0 and eps is too. Sums that are empty or not finite are refused by
                 `tallies`.
         """
+        if not self._tasks:
+            self._begin(list(sums.linear))
         self._doubts += sums.doubts()
         self._tasks.append(sums.task)
-        if not self.linear:
-            self.linear = {
-                names: LinearSystem({n: self._anchors[n] for n in names}, eps=self._settings.eps)
-                for names in sums.linear
-            }
-        refuse_other_groups(sums, list(self.linear))
+        refuse_other_groups(f"task {sums.task}, block {self.block}", sums.linear, self.linear)
         for names, system in self.linear.items():
             sites = [self._sites[name] for name in names]
             get, biased = expert.get_parameter, self._settings.calibrate_bias
@@ -107,13 +80,31 @@ class BlockSums:
                 system.fold(sums.task, sums.linear.pop(names).means(), weights, biases)
             except ZeroDivisionError as error:  # only where eps is 0 and every input is too
                 raise CalibrationError(
-                    f"task {sums.task}, block {self._block}, module {names[0]}: {error}. Check "
+                    f"task {sums.task}, block {self.block}, module {names[0]}: {error}. Check "
                     f"modelpool.models.{sums.task} and its calibration data, or drop the task"
                 ) from error
         for name, moments in sums.norm.items():
             site = self._sites[name]
             affine = expert.get_parameter(site.weight_name), expert.get_parameter(site.bias_name)
             self.norm.setdefault(name, NormSystem()).fold(moments, affine)
+
+    def _begin(self, groups: Sequence[Names]) -> None:
+        """Make the anchors, before the first task is folded in."""
+        for name, site in self._sites.items():
+            self._anchors[name] = site.oriented(self._anchor(site.weight_name))
+            if site.has_bias:
+                self._bias_anchors[name] = self._anchor(site.bias_name)
+        self.linear = {
+            names: LinearSystem({n: self._anchors[n] for n in names}, eps=self._settings.eps)
+            for names in groups
+        }
+
+    def _anchor(self, name: str) -> Tensor:
+        base, rho = self._problem.base, self._settings.anchor_rho
+        merged = self._problem.model.get_parameter(name).detach()
+        start = base.tensor(name) if base and rho != 1 else None
+        dtype = torch.promote_types(merged.dtype, self._problem.fold_dtype)
+        return extrapolate_anchor(merged, start, rho).to(dtype)
 
     def tallies(self) -> Tallies:
         """Each task's weight and gram norm for every group of modules that it had.
@@ -128,24 +119,25 @@ class BlockSums:
             for names, system in self.linear.items()
             for task, norm in system.gram_norms.items()
         ]
-        told = iter(
-            refuse_doubtful(self._doubts, [number for *_, pair in known for number in pair])
-        )
-        found: dict[str, dict[Names, Tally]] = {task: {} for task in self._tasks}
+        scalars = [scalar for *_, pair in known for scalar in pair]
+        numbers = iter(refuse_doubtful(self._doubts, scalars))
+        tallies: dict[str, dict[Names, Tally]] = {task: {} for task in self._tasks}
         for task, names, _ in known:
-            found[task][names] = (next(told), next(told))
-        return found
+            tallies[task][names] = (next(numbers), next(numbers))
+        return tallies
 
     def cost(self, names: Sequence[str]) -> float:
         """Multiplications that solving some modules that share their inputs takes."""
         width = self._anchors[names[0]].shape[1]
-        return solve_cost(width, [len(self._anchors[name]) for name in names])
+        return width**3 / 6 + sum(len(self._anchors[name]) for name in names) * width**2
 
-    def solve(self, tallies: Tallies) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    def solve(
+        self, tallies: Tallies | None = None
+    ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """Solve every module from the one snapshot that was summed.
 
         Args:
-            tallies: Of all tasks, those of other processes too.
+            tallies: Tallies of all tasks; None: those of the tasks that were folded here.
 
         Returns:
             New parameters by name, as they are stored, and a log record for each linear module.
@@ -154,18 +146,19 @@ class BlockSums:
             CalibrationError: If a task is dead or a system has no trustworthy solution, naming
                 block, module and the setting to change.
         """
+        tallies = self.tallies() if tallies is None else tallies
         updates: dict[str, Tensor] = {}
         records: list[dict[str, Any]] = []
         while self.linear:  # a group's sums and factor are let go when it is solved
             names = next(iter(self.linear))
-            found = {task: groups[names] for task, groups in tallies.items()}
-            self._refuse_dead_tasks(names[0], {task: norm for task, (_, norm) in found.items()})
-            weights = {task: weight for task, (weight, _) in found.items()}
+            weights = {task: groups[names][0] for task, groups in tallies.items()}
+            norms = {task: groups[names][1] for task, groups in tallies.items()}
+            self._refuse_dead_tasks(names[0], norms)
             try:
                 solved = self._solve_group(self.linear.pop(names), updates)
             except UnsolvedError as error:
                 raise CalibrationError(
-                    f"block {self._block}, module {error.module}: {error}. Raise "
+                    f"block {self.block}, module {error.module}: {error}. Raise "
                     f"method.ridge_lambda (now {self._settings.ridge_lambda}) or "
                     f"method.samples_per_task (now {self._settings.samples_per_task})"
                 ) from error
@@ -186,7 +179,7 @@ class BlockSums:
         ridge_lambda = self._settings.ridge_lambda
         # Rounded at once, so that a group's solutions take no more memory than they will.
         names = {name: self._sites[name].weight_name for name in system.names}
-        dtypes = {name: self._model.get_parameter(names[name]).dtype for name in names}
+        dtypes = {name: self._problem.model.get_parameter(names[name]).dtype for name in names}
         found = system.solve(ridge_lambda, dtypes)
         for name, stored in found.weights.items():
             site = self._sites[name]
@@ -196,7 +189,7 @@ class BlockSums:
                 anchor = self._bias_anchors[name]
                 updates[site.bias_name] = system.solve_bias(name, stored, anchor, ridge_lambda)
         return [
-            {"block": self._block, "module": n, "residual": r, "condition": found.condition}
+            {"block": self.block, "module": n, "residual": r, "condition": found.condition}
             for n, r in found.residuals.items()
         ]
 
@@ -205,29 +198,29 @@ class BlockSums:
         for task, norm in norms.items():
             if norm < DEAD_TASK_RATIO * median:
                 raise CalibrationError(
-                    f"task {task}, block {self._block}, module {module}: its inputs are almost "
+                    f"task {task}, block {self.block}, module {module}: its inputs are almost "
                     f"zero (gram norm {norm:.1e}, median task {median:.1e}), so its weight would "
                     f"swamp the bias. Check modelpool.models.{task} and its calibration data, or "
                     "drop the task"
                 )
 
 
-def solve_cost(width: int, outputs: Iterable[int]) -> float:
-    """Multiplications that a factor and the solutions of some modules take."""
-    return width**3 / 6 + sum(outputs) * width**2
+def refuse_other_groups(place: str, groups: Iterable[Names], first: Collection[Names]) -> None:
+    """Refuse a task in which other modules share their input than in the first one.
 
-
-def refuse_other_groups(sums: TaskSums, groups: Sequence[Names]) -> None:
-    """Refuse a task in which other modules share their input than in the tasks before.
+    Args:
+        place: Task and block, for the message.
+        groups: Groups of modules in the task.
+        first: Groups of modules in the first task.
 
     Raises:
-        CalibrationError: Naming task, block and module.
+        CalibrationError: If they differ, naming the modules.
     """
-    for names in sums.linear:
-        if names not in groups:
+    for names in groups:
+        if names not in first:
             raise CalibrationError(
-                f"task {sums.task}, block {sums.block}: modules {', '.join(names)} share their "
-                "input otherwise than in other tasks, which is not supported. Exclude them: "
+                f"{place}: modules {', '.join(names)} share their input otherwise than in the "
+                f"first task, which is not supported. Exclude them: "
                 f"method.modules=['!{names[0]}', ...]"
             )
 

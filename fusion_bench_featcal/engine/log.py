@@ -1,9 +1,12 @@
-"""Log of a calibration, block by block: records that a program can read."""
+"""Log of a calibration, block by block, and how far it is."""
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.json_files import sealed_lines
 
 
 @dataclass
@@ -58,10 +61,32 @@ class CalibrationLog:
         Raises:
             ReportError: The file cannot be written.
         """
-        # Only here: results are not on the path of a calibration.
-        from fusion_bench_featcal.files import write_atomic
-        from fusion_bench_featcal.json_files import sealed_lines
-
         # A condition estimate may be infinite, which JSON cannot hold: the log says null.
         records = json.loads(json.dumps(self.records), parse_constant=lambda _: None)
         write_atomic(Path(path), sealed_lines(records))
+
+
+@dataclass
+class Reporter:
+    """Tells how far a calibration is.
+
+    Attributes:
+        log: The log.
+        progress: A progress bar.
+        processes: The processes, which say what they wait for.
+        place: What is worked on, for messages.
+        name: Name of the work.
+        example: The first batch's inputs, without their entries; None before there is one.
+    """
+
+    log: CalibrationLog
+    progress: Any
+    processes: Any
+    name: str = "FeatCal"
+    place: str = "the start"
+    example: Any = None
+
+    def at(self, place: str) -> None:
+        """Say what is worked on now."""
+        self.place = self.processes.doing = place
+        self.progress.set_description(f"{self.name} {place}")

@@ -23,12 +23,15 @@ class Recording:
         inputs: Each distinct input once, by identity.
         calls: For each module, the identities of its inputs, one a call.
         count: Number of calls.
+        output: What the block returned: its hidden features, and the inputs of the next block; None
+            if the pass ended before.
     """
 
     stop_after: int | None = None
     inputs: dict[InputKey, Tensor] = field(default_factory=dict)
     calls: dict[str, list[InputKey]] = field(default_factory=dict)
     count: int = 0
+    output: tuple[Any, Any] | None = None
     _originals: dict[InputKey, Tensor] = field(default_factory=dict)
 
     def add(self, module: str, value: Tensor) -> None:
@@ -46,6 +49,16 @@ class Recording:
     def of(self, module: str) -> list[Tensor]:
         """A module's inputs, one a call."""
         return [self.inputs[key].detach() for key in self.calls.get(module, [])]
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """The block's hidden features, if it ran to its end."""
+        return None if self.output is None else self.output[0]
+
+    @property
+    def following(self) -> Any:
+        """Inputs of the next block, if the block ran to its end."""
+        return None if self.output is None else self.output[1]
 
     def refuse_overwritten(self) -> None:
         """Refuse inputs that are no longer what the module received.
@@ -80,7 +93,7 @@ class Recorder:
         run: Callable[[], Any],
         *,
         needs_output: bool = True,
-    ) -> tuple[Any, Recording]:
+    ) -> Recording:
         """Run a block and note what the named modules receive.
 
         Args:
@@ -91,18 +104,18 @@ class Recorder:
                 the same modules equally often in every pass.
 
         Returns:
-            What `run` returned, None where the pass ended before; the recording.
+            The recording.
 
         Raises:
             CalibrationError: If the block overwrites an input of a module.
         """
-        names, output = tuple(modules), None
+        names = tuple(modules)
         recording = Recording(None if needs_output else self._calls.get(names))
         with _hooks(model, names, recording), stoppable():
-            output = run()
+            recording.output = run()
         recording.refuse_overwritten()
         self._calls[names] = recording.count
-        return output, recording
+        return recording
 
 
 def _version(value: Tensor) -> int:

@@ -27,8 +27,8 @@ class CountedRows:
     weights: Tensor | None = None
 
     @classmethod
-    def told_by(cls, mask: Tensor) -> "CountedRows":
-        """The rows that a mask lets count: those above 0, which weigh what it says.
+    def of_mask(cls, mask: Tensor) -> "CountedRows":
+        """The rows that count by a mask: those above 0, with its entries as their weights.
 
         Args:
             mask: `[batch, positions]`.

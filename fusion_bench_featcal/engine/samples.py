@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.engine.activations import STAY, Activations
 from fusion_bench_featcal.engine.rows import CountedRows
+from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -85,25 +86,29 @@ class Batch:
             self.waits.prefetch(self.following._slots.get(slot))
         return value
 
-    def find_rows(self, family: Any, inputs: Any, stage_index: int, decoder_rows: str) -> None:
+    def find_rows(
+        self, task: str, family: Family, inputs: Any, stage_index: int, decoder_rows: str
+    ) -> None:
         """Ask a family which rows of a stage count.
 
         Raises:
-            CalibrationError: If a mask is unusable, or a sample has none: what it would feed to
-                other rows is noise.
+            CalibrationError: If a mask is unusable, a sample has no row that counts (what it would
+                feed to other rows is noise), or inputs without a mask are not finite.
         """
-        told: dict[int, tuple[Tensor, CountedRows]] = {}
+        known: dict[int, tuple[Tensor, CountedRows]] = {}
 
         def rows(mask: Tensor | None) -> CountedRows | None:
             if mask is None:
                 return None
-            if id(mask) not in told:  # modules with one mask may share a statistic
-                told[id(mask)] = mask, CountedRows.told_by(mask)
-            return told[id(mask)][1]
+            if id(mask) not in known:  # modules with one mask may share a statistic
+                known[id(mask)] = mask, CountedRows.of_mask(mask)
+            return known[id(mask)][1]
 
         self.valid = rows(family.row_weights(inputs, stage_index, decoder_rows))
         others = family.other_rows(inputs, stage_index)
         self.other = {end: rows(mask) for end, mask in others.items()}
+        if stage_index == 0 and self.valid is None:  # padding may hold anything
+            check_finite_inputs(inputs, task, self.index)
 
 
 @contextmanager

@@ -82,10 +82,10 @@ class TaskSums:
             inputs = tuple(cal.calls.get(site.name, ()))
             expert_inputs = inputs if exp is None else tuple(exp.calls.get(site.name, ()))
             if not inputs or len(inputs) != len(expert_inputs):
-                raise CalibrationError(
-                    f"task {self.task}, block {self.block}: module {site.name} ran {len(inputs)} "
-                    f"times in the calibrated block and {len(expert_inputs)} in the expert's. "
-                    f"Exclude it: method.modules=['!{site.name}']"
+                raise self.error(
+                    f"module {site.name} ran {len(inputs)} times in the calibrated block and "
+                    f"{len(expert_inputs)} in the expert's. Exclude it: "
+                    f"method.modules=['!{site.name}']"
                 )
             mask = _counted_in(site, valid, other)
             if site.kind == "norm":
@@ -109,10 +109,10 @@ class TaskSums:
         if names not in self.linear:
             known = {name for group in self.linear for name in group}
             if known & set(names):
-                raise CalibrationError(
-                    f"task {self.task}, block {self.block}: modules {', '.join(names)} receive one "
-                    "tensor in some batches and several in others, which is not supported. "
-                    f"Exclude them: method.modules=['!{names[0]}', ...]"
+                raise self.error(
+                    f"modules {', '.join(names)} receive one tensor in some batches and several in "
+                    "others, which is not supported. Exclude them: "
+                    f"method.modules=['!{names[0]}', ...]"
                 )
             weights = None
             if self.expert is not None:
@@ -148,19 +148,18 @@ class TaskSums:
     def _row_weights(self, site: Site, x: Tensor, valid: CountedRows | None) -> Tensor | None:
         """Weight of each row that counts of a module's input, or None where all weigh 1."""
         if valid is not None and valid.shape != x.shape[:-1]:
-            raise CalibrationError(
-                f"task {self.task}, block {self.block}: module {site.name} receives rows "
-                f"{tuple(x.shape[:-1])}, but padding is known for {tuple(valid.shape)}. Exclude "
-                f"it: method.modules=['!{site.name}']"
+            raise self.error(
+                f"module {site.name} receives rows {tuple(x.shape[:-1])}, but padding is known for "
+                f"{tuple(valid.shape)}. Exclude it: method.modules=['!{site.name}']"
             )
         dtype = self._sum_dtype(x)
         known = None if valid is None or valid.weights is None else valid.weights.to(dtype)
         if not self._weighs_tokens(site):
             return known
         if x.ndim != 3:
-            raise CalibrationError(
-                f"block {self.block}: module {site.name} receives {tuple(x.shape)}, not [batch, "
-                "tokens, d]: method.token_weights=demo_last_block does not fit; use uniform"
+            raise self.error(
+                f"module {site.name} receives {tuple(x.shape)}, not [batch, tokens, d]: "
+                "method.token_weights=demo_last_block does not fit; use uniform"
             )
         weights = torch.full(x.shape[:-1], DEMO_TOKEN_WEIGHT, device=x.device, dtype=dtype)
         weights[:, 0].fill_(1)
@@ -197,19 +196,25 @@ class TaskSums:
         """
         refuse_doubtful(self.doubts())
 
+    def error(self, text: str, module: str = "") -> CalibrationError:
+        """An error that names task, block and, if given, module."""
+        place = f"task {self.task}, block {self.block}" + (f", module {module}" if module else "")
+        return CalibrationError(f"{place}: {text}")
+
     def _all_padding(self) -> CalibrationError:
-        return CalibrationError(
-            f"task {self.task}, block {self.block}: no position counts, all is padding; "
-            f"check the masks of its data (modelpool.train_datasets.{self.task})"
+        return self.error(
+            "no position counts, all is padding; check the masks of its data "
+            f"(modelpool.train_datasets.{self.task})"
         )
 
     def _not_finite(self, module: str) -> CalibrationError:
-        return CalibrationError(
-            f"task {self.task}, block {self.block}, module {module}: inputs are NaN or infinite, "
-            f"or their sums overflow, while weights and samples are finite: a forward pass "
-            f"overflows. Compute in a wider precision (fabric.precision=32-true, or wider "
-            f"modelpool.models), or check modelpool.models.{self.task} and "
-            f"modelpool.train_datasets.{self.task} for extreme values"
+        return self.error(
+            "inputs are NaN or infinite, or their sums overflow, while weights and samples are "
+            "finite: a forward pass overflows. Compute in a wider precision "
+            "(fabric.precision=32-true, or wider modelpool.models), or check "
+            f"modelpool.models.{self.task} and modelpool.train_datasets.{self.task} for extreme "
+            "values",
+            module,
         )
 
 

@@ -1,144 +1,143 @@
-"""Accounts of one task's visit to one block."""
+"""Visits of a task's samples to a block: how long they took, and how far features drift."""
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.drift import DriftSums
+from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.drift import sum_drift
 from fusion_bench_featcal.core.finite import read_back
-from fusion_bench_featcal.engine.shares import interleaved
-
-RowSums = tuple[Tensor, int]
-"""Sums of drift over rows, as `sum_drift` gives them, and the number of rows."""
+from fusion_bench_featcal.engine.rows import rows_of
+from fusion_bench_featcal.engine.samples import Batch
 
 
 class Stopwatch:
     """Runs from its making to `stop`.
 
-    What is given to a GPU is only queued: marks in its queue tell when the work was done.
+    Work is only queued on a GPU: marks in its queue tell when it was done.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Start.
 
         Args:
-            device: Where is computed.
+            device: Device of the work.
         """
-        self._queue = _Queue(device) if device.type == "cuda" else None
+        self._device = device
+        self._marks: list[Any] = []
+        self._mark()
         self._start = time.perf_counter()
         self._taken = 0.0
 
     def stop(self) -> None:
-        """Stop; on a GPU, when it has come so far."""
+        """Stop; on a GPU, when its queue has come so far."""
         self._taken = time.perf_counter() - self._start
-        if self._queue is not None:
-            self._queue.stop()
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._device.type == "cuda":
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record(torch.cuda.current_stream(self._device))
 
     @property
     def seconds(self) -> float:
         """Seconds between start and stop. On a GPU the host waits for the stop."""
-        return self._taken if self._queue is None else self._queue.seconds()
+        if not self._marks:
+            return self._taken
+        start, stop = self._marks
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1000
 
 
-class _Queue:
-    """Two marks in a GPU's queue of work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._start.record(torch.cuda.current_stream(device))
-
-    def stop(self) -> None:
-        self._stop.record(torch.cuda.current_stream(self._device))
-
-    def seconds(self) -> float:
-        self._stop.synchronize()
-        return self._start.elapsed_time(self._stop) / 1000
-
-
-@dataclass(kw_only=True)
+@dataclass
 class Visit:
-    """One process's work on its batches of a task, as it stands on the device.
+    """One process's work on its batches of a task at one block.
 
     Attributes:
+        watch: Runs while the block's inputs are summed.
         samples: Number of samples.
         rows: Number of positions that count.
-        watch: How long they took.
         expert_bytes: Bytes of the expert that were read.
-        before: Drift before the update, batch by batch; empty where it is not logged.
-        after: Drift after it.
+        drift: Sums of `sum_drift`, `[3]`, on the device, `before` and `after` the update; empty
+            where the drift is not logged.
     """
 
-    samples: int
-    rows: int
     watch: Stopwatch
-    expert_bytes: int
-    before: list[RowSums]
-    after: list[RowSums] = field(default_factory=list)
+    samples: int = 0
+    rows: int = 0
+    expert_bytes: int = 0
+    drift: dict[str, Tensor] = field(default_factory=dict)
+
+    def count(self, batch: Batch, hidden: Tensor) -> None:
+        """Count a batch, given features of its positions, `[..., positions, d]`."""
+        self.samples += batch.samples
+        self.rows += hidden.shape[:-1].numel() if batch.valid is None else batch.valid.count
+
+    def add_drift(self, when: str, hidden: Tensor, batch: Batch) -> None:
+        """Add the distance of the model's features from the expert's, where these are kept."""
+        expert = batch.exp_hidden
+        if expert is not None:
+            sums = sum_drift(rows_of(hidden, batch.valid), rows_of(expert, batch.valid))
+            sums = sums.to(solve_dtype(sums.device))
+            self.drift[when] = self.drift[when] + sums if when in self.drift else sums
 
 
-@dataclass(frozen=True, kw_only=True)
-class Account:
-    """A process's account of a visit: numbers, as in `Visit`."""
+class Account(NamedTuple):
+    """Numbers of a visit, as in `Visit`."""
 
     samples: int
     rows: int
     seconds: float
     expert_bytes: int
-    before: list[DriftSums]
-    after: list[DriftSums]
+    drift: dict[str, list[float]]
 
 
 def accounts_of(visits: Mapping[str, Visit]) -> dict[str, Account]:
-    """Make the accounts of a block's visits, by task; the host looks at the drift here."""
-    parts = [part for v in visits.values() for part in (*v.before, *v.after)]
-    told = iter(read_back([sums for sums, _ in parts]))
-
-    def drift(parts: Sequence[RowSums]) -> list[DriftSums]:
-        return [DriftSums(next(told), next(told), next(told), float(rows)) for _, rows in parts]
-
+    """Make the accounts of a block's visits, by task; the host looks at their drift at once."""
+    numbers = iter(read_back([sums for visit in visits.values() for sums in visit.drift.values()]))
     return {
         task: Account(
-            samples=visit.samples,
-            rows=visit.rows,
-            seconds=visit.watch.seconds,
-            expert_bytes=visit.expert_bytes,
-            before=drift(visit.before),
-            after=drift(visit.after),
+            visit.samples,
+            visit.rows,
+            visit.watch.seconds,
+            visit.expert_bytes,
+            {when: [next(numbers) for _ in sums] for when, sums in visit.drift.items()},
         )
         for task, visit in visits.items()
     }
 
 
-def task_record(block: str, task: str, parts: Sequence[Account]) -> dict[str, Any]:
-    """The log record of a task in a block.
+def task_record(block: str, task: str, accounts: Sequence[Account]) -> dict[str, Any]:
+    """The log record of a task at a block.
 
     Args:
         block: The block.
         task: The task.
-        parts: What each of its processes has to tell; the first is the leader, whose time and
+        accounts: The account of each of its processes; the first is the leader's, whose time and
             bytes stand for all.
     """
+    rows = sum(account.rows for account in accounts)
     return {
         "block": block,
         "task": task,
-        "samples": sum(part.samples for part in parts),
-        "rows": sum(part.rows for part in parts),
-        **_drift_record("before", interleaved([part.before for part in parts])),
-        "seconds": parts[0].seconds,
-        "expert_bytes": parts[0].expert_bytes,
-        **_drift_record("after", interleaved([part.after for part in parts])),
+        "samples": sum(account.samples for account in accounts),
+        "rows": rows,
+        **_drift_record("before", accounts, rows),
+        "seconds": accounts[0].seconds,
+        "expert_bytes": accounts[0].expert_bytes,
+        **_drift_record("after", accounts, rows),
     }
 
 
-def _drift_record(when: str, drift: Sequence[DriftSums]) -> dict[str, float | None]:
+def _drift_record(when: str, accounts: Sequence[Account], rows: int) -> dict[str, float | None]:
     """Mean L2 drift over rows, and root mean square drift relative to the expert's features."""
-    if not drift:
+    sums = [account.drift[when] for account in accounts if when in account.drift]
+    if not sums:
         return {f"drift_{when}": None, f"relative_drift_{when}": None}
-    norms, squares, expert_squares, rows = (sum(column) for column in zip(*drift, strict=True))
+    norms, squares, expert_squares = map(sum, zip(*sums, strict=True))
     relative = (squares / expert_squares) ** 0.5 if expert_squares > 0 else None
     return {f"drift_{when}": norms / rows, f"relative_drift_{when}": relative}

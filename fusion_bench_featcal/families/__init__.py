@@ -35,7 +35,7 @@ _BY_MODEL_TYPE: Mapping[str, Family] = {
 _BY_NAME: Mapping[str, Family] = {family.name: family for family in (CLIP, LLAMA, OPEN_CLIP, T5)}
 
 
-_PARTS = ("stages", "begin", "step", "row_weights", "other_rows")
+_MEMBERS = ["name", *(name for name in vars(Family) if not name.startswith("_"))]
 _KNOWN = f"auto, {', '.join(_BY_NAME)}, or {{name: replay, blocks: [pattern, ...]}}"
 
 
@@ -99,6 +99,8 @@ def _family(family: Any) -> Family:
             raise ValueError(
                 f"method.family: {error}; replay takes blocks, mask and other_masks"
             ) from None
-    if all(hasattr(family, part) for part in _PARTS):
+    missing = [name for name in _MEMBERS if not hasattr(family, name)]
+    if not missing:
         return family
-    raise ValueError(f"method.family must be {_KNOWN}, or a Family object, got {family!r}")
+    lacks = f" (it lacks {', '.join(missing)})" if hasattr(family, "step") else ""
+    raise ValueError(f"method.family must be {_KNOWN}, or a Family object, got {family!r}{lacks}")

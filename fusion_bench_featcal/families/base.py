@@ -1,4 +1,4 @@
-"""Interface of a model family, and the family whose blocks form a plain chain."""
+"""The base of all families, and the family whose blocks form a plain chain."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -8,8 +8,43 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 
-class Family(Protocol):
-    """The way in which models of one architecture are cut into blocks and run block by block.
+class ModelView(Protocol):
+    """Another arrangement of the same weights, with identical maths."""
+
+    def shown(self, model: nn.Module) -> nn.Module:
+        """The model as calibration sees it; it may share tensors with the model."""
+        ...
+
+    def source(self, source: Any) -> Any:
+        """An `ExpertSource` of an expert's weights as calibration sees them."""
+        ...
+
+    def restored(self, shown: nn.Module) -> nn.Module:
+        """The model in its own arrangement again; what was shown is used up."""
+        ...
+
+
+class AsItIs:
+    """The view of a model whose modules need no other arrangement."""
+
+    def shown(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model
+
+    def source(self, source: Any) -> Any:
+        """The source itself."""
+        return source
+
+    def restored(self, shown: nn.Module) -> nn.Module:
+        """The model itself."""
+        return shown
+
+
+AS_IT_IS = AsItIs()
+
+
+class Family:
+    """Base of all families: how models of one architecture are cut into blocks and run.
 
     Attributes:
         name: The family's name in settings and logs.
@@ -18,41 +53,35 @@ class Family(Protocol):
         same_calls: Whether every pass through a block calls the same modules equally often, and
             what a block receives holds its features as `hidden`: a pass of which only the modules'
             inputs are wanted then ends with the last of them.
-
-    A family may say `hands_on = True`: its stages after the first then begin from what the last one
-    ended with. It has `ending(model, call)`, which makes that of what a block behind the last
-    would receive, and `begin` takes it as a fourth argument.
+        hands_on: Whether stages after the first begin from what the one before ended with: then
+            `begin` takes what `ending` gives as a fourth argument.
+        view: The arrangement of the weights that calibration sees.
     """
 
-    @property
-    def name(self) -> str:
-        """The family's name."""
-        ...
-
-    @property
-    def whole_model(self) -> bool:
-        """Return whether `step` runs the whole model."""
-        ...
-
-    @property
-    def same_calls(self) -> bool:
-        """Return whether all passes through a block call the same modules."""
-        ...
+    name: str
+    whole_model: bool = False
+    same_calls: bool = False
+    hands_on: bool = False
+    view: ModelView = AS_IT_IS
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Names of the blocks in forward order, one list a stage.
 
         A stage's first inputs are captured when all earlier stages are calibrated.
         """
-        ...
+        raise NotImplementedError
 
-    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> Any:
-        """Run the model on its inputs up to a stage's first block; what that block receives."""
-        ...
+    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> Any:
+        """Run the model on its inputs up to a stage's first block; the inputs of that block."""
+        raise NotImplementedError
 
     def step(self, model: nn.Module, block: str, call: Any) -> tuple[Tensor, Any]:
-        """Run one block; its hidden output and what the next block receives."""
-        ...
+        """Run one block; its hidden output and the inputs of the next block."""
+        raise NotImplementedError
+
+    def ending(self, model: nn.Module, call: Any) -> Any:
+        """Output of a stage, from the inputs of a block behind its last; asked if `hands_on`."""
+        raise NotImplementedError
 
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
         """Mask of the positions of a stage's hidden features that count.
@@ -65,7 +94,7 @@ class Family(Protocol):
         Returns:
             1 for positions that count, 0 for others, `[batch, positions]`; None: all count.
         """
-        ...
+        return None
 
     def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
         """Masks of the rows that count in modules of a stage that are fed by other features.
@@ -74,7 +103,7 @@ class Family(Protocol):
             By the end of a module's name (`EncDecAttention.k`): as `row_weights`. Empty where
             every module is fed by the stage's own hidden features.
         """
-        ...
+        return {}
 
 
 class _Stopped(Exception):
@@ -134,7 +163,7 @@ class BlockCall:
 
 
 @dataclass(frozen=True)
-class ChainFamily:
+class ChainFamily(Family):
     """Blocks of which each takes the last one's hidden output and otherwise the same arguments.
 
     Every position counts, in every module.
@@ -142,20 +171,20 @@ class ChainFamily:
     Attributes:
         name: The family's name.
         find_stages: Finds the block names in a model.
-        whole_model: No.
-        same_calls: As the models that it is for.
+        same_calls: As `Family`.
+        view: As `Family`.
     """
 
     name: str
     find_stages: Callable[[nn.Module], list[list[str]]]
-    whole_model: bool = False
     same_calls: bool = False
+    view: ModelView = AS_IT_IS
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Names of the blocks in forward order, one list a stage."""
         return self.find_stages(model)
 
-    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> BlockCall:
+    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> BlockCall:
         """Capture the first block's arguments from the model's own forward pass."""
         return capture_call(model, inputs, first_block)
 
@@ -163,14 +192,6 @@ class ChainFamily:
         """Call the block on its stored arguments, which it may not change: they are used again."""
         hidden = hidden_output(call_block(model, block, call))
         return hidden, replace(call, hidden=hidden)
-
-    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """All positions count."""
-        return None
-
-    def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
-        """Every module is fed by the hidden features."""
-        return {}
 
 
 def capture_call(model: nn.Module, inputs: Any, block: str) -> BlockCall:

@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.families.base import call_model, hidden_output, stop_forward, stoppable
+from fusion_bench_featcal.families.base import (
+    Family,
+    call_model,
+    hidden_output,
+    stop_forward,
+    stoppable,
+)
 from fusion_bench_featcal.families.rows import causal_rows
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -48,11 +54,10 @@ class DecoderCall:
 
 
 @dataclass(frozen=True)
-class LlamaFamily:
+class LlamaFamily(Family):
     """Blocks that pass hidden features on and take nothing else from each other."""
 
     name: str = "llama"
-    whole_model: bool = False
     same_calls: bool = True
 
     def stages(self, model: nn.Module) -> list[list[str]]:
@@ -69,7 +74,7 @@ class LlamaFamily:
             )
         return [blocks]
 
-    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> DecoderCall:
+    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> DecoderCall:
         """Run the model's own forward pass with every block standing aside, noting its arguments.
 
         Caches are switched off: a block runs many times on the same positions.
@@ -92,10 +97,6 @@ class LlamaFamily:
     def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
         """Every position that is no padding, or those whose output predicts a label."""
         return causal_rows(inputs, decoder_rows)
-
-    def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
-        """Every module is fed by the hidden features."""
-        return {}
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fusion_bench_featcal.families.base import BlockCall, ChainFamily
 from fusion_bench_featcal.families.unfused import UnfusedView
@@ -39,32 +39,11 @@ def open_clip_stages(model: nn.Module) -> list[list[str]]:
     return [blocks]
 
 
-_CHAIN = ChainFamily(name="open_clip", find_stages=open_clip_stages)
-_VIEW = UnfusedView(find_open_clip_blocks, attention="attn")
-
-
 @dataclass(frozen=True)
-class OpenClipFamily:
-    """A chain of blocks whose attention is calibrated as q, k, v and output projections.
+class OpenClipFamily(ChainFamily):
+    """A chain of blocks whose attention is calibrated as q, k, v and output projections."""
 
-    Every position of every image counts: there is no padding.
-
-    Attributes:
-        chain: Runs the blocks.
-        view: Takes the fused attention apart; text towers, which have it too, stay as they are.
-    """
-
-    name: str = "open_clip"
-    whole_model: bool = False
-    same_calls: bool = True
-    chain: ChainFamily = _CHAIN
-    view: UnfusedView = _VIEW
-
-    def stages(self, model: nn.Module) -> list[list[str]]:
-        """The blocks, first to last, as one stage."""
-        return self.chain.stages(model)
-
-    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> BlockCall:
+    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> BlockCall:
         """Input of the first block.
 
         The images may come under the name that transformers gives them, `pixel_values`: what
@@ -72,19 +51,13 @@ class OpenClipFamily:
         """
         if isinstance(inputs, Mapping) and "pixel_values" in inputs:
             inputs = inputs["pixel_values"]
-        return self.chain.begin(model, inputs, first_block)
-
-    def step(self, model: nn.Module, block: str, call: BlockCall) -> tuple[Tensor, BlockCall]:
-        """Run one block."""
-        return self.chain.step(model, block, call)
-
-    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
-        """All positions count."""
-        return None
-
-    def other_rows(self, inputs: Any, stage_index: int) -> Mapping[str, Tensor | None]:
-        """Every module is fed by the hidden features."""
-        return {}
+        return super().begin(model, inputs, first_block)
 
 
-OPEN_CLIP = OpenClipFamily()
+OPEN_CLIP = OpenClipFamily(
+    name="open_clip",
+    find_stages=open_clip_stages,
+    same_calls=True,
+    view=UnfusedView(find_open_clip_blocks, attention="attn"),  # text towers stay as they are
+)
+"""Every position of every image counts: there is no padding."""

@@ -7,13 +7,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.families.base import call_model, hidden_output, stop_forward, stoppable
+from fusion_bench_featcal.families.base import (
+    Family,
+    call_model,
+    hidden_output,
+    stop_forward,
+    stoppable,
+)
 from fusion_bench_featcal.families.rows import causal_rows, labelled_rows, mask_named, names_of
 from fusion_bench_featcal.settings import CalibrationError
 
 
 @dataclass(frozen=True)
-class ReplayFamily:
+class ReplayFamily(Family):
     """Runs every block inside the model's own forward pass, so that nothing is assumed about it.
 
     Each block costs a forward pass up to it: `L/2` times the work of a family that can run a block
@@ -38,7 +44,6 @@ class ReplayFamily:
     other_masks: Mapping[str, str | None] = field(default_factory=dict)
     name: str = "replay"
     whole_model: bool = True
-    same_calls: bool = False
 
     def __post_init__(self) -> None:
         stages = [] if isinstance(self.blocks, str) else self._patterns()
@@ -85,7 +90,7 @@ class ReplayFamily:
             for stage in self._patterns()
         ]
 
-    def begin(self, model: nn.Module, inputs: Any, first_block: str) -> Any:
+    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> Any:
         """Nothing runs yet: the model's inputs are what every replay starts from."""
         return inputs
 

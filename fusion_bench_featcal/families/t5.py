@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.families.base import capture_call, hidden_output
+from fusion_bench_featcal.families.base import Family, capture_call, hidden_output
 from fusion_bench_featcal.families.rows import (
     labelled_rows,
     mask_named,
@@ -45,7 +45,7 @@ class T5Call:
 
 
 @dataclass(frozen=True)
-class T5Family:
+class T5Family(Family):
     """The encoder's blocks, then the decoder's, which begin when the encoder is calibrated.
 
     The first block of T5 and mT5 computes the relative position bias of its stage; the family
@@ -53,7 +53,6 @@ class T5Family:
     """
 
     name: str = "t5"
-    whole_model: bool = False
     same_calls: bool = True
     hands_on: bool = True
 
@@ -77,16 +76,14 @@ class T5Family:
         """The encoder's output, from what its last block gave."""
         return model.get_submodule("encoder.final_layer_norm")(call.hidden.clone())
 
-    def begin(
-        self, model: nn.Module, inputs: Any, first_block: str, earlier: Tensor | None = None
-    ) -> T5Call:
+    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Tensor) -> T5Call:
         """Run the model's own forward up to a stage's first block.
 
         Args:
             model: The model.
             inputs: Its inputs.
             first_block: The block.
-            earlier: The encoder's output, where it is known; it runs otherwise.
+            *ending: The encoder's output, where it is known; it runs otherwise.
 
         Raises:
             CalibrationError: If the inputs say nothing about the decoder's.
@@ -96,10 +93,10 @@ class T5Family:
                 "an encoder-decoder model needs labels, or decoder_input_ids with their "
                 f"decoder_attention_mask, in its calibration inputs; they are {names_of(inputs)}"
             )
-        if earlier is not None:
+        if ending:
             from transformers.modeling_outputs import BaseModelOutput
 
-            output: Any = earlier  # the class is annotated with a type of tensors
+            output: Any = ending[0]  # the class is annotated with a type of tensors
             inputs = {**inputs, "encoder_outputs": BaseModelOutput(last_hidden_state=output)}
         call = capture_call(model, inputs, first_block)
         names = list(inspect.signature(model.get_submodule(first_block).forward).parameters)

@@ -18,8 +18,8 @@ from fusion_bench.utils.state_dict_arithmetic import (
 from hydra.utils import get_object
 from torch import Tensor, nn
 
-from fusion_bench_featcal.engine.merging import UpstreamMerge
 from fusion_bench_featcal.experts import ExpertModel
+from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, plain
 from fusion_bench_featcal.fusionbench.pool_models import (

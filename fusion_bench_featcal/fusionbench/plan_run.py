@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fusion_bench_featcal.experts import hollow_copy, known_bytes
+from fusion_bench_featcal.experts.read_plan import budget_left
 from fusion_bench_featcal.experts.safetensors_files import safetensors_files
 from fusion_bench_featcal.fusionbench.console import explained
 from fusion_bench_featcal.fusionbench.fusing import merger_class
@@ -25,7 +26,6 @@ from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
 from fusion_bench_featcal.plan.show import one_line, warnings_of
 from fusion_bench_featcal.preflight import empty_model
-from fusion_bench_featcal.reads.plan import budget_left
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
+from fusion_bench_featcal.experts.read_plan import budget_left
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, MERGED_MODEL, file_source
 from fusion_bench_featcal.fusionbench.run_results import method_name
-from fusion_bench_featcal.reads.plan import budget_left
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 BY_ITSELF, FUSED, EARLIER = "by itself", "fused", "earlier"

@@ -29,16 +29,16 @@ _SETTINGS = {
 }
 
 
-def memory_advice(run: Any) -> str:
-    """Return a sentence that names the settings for the largest parts of a run's memory.
+def memory_advice(problem: Any, example: Any) -> str:
+    """Return a sentence that names the settings for the largest parts of a calibration's memory.
 
     Args:
-        run: The run: its `model`, `settings`, `family`, `experts` and `example`, the first batch's
-            inputs.
+        problem: An `engine.problem.Problem`.
+        example: The first batch's inputs, without their entries.
     """
     try:
-        settings, tasks = run.settings.replace(family=run.family), len(run.experts)
-        work = count_work(hollow_copy(run.model).to("meta"), without_masks(run.example), settings)
+        settings, tasks = problem.settings.replace(family=problem.family), len(problem.experts)
+        work = count_work(hollow_copy(problem.model).to("meta"), without_masks(example), settings)
         memory = predict_memory(work, settings, tasks * settings.samples_per_task, tasks)
         return advice(memory.parts, on_disk=settings.activations == "disk")
     except Exception:  # whatever it is, the error at hand is the one to report

@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
-from fusion_bench_featcal.engine.run import hands_on, leading_to, needed_by
+from fusion_bench_featcal.engine.problem import tensors_before_stage, tensors_of_block
+from fusion_bench_featcal.experts.reading import stage_place
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.families.views import view_of
-from fusion_bench_featcal.reads.ledger import stage_place
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -98,25 +97,27 @@ def count_work(model: nn.Module, inputs: Any, settings: FeatCalSettings) -> Work
         ValueError: If no family fits it.
     """
     family: Any = resolve_family(settings.family, model)
-    model = view_of(family).shown(model)
+    model = family.view.shown(model)
     blocks = family.stages(model)
     modules = find_all_modules(model, blocks, settings)
     runs = settings.mix_alpha > 0 or settings.log_drift
     stages: list[tuple[Place, ...]] = []
     call: Any = None
     for index, stage in enumerate(blocks):
-        follows = hands_on(family) and index > 0
+        follows = family.hands_on and index > 0
         with metered() as meter:
             end = (family.ending(model, call),) if follows else ()
             call = family.begin(model, inputs, stage[0], *end)
-        needed = leading_to(model, family, blocks, index, after_stages=follows) if runs else ()
+        needed = tensors_before_stage(model, family, blocks, index) if runs else ()
         places = [Place(stage_place(index), needed, meter.flops, meter.peak, size_of(call))]
         known: dict[Any, Place] = {}
         for name in stage:
             kind = _kind(model, name, modules[name])
             if kind not in known:
                 known[kind], call = _count_block(model, family, name, call, modules[name])
-            needed = needed_by(model, family, name) if runs else _solved(modules[name], settings)
+            needed = (
+                tensors_of_block(model, family, name) if runs else _solved(modules[name], settings)
+            )
             places.append(replace(known[kind], name=name, needed=needed))
             if len(places) == 2 or family.whole_model:  # a stage's first block may do more
                 known.clear()

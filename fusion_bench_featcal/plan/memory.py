@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
+from fusion_bench_featcal.experts.read_plan import Visit, make_plan, reading_of
 from fusion_bench_featcal.plan.counting import Place, Work
-from fusion_bench_featcal.reads.plan import Visit, make_plan, reading_of
 from fusion_bench_featcal.settings import FeatCalSettings, budget_in_bytes
 
 HOLES, SCRATCH = 1.15, 20 * 2**20

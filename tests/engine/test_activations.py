@@ -79,7 +79,7 @@ def test_the_place_has_no_part_in_the_result(name: str, tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
     transfers = LateTransfers()
     host = Activations([HostPlace(CPU, transfers)])
-    monkeypatch.setattr("fusion_bench_featcal.engine.start.open_activations", lambda *_: host)
+    monkeypatch.setattr("fusion_bench_featcal.calibration.open_activations", lambda *_: host)
     assert_identical(run(name), wanted)
     assert transfers.started_before_needed
 

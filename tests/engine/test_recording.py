@@ -39,7 +39,7 @@ def runner(block: Block, x: Tensor) -> Callable[[], Tensor]:
 @torch.no_grad()
 def test_inputs_are_not_copied_where_the_block_leaves_them():
     block, x = Block(in_place=False), torch.randn(2, 3)
-    _, recording = Recorder().record(block, NAMES, lambda: block(x))
+    recording = Recorder().record(block, NAMES, lambda: block(x))
     assert recording.of("first")[0].data_ptr() == x.data_ptr()
     assert block.passes == 1
 
@@ -57,7 +57,7 @@ def test_a_pass_whose_output_nobody_needs_ends_with_the_last_input():
     whole = recorder.record(block, NAMES, runner(block, x), needs_output=False)
     cut = recorder.record(block, NAMES, runner(block, x), needs_output=False)
     assert (block.passes, block.ends) == (2, 1)
-    assert whole[0] is not None
-    assert cut[0] is None
+    assert whole.output is not None
+    assert cut.output is None
     for name in NAMES:
-        torch.testing.assert_close(cut[1].of(name), whole[1].of(name), rtol=0, atol=0)
+        torch.testing.assert_close(cut.of(name), whole.of(name), rtol=0, atol=0)

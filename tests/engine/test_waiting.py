@@ -17,10 +17,10 @@ from tiny_t5 import t5_suite
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion_bench_featcal import CalibrationError, calibration
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.core import finite
 from fusion_bench_featcal.core.drift import drift_norm_sum
-from fusion_bench_featcal.engine import block, visits
+from fusion_bench_featcal.engine import block, loop, team, visits
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.experts import ExpertModel
 
@@ -32,7 +32,13 @@ LOOKS = (
     "lift_fresh",
     "lift_fresh_copy",
 )
-WHERE = ("collect", "advance", "solve_together", "load_updates", "accounts_of")
+WHERE = {
+    "collect": (loop.BlockLoop, "_collect"),
+    "advance": (loop.BlockLoop, "_advance"),
+    "solve": (team.Alone, "solve"),
+    "load": (loop, "load_updates"),
+    "log": (loop, "accounts_of"),
+}
 
 
 class Watching(TorchDispatchMode):
@@ -76,8 +82,8 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Watching:
 
         monkeypatch.setattr(owner, name, call)
 
-    for name in WHERE:
-        watched(calibration, name, name)
+    for phase, (owner, name) in WHERE.items():
+        watched(owner, name, phase)
     watched(ExpertModel, "tensor", "host")  # checked where it was read
     solve = block.BlockSums._solve_group
 
@@ -113,12 +119,12 @@ def test_a_visit_looks_at_nothing_and_a_block_a_few_times(case: str, watching: W
         result = run_fast(suite, PAPER, **more)
     found = {place: count for place, count in watching.found.items() if place[0] in WHERE}
     blocks = len(result.log.of_kind("block"))
-    assert set(found) <= {(name, "tolist") for name in WHERE[2:]}, found
+    assert set(found) <= {(name, "tolist") for name in ("solve", "load", "log")}, found
     # once for the sums of all tasks, and once for what was solved of every group of modules
-    assert found["solve_together", "tolist"] == blocks + watching.groups
+    assert found["solve", "tolist"] == blocks + watching.groups
     assert watching.groups < len(result.log.of_kind("module"))
-    assert found["load_updates", "tolist"] == blocks
-    assert found.get(("accounts_of", "tolist"), 0) <= blocks
+    assert found["load", "tolist"] == blocks
+    assert found.get(("log", "tolist"), 0) <= blocks
 
 
 def test_the_watch_sees_every_way_to_look(watching: Watching):
@@ -155,7 +161,7 @@ def test_numbers_of_all_kinds_come_back_in_order():
 def test_counted_rows_are_those_of_the_mask(mask: list[list[int]]):
     given = torch.tensor(mask)
     features = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-    counted = CountedRows.told_by(given)
+    counted = CountedRows.of_mask(given)
     assert torch.equal(counted.of(features), features[given > 0])
     assert torch.equal(rows_of(features, counted), rows_of(features[given > 0], None))
     assert counted.count == int((given > 0).sum())
@@ -169,7 +175,7 @@ def test_counted_rows_are_those_of_the_mask(mask: list[list[int]]):
 
 
 def test_features_of_other_positions_than_the_mask_are_refused():
-    counted = CountedRows.told_by(torch.tensor([[1, 0, 1]]))
+    counted = CountedRows.of_mask(torch.tensor([[1, 0, 1]]))
     with pytest.raises(ValueError, match=r"\(1, 5, 2\) do not fit a mask \(1, 3\)"):
         counted.of(torch.zeros(1, 5, 2))
 
@@ -231,4 +237,4 @@ def test_the_watch_of_a_cpu_stops():
 )
 def test_unusable_masks_are_refused(mask: list[list[float]], message: str):
     with pytest.raises(CalibrationError, match=message):
-        CountedRows.told_by(torch.tensor(mask))
+        CountedRows.of_mask(torch.tensor(mask))

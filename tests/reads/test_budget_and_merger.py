@@ -11,10 +11,10 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import known_bytes
+from fusion_bench_featcal.experts.read_plan import budget_left
 from fusion_bench_featcal.fusionbench.plan_run import run_request
 from fusion_bench_featcal.fusionbench.pool_models import file_source
 from fusion_bench_featcal.plan.estimate import estimate
-from fusion_bench_featcal.reads.plan import budget_left
 from fusion_bench_featcal.suites import image
 
 TIES = {

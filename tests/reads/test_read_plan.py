@@ -5,7 +5,7 @@ import random
 import pytest
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.reads.plan import (
+from fusion_bench_featcal.experts.read_plan import (
     Reading,
     ReadPlan,
     Visit,

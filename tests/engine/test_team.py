@@ -8,7 +8,7 @@ from fusion_bench_featcal.core import LinearSums
 from fusion_bench_featcal.engine.processes import OneProcess
 from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.engine.task_sums import TaskSums
-from fusion_bench_featcal.engine.together import combine_task, spread_costs
+from fusion_bench_featcal.engine.team import Team, spread_costs
 
 
 def test_dearest_work_is_dealt_out_first() -> None:
@@ -40,11 +40,11 @@ def test_task_that_cannot_be_divided_is_refused() -> None:
     processes = Answering(([("q", "k")], [((3, 3), torch.float32)]))
     message = r"task a, block block: .* in process 1 than in process 0.* fabric\.devices to at most"
     with pytest.raises(CalibrationError, match=message):
-        combine_task(sums_of(("q", "k")), torch.device("cpu"), processes, Shares(("a",), 0, 2))
+        Team(processes, Shares(("a",), 0, 2)).combine(sums_of(("q", "k")), torch.device("cpu"))
 
 
 def test_task_of_one_process_is_left_as_it_is() -> None:
     sums = sums_of(("q",))
     before = sums.linear[("q",)]
-    combine_task(sums, torch.device("cpu"), Answering(), Shares(("a", "b"), 0, 2))
+    assert Team(Answering(), Shares(("a", "b"), 0, 2)).combine(sums, torch.device("cpu"))
     assert sums.linear == {("q",): before}

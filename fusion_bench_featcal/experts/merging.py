@@ -1,6 +1,6 @@
 """Upstream mergers that work tensor by tensor, fused with the calibration's own reads."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
-from fusion_bench_featcal.engine.run import BASE, Run
+from fusion_bench_featcal.experts.expert_model import names_under
+from fusion_bench_featcal.experts.reading import BASE, Reads, stage_place
 from fusion_bench_featcal.settings import CalibrationError
 
 
@@ -38,48 +39,48 @@ class FusedMerge:
     def __init__(
         self,
         upstream: UpstreamMerge,
-        merged: nn.Module,
-        run: Run,
+        merged: Mapping[str, Tensor],
+        model: nn.Module,
+        blocks: Iterable[str],
+        reads: Reads,
     ) -> None:
         """Prepare the merge; nothing is read yet.
 
         Args:
             upstream: The merger.
-            merged: The model that becomes the merged one, in place.
-            run: The run, whose model gets the same weights.
+            merged: Tensors of the model that becomes the merged one, in place.
+            model: The calibrated model, which gets the same weights.
+            blocks: Names of its blocks.
+            reads: Reads of the calibration.
         """
         self._upstream = upstream
-        self._run = run
-        self._sources = {task: run.sources[task] for task in run.experts}
-        self._merged = merged.state_dict()
-        self._model = run.model.state_dict()
-        self._places = run.merged_at()
+        self._merged = merged
+        self._model = model.state_dict()
+        self._reads = reads
+        self.places = merged_at(model, blocks)
 
     @torch.no_grad()
     def __call__(self, place: str) -> None:
         """Merge what a place needs; let go of what the last one needed."""
-        for source in self._sources.values():
-            source.release()
-        needed = set(self._run.needed_at(place))
-        for name in self._places.get(place, []):
+        reads, experts = self._reads, self._reads.experts
+        for task in experts:
+            reads.sources[task].held.clear()
+        needed = set(reads.visits[place])
+        for name in self.places.get(place, []):
             own = self._merged[name]
             if self._upstream.own is not None:
                 self._take_own(self._upstream.own, name, own)
-            theirs = {
-                task: expert.stored(name).to(own.dtype)
-                for task, expert in self._run.experts.items()
-            }
-            value = self._upstream.merge(own, list(theirs.values()))
+            tensors = {task: e.stored(name).to(own.dtype) for task, e in experts.items()}
+            value = self._upstream.merge(own, list(tensors.values()))
             if value.is_floating_point() and not all_finite(value):
                 raise self._not_finite(name, own)
             own.copy_(value)
             self._model[name].copy_(own)
-            for task, tensor in theirs.items():
-                key = self._run.experts[task].keys[name]
+            for task, tensor in tensors.items():
+                held, key = reads.sources[task].held, experts[task].keys[name]
+                held.pop(key, None)
                 if name in needed:
-                    self._sources[task].hold(key, tensor)
-                else:
-                    self._sources[task].release(key)
+                    held[key] = tensor
 
     def _not_finite(self, name: str, own: Tensor) -> CalibrationError:
         if all_finite(own):  # and so are the experts' tensors, which are checked as they are read
@@ -94,5 +95,17 @@ class FusedMerge:
         )
 
     def _take_own(self, task: str, name: str, own: Tensor) -> None:
-        """An expert that was loaded whole is not read again."""
-        self._sources[task].take(self._run.experts[task].keys[name], own.clone())
+        """Count a tensor of an expert that was loaded whole, which is not read again."""
+        source, key = self._reads.sources[task], self._reads.experts[task].keys[name]
+        source.held[key] = own.clone()
+        source.count(key, own)
+
+
+def merged_at(model: nn.Module, blocks: Iterable[str]) -> dict[str, list[str]]:
+    """Place -> names of the tensors that are merged there: every one, and tied ones once."""
+    tensors = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    names = [name for name, tensor in tensors.items() if first[id(tensor)] == name]
+    inside = {block: names_under(names, [block]) for block in blocks}
+    rest = set(names).difference(*inside.values())
+    return {stage_place(0): [name for name in names if name in rest], **inside}

@@ -1,0 +1,226 @@
+"""The loop over blocks in forward order (Algorithm 1), shared by FeatCal, RegMean and LOT."""
+
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+
+import torch
+
+from fusion_bench_featcal.checkpoints import Checkpoints, NoCheckpoints
+from fusion_bench_featcal.core.float32_products import exact_products
+from fusion_bench_featcal.core.products import summing_in
+from fusion_bench_featcal.engine.activations import STAY, Activations
+from fusion_bench_featcal.engine.block import load_updates
+from fusion_bench_featcal.engine.log import Reporter
+from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.engine.rules import Rule
+from fusion_bench_featcal.engine.samples import Batch, naming_task, to_device
+from fusion_bench_featcal.engine.team import Alone, Solvable, Team
+from fusion_bench_featcal.engine.visits import Stopwatch, Visit, accounts_of, task_record
+from fusion_bench_featcal.experts.reading import Reads, stage_place
+
+Streams = Mapping[str, list[Batch]]
+"""Each task's batches on their way through the blocks."""
+
+
+class BlockLoop:
+    """Changes a model's blocks one after another, each from the features that reach it.
+
+    Of the parts that a caller may leave out, those given do something only where they are asked
+    to: several processes, kept blocks, features that wait elsewhere.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        rule: Rule,
+        reads: Reads,
+        reporter: Reporter,
+        *,
+        team: Alone | Team | None = None,
+        kept: Checkpoints | NoCheckpoints | None = None,
+        activations: Activations = STAY,
+    ) -> None:
+        """Bring the parts together.
+
+        Args:
+            problem: Models, blocks and settings.
+            rule: The method.
+            reads: What is read of base and experts, and where.
+            reporter: Progress and log.
+            team: The processes that share the work; None: this one does everything.
+            kept: Blocks that an earlier run has finished; None: there are none.
+            activations: Where features wait between blocks.
+        """
+        self._problem, self._rule, self._reads, self._reporter = problem, rule, reads, reporter
+        self._team, self._kept = team or Alone(), kept or NoCheckpoints()
+        self._activations = activations
+        reads.experts, reads.visits = problem.experts, self._visits()
+        if problem.base is not None and problem.settings.anchor_rho != 1:
+            reads.base = problem.base
+            reads.base_visits = {
+                block: [name for site in found.sites for name in site.names]
+                for block, found in problem.modules.items()
+            }
+
+    def _visits(self) -> dict[str, list[str]]:
+        """Names of the tensors that every expert's visit to a place needs, in forward order."""
+        visits: dict[str, list[str]] = {}
+        for index, stage in enumerate(self._problem.stages):
+            runs = self._rule.runs_experts
+            visits[stage_place(index)] = self._problem.tensors_before(index) if runs else []
+            visits |= {block: self._rule.tensors(block) for block in stage}
+        return visits
+
+    def run(self, samples: Mapping[str, Iterable[Batch]]) -> None:
+        """Change every block.
+
+        Args:
+            samples: Each task's batches.
+        """
+        for index, stage in enumerate(self._problem.stages):
+            self._reads.enter(stage_place(index))
+            is_over = self._is_over(index)
+            streams = self._pass_by(samples) if is_over else self._begin_stage(index, samples)
+            self._kept.start()
+            for block in stage:
+                self._reads.enter(block)
+                if self._kept.has(block):
+                    self._restore(block, {} if is_over else streams)
+                else:
+                    self._change(block, streams)
+            samples = streams
+        self._team.gather(None)  # none ends well while another still fails
+        self._kept.finish(self._reporter.log)
+
+    def _change(self, block: str, streams: Streams) -> None:
+        """Collect from every task, solve, load, advance: one turn of Algorithm 1's loop."""
+        start = time.perf_counter()
+        sums = self._rule.block_sums(block)
+        visits = {task: self._collect(block, task, streams[task], sums) for task in streams}
+        self._reporter.at(f"{block} · solve")
+        with exact_products():
+            updates, records = self._team.solve(sums, self._problem.model)
+        load_updates(self._problem.model, block, updates)
+        for task, batches in streams.items():
+            self._reporter.at(f"{block} · {task} (update)")
+            self._advance(block, batches, visits[task])
+        self._log(block, visits, records, time.perf_counter() - start)
+        self._kept.keep(block, self._problem.model, list(updates), self._reporter.log)
+
+    def _collect(self, block: str, task: str, batches: list[Batch], into: Solvable) -> Visit:
+        """Sum one task's module inputs over its batches and fold them into the block's sums."""
+        problem, rule = self._problem, self._rule
+        self._reporter.at(f"{block} · {task}")
+        self._reads.expect_after(block, task)
+        visit = Visit(Stopwatch(problem.device))
+        with rule.opened(task, block) as expert:
+            sums = rule.task_sums(task, block, expert)
+            for batch in batches:
+                cal, exp = rule.record(block, expert, batch)
+                visit.count(batch, batch.cal.hidden if cal.hidden is None else cal.hidden)
+                if cal.hidden is not None:
+                    visit.add_drift("before", cal.hidden, batch)
+                with summing_in(problem.settings.sums_precision, problem.device):
+                    sums.add(problem.model, cal, exp, batch.valid, batch.other)
+            with exact_products():
+                if self._team.combine(sums, problem.device):
+                    into.add(sums, expert)
+        visit.watch.stop()
+        visit.expert_bytes = self._reads.read(task, block)
+        self._reporter.progress.update()
+        return visit
+
+    def _advance(self, block: str, batches: list[Batch], visit: Visit | None = None) -> None:
+        """Run the changed block, whose outputs the next block receives; log the drift left."""
+        if not self._rule.runs_model:
+            return
+        last = block == self._problem.stages[-1][-1]
+        for batch in batches:
+            if last and (visit is None or not visit.drift):
+                break
+            hidden, batch.cal = self._problem.step(self._problem.model, block, batch.cal)
+            if visit is not None:
+                visit.add_drift("after", hidden, batch)
+            batch.exp_hidden = None
+
+    def _begin_stage(self, index: int, samples: Mapping[str, Iterable[Batch]]) -> Streams:
+        """Run every task's samples up to a stage's first block, on the sides that the rule runs.
+
+        Earlier stages have been changed by then. They run whole on both sides, but for families
+        that hand on what their last blocks gave.
+        """
+        problem, rule = self._problem, self._rule
+        streams: dict[str, list[Batch]] = {}
+        for task, batches in samples.items():
+            self._reporter.at(f"inputs · {task}")
+            self._reads.expect_after(stage_place(index), task)
+            streams[task] = []
+            with problem.experts[task].loaded(self._reads.visits[stage_place(index)]) as expert:
+                for batch in batches:
+                    if self._reporter.example is None:
+                        self._reporter.example = to_device(batch.inputs, torch.device("meta"))
+                    begun = self._moved_on(batch, streams[task])
+                    ends = (batch.cal, batch.exp) if problem.family.hands_on else (None, None)
+                    batch.cal = batch.exp = None
+                    inputs = to_device(batch.inputs, problem.device)
+                    with naming_task(task):
+                        rows = problem.settings.decoder_rows
+                        begun.find_rows(task, problem.family, inputs, index, rows)
+                        if rule.runs_model:
+                            begun.cal = problem.begin(problem.model, index, inputs, ends[0])
+                        if rule.runs_experts:
+                            begun.exp = problem.begin(expert, index, inputs, ends[1])
+        read = {task: self._reads.read(task, stage_place(index)) for task in samples}
+        for task, (nbytes, *_) in self._team.collected(self._team.gather(read)).items():
+            record = {"task": task, "stage": index, "expert_bytes": nbytes}
+            self._reporter.log.add("inputs", record)
+        return streams
+
+    def _moved_on(self, batch: Batch, stream: list[Batch]) -> Batch:
+        """A batch at the beginning of a stage, appended to its task's others."""
+        inputs = batch.inputs if len(self._problem.stages) > 1 else None
+        moved = Batch(inputs, batch.samples, batch.index, waits=self._activations)
+        if stream:
+            stream[-1].following = moved
+        stream.append(moved)
+        return moved
+
+    def _is_over(self, index: int) -> bool:
+        """Return whether a stage's blocks are all kept, and nothing that they give is needed."""
+        stages = self._problem.stages
+        needed = stages[index:] if self._problem.family.hands_on else [stages[index]]
+        return all(self._kept.has(block) for stage in needed for block in stage)
+
+    def _pass_by(self, samples: Mapping[str, Iterable[Batch]]) -> Streams:
+        """Take every task's samples past a stage that is over: nothing has to run."""
+        streams: dict[str, list[Batch]] = {}
+        for task, batches in samples.items():
+            stream = streams[task] = []
+            for batch in batches:
+                self._moved_on(batch, stream)
+        return streams
+
+    def _restore(self, block: str, streams: Streams) -> None:
+        """Load what an earlier run made of a block, and run the samples through it as it did."""
+        self._kept.restore(block, self._problem.model, self._reporter.log)
+        for task, batches in streams.items():
+            self._reporter.at(f"{block} · {task} (restored)")
+            context = self._rule.opened(task, block) if self._rule.runs_experts else nullcontext()
+            with context as expert:
+                for batch in batches:
+                    self._rule.follow(block, expert, batch)
+            self._advance(block, batches)
+        self._reporter.progress.update(len(self._problem.experts))
+        self._kept.confirm(block)
+
+    def _log(self, block: str, visits: Mapping[str, Visit], records: list, seconds: float) -> None:
+        """Log what all processes did at a block."""
+        log = self._reporter.log
+        gathered = self._team.gather((accounts_of(visits), seconds))
+        for task, accounts in self._team.collected([a for a, _ in gathered]).items():
+            log.add("task", task_record(block, task, accounts))
+        for record in records:
+            log.add("module", record)
+        left = list(self._problem.modules[block].left)
+        log.add("block", {"block": block, "seconds": max(s for _, s in gathered), "left": left})

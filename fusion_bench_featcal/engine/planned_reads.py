@@ -1,0 +1,208 @@
+"""Reads of a calibration: planned before the first one, reported when it is done."""
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.engine.rules import calibrated_in
+from fusion_bench_featcal.engine.team import Alone, Team
+from fusion_bench_featcal.experts import known_bytes
+from fusion_bench_featcal.experts.read_plan import (
+    Reading,
+    ReadPlan,
+    Visit,
+    make_plan,
+    plan_hash,
+    reading_of,
+)
+from fusion_bench_featcal.experts.reading import BASE, Reads
+from fusion_bench_featcal.settings import CalibrationError, budget_in_bytes
+
+# Settings that a plan's hash covers: they draw the samples and weigh the update.
+_HASHED = (
+    "calibration_split", "samples_per_task", "seed", "ridge_lambda", "mix_alpha", "anchor_rho",
+    "eps", "log_drift",
+)  # fmt: skip
+
+
+class PlannedReads:
+    """The plan of a calibration's reads, and what became of it."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        reads: Reads,
+        team: Alone | Team,
+        merged: Mapping[str, Tensor],
+        merged_at: Mapping[str, Iterable[str]],
+    ) -> None:
+        """Plan what is read of each expert; the merged model stands in for the rest from now on.
+
+        Args:
+            problem: The problem; nothing has been read yet.
+            reads: Its reads, with all visits.
+            team: The processes.
+            merged: The merged model's tensors, which stay as they are.
+            merged_at: Names of the tensors that an upstream merger reads besides, by place; empty
+                where none runs on the way.
+
+        Raises:
+            CalibrationError: If the limit cannot be kept.
+        """
+        self._problem, self._reads, self._team = problem, reads, team
+        self.plan = self._make(merged_at)
+        omitted = {} if self.plan is None else self.plan.omitted
+        for task, expert in problem.experts.items():
+            stand_ins = {expert.keys[name]: merged[name] for name in omitted.get(task, ())}
+            reads.sources[task].stand_ins = stand_ins
+
+    def _make(self, merged_at: Mapping[str, Iterable[str]]) -> ReadPlan | None:
+        """The plan; None where there is no limit and a source does not tell its sizes."""
+        budget = self._problem.settings.expert_read_budget
+        own: dict[str, Reading] | None = None
+        try:
+            own = self._readings(merged_at)
+        except CalibrationError:
+            if budget is not None:
+                raise
+        gathered = self._team.gather(own)
+        known = [readings for readings in gathered if readings is not None]
+        if len(known) < len(gathered):
+            return None
+        readings = {task: parts[0] for task, parts in self._team.collected(known).items()}
+        full = make_plan(readings, None)
+        if budget is None:
+            return full
+        limit = budget_in_bytes(budget, full.full)
+        if merged_at and limit < full.full:
+            raise CalibrationError(
+                f"method.expert_read_budget allows {limit} bytes, but merging reads every expert: "
+                f"{full.full} bytes. Calibrate a stored merged model (method.base_method=null), or "
+                "raise it"
+            )
+        return make_plan(readings, limit)
+
+    def _readings(self, merged_at: Mapping[str, Iterable[str]]) -> dict[str, Reading]:
+        """Each expert's reads without a limit."""
+        problem, blocks = self._problem, list(chain.from_iterable(self._problem.stages))
+        visits = [
+            Visit(place, [*merged_at.get(place, ()), *names])
+            for place, names in self._reads.visits.items()
+        ]
+        readings: dict[str, Reading] = {}
+        for task, expert in problem.experts.items():
+            sizes = {k: known_bytes(self._reads.sources[task], k) for k in expert.keys.values()}
+            order = problem.tasks.index(task)
+            readings[task] = reading_of(order, visits, blocks, expert.keys, sizes.__getitem__)
+        return readings
+
+    def record(self) -> dict[str, Any]:
+        """The plan in short, for the log."""
+        plan = self.plan
+        if plan is None:
+            return {"expert_bytes": None}
+        return {
+            "hash": self._hash(plan),
+            "limit": plan.limit,
+            "full": plan.full,
+            "expert_bytes": plan.bytes,
+            "omitted_modules": {e: len(_modules(names)) for e, names in plan.omitted.items()},
+        }
+
+    def manifest(self) -> dict[str, Any]:
+        """Planned and actual reads, fit for JSON; docs/read_budget.md explains the entries.
+
+        Of several processes, each reports the tasks that it leads, the first one the base.
+        """
+        plan, reads, problem = self.plan, self._reads, self._problem
+        planned = {} if plan is None else plan.planned
+        own = {
+            task: (
+                self._places(task, planned.get(task)),
+                reads.read(task),
+                reads.sources[task].stood_in,
+            )
+            for task in problem.experts
+        }
+        collected = self._team.collected(self._team.gather(own))
+        experts = {task: parts[0] for task, parts in collected.items()}
+        parameters = [
+            problem.model.get_parameter(name)
+            for block in problem.modules
+            for name in calibrated_in(problem, block)
+        ]
+        base = None if problem.base is None else self._places(BASE, self._planned_of_base())
+        return {
+            "format": 1,
+            "budget": problem.settings.expert_read_budget,
+            "plan": None if plan is None else self._describe(plan),
+            "experts": {task: places for task, (places, _, _) in experts.items()},
+            "base": base,
+            "totals": {
+                "experts_read": sum(read for _, read, _ in experts.values()),
+                "experts_planned": None if plan is None else plan.bytes,
+                "base_read": reads.read(BASE),
+                "merged_stood_in": sum(stood_in for _, _, stood_in in experts.values()),
+                "output": sum(parameter.nbytes for parameter in parameters),
+            },
+        }
+
+    def _hash(self, plan: ReadPlan) -> str:
+        problem, settings = self._problem, self._problem.settings.as_dict()
+        depends = {
+            "settings": {name: settings[name] for name in _HASHED},
+            "modules": {b: [s.name for s in m.sites] for b, m in problem.modules.items()},
+            "experts": list(problem.tasks),
+            "order": plan.order,
+        }
+        return plan_hash(plan, depends)
+
+    def _describe(self, plan: ReadPlan) -> dict[str, Any]:
+        return {
+            "hash": self._hash(plan),
+            "limit": plan.limit,
+            "full": plan.full,
+            "least": plan.least,
+            "bytes": plan.bytes,
+            "order": plan.order,
+            "omitted": {expert: _modules(names) for expert, names in plan.omitted.items()},
+            "stale_from": self._stale_from(plan),
+        }
+
+    def _stale_from(self, plan: ReadPlan) -> dict[str, str]:
+        """The first block that an expert's own features do not pass whole, where it runs at all."""
+        settings = self._problem.settings
+        runs = settings.mix_alpha > 0 or settings.log_drift
+        stale: dict[str, str] = {}
+        for expert, names in plan.omitted.items() if runs else ():
+            for block in chain.from_iterable(self._problem.stages):
+                if any(name.startswith(f"{block}.") for name in names):
+                    stale.setdefault(expert, block)
+        return stale
+
+    def _places(self, model: str, planned: Mapping[str, int] | None) -> dict[str, Any]:
+        places = dict.fromkeys([*(planned or {}), *self._reads.places(model)])
+        return {
+            place: {
+                "planned": None if planned is None else planned.get(place, 0),
+                "read": self._reads.read(model, place),
+            }
+            for place in places
+        }
+
+    def _planned_of_base(self) -> dict[str, int] | None:
+        """Place -> bytes: the base is read for the anchors of calibrated modules."""
+        base, visits = self._problem.base, self._reads.base_visits
+        assert base is not None
+        try:
+            return {b: sum(map(base.nbytes, visits.get(b, ()))) for b in self._problem.modules}
+        except CalibrationError:  # it does not tell its sizes
+            return None
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """The modules that hold some tensors, in order."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
