@@ -14,7 +14,6 @@ from torch import nn
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.calibration_data import calibration_batches, image_counts
 from fusion_bench_featcal.checkpoints import check_checkpoints
-from fusion_bench_featcal.engine.merging import UpstreamMerge
 from fusion_bench_featcal.engine.processes import OneProcess, Processes
 from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.families import check_family
