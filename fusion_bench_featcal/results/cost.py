@@ -9,7 +9,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +25,6 @@ MEMORY_EVERY_SECONDS = 0.02
 CHILDREN_EVERY_SECONDS = 0.2
 _CHILDREN_SHARE = 0.05
 POWER_EVERY_SECONDS = 0.1
-_MILLIJOULES_PER_WATT_HOUR = 3_600_000
 _JOULES_PER_WATT_HOUR = 3_600
 
 # What a comparison says about a model besides the costs that are measured here.
@@ -42,34 +41,26 @@ PACKAGES = (
 
 @dataclass
 class Cost:
-    """Filled when the `measure` block ends.
-
-    Attributes:
-        seconds: Wall time of the block.
-        peak_rss_bytes: Largest memory of this process and its children during the block: the
-            resident set of this process, and of each child what it shares with no other process.
-            Pages that a forked data loader worker shares with this process count once; pages that
-            children share with each other alone do not count.
-        peak_rss_method: "kernel" (exact, from the kernel's own record; there were no children),
-            "sampled" (short peaks are missed), "process lifetime" (an upper bound for this process
-            without children) or "unavailable".
-        peak_accelerator_bytes: Peak of CUDA memory allocated through torch, summed over devices;
-            "unavailable" where the block used none.
-        gpu_energy_wh: Watt-hours that the GPUs in use drew during the block, as a whole, with what
-            they draw idle and for others; "unavailable" without torch's CUDA, without the library
-            nvidia-ml-py (extra `energy`), or where a device in use cannot be read.
-        gpu_energy_method: "counter" (of the devices), "sampled" (power, integrated over samples, of
-            at least one device) or "unavailable".
-        more: Further entries of the caller, for example {"expert_bytes": 10}.
-    """
+    """Cost of a block, filled when its `measure` ends; "unavailable" for what was not measured."""
 
     seconds: float | str = UNAVAILABLE
+    """Wall time."""
     peak_rss_bytes: int | str = UNAVAILABLE
+    """Largest memory of this process and its children: the resident set of this process, and of
+    each child what it shares with no other process. Pages that children share with each other alone
+    do not count."""
     peak_rss_method: str = UNAVAILABLE
+    """"kernel" (exact, from the kernel's own record; there were no children), "sampled" (short
+    peaks are missed) or "process lifetime" (an upper bound for this process without children)."""
     peak_accelerator_bytes: int | str = UNAVAILABLE
+    """Peak of CUDA memory allocated through torch, summed over devices."""
     gpu_energy_wh: float | str = UNAVAILABLE
+    """Watt-hours that the GPUs in use drew as a whole, idle and for others included. Needs the
+    library nvidia-ml-py (extra `energy`) and a reading of every device in use."""
     gpu_energy_method: str = UNAVAILABLE
+    """"counter" (of the devices) or "sampled" (power of at least one, integrated over samples)."""
     more: dict[str, Any] = field(default_factory=dict)
+    """Further entries of the caller, for example {"expert_bytes": 10}."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entries for `Report.cost`."""
@@ -79,24 +70,30 @@ class Cost:
 
 @contextmanager
 def measure() -> Iterator[Cost]:
-    """Measure the block that runs under it.
+    """Measure the block that runs under it; resets torch's CUDA peak statistics.
 
     Example:
         with measure() as cost:
             calibrate(...)
         report.add_row("featcal", accuracies, cost=cost.as_dict())
 
-    Resets torch's CUDA peak statistics. The cost is filled even when the block raises.
+    The cost is filled even when the block raises.
     """
     cost = Cost()
-    _start_accelerator_peak()
+    cuda, devices = _cuda_devices()
+    for device in devices:
+        cuda.synchronize(device)
+        cuda.reset_peak_memory_stats(device)
     with _host_memory(cost), _gpu_energy(cost):
         start = time.perf_counter()
         try:
             yield cost
         finally:
-            # Waits for the device, so it comes before the clock is read.
-            cost.peak_accelerator_bytes = _accelerator_peak()
+            cuda, devices = _cuda_devices()
+            for device in devices:  # before the clock is read: they may still compute
+                cuda.synchronize(device)
+            peak = sum(cuda.max_memory_allocated(device) for device in devices)
+            cost.peak_accelerator_bytes = peak or UNAVAILABLE
             cost.seconds = time.perf_counter() - start
 
 
@@ -119,9 +116,6 @@ class _Sampler:
             self._read()
 
 
-# ---- accelerator memory
-
-
 def _cuda_devices() -> tuple[Any, list[int]]:
     """torch.cuda and the devices this process holds memory on.
 
@@ -134,27 +128,17 @@ def _cuda_devices() -> tuple[Any, list[int]]:
     return cuda, [index for index in range(cuda.device_count()) if cuda.memory_reserved(index) > 0]
 
 
-def _start_accelerator_peak() -> None:
-    cuda, devices = _cuda_devices()
-    for device in devices:
-        cuda.synchronize(device)
-        cuda.reset_peak_memory_stats(device)
-
-
-def _accelerator_peak() -> int | str:
-    cuda, devices = _cuda_devices()
-    for device in devices:
-        cuda.synchronize(device)
-    return sum(cuda.max_memory_allocated(device) for device in devices) or UNAVAILABLE
-
-
 # ---- host memory
 
 
 @contextmanager
 def _host_memory(cost: Cost) -> Iterator[None]:
     before, faults = _usage()
-    tree = _process_tree()
+    tree = None
+    with contextlib.suppress(ImportError):
+        import psutil
+
+        tree = _ProcessTree(psutil)
     sampler = _Sampler(tree.read, MEMORY_EVERY_SECONDS) if tree else None
     try:
         yield
@@ -171,7 +155,7 @@ def _host_memory(cost: Cost) -> Iterator[None]:
 def best_reading(
     before: int | None, after: int | None, sampled: int | None, had_children: bool
 ) -> tuple[int | str, str]:
-    """Choose the best statement that the readings allow.
+    """Choose the best statement about a block's peak memory that the readings allow.
 
     Args:
         before: This process's record of the kernel before the block, in bytes; None: not known.
@@ -222,14 +206,6 @@ class _ProcessTree:
         return total
 
 
-def _process_tree() -> _ProcessTree | None:
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return _ProcessTree(psutil)
-
-
 def _usage() -> tuple[int | None, int | None]:
     """Largest resident set of this process so far, in bytes, and page faults of ended children.
 
@@ -256,63 +232,57 @@ def _gpu_energy(cost: Cost) -> Iterator[None]:
     try:
         yield
     finally:
+        read = {uuid: joules for uuid, meter in meters.items() if (joules := meter.stop())}
+        cuda, devices = _cuda_devices()
+        properties = [cuda.get_device_properties(device) for device in devices] if nvml else []
+        used = [_bare(getattr(entry, "uuid", "")) for entry in properties]
+        # A part of the sum would look like the whole.
+        if used and all(uuid in read for uuid in used):
+            cost.gpu_energy_wh = sum(read[uuid] for uuid in used) / _JOULES_PER_WATT_HOUR
+            cost.gpu_energy_method = max(meters[uuid].method for uuid in used)
         if nvml:
-            read = {uuid: meter.stop() for uuid, meter in meters.items()}
-            cost.gpu_energy_wh, cost.gpu_energy_method = _sum_over_used(read, meters)
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlShutdown()
 
 
-class _CounterMeter:
-    """A device's own counter of millijoules since the driver was loaded."""
-
-    method = "counter"
+class _Meter:
+    """Energy of one device, by its own counter, or else by its power and the trapezoid rule."""
 
     def __init__(self, nvml: ModuleType, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
-        self._start = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        self._joules: float | None = 0.0
+        try:
+            self._start, self._sampler, self.method = self._counter(), None, "counter"
+        except nvml.NVMLError:  # older devices have no counter
+            self._last = (time.perf_counter(), self._watts())
+            self._sampler, self.method = _Sampler(self._sample, POWER_EVERY_SECONDS), "sampled"
 
     def stop(self) -> float | None:
-        """Watt-hours since the start; None where they cannot be read or nothing was counted."""
+        """Joules since the start; 0 where nothing was counted, None where a reading failed."""
+        if self._sampler is not None:
+            self._sampler.stop()
+            return self._joules
         try:
-            now = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+            # The counter moves in steps: a block shorter than one was not measured.
+            return max(self._counter() - self._start, 0.0)
         except self._nvml.NVMLError:
             return None
-        # The counter moves in steps: a block shorter than one was not measured.
-        return (now - self._start) / _MILLIJOULES_PER_WATT_HOUR if now > self._start else None
 
+    def _counter(self) -> float:
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000
 
-class _PowerMeter:
-    """Samples a device's power and integrates it by the trapezoid rule."""
-
-    method = "sampled"
-
-    def __init__(self, nvml: ModuleType, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
-        self._joules = 0.0
-        self._last = (time.perf_counter(), self._watts())
-        self._failed = False
-        self._sampler = _Sampler(self._sample, POWER_EVERY_SECONDS)
-
-    def stop(self) -> float | None:
-        """Watt-hours since the start; None where a reading failed."""
-        self._sampler.stop()
-        return None if self._failed or not self._joules else self._joules / _JOULES_PER_WATT_HOUR
+    def _watts(self) -> float:
+        return self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
 
     def _sample(self) -> None:
         try:
             now = (time.perf_counter(), self._watts())
         except self._nvml.NVMLError:
-            self._failed = True
+            self._joules = None
             return
-        self._joules += (now[0] - self._last[0]) * (now[1] + self._last[1]) / 2
-        self._last = now
-
-    def _watts(self) -> float:
-        return self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
-
-
-_Meters = Mapping[str, _CounterMeter | _PowerMeter]
+        if self._joules is not None:
+            self._joules += (now[0] - self._last[0]) * (now[1] + self._last[1]) / 2
+            self._last = now
 
 
 def _open_nvml() -> ModuleType | None:
@@ -331,33 +301,15 @@ def _open_nvml() -> ModuleType | None:
     return pynvml
 
 
-def _start_meters(nvml: ModuleType) -> _Meters:
+def _start_meters(nvml: ModuleType) -> dict[str, _Meter]:
     """A meter for every device that can be read, by the device's UUID."""
-    meters: dict[str, _CounterMeter | _PowerMeter] = {}
-    try:
-        count = nvml.nvmlDeviceGetCount()
-    except nvml.NVMLError:
-        return meters
-    for index in range(count):
-        with contextlib.suppress(nvml.NVMLError):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = _bare(nvml.nvmlDeviceGetUUID(handle))
-            try:
-                meters[uuid] = _CounterMeter(nvml, handle)
-            except nvml.NVMLError:  # older devices have no counter
-                meters[uuid] = _PowerMeter(nvml, handle)
+    meters: dict[str, _Meter] = {}
+    with contextlib.suppress(nvml.NVMLError):
+        for index in range(nvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(nvml.NVMLError):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                meters[_bare(nvml.nvmlDeviceGetUUID(handle))] = _Meter(nvml, handle)
     return meters
-
-
-def _sum_over_used(read: Mapping[str, float | None], meters: _Meters) -> tuple[float | str, str]:
-    cuda, devices = _cuda_devices()
-    properties = [cuda.get_device_properties(device) for device in devices]
-    used = [_bare(getattr(entry, "uuid", "")) for entry in properties]
-    values = [value for uuid in used if (value := read.get(uuid)) is not None]
-    # A part of the sum would look like the whole.
-    if not values or len(values) < len(used):
-        return UNAVAILABLE, UNAVAILABLE
-    return sum(values), max(meters[uuid].method for uuid in used)
 
 
 def _bare(uuid: Any) -> str:
@@ -390,12 +342,11 @@ def describe_device(device: Any = "cpu") -> dict[str, Any]:
         `device`, `accelerator` (its marketing name, "none" on CPU), `cpu`, `cpu_cores` usable by
         this process, `torch_threads`, `platform`; "unavailable" for what cannot be found out.
     """
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     name = str(device)
-    accelerator = "none"
-    if not name.startswith("cpu"):
-        cuda = torch is not None and name.startswith("cuda") and torch.cuda.is_available()
-        accelerator = torch.cuda.get_device_name(device) if torch and cuda else UNAVAILABLE
+    accelerator = "none" if name.startswith("cpu") else UNAVAILABLE
+    if torch is not None and name.startswith("cuda") and torch.cuda.is_available():
+        accelerator = torch.cuda.get_device_name(device)
     affinity = getattr(os, "sched_getaffinity", None)
     return {
         "device": name,
@@ -408,12 +359,8 @@ def describe_device(device: Any = "cpu") -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or UNAVAILABLE

@@ -37,25 +37,19 @@ def as_correct(values: Any, place: str) -> NDArray[np.bool_]:
 
 def save_items(directory: Path, items: Mapping[str, Mapping[str, Any]],
                setting: str = LOG_DIR_SETTING) -> Path:  # fmt: skip
-    """Write `items.npz` into `directory`.
+    """Write `items.npz` into an existing folder; `setting` chose it.
 
     Row and task names may hold any character: arrays are numbered, and a JSON index (stored as
     bytes, so that no pickle is involved) tells which is which.
 
-    Args:
-        directory: An existing folder.
-        items: Row name -> task -> bool `[items]`.
-        setting: The setting that chose the folder, named in error messages.
-
     Raises:
         ReportError: Flags are malformed or the file cannot be written.
     """
-    arrays: dict[str, NDArray[Any]] = {}
-    index: list[tuple[str, str]] = []
-    for row, tasks in items.items():
-        for task, values in tasks.items():
-            arrays[f"array_{len(index)}"] = as_correct(values, f"row '{row}', task '{task}'")
-            index.append((row, task))
+    index = [(row, task) for row, tasks in items.items() for task in tasks]
+    arrays: dict[str, NDArray[Any]] = {
+        f"array_{number}": as_correct(items[row][task], f"row '{row}', task '{task}'")
+        for number, (row, task) in enumerate(index)
+    }
     arrays["index"] = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # pyright: ignore[reportArgumentType]
@@ -136,56 +130,40 @@ class Interval:
 
 
 def paired_difference(row: Scores, other: Scores, *, resamples: int = RESAMPLES) -> Interval:
-    """Accuracy of `row` minus that of `other`, averaged over tasks.
-
-    Args:
-        row: Task -> `[items]` or `[seeds, items]`.
-        other: The same tasks and items; the number of seeds may differ.
-        resamples: Number of resamples; the order of tasks and items plays no part in them.
+    """Accuracy of `row` minus that of `other`, averaged over tasks; seeds may differ in number.
 
     Raises:
         ReportError: The rows are not about the same tasks and test items.
     """
-    differences = {
-        task: (first - second)[:, None] for task, (first, second) in _paired(row, other).items()
-    }
-    estimate, resampled = _macro_means(differences, resamples)
-    low, high = _percentiles(resampled[:, 0])
-    return Interval(float(estimate[0]), low, high)
+    gains = {task: gain[:, None] for task, gain in _differences(row, other).items()}
+    estimate, resampled = _macro_means(gains, resamples)
+    return _interval(estimate[0], resampled[:, 0])
 
 
 def recovered_gap_interval(row: Scores, merged: Scores, experts: Scores) -> Interval | None:
     """Share of the merged-to-expert gap that `row` recovers on the average over tasks.
 
-    Args:
-        row: Task -> `[items]` or `[seeds, items]`; likewise `merged` and `experts`.
-        merged: The upstream merger's row.
-        experts: Each task's own expert. One resample of items serves all three rows.
-
-    Returns:
-        None where the gap is not positive, in the data or in any resample: a share of it would
-        mean nothing.
+    One resample of items serves all three rows. None where the gap is not positive, in the data or
+    in any resample: a share of it would mean nothing.
 
     Raises:
         ReportError: The rows are not about the same tasks and test items.
     """
-    gains = {task: first - second for task, (first, second) in _paired(row, merged).items()}
-    gaps = {task: first - second for task, (first, second) in _paired(experts, merged).items()}
+    gains, gaps = _differences(row, merged), _differences(experts, merged)
     both = {task: np.stack([gains[task], gaps[task]], axis=1) for task in gains}
     estimate, resampled = _macro_means(both, RESAMPLES)
     if estimate[1] <= 0 or resampled[:, 1].min() <= 0:
         return None
-    low, high = _percentiles(resampled[:, 0] / resampled[:, 1])
-    return Interval(float(estimate[0] / estimate[1]), low, high)
+    return _interval(estimate[0] / estimate[1], resampled[:, 0] / resampled[:, 1])
 
 
-def _paired(first: Scores, second: Scores) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
-    """Mean over seeds of both rows, `[items]` each, task by task."""
+def _differences(first: Scores, second: Scores) -> dict[str, NDArray[Any]]:
+    """Task -> `[items]`, the difference of the rows' means over seeds."""
     if set(first) != set(second) or not first:
         raise ReportError(
             f"rows are not about the same tasks: {sorted(first)} and {sorted(second)}"
         )
-    pairs = {}
+    differences = {}
     for task in first:
         one, two = _item_scores(first[task]), _item_scores(second[task])
         if one.shape != two.shape or one.size == 0:
@@ -193,8 +171,8 @@ def _paired(first: Scores, second: Scores) -> dict[str, tuple[NDArray[Any], NDAr
                 f"task '{task}': rows have {one.size} and {two.size} test items, "
                 "so they cannot be paired"
             )
-        pairs[task] = (one, two)
-    return pairs
+        differences[task] = one - two
+    return differences
 
 
 def _item_scores(flags: Any) -> NDArray[np.float64]:
@@ -209,16 +187,16 @@ def _macro_means(
 
     Items with equal values are interchangeable, so instead of drawing items the count of every
     distinct value is drawn (multinomial): the same distribution, without `[resamples, items]`.
+    Each task has a generator of its own, seeded by its name.
 
     Args:
         columns: Task -> `[items, k]`.
-        resamples: Number of resamples. Each task has a generator of its own, seeded by its name.
+        resamples: Number of resamples.
 
     Returns:
         The observed means `[k]` and the resampled ones `[resamples, k]`.
     """
-    observed: NDArray[Any] = np.zeros(1)
-    resampled: NDArray[Any] = np.zeros(1)
+    observed = resampled = np.zeros(1)
     for task in sorted(columns):
         # Rounding off the last bits keeps equal scores equal whatever order they were summed in.
         values, counts = np.unique(np.round(columns[task], 12), axis=0, return_counts=True)
@@ -234,6 +212,6 @@ def _number(task: str) -> int:
     return int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")
 
 
-def _percentiles(values: NDArray[Any]) -> tuple[float, float]:
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+def _interval(estimate: Any, resampled: NDArray[Any]) -> Interval:
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(estimate), float(low), float(high))

@@ -47,40 +47,26 @@ _MERGERS: dict[str, dict[str, Any]] = {"task_arithmetic": {"scaling_factor": 0.3
 
 @dataclass(frozen=True)
 class Published:
-    """One published average.
+    """One published average."""
 
-    Attributes:
-        value: Accuracy in 0..1.
-        source: Where it stands, for example `Table 1`.
-        note: Why not to trust it; empty if nothing is known.
-    """
-
-    value: float
-    source: str
-    note: str
+    value: float  # accuracy in 0..1
+    source: str  # for example `Table 1`
+    note: str  # reason not to trust it; empty if nothing is known
 
 
 def published_average(
     suite: str, upstream: str | None, name: str, reports: "Sequence[Report]"
 ) -> Published | None:
-    """Return the paper's average for a row that was made as the paper's was.
+    """Return the paper's average for a row that was made as the paper's was in all its runs.
 
-    Args:
-        suite: Model pool, for example `clip-vit-base-patch32_TA8`.
-        upstream: The upstream merger's name.
-        name: The row: the upstream merger's own name, a post-merging method's, `base` or `experts`.
-            A row `featcal:<preset>` is one of `featcal`.
-        reports: The runs that the row stands for, with its settings and samples.
-
-    Returns:
-        None where the paper has no such row, or the row has other settings or another number of
-        samples than the paper's.
+    None where the paper has no such row, or the row has other settings or another number of samples
+    than the paper's. A row `featcal:<preset>` is one of `featcal`.
     """
     if name in (BASE, EXPERTS):
         return _averages().get((suite, "", name))
-    if not all(_is_papers(report, suite, upstream, name) for report in reports):
-        return None
     method = FEATCAL if name.startswith(f"{FEATCAL}:") else name
+    if not all(_is_papers(report, suite, name, method) for report in reports):
+        return None
     return _averages().get((suite, upstream or "", "" if name == upstream else method))
 
 
@@ -89,16 +75,15 @@ def paper_settings(suite: str) -> dict[str, Any] | None:
     return next((s for start, s in _FEATCAL.items() if suite.startswith(start)), None)
 
 
-def _is_papers(report: "Report", suite: str, upstream: str | None, name: str) -> bool:
+def _is_papers(report: "Report", suite: str, name: str, method: str) -> bool:
     """Tell whether a row and its upstream merger were made with the paper's settings."""
-    merger = report.settings.get(upstream or "", {})
-    scale = _MERGERS.get(upstream or "", {})
-    if not _agree({**scale, **merger}, scale):
+    upstream = report.upstream or ""
+    scale = _MERGERS.get(upstream, {})
+    if not _agree({**scale, **report.settings.get(upstream, {})}, scale):
         return False
     if name == upstream:
         return True
-    kind = FEATCAL if name.startswith(f"{FEATCAL}:") else name
-    wanted = paper_settings(suite) if kind == FEATCAL else _BASELINES.get(kind)
+    wanted = paper_settings(suite) if method == FEATCAL else _BASELINES.get(method)
     numbers = {entry["samples"] for entry in report.samples.get(name, {}).values()}
     if wanted is None or numbers != {SAMPLES}:
         return False

@@ -24,11 +24,10 @@ def tasks_below_merged(report: Report) -> list[str]:
         return []
     lines = []
     for task in report.tasks:
-        drops = {name: row[task] - merged[task] for name, row in report.rows.items()}
         shown = [
             f"{name} {100 * drop:+.1f}"
-            for name, drop in drops.items()
-            if drop <= -_SHOWN and name not in (BASE, EXPERTS)
+            for name, row in report.rows.items()
+            if (drop := row[task] - merged[task]) <= -_SHOWN and name not in (BASE, EXPERTS)
         ]
         if shown:
             lines.append(f"{task} ends below the merged model: {', '.join(shown)} points")
@@ -38,9 +37,7 @@ def tasks_below_merged(report: Report) -> list[str]:
 def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a sentence for each task whose drift is at least `HIGH_DRIFT` after the last block.
 
-    Args:
-        name: Row of the calibrated model.
-        records: Those of its calibration log; without drift there is no sentence.
+    `records` are those of the calibration log of row `name`; without drift there is no sentence.
     """
     last = {
         record["task"]: record.get("relative_drift_after")
@@ -66,11 +63,10 @@ def closing_lines(
         saved_path: Folder or file it was saved to; None: it was not saved.
         folder: The run's folder with the report; None: there is none.
     """
+    saved = f"saved the model of row {saved_row}: {saved_path}"
     if saved_path is None:
-        lines = [f"not saved: merged_model_save_path=DIR saves the model of row {saved_row}"]
-    else:
-        lines = [f"saved the model of row {saved_row}: {saved_path}"]
-    return [*lines, *_higher_row(report, saved_row), *(_next_lines(folder) if folder else [])]
+        saved = f"not saved: merged_model_save_path=DIR saves the model of row {saved_row}"
+    return [saved, *_higher_row(report, saved_row), *(_next_lines(folder) if folder else [])]
 
 
 def _higher_row(report: Report, saved_row: str) -> list[str]:
@@ -100,11 +96,7 @@ def _next_lines(folder: Path) -> list[str]:
 
 
 def closing_lines_of_a_comparison(folder: Path) -> list[str]:
-    """Return the last lines of `method=compare`, which saves no model.
-
-    Args:
-        folder: The folder with the reports.
-    """
+    """Return the last lines of `method=compare`, which saves no model."""
     return [
         "compare saves no model; run a method by itself for that:",
         "  method=featcal merged_model_save_path=DIR",
