@@ -4,22 +4,29 @@ Exit codes: 0 done, 1 a check found something, 2 a mistake in what was asked for
 """
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fusion_bench_featcal import __version__
-
-if TYPE_CHECKING:
-    from fusion_bench_featcal.results.find import Found
 
 _RUN_HELP = "log directory of a run, or a folder with several below it"
 
 
 class UsageError(Exception):
     """A request that cannot be fulfilled; the message says why."""
+
+
+@contextlib.contextmanager
+def _refusing(*errors: type[Exception]) -> Iterator[None]:
+    """Report these errors, and a ValueError, as mistakes in what was asked for."""
+    try:
+        yield
+    except (ValueError, *errors) as error:
+        raise UsageError(str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,57 +46,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fusion_bench_featcal.results import ReportError
 
     try:
-        return options.command(options)
+        return options.command(options) or 0
     except (UsageError, ReportError, OSError) as error:
         print(f"featcal: error: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         more = "traceback: set HYDRA_FULL_ERROR=1"
         print(error_block(error, more, prefix="featcal: error"), file=sys.stderr)
-        return 2
+    return 2
 
 
-def report_command(options: argparse.Namespace) -> int:
+def report_command(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs and comparisons from what they left."""
-    from fusion_bench_featcal.results import Report
+    from fusion_bench_featcal.results import Report, views
     from fusion_bench_featcal.results.find import find
     from fusion_bench_featcal.results.summary import summarise
-    from fusion_bench_featcal.results.views import show_combined, write_combined
 
     found = find(options.runs)
     if not found.runs:
         raise UsageError(f"no run in or below {', '.join(options.runs)}")
-    if found.comparisons:
-        return _report_comparisons(found, options.out)
-    runs = found.runs
-    summary = summarise(runs)
-    # Write first: a reader who sees the table can rely on the files.
-    written = write_combined(summary, options.out) if options.out else None
-    if len(runs) == 1:
-        # One run's own table has its tasks, and what made it.
-        Report.load(runs[0]).show()
-    show_combined(summary, tasks=len(runs) > 1)
-    if written:
-        print(f"written: {written.parent}")
-    return 0
-
-
-def _report_comparisons(found: "Found", out: str | None) -> int:
-    """All runs in the tables of `method=compare`, with what failed there."""
-    from fusion_bench_featcal.results.summary import summarise
-    from fusion_bench_featcal.results.views import show_side_by_side, write_side_by_side
-
     summary = summarise(found.runs, found.failed)
-    written = write_side_by_side(summary, out, "--out") if out else None
-    show_side_by_side(summary)
+    write = views.write_side_by_side if found.comparisons else views.write_combined
+    # Write first: a reader who sees the table can rely on the files.
+    written = write(summary, options.out, "--out") if options.out else None
+    if found.comparisons:
+        views.show_side_by_side(summary)
+    else:
+        if len(found.runs) == 1:
+            # One run's own table has its tasks, and what made it.
+            Report.load(found.runs[0]).show()
+        views.show_combined(summary, tasks=len(found.runs) > 1)
     if written:
         print(f"written: {written.parent}")
-    return 0
 
 
-def plot_command(options: argparse.Namespace) -> int:
+def plot_command(options: argparse.Namespace) -> None:
     """Draw the figures of runs and comparisons: into each one's folder, or below --out."""
     from fusion_bench_featcal.results.comparison_figures import plot_comparison
     from fusion_bench_featcal.results.figures import plot_run
@@ -101,17 +93,16 @@ def plot_command(options: argparse.Namespace) -> int:
         draw = plot_comparison if place in found.comparisons else plot_run
         for path in draw(place, folder):
             print(path)
-    return 0
 
 
-def preflight_command(options: argparse.Namespace) -> int:
+def preflight_command(options: argparse.Namespace) -> None:
     """Say what a calibration will meet, from a model's configuration alone: no weights needed."""
     from fusion_bench_featcal.plan.estimate import Request
     from fusion_bench_featcal.preflight import describe, empty_model
     from fusion_bench_featcal.settings import FeatCalSettings
 
     lengths = {"length": options.length, "target_length": options.target_length}
-    try:
+    with _refusing():
         if any("=" in word for word in options.words):
             from fusion_bench_featcal.fusionbench.plan_run import preflight_request
 
@@ -121,12 +112,9 @@ def preflight_command(options: argparse.Namespace) -> int:
             model = empty_model(options.words[0])
             request = Request(model, FeatCalSettings(), options.tasks, **lengths)
         print(describe(request))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return 0
 
 
-def plan_command(options: argparse.Namespace) -> int:
+def plan_command(options: argparse.Namespace) -> None:
     """Estimate time, memory, bytes read and files of a calibration before anything is loaded."""
     import json
 
@@ -138,20 +126,17 @@ def plan_command(options: argparse.Namespace) -> int:
     lengths = {"length": options.length, "target_length": options.target_length}
     if options.rates is not None:
         print("featcal: --rates has no effect any more: the probe is short", file=sys.stderr)
-    try:
+    # torch says by an assertion that it was built without the device
+    with _refusing(CalibrationError, RuntimeError, AssertionError):
         request = run_request(options.words, device=options.device, **lengths)
         plan = with_levers(request, estimate(request))
-    # torch says by an assertion that it was built without the device
-    except (ValueError, CalibrationError, RuntimeError, AssertionError) as error:
-        raise UsageError(str(error)) from error
     if options.json:
         print(json.dumps(plan.as_dict(), indent=1))
     else:
         show_plan(plan)
-    return 0
 
 
-def settings_command(options: argparse.Namespace) -> int:
+def settings_command(options: argparse.Namespace) -> None:
     """List the settings of a method: defaults, accepted values and meaning."""
     import json
     from dataclasses import asdict
@@ -170,10 +155,9 @@ def settings_command(options: argparse.Namespace) -> int:
     else:
         print(settings_text(method, settings))
         print(f"\n{other_methods()}")
-    return 0
 
 
-def suite_build_command(options: argparse.Namespace) -> int:
+def suite_build_command(options: argparse.Namespace) -> None:
     """Train a bundled suite again, from the data in the package (in a source checkout)."""
     import importlib
 
@@ -186,12 +170,8 @@ def suite_build_command(options: argparse.Namespace) -> int:
         )
     sys.path.insert(0, str(builder))
     build = importlib.import_module("build_suite").build
-    try:
-        folder = build(options.out, options.suite, options.seed, tasks=options.task)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    print(f"built: {folder}")
-    return 0
+    with _refusing():
+        print(f"built: {build(options.out, options.suite, options.seed, tasks=options.task)}")
 
 
 def suite_check_command(options: argparse.Namespace) -> int:
@@ -210,15 +190,12 @@ def suite_check_command(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def suite_path_command(options: argparse.Namespace) -> int:
+def suite_path_command(options: argparse.Namespace) -> None:
     """Print where the bundled suites, or one file or folder of them, lie."""
     from fusion_bench_featcal.suites.paths import suite_path
 
-    try:
+    with _refusing():
         print(suite_path(options.name))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return 0
 
 
 def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:
@@ -240,71 +217,79 @@ def _parser() -> argparse.ArgumentParser:
         "featcal settings",
     )
     parser.add_argument("--version", action="version", version=f"featcal {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    report = _command(commands, "report", report_command)
-    report.add_argument("runs", nargs="+", metavar="RUN", help=_RUN_HELP)
-    report.add_argument("--out", metavar="DIR", help="also write report.{json,csv,md} there")
-    plot = _command(commands, "plot", plot_command)
-    plot.add_argument("runs", nargs="+", metavar="RUN", help=_RUN_HELP)
-    plot.add_argument("--out", metavar="DIR", help="folder for the figures (default: the run's)")
-    preflight = _command(commands, "preflight", preflight_command)
-    preflight.add_argument(
-        "words",
-        nargs="+",
-        metavar="WORD",
-        help="words of a run (modelpool=flan-t5-base_glue method=featcal/paper_flan_t5), or a "
-        "configuration: a folder, a hub id, flan-t5-base",
-    )
-    preflight.add_argument("--tasks", type=int, default=8, help="tasks, without a pool (8)")
-    preflight.add_argument("--length", type=int, help="tokens a sample (max_length, else 512)")
-    preflight.add_argument("--target-length", type=int, default=8, help="tokens a target (8)")
-    plan = _command(commands, "plan", plan_command)
-    plan.add_argument(
-        "words", nargs="+", metavar="WORD", help="words of a run: modelpool=... method=featcal ..."
-    )
-    plan.add_argument("--length", type=int, help="tokens a text (max_length, else 512)")
-    plan.add_argument("--target-length", type=int, default=8, help="tokens a target (8)")
-    plan.add_argument("--device", default="cpu", help="where to calibrate: cpu (default), cuda")
-    plan.add_argument(
-        "--rates", metavar="FILE", help="no effect any more: the machine is probed each time"
-    )
-    plan.add_argument("--json", action="store_true", help="print everything as JSON")
-    settings = _command(commands, "settings", settings_command)
-    settings.add_argument(
-        "method", nargs="?", default="featcal", metavar="METHOD", help="default: featcal"
-    )
-    settings.add_argument("--json", action="store_true", help="print them as JSON")
-    suite = commands.add_parser("suite", help="build, check or locate the bundled suites")
-    _add_suite_commands(suite.add_subparsers(title="commands", required=True, metavar="COMMAND"))
+    _add_commands(parser, _COMMANDS)
     return parser
 
 
-def _add_suite_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    build = _command(commands, "build", suite_build_command)
-    build.add_argument("--out", metavar="DIR", required=True, help="a new folder for the build")
-    build.add_argument(
-        "--suite",
-        choices=("clip-vit-mini", "flan-t5-mini", "llama-mini"),
-        default="clip-vit-mini",
-        help="the suite to build (default: clip-vit-mini)",
-    )
-    build.add_argument("--seed", type=int, default=0, help="seed of the training (default: 0)")
-    build.add_argument(
-        "--task", action="append", metavar="NAME", help="build this task only (repeatable)"
-    )
-    check = _command(commands, "check", suite_check_command)
-    check.add_argument("folder", nargs="?", metavar="DIR", help="default: the bundled suites")
-    path = _command(commands, "path", suite_path_command)
-    path.add_argument("name", nargs="?", default="", metavar="NAME", help="default: all suites")
+def _add_commands(parser: argparse.ArgumentParser, commands: dict[str, Any]) -> None:
+    verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, (run, arguments) in commands.items():
+        if isinstance(arguments, str):
+            _add_commands(verbs.add_parser(name, help=arguments), run)
+            continue
+        text = (run.__doc__ or "").strip()
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.set_defaults(command=run)
+        for words, keywords in arguments.items():
+            verb.add_argument(words, **keywords)
 
 
-def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, run: "object"
-) -> argparse.ArgumentParser:
-    help_text = (run.__doc__ or "").strip()
-    parser = commands.add_parser(name, help=help_text, description=help_text)
-    parser.set_defaults(command=run)
-    return parser
+_RUNS = {"nargs": "+", "metavar": "RUN", "help": _RUN_HELP}
+_TARGET_LENGTH = {"type": int, "default": 8, "help": "tokens a target (8)"}
+_JSON = {"action": "store_true"}
+_SUITES = ("clip-vit-mini", "flan-t5-mini", "llama-mini")
+# Verb -> function and arguments, or verbs below it and their help.
+_SUITE_COMMANDS: dict[str, Any] = {
+    "build": (suite_build_command, {
+        "--out": {"metavar": "DIR", "required": True, "help": "a new folder for the build"},
+        "--suite": {"choices": _SUITES, "default": _SUITES[0],
+                    "help": f"the suite to build (default: {_SUITES[0]})"},
+        "--seed": {"type": int, "default": 0, "help": "seed of the training (default: 0)"},
+        "--task": {"action": "append", "metavar": "NAME",
+                   "help": "build this task only (repeatable)"},
+    }),
+    "check": (suite_check_command, {
+        "folder": {"nargs": "?", "metavar": "DIR", "help": "default: the bundled suites"},
+    }),
+    "path": (suite_path_command, {
+        "name": {"nargs": "?", "default": "", "metavar": "NAME", "help": "default: all suites"},
+    }),
+}  # fmt: skip
+_COMMANDS: dict[str, Any] = {
+    "report": (report_command, {
+        "runs": _RUNS,
+        "--out": {"metavar": "DIR", "help": "also write report.{json,csv,md} there"},
+    }),
+    "plot": (plot_command, {
+        "runs": _RUNS,
+        "--out": {"metavar": "DIR", "help": "folder for the figures (default: the run's)"},
+    }),
+    "preflight": (preflight_command, {
+        "words": {"nargs": "+", "metavar": "WORD",
+                  "help": "words of a run (modelpool=flan-t5-base_glue "
+                  "method=featcal/paper_flan_t5), or a configuration: a folder, a hub id, "
+                  "flan-t5-base"},
+        "--tasks": {"type": int, "default": 8, "help": "tasks, without a pool (8)"},
+        "--length": {"type": int, "help": "tokens a sample (max_length, else 512)"},
+        "--target-length": _TARGET_LENGTH,
+    }),
+    "plan": (plan_command, {
+        "words": {"nargs": "+", "metavar": "WORD",
+                  "help": "words of a run: modelpool=... method=featcal ..."},
+        "--length": {"type": int, "help": "tokens a text (max_length, else 512)"},
+        "--target-length": _TARGET_LENGTH,
+        "--device": {"default": "cpu", "help": "where to calibrate: cpu (default), cuda"},
+        "--rates": {"metavar": "FILE",
+                    "help": "no effect any more: the machine is probed each time"},
+        "--json": {**_JSON, "help": "print everything as JSON"},
+    }),
+    "settings": (settings_command, {
+        "method": {"nargs": "?", "default": "featcal", "metavar": "METHOD",
+                   "help": "default: featcal"},
+        "--json": {**_JSON, "help": "print them as JSON"},
+    }),
+    "suite": (_SUITE_COMMANDS, "build, check or locate the bundled suites"),
+}  # fmt: skip
 
 
 if __name__ == "__main__":
