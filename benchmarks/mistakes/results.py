@@ -15,14 +15,14 @@ MUTATIONS = [
         "results/long_table.py",
         "worst = min(shares, key=shares.__getitem__)",
         "worst = max(shares, key=shares.__getitem__)",
-        "results/test_rendering.py",
+        "results/test_run_page.py",
     ),
     Mutation(
         "tasks without a gap may be the worst",
         "results/long_table.py",
         "LEAST_GAP = 0.01\n",
         "LEAST_GAP = 0.0001\n",
-        "results/test_rendering.py results/test_combined.py",
+        "results/test_run_page.py results/test_summary.py",
     ),
     Mutation(
         "tasks weigh by their items in intervals",
@@ -60,7 +60,7 @@ MUTATIONS = [
         "results/summary.py",
         "np.std(numbers, ddof=1)",
         "np.std(numbers)",
-        "results/test_combined.py",
+        "results/test_summary.py",
     ),
     Mutation(
         "report.csv rounds to whole per cent",
@@ -81,7 +81,7 @@ MUTATIONS = [
         "results/tables.py",
         "top = max(candidates.values(), default=None)",
         "top = min(candidates.values(), default=None)",
-        "results/test_rendering.py",
+        "results/test_run_page.py",
     ),
     Mutation(
         "kept models' digests not checked",

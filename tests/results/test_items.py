@@ -31,10 +31,6 @@ def test_items_survive_with_any_names(tmp_path: Path):
             np.testing.assert_array_equal(loaded[row][task], flags)
 
 
-def test_no_items_is_none(tmp_path: Path):
-    assert load_items(tmp_path) is None
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -117,11 +113,6 @@ def test_covers_the_truth_as_often_as_it_says():
         covered += interval.low <= difference <= interval.high
     # 95 % of 400 is 380, with a standard deviation of 4.4.
     assert 362 <= covered <= 394
-
-
-def test_identical_rows_differ_by_nothing_for_certain():
-    row, _ = two_rows(2)
-    assert paired_difference(row, row) == Interval(0.0, 0.0, 0.0)
 
 
 def test_pairing_is_narrower_than_resampling_the_rows_apart():

@@ -7,7 +7,7 @@ from rich.console import Console
 from synthetic import LEVELS, SIX, make_report
 
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.run_page import provenance, report_grid, run_markdown, run_tables
+from fusion_bench_featcal.results.run_page import report_grid, run_markdown, run_tables
 from fusion_bench_featcal.results.tables import TEXT_WIDTH, percent, short_names
 
 TWENTY = tuple(f"some_data_set_{number}" for number in range(20))
@@ -141,13 +141,6 @@ def test_cells_that_would_break_markdown_are_escaped():
     report = Report()
     report.add_row("a|b", {"x|y": 0.5})
     assert "| a\\|b | 50.0 | 50.0 | - |" in run_markdown(report)
-
-
-def test_unmeasured_cost_is_shown_as_such():
-    report = Report()
-    report.add_row("featcal", {"a": 0.5}, cost={"seconds": "unavailable", "x_bytes": "unavailable"})
-    assert "| x_bytes | unavailable |" in run_markdown(report)
-    assert not any("calibration time" in line for line in provenance(report))
 
 
 def test_the_best_of_a_column_is_bold_with_ties_and_without_references():
