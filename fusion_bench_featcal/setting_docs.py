@@ -127,26 +127,28 @@ def _compare() -> list[Setting]:
     ]
 
 
-def _correction(kind: str) -> Callable[[], list[Setting]]:
+def _correction(name: str) -> Callable[[], list[Setting]]:
     def settings() -> list[Setting]:
-        from fusion_bench_featcal.baselines import algorithms
-        from fusion_bench_featcal.baselines import settings as baseline
+        from fusion_bench_featcal import methods
+        from fusion_bench_featcal.methods.feature_correction import SITE_SETTINGS
 
-        source = getattr(baseline, f"{kind}Settings")
-        common = documented(baseline.SurgerySettings.__doc__, "Attributes")
-        own = documented(source.__doc__, "Attributes")
-        meanings = {name: text for name, text in common.items() if _is_shorter(own.get(name), text)}
-        return [
-            *_fixed(algorithms.OWN_KEYS),
-            *settings_of(source, baseline.ACCEPTED, baseline.setting_names(source), meanings),
-        ]
+        method = getattr(methods, name)
+        source = method.kind
+        meanings: dict[str, str] = {}
+        for kind in reversed(source.__mro__):
+            meanings |= documented(kind.__doc__, "Attributes")
+        values = {key: wanted for key, (wanted, _) in source.checks.items()}
+        names = [key for key in method._config_mapping if key not in method.site]
+        site = {key: SITE_SETTINGS[key] for key in method.site}
+        return [*_fixed(_BASE_METHOD | site), *settings_of(source, values, names, meanings)]
 
     return settings
 
 
-def _is_shorter(text: str | None, other: str) -> bool:
-    """Tell whether a description only repeats in short what the other one says."""
-    return text is not None and len(text) < len(other)
+_BASE_METHOD = {
+    "base_method": "Config of the upstream merger (method@method.base_method=task_arithmetic); "
+    "None takes the pool's `_merged_` model."
+}
 
 
 def _fixed(keys: Mapping[str, str]) -> list[Setting]:
@@ -154,36 +156,21 @@ def _fixed(keys: Mapping[str, str]) -> list[Setting]:
     return [Setting(name, None, _annotation(Any), meaning) for name, meaning in keys.items()]
 
 
-def _surgery_v2() -> list[Setting]:
-    from fusion_bench_featcal.baselines import settings as baseline
-    from fusion_bench_featcal.baselines.algorithms import OWN_KEYS
-    from fusion_bench_featcal.baselines.surgery_v2_algorithm import SURGERY_V2_SETTINGS
-
-    own = {name: OWN_KEYS[name] for name in ("base_method", "clip_model")}
-    source = baseline.SurgerySettings
-    return [*_fixed(own), *settings_of(source, baseline.ACCEPTED, SURGERY_V2_SETTINGS)]
-
-
 def _merger(name: str) -> Callable[[], list[Setting]]:
     def settings() -> list[Setting]:
-        from fusion_bench_featcal.baselines import regmean, regmean_plusplus
-        from fusion_bench_featcal.baselines.pool_merging import MERGER_SETTINGS
+        from fusion_bench_featcal import methods
+        from fusion_bench_featcal.methods.mergers import MERGER_SETTINGS
 
-        options = {
-            "regmean": regmean.regmean,
-            "regmean_plusplus": regmean_plusplus.regmean_plusplus,
-        }
-        own = ("off_diagonal", "task_weights") if name in options else ()
-        return [*_fields(MERGER_SETTINGS), *settings_of(options.get(name, _fields), {}, own)]
+        merger = getattr(methods, name)
+        return [*_fields(MERGER_SETTINGS), *settings_of(merger.function, {}, merger.options)]
 
     return settings
 
 
 def _anchor_only() -> list[Setting]:
-    from fusion_bench_featcal.baselines.algorithms import OWN_KEYS
-    from fusion_bench_featcal.baselines.pool_merging import ANCHOR_SETTINGS
+    from fusion_bench_featcal.methods.anchor_only import ANCHOR_SETTINGS
 
-    return [*_fixed({"base_method": OWN_KEYS["base_method"]}), *_fields(ANCHOR_SETTINGS)]
+    return [*_fixed(_BASE_METHOD), *_fields(ANCHOR_SETTINGS)]
 
 
 METHODS: dict[str, Callable[[], list[Setting]]] = {
@@ -192,11 +179,11 @@ METHODS: dict[str, Callable[[], list[Setting]]] = {
     "surgery": _correction("Surgery"),
     "prob_surgery": _correction("ProbSurgery"),
     "ridge_surgery": _correction("RidgeSurgery"),
-    "featcal_baselines/surgery_v2": _surgery_v2,
+    "featcal_baselines/surgery_v2": _correction("SurgeryV2"),
     "featcal_baselines/anchor_only": _anchor_only,
-    "featcal_baselines/regmean": _merger("regmean"),
-    "featcal_baselines/regmean_plusplus": _merger("regmean_plusplus"),
-    "featcal_baselines/lot": _merger("lot"),
+    "featcal_baselines/regmean": _merger("RegMean"),
+    "featcal_baselines/regmean_plusplus": _merger("RegMeanPlusPlus"),
+    "featcal_baselines/lot": _merger("Lot"),
 }
 """`method=<name>` -> its settings."""
 

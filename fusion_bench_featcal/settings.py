@@ -145,11 +145,7 @@ class FeatCalSettings:
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be {wanted}, got {getattr(self, name)!r}"
-            for name, wanted, valid in _CHECKS
-            if not valid(getattr(self, name))
-        ]
+        problems = problems_of(self, _CHECKS)
         if self.resume is True and self.checkpoint_dir is None:
             problems.append("resume needs method.checkpoint_dir, the folder that keeps the blocks")
         if self.stream_experts is False and self.expert_read_budget is not None:
@@ -230,7 +226,7 @@ def _amount(text: str) -> tuple[Fraction, str]:
 
 def _is_budget_or_none(value: Any) -> bool:
     if not isinstance(value, str):
-        return value is None or (_is_number(value) and value >= 1 and value == int(value))
+        return value is None or (is_number(value) and value >= 1 and value == int(value))
     number, unit = _amount(value)
     return number > 0 and (unit != "%" or number <= 100) and bool(unit)
 
@@ -241,7 +237,8 @@ def _describe_family(family: Any) -> Any:
     return repr(family)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Tell whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -250,7 +247,7 @@ def _is_integer(value: Any, least: int) -> bool:
 
 
 def _is_ridge(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= 1e12
+    return is_number(value) and 0 <= value <= 1e12
 
 
 def _is_text_list(value: Any) -> bool:
@@ -269,67 +266,88 @@ def _is_folder_or_none(value: Any) -> bool:
     return value is None or (isinstance(value, str | os.PathLike) and bool(os.fspath(value)))
 
 
-def _one_of(choices: Sequence[Any]) -> tuple[str, Callable[[Any], bool]]:
+Check = tuple[str, Callable[[Any], bool]]
+"""The accepted values of a setting in words, and their test."""
+
+
+def integer(least: int) -> Check:
+    """Check of an integer with a lower bound."""
+    return f"an integer >= {least}", lambda value: _is_integer(value, least)
+
+
+def one_of(choices: Sequence[Any]) -> Check:
+    """Check of a value out of a list."""
     wanted = "one of " + ", ".join(str(choice) for choice in choices)
     # `1 in (True,)` holds in Python, so the type is compared too
     return wanted, lambda value: any(type(value) is type(c) and value == c for c in choices)
 
 
-_BOOLEAN = ("true or false", lambda value: isinstance(value, bool))
+def nullable(check: Check) -> Check:
+    """Check of a value that may be None."""
+    return f"null or {check[0]}", lambda value: value is None or check[1](value)
+
+
+def problems_of(settings: Any, checks: Mapping[str, Check]) -> list[str]:
+    """A phrase for each setting that has a value it does not accept."""
+    return [
+        f"{name} must be {wanted}, got {getattr(settings, name)!r}"
+        for name, (wanted, valid) in checks.items()
+        if not valid(getattr(settings, name))
+    ]
+
+
+BOOLEAN: Check = ("true or false", lambda value: isinstance(value, bool))
 # Every gram has norm 1: beyond this no digit of float64 is left for the data.
 _RIDGE = "a finite number >= 0 and at most 1e12"
-_NON_NEGATIVE = ("a finite number >= 0", lambda value: _is_number(value) and value >= 0)
-_POSITIVE_INTEGER = ("an integer >= 1", lambda value: _is_integer(value, 1))
+_NON_NEGATIVE = ("a finite number >= 0", lambda value: is_number(value) and value >= 0)
 
-_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("ridge_lambda", _RIDGE, _is_ridge),
-    ("mix_alpha", "a number in [0, 1]", lambda value: _is_number(value) and 0 <= value <= 1),
-    (
-        "anchor_rho",
+_FOLDER: Check = ("null or a folder's path", _is_folder_or_none)
+
+_CHECKS: dict[str, Check] = {
+    "ridge_lambda": (_RIDGE, _is_ridge),
+    "mix_alpha": ("a number in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1),
+    "anchor_rho": (
         "a finite number from -1000 to 1000 (2 is twice as far from the base as the merged model)",
-        lambda value: _is_number(value) and abs(value) <= 1000,
+        lambda value: is_number(value) and abs(value) <= 1000,
     ),
-    ("eps", _RIDGE, _is_ridge),
-    ("samples_per_task", *_POSITIVE_INTEGER),
-    ("batch_size", *_POSITIVE_INTEGER),
-    ("seed", "an integer >= 0", lambda value: _is_integer(value, 0)),
-    ("calibrate_bias", *_BOOLEAN),
-    ("calibrate_norm", *_BOOLEAN),
-    ("modules", "null or a non-empty list of patterns", _is_pattern_list),
-    ("token_weights", *_one_of(TOKEN_WEIGHTS)),
-    ("decoder_rows", *_one_of(DECODER_ROWS)),
-    ("calibration_split", *_one_of(CALIBRATION_SPLITS)),
-    ("calibration_targets", *_one_of(CALIBRATION_TARGETS)),
-    ("generated_tokens", *_POSITIVE_INTEGER),
-    ("max_length", "null or an integer >= 2", lambda value: value is None or _is_integer(value, 2)),
-    (
-        "family",
+    "eps": (_RIDGE, _is_ridge),
+    "samples_per_task": integer(1),
+    "batch_size": integer(1),
+    "seed": integer(0),
+    "calibrate_bias": BOOLEAN,
+    "calibrate_norm": BOOLEAN,
+    "modules": ("null or a non-empty list of patterns", _is_pattern_list),
+    "token_weights": one_of(TOKEN_WEIGHTS),
+    "decoder_rows": one_of(DECODER_ROWS),
+    "calibration_split": one_of(CALIBRATION_SPLITS),
+    "calibration_targets": one_of(CALIBRATION_TARGETS),
+    "generated_tokens": integer(1),
+    "max_length": nullable(integer(2)),
+    "family": (
         "a family's name, a mapping with its `name`, or a Family",
         lambda value: value is not None and value != "",
     ),
-    ("ignore_config", "a list of config keys, such as [hidden_act]", _is_text_list),
-    ("stream_experts", *_one_of(STREAM_EXPERTS)),
-    (
-        "expert_read_budget",
+    "ignore_config": ("a list of config keys, such as [hidden_act]", _is_text_list),
+    "stream_experts": one_of(STREAM_EXPERTS),
+    "expert_read_budget": (
         "null, a whole number of bytes >= 1, an amount such as 800MB or 1.5GiB (units B, KB to TB, "
         "KiB to TiB), or a share of a full read up to 100%, such as 50%",
         _is_budget_or_none,
     ),
-    ("log_drift", *_BOOLEAN),
-    ("linear_kernel", *_one_of(LINEAR_KERNELS)),
-    ("sums_precision", *_one_of(SUMS_PRECISIONS)),
-    ("activations", *_one_of(ACTIVATIONS)),
-    ("activations_dir", "null or a folder's path", _is_folder_or_none),
-    ("checkpoint_dir", "null or a folder's path", _is_folder_or_none),
-    ("resume", *_BOOLEAN),
-    (
-        "decode_workers",
+    "log_drift": BOOLEAN,
+    "linear_kernel": one_of(LINEAR_KERNELS),
+    "sums_precision": one_of(SUMS_PRECISIONS),
+    "activations": one_of(ACTIVATIONS),
+    "activations_dir": _FOLDER,
+    "checkpoint_dir": _FOLDER,
+    "resume": BOOLEAN,
+    "decode_workers": (
         "auto or an integer >= 0",
         lambda value: value == "auto" or _is_integer(value, 0),
     ),
-    ("pixel_cache_mb", *_NON_NEGATIVE),
-    ("cache_dir", "null or a folder's path", _is_folder_or_none),
-)
+    "pixel_cache_mb": _NON_NEGATIVE,
+    "cache_dir": _FOLDER,
+}
 
-ACCEPTED = {name: wanted for name, wanted, _ in _CHECKS}
+ACCEPTED = {name: wanted for name, (wanted, _) in _CHECKS.items()}
 """Setting -> the values that it accepts, in words."""

@@ -14,12 +14,12 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.calibration import CalibrationResult
-from fusion_bench_featcal.comparison.methods import FeatCal
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.fusionbench.options import checked_choices
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.run_results import RunResults, method_name
 from fusion_bench_featcal.fusionbench.saving import CompleteSaver
+from fusion_bench_featcal.methods import FeatCal
 from fusion_bench_featcal.results import Cost
 from fusion_bench_featcal.suites import image
 

@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 from process_group import in_forks, in_processes
 
-from fusion_bench_featcal.baselines.algorithms import SurgeryAlgorithm
-from fusion_bench_featcal.baselines.peer_algorithms import AnchorOnlyAlgorithm, LotAlgorithm
-from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorithm
 from fusion_bench_featcal.engine import processes as waiting
 from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.fusionbench.ending import ending_cleanly
+from fusion_bench_featcal.methods.standalone import (
+    AnchorOnlyAlgorithm,
+    LotAlgorithm,
+    SurgeryAlgorithm,
+    SurgeryV2Algorithm,
+)
 
 PROGRAM = SimpleNamespace()
 

@@ -35,8 +35,6 @@ from transformers import (
 )
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.baselines.algorithms import RidgeSurgeryAlgorithm
-from fusion_bench_featcal.baselines.peer_algorithms import RegMeanAlgorithm
 from fusion_bench_featcal.comparison import ComparisonAlgorithm
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.families import check_family, resolve_family
@@ -48,6 +46,7 @@ from fusion_bench_featcal.fusionbench.pool_checks import (
 )
 from fusion_bench_featcal.fusionbench.pool_models import file_source, load_pool_model
 from fusion_bench_featcal.fusionbench.program import take_default_taskpool
+from fusion_bench_featcal.methods.standalone import RegMeanAlgorithm, RidgeSurgeryAlgorithm
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 MERGER = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}

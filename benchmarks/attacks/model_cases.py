@@ -24,7 +24,7 @@ from attacks.judging import (
     expect,
 )
 from attacks.worlds import AVERAGE, World, calibrated
-from fusion_bench_featcal.baselines.peer_algorithms import RegMeanAlgorithm
+from fusion_bench_featcal.methods.standalone import RegMeanAlgorithm
 
 NAN, INFINITY = float("nan"), float("inf")
 

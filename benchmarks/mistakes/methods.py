@@ -5,28 +5,36 @@ from mistakes.entry import Mutation
 MUTATIONS = [
     Mutation(
         "Surgery adds its drift",
-        "baselines/surgery.py",
-        "return features - self.drift(features)",
-        "return features + self.drift(features)",
+        "methods/corrected_model.py",
+        """self.up)
+
+    def forward(self, features: Tensor) -> Tensor:
+        \"\"\"Correct features `[..., d]`.\"\"\"
+        return features - self.drift(features)""",
+        """self.up)
+
+    def forward(self, features: Tensor) -> Tensor:
+        \"\"\"Correct features `[..., d]`.\"\"\"
+        return features + self.drift(features)""",
         "baselines/test_surgery.py",
     ),
     Mutation(
         "Surgery trained on squared errors",
-        "baselines/surgery.py",
+        "methods/surgery.py",
         "return functional.l1_loss(module(merged), expert)",
         "return functional.mse_loss(module(merged), expert)",
         "baselines/test_surgery_agreement.py baselines/test_surgery.py",
     ),
     Mutation(
         "Surgery's bottleneck is linear",
-        "baselines/surgery.py",
+        "methods/corrected_model.py",
         "functional.linear(torch.relu(functional.linear(features, self.down)), self.up)",
         "functional.linear(functional.linear(features, self.down), self.up)",
         "baselines/test_surgery.py",
     ),
     Mutation(
         "ProbSurgery's divergence has a wrong sign",
-        "baselines/prob_surgery.py",
+        "methods/prob_surgery.py",
         "mean.square() - 1 - log_variance)",
         "mean.square() - 1 + log_variance)",
         "baselines/test_prob_surgery.py",
@@ -61,35 +69,35 @@ MUTATIONS = [
     ),
     Mutation(
         "ridge surgery's lambda not relative to the features",
-        "baselines/ridge_surgery.py",
+        "methods/ridge_surgery.py",
         "return power / (power + ridge_lambda * self.scale)",
         "return power / (power + ridge_lambda)",
         "baselines/test_ridge_surgery.py",
     ),
     Mutation(
         "ridge surgery chooses lambda on the samples it fits",
-        "baselines/ridge_surgery.py",
+        "methods/ridge_surgery.py",
         "(residual / (1 - leverage)[:, None])",
         "residual",
         "baselines/test_ridge_surgery.py",
     ),
     Mutation(
         "Surgery's batches are not shuffled",
-        "baselines/training.py",
+        "methods/training.py",
         "torch.randperm(samples, generator=generator).split(batch_size)",
         "torch.arange(samples).split(batch_size)",
         "baselines/test_surgery.py",
     ),
     Mutation(
         "SurgeryV2 compares first tokens, not means",
-        "baselines/surgery_v2.py",
+        "methods/corrected_clip.py",
         "means.append(corrected.flatten(1, -2).mean(1)",
         "means.append(corrected.flatten(1, -2)[:, 0]",
         "baselines/test_surgery_v2.py",
     ),
     Mutation(
         "Surgery sees the labels of test texts",
-        "baselines/features.py",
+        "methods/feature_correction.py",
         'calibration_targets="generated" if answers else settings.calibration_targets',
         "calibration_targets=settings.calibration_targets",
         "baselines/test_text_post_merging.py",

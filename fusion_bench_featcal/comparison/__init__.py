@@ -1,8 +1,11 @@
 """`method=compare`: every merger with every post-merging method, on equal terms."""
 
 from fusion_bench_featcal.comparison.algorithm import ComparisonAlgorithm
-from fusion_bench_featcal.comparison.baseline_methods import AnchorOnly, FeatureCorrection
-from fusion_bench_featcal.comparison.methods import CellInputs, Chain, FeatCal, PostMerging
+from fusion_bench_featcal.comparison.entries import feature_correction as FeatureCorrection
+from fusion_bench_featcal.methods.anchor_only import AnchorOnly
+from fusion_bench_featcal.methods.featcal import FeatCal
+from fusion_bench_featcal.methods.interface import Chain, PostMerging
+from fusion_bench_featcal.methods.interface import MethodInputs as CellInputs
 
 __all__ = [
     "AnchorOnly",

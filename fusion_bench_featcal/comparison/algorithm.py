@@ -20,7 +20,6 @@ from fusion_bench_featcal.comparison.fingerprint import (
     describe_task_pool,
 )
 from fusion_bench_featcal.comparison.grid import Grid, GridChoices, for_pool, make_grid
-from fusion_bench_featcal.comparison.methods import CellInputs
 from fusion_bench_featcal.comparison.reports import check_places, write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.fusionbench.ending import ending_cleanly
@@ -31,6 +30,7 @@ from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_m
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import log_reports, suite_name
 from fusion_bench_featcal.image_cache import ImageCache
+from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
@@ -154,7 +154,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         inputs.images.close()
         self._report(suite, run)
 
-    def _inputs(self, modelpool: BaseModelPool) -> CellInputs:
+    def _inputs(self, modelpool: BaseModelPool) -> MethodInputs:
         taskpool = getattr(self._program, "taskpool", None)
         if taskpool is None:
             raise CalibrationError(
@@ -170,9 +170,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if self.fabric.world_size > 1:
             raise CalibrationError("compare runs on one device: set fabric.devices=1")
         images = ImageCache(self.pixel_cache_mb, self.cache_dir)
-        return CellInputs(modelpool, taskpool, self.fabric, images)
+        return MethodInputs(modelpool, taskpool, self.fabric, images)
 
-    def _check(self, grid: Grid, inputs: CellInputs) -> None:
+    def _check(self, grid: Grid, inputs: MethodInputs) -> None:
         """Refuse what cannot work before a model is loaded; experts against the base at once."""
         check_pool_models(inputs.modelpool, self.fabric)
         for name, method in grid.cells.items():
@@ -185,7 +185,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if inputs.modelpool.has_pretrained:
             check_pool_experts(inputs.modelpool, load_pool_model(inputs.modelpool, BASE_MODEL))
 
-    def _conditions(self, inputs: CellInputs, files: FileDigests) -> dict[str, Any]:
+    def _conditions(self, inputs: MethodInputs, files: FileDigests) -> dict[str, Any]:
         return {
             "modelpool": describe_pool(inputs.modelpool, files),
             "taskpool": describe_task_pool(inputs.taskpool, files),

@@ -21,12 +21,12 @@ from fusion_bench_featcal.comparison.digests import FileDigests, describe_code
 from fusion_bench_featcal.comparison.fingerprint import fingerprint
 from fusion_bench_featcal.comparison.grid import NONE, Grid, Merger
 from fusion_bench_featcal.comparison.inference import InferenceTimer
-from fusion_bench_featcal.comparison.methods import CellInputs, seed_of
 from fusion_bench_featcal.comparison.store import CellResult, ResultStore
 from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
+from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
 from fusion_bench_featcal.results import BASE, UNAVAILABLE, measure
 from fusion_bench_featcal.results.cost import (
     MODULES_ADDED,
@@ -59,7 +59,7 @@ class GridRun:
     """
 
     grid: Grid
-    inputs: CellInputs
+    inputs: MethodInputs
     store: ResultStore
     conditions: Mapping[str, Any]
     seed: int

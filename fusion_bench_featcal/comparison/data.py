@@ -17,14 +17,13 @@ log = logging.getLogger(__name__)
 
 _SPLITS = ("train", "val", "test")
 _OWN = "fusion_bench_featcal."
+_WITHOUT_DATA = ("AnchorOnly", "AnchorOnlyAlgorithm")  # our own, under any of their paths
 # By `_target_` or, for FusionBench's older methods, `name`; all others may read any split.
 _SPLITS_READ: dict[str, tuple[str, ...]] = {
     "fusion_bench.method.SimpleAverageAlgorithm": (),
     "fusion_bench.method.TaskArithmeticAlgorithm": (),
     "fusion_bench.method.TiesMergingAlgorithm": (),
     "fusion_bench.method.WUDIMerging": (),
-    f"{_OWN}comparison.AnchorOnly": (),
-    f"{_OWN}baselines.peer_algorithms.AnchorOnlyAlgorithm": (),
     "clip_layer_wise_adamerging": ("test",),
     "clip_task_wise_adamerging": ("test",),
 }
@@ -156,6 +155,8 @@ def _draws(config: Any, settings: Any) -> Iterator[Draw]:
         return
     values = {**config, **(settings if isinstance(settings, Mapping) else {})}
     number, seed = values.get("samples_per_task"), values.get("seed", 42)
+    if kind.startswith(_OWN) and kind.rpartition(".")[2] in _WITHOUT_DATA:
+        return
     if kind in _SPLITS_READ or not kind.startswith(_OWN) or number is None:
         yield from (Draw(split) for split in _SPLITS_READ.get(kind, _SPLITS))
         return

@@ -8,9 +8,31 @@ from typing import Any
 from fusion_bench.compat.method import AlgorithmFactory
 from hydra.utils import get_object, instantiate
 
+from fusion_bench_featcal.methods.interface import PostMerging
+from fusion_bench_featcal.methods.prob_surgery import ProbSurgery
+from fusion_bench_featcal.methods.ridge_surgery import RidgeSurgery
+from fusion_bench_featcal.methods.surgery import Surgery
+from fusion_bench_featcal.methods.surgery_v2 import SurgeryV2
 from fusion_bench_featcal.nearest_names import nearest_hint
 
 OWN = "fusion_bench_featcal."
+CORRECTIONS = {kind.name: kind for kind in (Surgery, ProbSurgery, RidgeSurgery, SurgeryV2)}
+
+
+def feature_correction(*, method: str, **settings: Any) -> PostMerging:
+    """A correction of features by its name.
+
+    Args:
+        method: `surgery`, `prob_surgery`, `ridge_surgery` or `surgery_v2`.
+        **settings: Of that method, `clip_model` and `final_norm` included.
+
+    Raises:
+        ValueError: If the method is unknown, or a setting is unknown or out of range.
+    """
+    if method not in CORRECTIONS:
+        known, hint = ", ".join(CORRECTIONS), nearest_hint(method, CORRECTIONS)
+        raise ValueError(f"method.method must be one of {known}, got {method!r}{hint}")
+    return CORRECTIONS[method](**settings)
 
 
 def check_target(config: Mapping[str, Any], place: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.comparison.entries import OWN, check_target, made_of
-from fusion_bench_featcal.comparison.methods import Chain, PostMerging
 from fusion_bench_featcal.fusionbench.options import check_merger, plain
+from fusion_bench_featcal.methods.interface import Chain, PostMerging
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 
 log = logging.getLogger(__name__)

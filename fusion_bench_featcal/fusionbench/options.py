@@ -2,8 +2,8 @@
 
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,21 @@ def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
     return {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
 
 
-def checked_settings(values: Mapping[str, Any]) -> FeatCalSettings:
+def checked_settings(
+    values: Mapping[str, Any],
+    kind: Any = FeatCalSettings,
+    names: Sequence[str] | None = None,
+    others: Sequence[str] = (),
+    owner: str = "featcal",
+) -> Any:
     """Settings from YAML.
 
     Args:
-        values: Values by name, as OmegaConf or plain objects.
+        values: Values by name, as OmegaConf or plain objects; what is absent keeps its default.
+        kind: The settings' dataclass.
+        names: Names of those fields that the method has; None: all.
+        others: The method's keys that are no settings, which may have been meant, too.
+        owner: The method, for the message.
 
     Returns:
         The settings.
@@ -67,8 +77,10 @@ def checked_settings(values: Mapping[str, Any]) -> FeatCalSettings:
     Raises:
         ValueError: If a key is unknown, with the nearest one, or a value out of range.
     """
-    refuse_unknown_settings(values, FeatCalSettings.names(), owner="featcal")
-    return FeatCalSettings(**{key: plain(value) for key, value in values.items()})
+    known = [field.name for field in fields(kind)] if names is None else names
+    unknown = [key for key in values if key not in known]
+    refuse_unknown_settings(unknown, [*known, *others], owner=owner)
+    return kind(**{key: plain(value) for key, value in values.items()})
 
 
 def checked_choices(

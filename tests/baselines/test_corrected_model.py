@@ -13,10 +13,10 @@ from tiny_pools import TASKS, tiny_pool, tiny_processor
 from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.baselines.projection import load_projection
-from fusion_bench_featcal.baselines.ridge_surgery import AffineModule
-from fusion_bench_featcal.baselines.surgery import SurgeryModule
-from fusion_bench_featcal.baselines.wrapper import CorrectedModel
+from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
+from fusion_bench_featcal.methods.projection import load_projection
+from fusion_bench_featcal.methods.ridge_surgery import AffineModule
+from fusion_bench_featcal.methods.surgery import SurgeryModule
 
 WIDTH = 12
 PIXELS = normal(0, 5, 3, 28, 28)

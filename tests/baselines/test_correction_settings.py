@@ -4,25 +4,22 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from fusion_bench_featcal.baselines.algorithms import (
-    ProbSurgeryAlgorithm,
-    RidgeSurgeryAlgorithm,
-    SurgeryAlgorithm,
-)
-from fusion_bench_featcal.baselines.peer_algorithms import (
-    AnchorOnlyAlgorithm,
-    LotAlgorithm,
-    RegMeanAlgorithm,
-    RegMeanPlusPlusAlgorithm,
-)
-from fusion_bench_featcal.baselines.settings import (
+from fusion_bench_featcal.methods import (
     ProbSurgerySettings,
     RidgeSurgerySettings,
+    Surgery,
     SurgerySettings,
-    setting_names,
-    settings_from,
 )
-from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorithm
+from fusion_bench_featcal.methods.standalone import (
+    AnchorOnlyAlgorithm,
+    LotAlgorithm,
+    ProbSurgeryAlgorithm,
+    RegMeanAlgorithm,
+    RegMeanPlusPlusAlgorithm,
+    RidgeSurgeryAlgorithm,
+    SurgeryAlgorithm,
+    SurgeryV2Algorithm,
+)
 
 KINDS = {
     "surgery": SurgerySettings,
@@ -79,12 +76,12 @@ def test_auto_needs_a_sample_to_leave_out():
 
 def test_older_name_of_the_steps_is_accepted(caplog):
     with caplog.at_level("INFO"):
-        assert settings_from(SurgerySettings, {"training_steps": 7}).steps == 7
+        assert SurgeryAlgorithm(training_steps=7).method.settings["steps"] == 7
     assert "training_steps is an older name of method.steps" in caplog.text
     with pytest.raises(ValueError, match=r"method\.steps is 8 and method\.training_steps"):
-        settings_from(SurgerySettings, {"training_steps": 7, "steps": 8})
+        Surgery(training_steps=7, steps=8)
     with pytest.raises(ValueError, match=r"method\.training_steps is no setting"):
-        settings_from(RidgeSurgerySettings, {"training_steps": 7})
+        RidgeSurgeryAlgorithm(training_steps=7)
 
 
 @pytest.mark.parametrize(
@@ -99,23 +96,9 @@ def test_older_name_of_the_steps_is_accepted(caplog):
         (RegMeanPlusPlusAlgorithm, "off_diagonals", "off_diagonal"),
         (LotAlgorithm, "modlues", "modules"),
         (AnchorOnlyAlgorithm, "base_metod", "base_method"),
+        (Surgery, "sample_per_task", "samples_per_task"),
     ],
 )
 def test_every_method_offers_the_nearest_of_all_its_keys(algorithm, key, nearest):
     with pytest.raises(ValueError, match=rf"method\.{key} .* nearest is '{nearest}'"):
         algorithm(**{key: 1})
-
-
-@pytest.mark.parametrize("kind", [SurgerySettings, ProbSurgerySettings, RidgeSurgerySettings])
-def test_unknown_key_names_the_nearest(kind):
-    with pytest.raises(ValueError, match=r"method\.sample_per_task .* 'samples_per_task'"):
-        settings_from(kind, {"sample_per_task": 8})
-
-
-@pytest.mark.parametrize("kind", KINDS.values())
-def test_settings_are_frozen_and_come_from_values(kind):
-    settings = settings_from(kind, {"seed": 7})
-    assert settings.seed == 7
-    assert "seed" in setting_names(kind)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        settings.seed = 8

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.baselines.final_states import FinalStates, target_rows
-from fusion_bench_featcal.baselines.language_model import CorrectedLanguageModel
-from fusion_bench_featcal.baselines.ridge_surgery import AffineModule
-from fusion_bench_featcal.baselines.settings import ProbSurgerySettings, SurgerySettings
-from fusion_bench_featcal.baselines.surgery import SurgeryModule, initial_surgery
-from fusion_bench_featcal.baselines.wrapper import CorrectedModel
+from fusion_bench_featcal.methods import ProbSurgerySettings, SurgerySettings
+from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
+from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
+from fusion_bench_featcal.methods.final_states import FinalStates, target_rows
+from fusion_bench_featcal.methods.ridge_surgery import AffineModule
+from fusion_bench_featcal.methods.surgery import SurgeryModule, initial_surgery
 
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
 WIDTH = 8
@@ -227,7 +227,7 @@ def test_copies_carry_their_corrections():
 
 
 def test_scaled_kl_weight_follows_the_states():
-    from fusion_bench_featcal.baselines.prob_surgery import kl_term
+    from fusion_bench_featcal.methods.prob_surgery import kl_term
 
     states = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(0))
     small, large = (kl_term(size * states, "scaled") for size in (1.0, 3.0))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.baselines.lot import lot
-from fusion_bench_featcal.baselines.peer_algorithms import LotAlgorithm
 from fusion_bench_featcal.baselines.regmean import regmean
+from fusion_bench_featcal.methods.standalone import LotAlgorithm
 
 
 def run(merge, suite: Suite, **options) -> nn.Module:

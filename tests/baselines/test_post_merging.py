@@ -18,19 +18,19 @@ from tiny_pools import TASKS, cpu_fabric, pictures, tiny_pool, tiny_processor
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.baselines.algorithms import (
-    ProbSurgeryAlgorithm,
-    RidgeSurgeryAlgorithm,
-    SurgeryAlgorithm,
-)
-from fusion_bench_featcal.baselines.post_merging import check_post_merging, post_merge
-from fusion_bench_featcal.baselines.settings import (
+from fusion_bench_featcal.calibration_data import draw_samples
+from fusion_bench_featcal.methods import (
     ProbSurgerySettings,
     RidgeSurgerySettings,
     SurgerySettings,
 )
-from fusion_bench_featcal.baselines.wrapper import CorrectedModel
-from fusion_bench_featcal.calibration_data import draw_samples
+from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
+from fusion_bench_featcal.methods.feature_correction import check_post_merging, post_merge
+from fusion_bench_featcal.methods.standalone import (
+    ProbSurgeryAlgorithm,
+    RidgeSurgeryAlgorithm,
+    SurgeryAlgorithm,
+)
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.tasks import ClipTaskPool

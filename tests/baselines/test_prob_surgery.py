@@ -3,15 +3,15 @@ import torch
 from feature_problems import distance, normal, planted_drift
 from torch.distributions import Normal, kl_divergence
 
-from fusion_bench_featcal.baselines.prob_surgery import (
+from fusion_bench_featcal.methods import ProbSurgerySettings
+from fusion_bench_featcal.methods.prob_surgery import (
     ProbSurgeryModule,
     initial_prob_surgery,
     kl_term,
     standard_normal_kl,
     train_prob_surgery,
 )
-from fusion_bench_featcal.baselines.settings import ProbSurgerySettings
-from fusion_bench_featcal.baselines.training import shuffled_batches, task_generator
+from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
 
 
 def test_kl_term_equals_torch_distributions():

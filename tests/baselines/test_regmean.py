@@ -10,8 +10,8 @@ from tiny_models import Suite, blocks_of, clip_suite, gpt2_suite, residual_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.baselines.peer_algorithms import RegMeanAlgorithm
 from fusion_bench_featcal.baselines.regmean import regmean
+from fusion_bench_featcal.methods.standalone import RegMeanAlgorithm
 
 
 def run(suite: Suite, **options) -> nn.Module:

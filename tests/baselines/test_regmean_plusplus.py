@@ -8,9 +8,9 @@ from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite
 from torch import nn
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
-from fusion_bench_featcal.baselines.peer_algorithms import RegMeanPlusPlusAlgorithm
 from fusion_bench_featcal.baselines.regmean import regmean
 from fusion_bench_featcal.baselines.regmean_plusplus import regmean_plusplus
+from fusion_bench_featcal.methods.standalone import RegMeanPlusPlusAlgorithm
 
 
 def run(merge, suite: Suite, family=None, **options) -> nn.Module:

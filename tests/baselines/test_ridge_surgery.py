@@ -3,8 +3,8 @@ import torch
 from feature_problems import normal
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.baselines.ridge_surgery import GRID, fit_ridge_surgery, left_out_errors
-from fusion_bench_featcal.baselines.settings import RidgeSurgerySettings
+from fusion_bench_featcal.methods import RidgeSurgerySettings
+from fusion_bench_featcal.methods.ridge_surgery import GRID, fit_ridge_surgery, left_out_errors
 
 
 def fit(merged, expert, strength):

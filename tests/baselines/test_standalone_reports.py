@@ -1,7 +1,7 @@
 """Baselines run by themselves leave reports as FeatCal does, but not as parts of other methods."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning
 import pytest
@@ -10,50 +10,76 @@ from comparison_parts import MERGERS, FakeProgram, SignTaskPool, model_pool
 from lightning.fabric.loggers import CSVLogger
 from torch import nn
 
-from fusion_bench_featcal.baselines.settings import RidgeSurgerySettings
 from fusion_bench_featcal.comparison import FeatureCorrection
 from fusion_bench_featcal.fusionbench import run_results as results
-from fusion_bench_featcal.fusionbench.standalone import Row, run_merging, run_post_merging
+from fusion_bench_featcal.methods import RidgeSurgerySettings
+from fusion_bench_featcal.methods.standalone import MergerAlgorithm, PostMergingAlgorithm
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.curves import load_curves
 
 DRAWN = {"left": {"samples": 3, "split": "train"}, "right": {"samples": 3, "split": "test"}}
-ROW = Row(name="doubled", settings={"factor": 2}, seed=7, samples=lambda model: DRAWN)
 
 
-class Algorithm:
-    """What `run_merging` and `run_post_merging` ask of a method that the program runs."""
+class Double:
+    """Both a post-merging method and a merger."""
 
-    base_method = MERGERS["simple_average"]
+    name = "doubled"
+    older_names = ()
+    _config_mapping: ClassVar = {"factor": "factor", "seed": "seed"}
 
-    def __init__(self, folder: Path, *, is_run: bool = True) -> None:
-        logger = CSVLogger(root_dir=folder, name="logs", version="")
-        self.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
-        self.log_dir = logger.log_dir
-        self._program: Any = FakeProgram(SignTaskPool())
-        self._program.method = self if is_run else None
+    def __init__(self, factor: float = 2, seed: int = 7) -> None:
+        self.settings = {"factor": factor, "seed": seed}
+
+    def check(self, inputs: Any) -> None:
+        pass
+
+    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
+        for parameter in merged.parameters():
+            parameter.data.mul_(self.settings["factor"])
+        merged.curves = {"left": [(0, 2.0), (20, 1.0)]}  # type: ignore[assignment]
+        return merged
+
+    def merge(self, inputs: Any) -> nn.Module:
+        return self.post_merge(inputs.modelpool.load_model("left"), inputs)
+
+    def samples(self, model: Any, tasks: Any) -> dict[str, Any]:
+        return DRAWN
 
 
-def doubled(model: nn.Module) -> nn.Module:
-    for parameter in model.parameters():
-        parameter.data.mul_(2)
-    model.curves = {"left": [(0, 2.0), (20, 1.0)]}  # type: ignore[assignment]
-    return model
+class Improving(PostMergingAlgorithm, kind=Double):
+    pass
+
+
+class Merging(MergerAlgorithm, kind=Double):
+    pass
+
+
+def algorithm(kind: type, folder: Path, *, is_run: bool = True, **keys: Any) -> Any:
+    """A method with a program, which runs it or another one."""
+    made: Any = kind(**keys)
+    logger = CSVLogger(root_dir=folder, name="logs", version="")
+    made.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
+    made._program = FakeProgram(SignTaskPool())
+    made._program.method = made if is_run else None
+    return made
+
+
+IMPROVING = {"base_method": MERGERS["simple_average"]}
 
 
 def test_improved_model_stands_beside_the_merged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results.atexit, "register", lambda _: None)  # prints when all is over
-    algorithm = Algorithm(tmp_path)
-    taskpool = algorithm._program.taskpool
-    model = run_post_merging(algorithm, model_pool(), ROW, doubled)
+    method = algorithm(Improving, tmp_path, **IMPROVING)
+    taskpool = method._program.taskpool
+    model = method.run(model_pool())
     report = Report.load(tmp_path / "logs")
     assert list(report.rows) == ["simple_average", "doubled"]
     assert report.upstream == "simple_average"
     assert report.settings == {
         "simple_average": MERGERS["simple_average"],
-        "doubled": {"factor": 2},
+        "doubled": {"factor": 2, "seed": 7},
     }
     assert report.seeds == {"doubled": 7}
     assert report.samples == {"doubled": DRAWN}
@@ -66,29 +92,22 @@ def test_improved_model_stands_beside_the_merged_one(
     assert (tmp_path / "logs" / "metrics.csv").is_file()
     assert load_curves(tmp_path / "logs") == {"doubled": {"left": [(0, 2.0), (20, 1.0)]}}
     assert taskpool.evaluated == 2
-    assert (
-        algorithm._program.taskpool.evaluate(model)["left"]["accuracy"]
-        == (report.rows["doubled"]["left"])
-    )
+    again = method._program.taskpool.evaluate(model)
+    assert again["left"]["accuracy"] == report.rows["doubled"]["left"]
     assert taskpool.evaluated == 2  # the evaluation is given again, not made again
 
 
 def test_merger_is_a_row_of_its_own(tmp_path: Path) -> None:
-    run_merging(
-        Algorithm(tmp_path), model_pool(), ROW, lambda: doubled(model_pool().load_model("left"))
-    )
+    algorithm(Merging, tmp_path).run(model_pool())
     report = Report.load(tmp_path / "logs")
     assert list(report.rows) == ["doubled"] and report.upstream == "doubled"
 
 
-@pytest.mark.parametrize("post_merging", [True, False])
-def test_part_of_another_method_reports_nothing(tmp_path: Path, post_merging: bool) -> None:
-    algorithm = Algorithm(tmp_path, is_run=False)
-    if post_merging:
-        run_post_merging(algorithm, model_pool(), ROW, doubled)
-    else:
-        run_merging(algorithm, model_pool(), ROW, lambda: doubled(nn.Linear(1, 1)))
-    assert algorithm._program.taskpool.evaluated == 0
+@pytest.mark.parametrize(("kind", "keys"), [(Improving, IMPROVING), (Merging, {})])
+def test_part_of_another_method_reports_nothing(tmp_path: Path, kind: type, keys: Any) -> None:
+    method = algorithm(kind, tmp_path, is_run=False, **keys)
+    method.run(model_pool())
+    assert method._program.taskpool.evaluated == 0
     assert not (tmp_path / "logs").exists()
 
 
@@ -114,18 +133,14 @@ def test_command_leaves_a_report_that_fits_a_comparisons(tmp_path: Path) -> None
 
 
 def test_model_is_saved_before_it_is_evaluated(tmp_path: Path, monkeypatch) -> None:
-    class Folder(nn.Module):
-        def save_pretrained(self, path: str) -> None:
-            Path(path).mkdir()
-
     def evaluated(*_: Any, **__: Any) -> None:
         assert "- factor: `2`" in (tmp_path / "saved" / "README.md").read_text()
         raise RuntimeError("the evaluation failed")
 
-    algorithm, pool = Algorithm(tmp_path), model_pool()
-    algorithm._program.merged_model_save_path = str(tmp_path / "saved")
+    method, pool = algorithm(Merging, tmp_path), model_pool()
+    method._program.merged_model_save_path = str(tmp_path / "saved")
     monkeypatch.setattr(results, "evaluate", evaluated)
-    monkeypatch.setattr(pool, "save_model", lambda model, path: model.save_pretrained(path))
+    monkeypatch.setattr(pool, "save_model", lambda model, path: Path(path).mkdir())
     with pytest.raises(RuntimeError, match="the evaluation failed"):
-        run_merging(algorithm, pool, ROW, Folder)
+        method.run(pool)
     assert (tmp_path / "saved" / "README.md").is_file()

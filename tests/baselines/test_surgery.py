@@ -3,9 +3,9 @@ import torch
 from feature_problems import distance, normal, planted_drift
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.baselines.settings import SurgerySettings
-from fusion_bench_featcal.baselines.surgery import SurgeryModule, initial_surgery, train_surgery
-from fusion_bench_featcal.baselines.training import shuffled_batches, task_generator
+from fusion_bench_featcal.methods import SurgerySettings
+from fusion_bench_featcal.methods.surgery import SurgeryModule, initial_surgery, train_surgery
+from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
 
 SHORT = SurgerySettings(rank=4, steps=20)
 

@@ -14,12 +14,12 @@ from omegaconf import DictConfig
 from tiny_pools import TASKS, cpu_fabric, tiny_pool, tiny_processor
 from transformers import CLIPModel, CLIPVisionModel
 
-from fusion_bench_featcal.baselines.features import all_features, open_stream
-from fusion_bench_featcal.baselines.projection import ProjectedFeatures, load_projection
-from fusion_bench_featcal.baselines.settings import SurgerySettings
-from fusion_bench_featcal.baselines.surgery import SurgeryModule, initial_surgery, train_surgery
-from fusion_bench_featcal.baselines.training import shuffled_batches, task_generator
-from fusion_bench_featcal.baselines.wrapper import CorrectedModel
+from fusion_bench_featcal.methods import SurgerySettings
+from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
+from fusion_bench_featcal.methods.feature_correction import all_features, open_stream
+from fusion_bench_featcal.methods.projection import ProjectedFeatures, load_projection
+from fusion_bench_featcal.methods.surgery import SurgeryModule, initial_surgery, train_surgery
+from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
 
 STEPS = 6
 SETTINGS = SurgerySettings(steps=STEPS, batch_size=4, normalize="pre", learning_rate=1e-3)

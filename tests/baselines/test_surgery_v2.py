@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.baselines.layer_corrected import LayerCorrectedModel, clip_blocks
-from fusion_bench_featcal.baselines.projection import load_projection
-from fusion_bench_featcal.baselines.settings import SurgerySettings
-from fusion_bench_featcal.baselines.surgery_v2 import (
+from fusion_bench_featcal.families import CLIP
+from fusion_bench_featcal.methods import SurgerySettings
+from fusion_bench_featcal.methods.corrected_clip import LayerCorrectedModel, clip_blocks
+from fusion_bench_featcal.methods.projection import load_projection
+from fusion_bench_featcal.methods.standalone import SurgeryV2Algorithm
+from fusion_bench_featcal.methods.surgery_v2 import (
     corrected_blocks,
     initial_layer_surgery,
     site_features,
     train_surgery_v2,
 )
-from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorithm
-from fusion_bench_featcal.families import CLIP
 
 BLOCKS = [f"layers.{i}" for i in range(3)]
 QUICK = SurgerySettings(rank=6, steps=20, batch_size=20, learning_rate=1e-2)
@@ -159,7 +159,7 @@ def corrected_model(folders) -> LayerCorrectedModel:
 def features_by_hand(model: LayerCorrectedModel, task: str) -> Tensor:
     """Block by block, without hooks."""
     tower: Any = model.model
-    surgery = model._surgery(task)
+    surgery = model.correction(task)
     call = CLIP.begin(tower, {"pixel_values": PIXELS}, clip_blocks(tower)[0])
     for block, part in zip(clip_blocks(tower), surgery.blocks, strict=True):
         hidden, call = CLIP.step(tower, block, call)

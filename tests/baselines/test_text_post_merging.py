@@ -12,18 +12,24 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.baselines.algorithms import RidgeSurgeryAlgorithm, SurgeryAlgorithm
-from fusion_bench_featcal.baselines.features import open_stream
-from fusion_bench_featcal.baselines.final_states import FinalStates
-from fusion_bench_featcal.baselines.language_model import CorrectedLanguageModel
-from fusion_bench_featcal.baselines.post_merging import check_post_merging, post_merge
-from fusion_bench_featcal.baselines.settings import (
+from fusion_bench_featcal.fusionbench.saving import CompleteSaver
+from fusion_bench_featcal.methods import (
     ProbSurgerySettings,
     RidgeSurgerySettings,
     SurgerySettings,
 )
-from fusion_bench_featcal.baselines.surgery_v2_algorithm import SurgeryV2Algorithm
-from fusion_bench_featcal.fusionbench.saving import CompleteSaver
+from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
+from fusion_bench_featcal.methods.feature_correction import (
+    check_post_merging,
+    open_stream,
+    post_merge,
+)
+from fusion_bench_featcal.methods.final_states import FinalStates
+from fusion_bench_featcal.methods.standalone import (
+    RidgeSurgeryAlgorithm,
+    SurgeryAlgorithm,
+    SurgeryV2Algorithm,
+)
 from fusion_bench_featcal.pools import CausalLMPool
 from fusion_bench_featcal.tasks import TextTaskPool
 from fusion_bench_featcal.tasks.text_generation import greedy_answers
@@ -207,7 +213,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(pool, kind):
         SurgeryV2Algorithm(base_method=base).run(bad)
     with pytest.raises(ValueError, match=r"method\.final_norm must be a name"):
         SurgeryAlgorithm(final_norm=3)
-    with pytest.raises(ValueError, match=r"method\.max_length is no setting of SurgeryV2"):
+    with pytest.raises(ValueError, match=r"method\.max_length is no setting of surgery_v2"):
         SurgeryV2Algorithm(max_length=3)
     with pytest.raises(ValueError, match=r"method\.calibration_targets must be one of labels"):
         SurgerySettings(calibration_targets="answers")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fusion_bench_featcal.baselines.settings import SurgerySettings
-from fusion_bench_featcal.baselines.surgery import train_surgery
-from fusion_bench_featcal.baselines.training import CURVE_WINDOW, Losses
+from fusion_bench_featcal.methods import SurgerySettings
+from fusion_bench_featcal.methods.surgery import train_surgery
+from fusion_bench_featcal.methods.training import CURVE_WINDOW, Losses
 
 
 def curve_of(*values: float) -> list[tuple[int, float]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fusion_bench_featcal.comparison import Chain, ComparisonAlgorithm, FeatCal
 from fusion_bench_featcal.comparison.grid import GridChoices, for_pool, make_grid
-from fusion_bench_featcal.comparison.methods import seed_of
+from fusion_bench_featcal.methods.interface import seed_of
 from fusion_bench_featcal.settings import CalibrationError
 
 WUDI = "fusion_bench.method.WUDIMerging"
@@ -77,7 +77,7 @@ def test_bad_grid_is_refused(choices: dict[str, Any], message: str) -> None:
 
 
 CORRECTION = "fusion_bench_featcal.comparison.FeatureCorrection"
-REGMEAN = "fusion_bench_featcal.baselines.peer_algorithms.RegMeanAlgorithm"
+REGMEAN = "fusion_bench_featcal.methods.standalone.RegMeanAlgorithm"
 ANCHOR = "fusion_bench_featcal.comparison.AnchorOnly"
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.baselines.surgery import SurgeryModule
-from fusion_bench_featcal.baselines.wrapper import CorrectedModel
 from fusion_bench_featcal.comparison import inference
 from fusion_bench_featcal.comparison.inference import BATCH, REPEATS, InferenceTimer
+from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
+from fusion_bench_featcal.methods.surgery import SurgeryModule
 from fusion_bench_featcal.results import UNAVAILABLE
 
 FABRIC = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)

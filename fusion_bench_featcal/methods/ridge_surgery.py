@@ -4,40 +4,64 @@ It asks how much of Surgery is its training: same features, same place, no steps
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from fusion_bench_featcal.baselines.settings import RidgeSurgerySettings
-from fusion_bench_featcal.baselines.training import check_features
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.methods.corrected_model import AffineModule
+from fusion_bench_featcal.methods.feature_correction import (
+    CHECKS,
+    CorrectionSettings,
+    FeatureCorrection,
+    TaskFeatures,
+)
+from fusion_bench_featcal.methods.training import OnStep, check_features
+from fusion_bench_featcal.settings import CalibrationError, is_number
 
 GRID = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
 """Values of `ridge_lambda` that `auto` tries: 1e-4 to 1e2, two a decade."""
 
 
-class AffineModule(nn.Module):
-    """One task's correction: `f - (A f + b)`.
+@dataclass(frozen=True, kw_only=True)
+class RidgeSurgerySettings(CorrectionSettings):
+    """Settings of ridge surgery: one affine correction a task, in closed form.
 
     Attributes:
-        matrix: A, `[d, d]`.
-        shift: b, `[d]`.
+        ridge_lambda: Pull towards no correction, >= 0, relative to the features' mean variance; or
+            `auto`: the value of a fixed grid with the least leave-one-out error, which takes two
+            samples a task.
     """
 
-    def __init__(self, matrix: Tensor, shift: Tensor) -> None:
-        """Take over matrix and shift, frozen."""
-        super().__init__()
-        self.matrix = nn.Parameter(matrix, requires_grad=False)
-        self.shift = nn.Parameter(shift, requires_grad=False)
+    ridge_lambda: float | str = "auto"
+    stream: str = "calibration"
 
-    def drift(self, features: Tensor) -> Tensor:
-        """Correction to subtract from features `[..., d]`."""
-        return functional.linear(features, self.matrix, self.shift)
+    checks: ClassVar = {
+        **CHECKS,
+        "ridge_lambda": (
+            "a finite number >= 0, or auto",
+            lambda value: value == "auto" or (is_number(value) and value >= 0),
+        ),
+    }
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Correct features `[..., d]`."""
-        return features - self.drift(features)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ridge_lambda == "auto" and self.samples_per_task < 2:
+            raise ValueError(
+                "method.ridge_lambda=auto leaves one sample out: method.samples_per_task must be "
+                f">= 2, got {self.samples_per_task}; or set method.ridge_lambda to a number"
+            )
+
+    def fit(self, features: TaskFeatures, task: str, on_step: OnStep | None = None) -> AffineModule:
+        """Fit one task's correction; there are no steps."""
+        return fit_ridge_surgery(*features, self, task=task)
+
+
+class RidgeSurgery(FeatureCorrection):
+    """Ridge surgery over any merged CLIP vision model or language model."""
+
+    name = "ridge_surgery"
+    kind = RidgeSurgerySettings
 
 
 @dataclass(frozen=True)

@@ -1,51 +1,63 @@
 """Representation Surgery (arXiv 2402.02705): a small trained module per task corrects features."""
 
-import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from fusion_bench_featcal.baselines.settings import SurgerySettings
-from fusion_bench_featcal.baselines.training import (
+from fusion_bench_featcal.methods.corrected_model import SurgeryModule
+from fusion_bench_featcal.methods.feature_correction import (
+    CHECKS,
+    CorrectionSettings,
+    FeatureCorrection,
+    TaskFeatures,
+)
+from fusion_bench_featcal.methods.training import (
     OnStep,
     check_features,
+    initial_weight,
     task_generator,
     train,
 )
+from fusion_bench_featcal.settings import integer, is_number
+
+TRAINING_CHECKS = {
+    "learning_rate": ("a finite number > 0", lambda value: is_number(value) and value > 0),
+    "steps": integer(1),
+}
 
 
-class SurgeryModule(nn.Module):
-    """One task's correction: `f - U relu(D f)`, without biases.
+@dataclass(frozen=True, kw_only=True)
+class SurgerySettings(CorrectionSettings):
+    """Settings of Surgery; the defaults are its authors', on 256 samples a task.
 
     Attributes:
-        down: D, `[rank, d]`.
-        up: U, `[d, rank]`.
+        rank: Width of each task's module, >= 1.
+        learning_rate: Adam's step size, > 0.
+        steps: Updates of each task's module, >= 1.
     """
 
-    def __init__(self, down: Tensor, up: Tensor) -> None:
-        """Take over the two matrices."""
-        super().__init__()
-        self.down = nn.Parameter(down)
-        self.up = nn.Parameter(up)
+    rank: int = 16
+    learning_rate: float = 1e-3
+    steps: int = 1000
 
-    def drift(self, features: Tensor) -> Tensor:
-        """Correction to subtract from features `[..., d]`."""
-        return functional.linear(torch.relu(functional.linear(features, self.down)), self.up)
+    checks: ClassVar = {**CHECKS, **TRAINING_CHECKS, "rank": integer(1)}
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Correct features `[..., d]`."""
-        return features - self.drift(features)
+    def fit(
+        self, features: TaskFeatures, task: str, on_step: OnStep | None = None
+    ) -> SurgeryModule:
+        """Train one task's correction."""
+        return train_surgery(*features, self, task=task, on_step=on_step)
 
 
-def initial_weight(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Float32 `[rows, columns]`, uniform within 1/sqrt(columns) of zero.
+class Surgery(FeatureCorrection):
+    """Surgery over any merged CLIP vision model or language model."""
 
-    That is Kaiming's uniform initialisation with a = sqrt(5), which both papers' codes use.
-    """
-    bound = 1 / math.sqrt(columns)
-    return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
+    name = "surgery"
+    kind = SurgerySettings
 
 
 def initial_surgery(width: int, settings: SurgerySettings, task: str = "") -> SurgeryModule:
@@ -100,14 +112,6 @@ def train_surgery(
     def loss(merged: Tensor, expert: Tensor) -> Tensor:
         return functional.l1_loss(module(merged), expert)
 
-    train(
-        module,
-        loss,
-        merged_features,
-        expert_features,
-        settings,
-        task=task,
-        batches=batches,
-        on_step=on_step,
-    )
+    sides = merged_features, expert_features
+    train(module, loss, *sides, settings, task=task, batches=batches, on_step=on_step)
     return module

@@ -1,13 +1,13 @@
-"""Training a correction module on features that were computed once."""
+"""Training of a task's correction module, on features that were computed once."""
 
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.baselines.settings import ProbSurgerySettings, SurgerySettings
 from fusion_bench_featcal.settings import CalibrationError
 
 # Called after every update with its number, from 1, and its loss (0-dim, detached).
@@ -28,7 +28,6 @@ class Losses:
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._values: list[Tensor] = []
 
     def __call__(self, step: int, loss: Tensor) -> None:
@@ -56,35 +55,32 @@ class Losses:
 
 
 def task_generator(seed: int, task: str, purpose: str) -> torch.Generator:
-    """A generator of its own for every task and purpose, on the CPU.
+    """A random generator for one task and purpose (such as `batches`), on the CPU.
 
-    What is random for a task then depends neither on the other tasks nor on the device.
-
-    Args:
-        seed: The method's seed.
-        task: The task's name.
-        purpose: What is drawn, such as `batches`.
-
-    Returns:
-        The generator.
+    The random numbers of a task then depend neither on the other tasks nor on the device.
     """
     digest = hashlib.sha256(f"{seed}:{task}:{purpose}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
+def initial_weight(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Float32 `[rows, columns]`, uniform within 1/sqrt(columns) of zero.
+
+    That is Kaiming's uniform initialisation with a = sqrt(5), which both papers' codes use.
+    """
+    bound = 1 / math.sqrt(columns)
+    return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
+
+
 def shuffled_batches(
     samples: int, batch_size: int, steps: int, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """Positions of the samples in each update: shuffled anew in every pass, cycled.
+    """Positions of the samples in each update, shuffled anew in every pass.
 
-    Args:
-        samples: Number of samples.
-        batch_size: Samples in a batch; the last of a pass may have fewer.
-        steps: Number of batches.
-        generator: Shuffles.
+    The last batch of a pass may have fewer samples.
 
     Yields:
-        int64 positions `[batch]`.
+        int64 positions `[batch]`, `steps` times.
     """
     done = 0
     while True:
@@ -100,7 +96,7 @@ def train(
     loss: Loss,
     merged_features: Tensor,
     expert_features: Tensor,
-    settings: SurgerySettings | ProbSurgerySettings,
+    settings: Any,
     *,
     task: str,
     batches: Iterable[Tensor] | None = None,
@@ -109,11 +105,11 @@ def train(
     """Train a module in place by Adam (no weight decay, no schedule), then freeze it.
 
     Args:
-        module: What is trained.
+        module: The module.
         loss: Takes a batch of merged and of expert features `[batch, d]`; gives a 0-dim tensor.
         merged_features: `[n, d]`, floating point.
         expert_features: `[n, d]`, of the same samples.
-        settings: Learning rate, steps, batch size and seed are used.
+        settings: `learning_rate`, `steps`, `batch_size` and `seed` are used.
         task: The task's name, for seeds and messages.
         batches: Positions of the samples of each update; None: shuffled, `settings.steps` of them.
         on_step: Called after every update.
@@ -148,12 +144,7 @@ def train(
 
 
 def check_features(merged_features: Tensor, expert_features: Tensor, task: str) -> None:
-    """Check the two sides of a correction.
-
-    Args:
-        merged_features: `[n, d]`.
-        expert_features: `[n, d]`.
-        task: The task's name, for messages.
+    """Check the two sides of a task's correction, `[n, d]` each.
 
     Raises:
         CalibrationError: If they differ in shape, are no matrices, are empty or not finite.

@@ -1,4 +1,4 @@
-"""A merged language model together with its tasks' corrections, told the task when it is used."""
+"""A merged language model with its tasks' corrections, told the task when it is used."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,22 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fusion_bench_featcal.baselines.checkpoint import (
-    VARIANT,
-    load_corrections,
-    save_checkpoint,
-    task_modules,
-)
-from fusion_bench_featcal.baselines.corrections import Correction, correction_from, correction_of
-from fusion_bench_featcal.baselines.final_states import hooked, no_final_norm
-from fusion_bench_featcal.baselines.training import Curve
 from fusion_bench_featcal.fusionbench.saving import keep_untied
+from fusion_bench_featcal.methods.corrected_model import (
+    VARIANT,
+    Corrected,
+    Correction,
+    load_corrections,
+)
+from fusion_bench_featcal.methods.final_states import hooked, no_final_norm
 from fusion_bench_featcal.settings import CalibrationError
 
-_STEM = "state_corrections"
 
-
-class CorrectedLanguageModel(nn.Module):
+class CorrectedLanguageModel(Corrected):
     """Answers and scores like the merged model, with a task's correction before the head.
 
     `with model.for_task("banking77"): model.generate(...)`, or `model.task = "banking77"`. The
@@ -31,15 +27,10 @@ class CorrectedLanguageModel(nn.Module):
     model is `model.model`.
 
     Attributes:
-        model: The merged model.
         final_norm: Name of the module whose output is corrected.
-        corrections: A correction for each task.
-        tasks: The tasks' names.
-        samples: Task -> `{"samples": number, "split": name}` that its correction was fitted on.
-        curves: Task -> its training's curve; empty where nothing was trained.
     """
 
-    is_surgery_model = True
+    stem = "state_corrections"
 
     def __init__(
         self,
@@ -48,35 +39,29 @@ class CorrectedLanguageModel(nn.Module):
         corrections: Mapping[str, Correction],
         *,
         samples: Mapping[str, Mapping[str, Any]] | None = None,
-        curves: Mapping[str, Curve] | None = None,
+        curves: Mapping[str, Any] | None = None,
     ) -> None:
-        """Put the parts together and freeze them; the merged model is not copied.
+        """Put the parts together and freeze them.
 
         Raises:
             CalibrationError: If the model has no module of that name.
             ValueError: If two tasks differ only in dots and dashes.
         """
-        super().__init__()
         if final_norm not in dict(model.named_modules()):
             raise no_final_norm(type(model).__name__, final_norm)
-        self.model: Any = model
+        super().__init__(model, corrections, samples, curves)
         self.final_norm = final_norm
-        self.tasks = tuple(corrections)
-        self.samples = {task: dict(used) for task, used in (samples or {}).items()}
-        self.curves = dict(curves or {})
-        self.corrections = task_modules(corrections)
-        self.requires_grad_(False).eval()
         self._task: str | None = None
 
     @property
     def task(self) -> str | None:
-        """The task that inputs belong to; None: not told."""
+        """The task that inputs belong to; None: no task was set."""
         return self._task
 
     @task.setter
     def task(self, task: str | None) -> None:
         if task is not None:
-            correction_of(self.corrections, self.tasks, task)
+            self.correction(task)
         self._task = task
 
     @contextmanager
@@ -119,7 +104,7 @@ class CorrectedLanguageModel(nn.Module):
         """Run the merged model and correct its output.
 
         Raises:
-            CalibrationError: If no task is told.
+            CalibrationError: If no task is set.
         """
         with self._correcting():
             return self.model(*args, **kwargs)
@@ -128,7 +113,7 @@ class CorrectedLanguageModel(nn.Module):
         """Generate with the merged model, corrected at every decoded position.
 
         Raises:
-            CalibrationError: If no task is told.
+            CalibrationError: If no task is set.
         """
         with self._correcting():
             return self.model.generate(*args, **kwargs)
@@ -139,20 +124,20 @@ class CorrectedLanguageModel(nn.Module):
         Raises:
             CalibrationError: If there is no correction for the task.
         """
-        return correction_of(self.corrections, self.tasks, task)(states.float()).to(states.dtype)
+        return self.correction(task)(states.float()).to(states.dtype)
 
-    def added_parameters(self) -> int:
-        """Numbers that deployment needs beyond the merged model's, over all tasks."""
-        return sum(parameter.numel() for parameter in self.corrections.parameters())
+    def description(self) -> dict[str, Any]:
+        """Values beside the tensors that `from_pretrained` needs."""
+        return {"final_norm": self.final_norm}
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """Save the merged model and the corrections.
+        """Save the merged model and the corrections; `from_pretrained` reads them.
 
         Args:
-            folder: Where to; `from_pretrained` reads it.
+            folder: The folder to write.
             **kwargs: For the merged model's own `save_pretrained`.
         """
-        save_checkpoint(self, folder, _STEM, {"final_norm": self.final_norm}, **kwargs)
+        super().save_pretrained(folder, **kwargs)
         keep_untied(self.model, Path(folder))
 
     @classmethod
@@ -163,22 +148,15 @@ class CorrectedLanguageModel(nn.Module):
             folder: The folder.
             **kwargs: For the merged model's `from_pretrained`.
 
-        Returns:
-            The model.
-
         Raises:
             CalibrationError: If the folder holds no corrected language model.
         """
-        saved = load_corrections(folder, _STEM)
+        saved = load_corrections(folder, cls.stem)
         two_sided = AutoConfig.from_pretrained(folder).is_encoder_decoder
         loader: Any = AutoModelForSeq2SeqLM if two_sided else AutoModelForCausalLM
         model = loader.from_pretrained(folder, variant=VARIANT, **kwargs)
-        return cls(
-            model,
-            saved.told["final_norm"],
-            {task: correction_from(part, task, _STEM) for task, part in saved.parts.items()},
-            **{key: saved.told[key] for key in ("samples", "curves")},
-        )
+        options = {key: saved.description[key] for key in ("final_norm", "samples", "curves")}
+        return cls(model, corrections=saved.modules(cls.stem), **options)
 
     @contextmanager
     def _correcting(self) -> Iterator[None]:

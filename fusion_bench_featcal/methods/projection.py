@@ -41,18 +41,16 @@ class ProjectedFeatures:
         return project(pooled_output(model(pixels), model), self.projection)
 
 
+def to_unit_norm(features: Tensor) -> Tensor:
+    """Features `[..., d]` divided by their Euclidean norm."""
+    return features / features.norm(dim=-1, keepdim=True)
+
+
 def pooled_output(output: Any, model: nn.Module) -> Tensor:
-    """The pooled output among what a vision tower returns.
-
-    Args:
-        output: What the model returned.
-        model: The model, for the message.
-
-    Returns:
-        `[batch, width]`.
+    """The pooled output `[batch, width]` among the outputs of a vision tower.
 
     Raises:
-        CalibrationError: If there is none.
+        CalibrationError: If there is none, naming the model's class.
     """
     pooled = output if isinstance(output, Tensor) else getattr(output, "pooler_output", None)
     if pooled is None or pooled.ndim != 2:

@@ -1,6 +1,8 @@
 """FeatCal's anchor by itself: what calibration tends to as lambda grows, without any data."""
 
 import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -9,8 +11,61 @@ from fusion_bench_featcal.core import extrapolate_anchor
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
-from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.families import check_family, resolve_family
+from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.settings import FeatCalSettings
+
+ANCHOR_SETTINGS = ("anchor_rho", "calibrate_bias", "calibrate_norm", "modules", "family")
+"""Fields of `FeatCalSettings` that its anchor alone depends on."""
+
+
+class AnchorOnly:
+    """Puts the anchor `base + rho (merged - base)` in place of the weights that FeatCal calibrates.
+
+    Its settings are `ANCHOR_SETTINGS`.
+    """
+
+    name: ClassVar = "anchor_only"
+    older_names: ClassVar = ()
+    _config_mapping: ClassVar = {name: name for name in ANCHOR_SETTINGS}
+
+    def __init__(self, **settings: Any) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: If one is unknown or out of range.
+        """
+        self._settings = checked_settings(settings, names=ANCHOR_SETTINGS, owner="the anchor")
+        check_family(self._settings.family)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, defaults included."""
+        values = self._settings.as_dict()
+        return {name: values[name] for name in ANCHOR_SETTINGS}
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse a pool without a base.
+
+        Raises:
+            CalibrationError: If there is none.
+        """
+        inputs.require_base("the anchor needs")
+
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+        """Return a copy of the merged model with the anchors in place."""
+        base = inputs.base(self._settings)
+        assert base is not None
+        return anchor_only(merged, base, self._settings)
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """None: the anchor needs no data."""
+        return {}
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Nothing: the anchor takes the merged weights' place."""
+        return {}
 
 
 @torch.no_grad()

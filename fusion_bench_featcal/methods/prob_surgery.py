@@ -8,19 +8,28 @@ where a coordinate is about 0.04, and their KL weight holds it above the signal.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fusion_bench_featcal.baselines.settings import ProbSurgerySettings
-from fusion_bench_featcal.baselines.surgery import SurgeryModule, initial_weight
-from fusion_bench_featcal.baselines.training import (
+from fusion_bench_featcal.methods.corrected_model import SurgeryModule
+from fusion_bench_featcal.methods.feature_correction import (
+    CHECKS,
+    CorrectionSettings,
+    FeatureCorrection,
+    TaskFeatures,
+)
+from fusion_bench_featcal.methods.surgery import TRAINING_CHECKS
+from fusion_bench_featcal.methods.training import (
     OnStep,
     check_features,
+    initial_weight,
     task_generator,
     train,
 )
+from fusion_bench_featcal.settings import integer, is_number
 
 # Standard deviation of the noise in units of the features' root mean square, where the authors'
 # weight leaves it on features of ViT-B/32 (0.44 at width 512).
@@ -30,14 +39,50 @@ _RELATIVE_NOISE = 0.145
 _NOISE_PER_WEIGHT = 1.25
 
 
-@dataclass(frozen=True)
-class KlTerm:
-    """The regulariser's two constants.
+@dataclass(frozen=True, kw_only=True)
+class ProbSurgerySettings(CorrectionSettings):
+    """Settings of ProbSurgery; the defaults are its authors' code's.
 
     Attributes:
-        weight: Its weight in the objective.
-        log_variance: Log variance of the noise before training.
+        hidden: Width of each task's module, >= 1.
+        kl_weight: Weight of the divergence from a standard normal, >= 0; or `scaled`: weight and
+            initial variance follow the size of the expert's features (not the authors'). With
+            `normalize: pre` the authors' number does harm.
+        learning_rate: Adam's step size, > 0.
+        steps: Updates of each task's module, >= 1.
     """
+
+    hidden: int = 128
+    kl_weight: float | str = 1e-4
+    learning_rate: float = 1e-3
+    steps: int = 1000
+
+    checks: ClassVar = {
+        **CHECKS,
+        **TRAINING_CHECKS,
+        "hidden": integer(1),
+        "kl_weight": (
+            "a finite number >= 0, or scaled",
+            lambda value: value == "scaled" or (is_number(value) and value >= 0),
+        ),
+    }
+
+    def fit(
+        self, features: TaskFeatures, task: str, on_step: OnStep | None = None
+    ) -> SurgeryModule:
+        """Train one task's correction, without its variance."""
+        return train_prob_surgery(*features, self, task=task, on_step=on_step).deployed()
+
+
+class ProbSurgery(FeatureCorrection):
+    """ProbSurgery over any merged CLIP vision model or language model."""
+
+    name = "prob_surgery"
+    kind = ProbSurgerySettings
+
+
+class KlTerm(NamedTuple):
+    """The regulariser's weight in the objective, and the noise's log variance before training."""
 
     weight: float
     log_variance: float
@@ -54,7 +99,6 @@ class ProbSurgeryModule(nn.Module):
     """
 
     def __init__(self, down: Tensor, mean: Tensor, log_variance: Tensor, offset: float) -> None:
-        """Take over the three matrices."""
         super().__init__()
         self.down = nn.Parameter(down)
         self.mean = nn.Parameter(mean)
@@ -73,29 +117,16 @@ class ProbSurgeryModule(nn.Module):
 
 
 def standard_normal_kl(mean: Tensor, log_variance: Tensor) -> Tensor:
-    """KL(N(mean, exp(log_variance)) || N(0, 1)), summed over coordinates, averaged over samples.
-
-    Args:
-        mean: `[samples, d]`.
-        log_variance: `[samples, d]`.
-
-    Returns:
-        0-dim tensor, nats.
-    """
+    """KL(N(mean, exp(log_variance)) || N(0, 1)) in nats, summed over d, averaged over samples."""
     per_coordinate = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance)
     return per_coordinate.sum(dim=-1).mean()
 
 
 def kl_term(expert_features: Tensor, kl_weight: float | str) -> KlTerm:
-    """The regulariser's constants for some features.
+    """The regulariser's constants for features `[n, d]`.
 
-    Args:
-        expert_features: `[n, d]`.
-        kl_weight: A number, for the authors' module, or `scaled`.
-
-    Returns:
-        The constants. `scaled` takes the weight at which the noise settles at 0.145 of the
-        features' root mean square, and starts it there.
+    A number is the weight of the authors' module; `scaled` takes the weight at which the noise
+    settles at 0.145 of the features' root mean square, and starts it there.
     """
     if not isinstance(kl_weight, str):
         return KlTerm(float(kl_weight), 0.0)
@@ -109,14 +140,7 @@ def initial_prob_surgery(
 ) -> ProbSurgeryModule:
     """A module before training: its mean is 0 everywhere, its log variance the given one.
 
-    Args:
-        width: Width of the features.
-        settings: `hidden` and `seed` are used.
-        task: The task's name; with the seed it seeds P.
-        log_variance: Constant part of the log variance.
-
-    Returns:
-        The module, float32, on the CPU.
+    `hidden` and `seed` of the settings are used; seed and task seed P.
     """
     generator = task_generator(settings.seed, task, "weights")
     down = initial_weight(settings.hidden, width, generator)
@@ -164,14 +188,6 @@ def train_prob_surgery(
         divergence = standard_normal_kl(mean, log_variance)
         return functional.l1_loss(corrected, expert) + term.weight * divergence
 
-    train(
-        module,
-        loss,
-        merged_features,
-        expert_features,
-        settings,
-        task=task,
-        batches=batches,
-        on_step=on_step,
-    )
+    sides = merged_features, expert_features
+    train(module, loss, *sides, settings, task=task, batches=batches, on_step=on_step)
     return module

@@ -1,0 +1,89 @@
+"""FeatCal as a post-merging method on a model pool."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+
+from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.fusionbench.pool_checks import check_pool_settings
+from fusion_bench_featcal.fusionbench.reads import check_read_budgets
+from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.settings import FeatCalSettings
+
+
+class FeatCal:
+    """Calibrates a merged model; its settings are the fields of `FeatCalSettings`."""
+
+    name: ClassVar = "featcal"
+    _config_mapping: ClassVar = {name: name for name in FeatCalSettings.names()}
+
+    def __init__(self, **settings: Any) -> None:
+        """Check the settings.
+
+        Args:
+            **settings: Fields of `FeatCalSettings`.
+
+        Raises:
+            ValueError: If one is unknown or out of range.
+        """
+        self._settings: FeatCalSettings = checked_settings(settings)
+        self._drawn: dict[str, int] = {}
+        check_family(self._settings.family)
+        if self._settings.checkpoint_dir is not None:
+            raise ValueError(
+                "checkpoint_dir: a comparison keeps whole cells, in method.results_dir; blocks are "
+                "kept by method=featcal"
+            )
+        for key in ("cache_dir", "pixel_cache_mb"):
+            if getattr(self._settings, key) != getattr(FeatCalSettings, key):
+                raise ValueError(f"{key}: set method.{key}, which all cells share")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, defaults included."""
+        return self._settings.as_dict()
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Open the calibration data; see that models fit and a base is there if anchors need it.
+
+        Raises:
+            CalibrationError: If data or base are missing, a model does not fit or a read budget
+                cannot be kept.
+            ValueError: If the family does not know the models.
+        """
+        check_pool_settings(inputs.modelpool, self._settings)
+        inputs.batches(self._settings)
+        check_read_budgets(inputs.modelpool, [self._settings])
+        if self._settings.anchor_rho != 1:
+            inputs.require_base("anchors need", ", or set anchor_rho to 1")
+
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+        """Calibrate the merged model.
+
+        Raises:
+            CalibrationError: If the calibration cannot go on.
+        """
+        result = calibrate(
+            merged,
+            inputs.base(self._settings),
+            inputs.experts(self._settings),
+            inputs.batches(self._settings),
+            self._settings,
+            device=inputs.fabric.device,
+            autocast=inputs.fabric.autocast,
+        )
+        self._drawn = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
+        return result.model
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The samples of the last call of `post_merge`."""
+        split = self._settings.calibration_split
+        drawn = {task: self._drawn[task] for task in tasks if task in self._drawn}
+        return {task: {"samples": number, "split": split} for task, number in drawn.items()}
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Nothing: the calibrated weights take the merged ones' place."""
+        return {}

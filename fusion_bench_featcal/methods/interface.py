@@ -1,0 +1,165 @@
+"""The interface of post-merging methods and of mergers, and the inputs that they share."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from fusion_bench import BaseModelPool
+from torch import nn
+
+from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolSources, pool_source
+from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.image_cache import ImageCache
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+
+@dataclass
+class MethodInputs:
+    """Inputs of methods: the pools, the device, and what several methods share.
+
+    Attributes:
+        modelpool: The pool with base, experts and data.
+        taskpool: The task pool that evaluates; None: there is none.
+        fabric: Lightning Fabric: the device and the precision.
+        images: Keeps processed images that several methods ask for, where there is room.
+    """
+
+    modelpool: BaseModelPool
+    taskpool: Any
+    fabric: Any
+    images: ImageCache = field(default_factory=ImageCache)
+
+    @cached_property
+    def processor(self) -> Any:
+        """The pool's processor or tokenizer, loaded when first asked for.
+
+        Raises:
+            CalibrationError: If there is none or it cannot be loaded.
+        """
+        return load_input_processor(self.modelpool)
+
+    def base(self, settings: FeatCalSettings) -> nn.Module | ExpertSource | None:
+        """The base as calibration reads it; None where the pool has none."""
+        if not self.modelpool.has_pretrained:
+            return None
+        return pool_source(self.modelpool, BASE_MODEL, stream_experts=settings.stream_experts)
+
+    def experts(self, settings: FeatCalSettings) -> PoolSources:
+        """Task -> expert as calibration reads it."""
+        tasks, stream = self.modelpool.model_names, settings.stream_experts
+        return PoolSources(self.modelpool, tasks, stream_experts=stream)
+
+    def batches(self, settings: FeatCalSettings) -> dict[str, Any]:
+        """Task -> calibration batches that the settings draw; nothing is read yet.
+
+        Raises:
+            CalibrationError: If a task lacks data.
+        """
+        return calibration_batches(
+            self.modelpool,
+            self.modelpool.model_names,
+            settings,
+            self.processor,
+            device=self.fabric.device,
+            images=self.images,
+        )
+
+    def require_base(self, purpose: str, instead: str = "") -> None:
+        """Refuse a pool without a base model.
+
+        Args:
+            purpose: What needs one, for the message.
+            instead: What else could be done, for the message.
+
+        Raises:
+            CalibrationError: If there is none, naming the setting.
+        """
+        if not self.modelpool.has_pretrained:
+            raise CalibrationError(
+                f"the pool has no base model (modelpool.models.{BASE_MODEL}), which {purpose}: "
+                f"name it{instead}"
+            )
+
+
+class PostMerging(Protocol):
+    """One way to improve a merged model; a YAML entry names it by `_target_`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, defaults included, fit for JSON."""
+        ...
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse what cannot work, before a model is loaded."""
+        ...
+
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+        """Return the improved model; `merged` is this call's own.
+
+        A model that was trained may carry `curves`, task -> list of (step, loss): they are kept.
+        """
+        ...
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Task -> {"samples": number, "split": name} of the data that made the model."""
+        ...
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Module -> parameters, for what an improved model carries besides the merged one's."""
+        ...
+
+
+class Chain:
+    """Several methods, each applied to the model that the one before it made."""
+
+    def __init__(self, steps: Mapping[str, PostMerging]) -> None:
+        """Keep the steps: name -> method, in the order of application."""
+        self._steps = dict(steps)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Step -> its settings."""
+        return {name: step.settings for name, step in self._steps.items()}
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Check every step."""
+        for step in self._steps.values():
+            step.check(inputs)
+
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+        """Apply the steps in order."""
+        for step in self._steps.values():
+            merged = step.post_merge(merged, inputs)
+        return merged
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Per task the largest number that a step uses, and all splits."""
+        used: dict[str, dict[str, Any]] = {}
+        by_step = [step.samples(model, tasks) for step in self._steps.values()]
+        for task in tasks:
+            entries = [samples[task] for samples in by_step if task in samples]
+            if entries:
+                splits = sorted({str(entry["split"]) for entry in entries})
+                number = max(entry["samples"] for entry in entries)
+                used[task] = {"samples": number, "split": " and ".join(splits)}
+        return used
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Sum of what all steps add."""
+        return {
+            f"{name}.{module}": count
+            for name, step in self._steps.items()
+            for module, count in step.added(model).items()
+        }
+
+
+def seed_of(settings: Mapping[str, Any]) -> int | None:
+    """The seed in a method's settings, or in those of the first step that has one."""
+    seed = settings.get("seed")
+    if isinstance(seed, int):
+        return seed
+    nested = (seed_of(entry) for entry in settings.values() if isinstance(entry, Mapping))
+    return next((value for value in nested if value is not None), None)
