@@ -59,8 +59,9 @@ def algorithm(kind: type, folder: Path, *, is_run: bool = True, **keys: Any) -> 
     made: Any = kind(**keys)
     logger = CSVLogger(root_dir=folder, name="logs", version="")
     made.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
-    made._program = FakeProgram(SignTaskPool())
-    made._program.method = made if is_run else None
+    program: Any = FakeProgram(SignTaskPool())
+    program.method = made if is_run else None
+    made._program = program
     return made
 
 
