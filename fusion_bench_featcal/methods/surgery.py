@@ -44,7 +44,7 @@ class SurgerySettings(CorrectionSettings):
     learning_rate: float = 1e-3
     steps: int = 1000
 
-    checks: ClassVar = {**CHECKS, **TRAINING_CHECKS, "rank": integer(1)}
+    checks: ClassVar = {"rank": integer(1), **TRAINING_CHECKS, **CHECKS}
 
     def fit(
         self, features: TaskFeatures, task: str, on_step: OnStep | None = None
