@@ -7,6 +7,17 @@ from typing import Any
 _ROOT = __package__
 # Old path below the package -> module of today.
 MOVED = {
+    "baselines.algorithms.ProbSurgeryAlgorithm": "methods",
+    "baselines.algorithms.RidgeSurgeryAlgorithm": "methods",
+    "baselines.algorithms.SurgeryAlgorithm": "methods",
+    "baselines.language_model.CorrectedLanguageModel": "methods",
+    "baselines.layer_corrected.LayerCorrectedModel": "methods",
+    "baselines.peer_algorithms.AnchorOnlyAlgorithm": "methods",
+    "baselines.peer_algorithms.LotAlgorithm": "methods",
+    "baselines.peer_algorithms.RegMeanAlgorithm": "methods",
+    "baselines.peer_algorithms.RegMeanPlusPlusAlgorithm": "methods",
+    "baselines.surgery_v2_algorithm.SurgeryV2Algorithm": "methods",
+    "baselines.wrapper.CorrectedModel": "methods",
     "boundary.log_dir.LogDirectoryCheck": "fusionbench.hydra_job",
     "boundary.console.Console": "fusionbench.console",
 }

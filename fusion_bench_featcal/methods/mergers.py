@@ -5,16 +5,16 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from fusion_bench_featcal.baselines.blockwise import LeastSquares
-from fusion_bench_featcal.baselines.lot import lot
-from fusion_bench_featcal.baselines.regmean import regmean
-from fusion_bench_featcal.baselines.regmean_plusplus import regmean_plusplus
 from fusion_bench_featcal.calibration_data import samples_used
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.methods.blockwise import LeastSquares
 from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.methods.lot import lot
+from fusion_bench_featcal.methods.regmean import regmean
+from fusion_bench_featcal.methods.regmean_plusplus import regmean_plusplus
 from fusion_bench_featcal.settings import FeatCalSettings
 
 MERGER_SETTINGS = (

@@ -12,10 +12,10 @@ from tiny_t5 import t5_suite
 from torch import nn
 
 from fusion_bench_featcal import FeatCalSettings
-from fusion_bench_featcal.baselines.lot import lot
-from fusion_bench_featcal.baselines.regmean import regmean
-from fusion_bench_featcal.baselines.regmean_plusplus import regmean_plusplus
 from fusion_bench_featcal.methods.anchor_only import anchor_only
+from fusion_bench_featcal.methods.lot import lot
+from fusion_bench_featcal.methods.regmean import regmean
+from fusion_bench_featcal.methods.regmean_plusplus import regmean_plusplus
 
 MERGERS = pytest.mark.parametrize("merge", [regmean, regmean_plusplus, lot])
 

@@ -5,13 +5,13 @@ import torch
 from tiny_models import normal
 from torch import Tensor
 
-from fusion_bench_featcal.baselines.least_squares import (
+from fusion_bench_featcal.core import linear_moments, solve_linear, task_weight
+from fusion_bench_featcal.methods.least_squares import (
     GainMean,
     LinearMean,
     shrink_off_diagonal,
     solve_seen,
 )
-from fusion_bench_featcal.core import linear_moments, solve_linear, task_weight
 
 TASKS = 3
 

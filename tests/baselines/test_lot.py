@@ -12,8 +12,8 @@ from tiny_models import Suite, clip_suite, residual_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import FeatCalSettings
-from fusion_bench_featcal.baselines.lot import lot
-from fusion_bench_featcal.baselines.regmean import regmean
+from fusion_bench_featcal.methods.lot import lot
+from fusion_bench_featcal.methods.regmean import regmean
 from fusion_bench_featcal.methods.standalone import LotAlgorithm
 
 

@@ -10,7 +10,7 @@ from tiny_models import Suite, blocks_of, clip_suite, gpt2_suite, residual_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.baselines.regmean import regmean
+from fusion_bench_featcal.methods.regmean import regmean
 from fusion_bench_featcal.methods.standalone import RegMeanAlgorithm
 
 

@@ -8,8 +8,8 @@ from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite
 from torch import nn
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
-from fusion_bench_featcal.baselines.regmean import regmean
-from fusion_bench_featcal.baselines.regmean_plusplus import regmean_plusplus
+from fusion_bench_featcal.methods.regmean import regmean
+from fusion_bench_featcal.methods.regmean_plusplus import regmean_plusplus
 from fusion_bench_featcal.methods.standalone import RegMeanPlusPlusAlgorithm
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.baselines.blockwise import LeastSquares, merge_blockwise
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.methods.blockwise import LeastSquares, merge_blockwise
 from fusion_bench_featcal.settings import FeatCalSettings
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.baselines.least_squares import GainMean, LinearMean, shrink_off_diagonal
 from fusion_bench_featcal.core import frobenius_norm
 from fusion_bench_featcal.core.kernels import TORCH
 from fusion_bench_featcal.core.moments import moment_dtype, weight_of_norm
@@ -24,6 +23,7 @@ from fusion_bench_featcal.engine.setup import set_up
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under
 from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.methods.least_squares import GainMean, LinearMean, shrink_off_diagonal
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings
 
