@@ -98,15 +98,15 @@ MUTATIONS = [
     Mutation(
         "masks of padding ignored",
         "engine/samples.py",
-        "self.valid = rows(family.row_weights(inputs, stage_index, decoder_rows))",
-        "self.valid = rows(None)",
+        "valid = rows(problem.family.row_weights(inputs, stage, problem.settings.decoder_rows))",
+        "valid = rows(None)",
         "test_calibrate_oracle.py",
     ),
     Mutation(
         "padding of the encoder counts in cross-attention",
         "engine/samples.py",
-        "self.other = {end: rows(mask) for end, mask in others.items()}",
-        "self.other = dict.fromkeys(others)",
+        "return valid, {end: rows(mask) for end, mask in others.items()}",
+        "return valid, dict.fromkeys(others)",
         "test_calibrate_t5.py",
     ),
     Mutation(
@@ -154,8 +154,8 @@ MUTATIONS = [
     Mutation(
         "batches fetch what another one has put away",
         "engine/activations.py",
-        "            self._hot = (owner, {})\n        return",
-        "            self._hot = (owner, self._hot[1])\n        return",
+        "            self._at_hand = (owner, {})\n        return",
+        "            self._at_hand = (owner, self._at_hand[1])\n        return",
         "engine/test_activations.py",
     ),
     Mutation(

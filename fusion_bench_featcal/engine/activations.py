@@ -7,7 +7,7 @@ result.
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.engine.memory import free_bytes
-from fusion_bench_featcal.engine.places import KEPT, DiskPlace, HostPlace, Kept, OnDevice, Place
+from fusion_bench_featcal.engine.places import KEPT, DiskPlace, HostPlace, Kept, Place
+from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -23,47 +24,26 @@ log = logging.getLogger(__name__)
 UNLIMITED = float("inf")
 
 
-class Activations:
-    """Puts tensors away and fetches them; a context that leaves no file behind.
+class Store:
+    """Puts values away in a place and fetches them.
 
     Tensors are found in tensors, dicts, lists, tuples and dataclasses, however nested; what hides
     in other objects stays where it is. A tensor that was fetched and comes back unchanged (masks,
     rotary angles, a position bias) is not stored again, and one that is met twice is stored once.
-
-    Attributes:
-        peak: Largest number of bytes that waited in each place so far.
     """
 
-    def __init__(self, places: Sequence[Place] = (), budgets: Sequence[float] = ()) -> None:
-        """Prepare.
-
-        Args:
-            places: Where tensors wait, in order of preference; none: they stay as they are.
-            budgets: How many bytes each place takes; the last one takes what no other does.
-        """
-        self._places = list(places)
-        self._budgets = list(budgets) or [UNLIMITED] * len(self._places)
-        self._held = [0] * len(self._places)
-        self.peak: dict[str, int] = {}
+    def __init__(self, place: Place) -> None:
+        """Store in a place."""
+        self.place = place
         # Tensors that are stored: by identity, with the version that was.
         self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Kept]]] = {}
-        self._hot: tuple[Any, dict[str, Any]] = (None, {})
+        self._at_hand: tuple[Any, dict[str, Any]] = (None, {})
 
-    @property
-    def in_place(self) -> bool:
-        """Return whether everything stays where it is."""
-        return not self._places
-
-    def __enter__(self) -> "Activations":
-        for place in self._places[:1]:
-            place.open()
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Let everything go."""
         self._known.clear()
-        self._hot = (None, {})
-        for place in self._places:
-            place.close()
+        self._at_hand = (None, {})
+        self.place.close()
 
     def put(self, value: Any) -> Any:
         """The value with its tensors put away.
@@ -71,89 +51,152 @@ class Activations:
         Raises:
             CalibrationError: If a file cannot be written, naming the setting.
         """
-        return value if self.in_place else _mapped(value, Tensor, self._keep)
+        return _mapped(value, Tensor, self._keep)
 
     def fetch(self, value: Any) -> Any:
         """Return what was put away, on its device again."""
-        if self.in_place:
-            return value
-        found: dict[int, Tensor] = {}  # one that is met twice stays one
+        fetched: dict[int, Tensor] = {}  # one that is met twice stays one
 
         def tensor(kept: Kept) -> Tensor:
-            if id(kept) not in found:
-                found[id(kept)] = self._tensor(kept)
-            return found[id(kept)]
+            if id(kept) not in fetched:
+                fetched[id(kept)] = kept.tensor()
+                self._remember(fetched[id(kept)], kept)
+            return fetched[id(kept)]
 
         return _mapped(value, KEPT, tensor)
 
     def prefetch(self, value: Any) -> None:
         """Begin to fetch what will be asked for soon."""
-        if not self.in_place:
-            _mapped(value, KEPT, lambda kept: kept.start())
+        _mapped(value, KEPT, lambda kept: kept.start())
 
-    def keep_hot(self, owner: Any, slot: str, value: Any) -> None:
-        """Hold what an owner put away or fetched until another's turn: it may ask again."""
-        if self.in_place:
-            return
-        if self._hot[0] is not owner:
-            self._hot = (owner, {})
-        self._hot[1][slot] = value
-
-    def hot(self, owner: Any, slot: str) -> Any:
-        """The value that the owner last put away or fetched, if it is still there; else None."""
-        if self.in_place:
-            return None
-        if self._hot[0] is not owner:
-            self._hot = (owner, {})
-        return self._hot[1].get(slot)
+    def at_hand(self, owner: Any) -> dict[str, Any]:
+        """Values that an owner put away or fetched, until another one's turn: it may ask again."""
+        if self._at_hand[0] is not owner:
+            self._at_hand = (owner, {})
+        return self._at_hand[1]
 
     def _keep(self, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.numel():
             return tensor
-        kept = self._stored(tensor)
-        if kept is not None:
-            return kept
-        index = self._choose(tensor.nbytes)
-        kept = self._places[index].keep(tensor)
-        self._account(index, kept.nbytes)
-        weakref.finalize(kept, self._account, index, -kept.nbytes)
-        self._remember(tensor, kept)
-        return kept
-
-    def _stored(self, tensor: Tensor) -> Kept | None:
-        """Place where the tensor, as it is, waits already."""
-        if id(tensor) not in self._known:
-            return None
-        known, version, kept = self._known[id(tensor)]
-        return kept() if known() is tensor and version == _version(tensor) else None
-
-    def _tensor(self, kept: Kept) -> Tensor:
-        tensor = kept.tensor()
-        self._remember(tensor, kept)
-        return tensor
+        if id(tensor) in self._known:
+            known, version, kept = self._known[id(tensor)]
+            stored = kept()
+            if stored is not None and known() is tensor and version == _version(tensor):
+                return stored
+        stored = self.place.keep(tensor)
+        self._remember(tensor, stored)
+        return stored
 
     def _remember(self, tensor: Tensor, kept: Kept) -> None:
         key, known = id(tensor), self._known
         reference = weakref.ref(tensor, lambda gone: _forget(known, key, gone))
         known[key] = (reference, _version(tensor), weakref.ref(kept))
 
-    def _choose(self, size: int) -> int:
-        """The first place with room, else the last."""
-        for index, (held, budget) in enumerate(zip(self._held, self._budgets, strict=True)):
-            if held + size <= budget:
-                return index
-        return len(self._places) - 1
 
-    def _account(self, index: int, size: int) -> None:
-        name = self._places[index].name
-        if size > 0 and index > 0 and name not in self.peak:
-            log.info("activations wait in %s too: %s is full", name, self._places[index - 1].name)
-        self._held[index] += size
-        self.peak[name] = max(self.peak.get(name, 0), self._held[index])
+class WaitingBatch(Batch):
+    """A batch whose features wait in a store between blocks.
+
+    To set one of `cal`, `exp` and `exp_hidden` is to put it away, to read it to fetch it, and to
+    begin fetching the following batch's.
+    """
+
+    def __init__(self, store: Store, *args: Any) -> None:
+        """Make a batch.
+
+        Args:
+            store: The store.
+            *args: As `Batch` takes them.
+        """
+        self.store = store
+        self.following: WaitingBatch | None = None
+        self._slots: dict[str, Any] = {}
+        super().__init__(*args)
+
+    def _fetch(self, slot: str) -> Any:
+        at_hand = self.store.at_hand(self)
+        if at_hand.get(slot) is None:
+            at_hand[slot] = self.store.fetch(self._slots.get(slot))
+        if self.following is not None:
+            self.store.prefetch(self.following._slots.get(slot))
+        return at_hand[slot]
+
+    def _put(self, slot: str, value: Any) -> None:
+        self.store.at_hand(self)[slot] = value
+        # What was there goes afterwards: masks that come back are stored in it.
+        self._slots[slot] = self.store.put(value)
+
+    cal = property(lambda self: self._fetch("cal"), lambda self, value: self._put("cal", value))
+    exp = property(lambda self: self._fetch("exp"), lambda self, value: self._put("exp", value))
+    exp_hidden = property(
+        lambda self: self._fetch("exp_hidden"), lambda self, value: self._put("exp_hidden", value)
+    )
 
 
-STAY = Activations()
-"""Everything stays where it is."""
+class Activations:
+    """Chooses where a batch's features wait, once a stage; a context that leaves no file behind."""
+
+    def __init__(self, *rooms: tuple[Store | None, float]) -> None:
+        """Prepare.
+
+        Args:
+            *rooms: Stores with the bytes that each takes, in order of preference; the last takes
+                all that no other does. None in place of a store: features stay where they are.
+        """
+        self._rooms = [store for store, _ in rooms]
+        self._left = [float(size) for _, size in rooms]
+        self._used: set[int] = {0}
+        self._last: WaitingBatch | None = None
+
+    def __enter__(self) -> "Activations":
+        if self._rooms[0] is not None:
+            self._rooms[0].place.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._last = None
+        for store in filter(None, self._rooms):
+            store.close()
+
+    def batch(self, inputs: Any, samples: int, index: int, cal: Any, exp: Any) -> Batch:
+        """A batch that waits in the first place with room.
+
+        Args:
+            inputs: The model's inputs, or None.
+            samples: Number of samples.
+            index: The batch's number in its task.
+            cal: Input of the calibrated model's next block.
+            exp: Input of the expert's next block.
+        """
+        number, size = 0, 0
+        if len(self._rooms) > 1:
+            size = tensor_bytes(cal) + 2 * tensor_bytes(exp)  # the expert's output waits too
+            number = next((n for n, left in enumerate(self._left) if size <= left), -1)
+            number %= len(self._rooms)
+        store = self._rooms[number]
+        if store is None:
+            batch = Batch(inputs, samples, index, cal=cal, exp=exp)
+        else:
+            batch = WaitingBatch(store, inputs, samples, index)
+            batch.cal, batch.exp = cal, exp
+            if self._last is not None and self._last.store is store:
+                self._last.following = batch
+            self._last = batch
+            if number not in self._used:
+                log.info("activations wait in %s too: there is no more room", store.place.name)
+        self._used.add(number)
+        self._left[number] -= size
+        weakref.finalize(batch, self._give_back, number, size)
+        return batch
+
+    def _give_back(self, number: int, size: float) -> None:
+        self._left[number] += size
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors in a nested value, each counted once."""
+    sizes: dict[int, int] = {}
+    _mapped(value, Tensor, lambda tensor: sizes.setdefault(id(tensor), tensor.nbytes))
+    return sum(sizes.values())
 
 
 def open_activations(
@@ -176,20 +219,19 @@ def open_activations(
     """
     choice, folder = settings.activations, settings.activations_dir
     if choice == "device" or (choice == "host" and device.type == "cpu"):
-        return Activations()
+        return Activations((None, UNLIMITED))
     if choice == "host":
-        return Activations([HostPlace(device)])
+        return Activations((Store(HostPlace(device)), UNLIMITED))
+    files = Store(DiskPlace(folder)), UNLIMITED
     if choice == "disk":
-        return Activations([DiskPlace(folder)])
+        return Activations(files)
     memory = free_bytes(torch.device("cpu"))
-    own = reserve() if device.type == "cpu" else 0
-    host = UNLIMITED if memory is None else memory / processes - own
+    host = UNLIMITED if memory is None else memory / processes
     if device.type == "cpu":
-        return Activations([OnDevice("memory"), DiskPlace(folder)], [host, UNLIMITED])
+        return Activations((None, host - reserve()), files)
     own = free_bytes(device)
     own = UNLIMITED if own is None else own - reserve()
-    places = [OnDevice("device"), HostPlace(device), DiskPlace(folder)]
-    return Activations(places, [own, host * HOST_SHARE, UNLIMITED])
+    return Activations((None, own), (Store(HostPlace(device)), host * HOST_SHARE), files)
 
 
 HOST_SHARE = 0.7

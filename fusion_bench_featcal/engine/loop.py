@@ -5,16 +5,23 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
 import torch
+from torch import nn
 
 from fusion_bench_featcal.checkpoints import Checkpoints, NoCheckpoints
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.products import summing_in
-from fusion_bench_featcal.engine.activations import STAY, Activations
+from fusion_bench_featcal.engine.activations import UNLIMITED, Activations
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.log import Reporter
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.rules import Rule
-from fusion_bench_featcal.engine.samples import Batch, naming_task, to_device
+from fusion_bench_featcal.engine.samples import (
+    Batch,
+    check_finite_inputs,
+    find_rows,
+    naming_task,
+    to_device,
+)
 from fusion_bench_featcal.engine.team import Alone, Solvable, Team
 from fusion_bench_featcal.engine.visits import Stopwatch, Visit, accounts_of, task_record
 from fusion_bench_featcal.experts.reading import Reads, stage_place
@@ -39,7 +46,7 @@ class BlockLoop:
         *,
         team: Alone | Team | None = None,
         kept: Checkpoints | NoCheckpoints | None = None,
-        activations: Activations = STAY,
+        activations: Activations | None = None,
     ) -> None:
         """Bring the parts together.
 
@@ -50,11 +57,11 @@ class BlockLoop:
             reporter: Progress and log.
             team: The processes that share the work; None: this one does everything.
             kept: Blocks that an earlier run has finished; None: there are none.
-            activations: Where features wait between blocks.
+            activations: Where features wait between blocks; None: where they are.
         """
         self._problem, self._rule, self._reads, self._reporter = problem, rule, reads, reporter
         self._team, self._kept = team or Alone(), kept or NoCheckpoints()
-        self._activations = activations
+        self._activations = activations or Activations((None, UNLIMITED))
         reads.experts, reads.visits = problem.experts, self._visits()
         if problem.base is not None and problem.settings.anchor_rho != 1:
             reads.base = problem.base
@@ -81,7 +88,10 @@ class BlockLoop:
         for index, stage in enumerate(self._problem.stages):
             self._reads.enter(stage_place(index))
             is_over = self._is_over(index)
-            streams = self._pass_by(samples) if is_over else self._begin_stage(index, samples)
+            if is_over:  # nothing has to run
+                streams = {task: list(batches) for task, batches in samples.items()}
+            else:
+                streams = self._begin_stage(index, samples)
             self._kept.start()
             for block in stage:
                 self._reads.enter(block)
@@ -150,7 +160,7 @@ class BlockLoop:
         Earlier stages have been changed by then. They run whole on both sides, but for families
         that hand on what their last blocks gave.
         """
-        problem, rule = self._problem, self._rule
+        problem = self._problem
         streams: dict[str, list[Batch]] = {}
         for task, batches in samples.items():
             self._reporter.at(f"inputs · {task}")
@@ -160,46 +170,37 @@ class BlockLoop:
                 for batch in batches:
                     if self._reporter.example is None:
                         self._reporter.example = to_device(batch.inputs, torch.device("meta"))
-                    begun = self._moved_on(batch, streams[task])
-                    ends = (batch.cal, batch.exp) if problem.family.hands_on else (None, None)
-                    batch.cal = batch.exp = None
-                    inputs = to_device(batch.inputs, problem.device)
-                    with naming_task(task):
-                        rows = problem.settings.decoder_rows
-                        begun.find_rows(task, problem.family, inputs, index, rows)
-                        if rule.runs_model:
-                            begun.cal = problem.begin(problem.model, index, inputs, ends[0])
-                        if rule.runs_experts:
-                            begun.exp = problem.begin(expert, index, inputs, ends[1])
+                    streams[task].append(self._begin(task, index, batch, expert))
         read = {task: self._reads.read(task, stage_place(index)) for task in samples}
         for task, (nbytes, *_) in self._team.collected(self._team.gather(read)).items():
             record = {"task": task, "stage": index, "expert_bytes": nbytes}
             self._reporter.log.add("inputs", record)
         return streams
 
-    def _moved_on(self, batch: Batch, stream: list[Batch]) -> Batch:
-        """A batch at the beginning of a stage, appended to its task's others."""
-        inputs = batch.inputs if len(self._problem.stages) > 1 else None
-        moved = Batch(inputs, batch.samples, batch.index, waits=self._activations)
-        if stream:
-            stream[-1].following = moved
-        stream.append(moved)
-        return moved
+    def _begin(self, task: str, index: int, batch: Batch, expert: nn.Module) -> Batch:
+        """Run a batch up to a stage's first block."""
+        problem, rule = self._problem, self._rule
+        ends = (batch.cal, batch.exp) if problem.family.hands_on else (None, None)
+        batch.cal = batch.exp = None
+        inputs, cal, exp = to_device(batch.inputs, problem.device), None, None
+        with naming_task(task):
+            rows = find_rows(problem, inputs, index)
+            if index == 0 and rows[0] is None:  # padding may hold anything
+                check_finite_inputs(inputs, task, batch.index)
+            if rule.runs_model:
+                cal = problem.begin(problem.model, index, inputs, ends[0])
+            if rule.runs_experts:
+                exp = problem.begin(expert, index, inputs, ends[1])
+        kept = batch.inputs if len(problem.stages) > 1 else None
+        begun = self._activations.batch(kept, batch.samples, batch.index, cal, exp)
+        begun.valid, begun.other = rows
+        return begun
 
     def _is_over(self, index: int) -> bool:
         """Return whether a stage's blocks are all kept, and nothing that they give is needed."""
         stages = self._problem.stages
         needed = stages[index:] if self._problem.family.hands_on else [stages[index]]
         return all(self._kept.has(block) for stage in needed for block in stage)
-
-    def _pass_by(self, samples: Mapping[str, Iterable[Batch]]) -> Streams:
-        """Take every task's samples past a stage that is over: nothing has to run."""
-        streams: dict[str, list[Batch]] = {}
-        for task, batches in samples.items():
-            stream = streams[task] = []
-            for batch in batches:
-                self._moved_on(batch, stream)
-        return streams
 
     def _restore(self, block: str, streams: Streams) -> None:
         """Load what an earlier run made of a block, and run the samples through it as it did."""

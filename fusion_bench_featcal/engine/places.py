@@ -71,23 +71,6 @@ class _Same:
         return self.value
 
 
-@dataclass(frozen=True)
-class OnDevice:
-    """Tensors stay where they are, and are counted."""
-
-    name: str
-
-    def open(self) -> None:
-        """Nothing is to be done."""
-
-    def keep(self, tensor: Tensor) -> Kept:
-        """Hold the tensor."""
-        return _Same(tensor, tensor.nbytes)
-
-    def close(self) -> None:
-        """Nothing is to be done."""
-
-
 class HostPlace:
     """Host memory beside a device: pinned for CUDA, so that copies run beside the computation."""
 

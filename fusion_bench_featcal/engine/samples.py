@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
-from fusion_bench_featcal.engine.activations import STAY, Activations
+from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.rows import CountedRows
-from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -23,92 +22,56 @@ log = logging.getLogger(__name__)
 class Batch:
     """One batch of a task on its way through the blocks.
 
-    What it carries from block to block waits where `waits` puts it: to set one of `cal`, `exp` and
-    `exp_hidden` is to put it away, to read it to fetch it, and to begin fetching the next batch's.
-
     Attributes:
         inputs: The model's inputs, kept only where a later stage begins from them.
         samples: Number of samples.
         index: Its number among the task's batches, from 0.
+        cal: Input of the calibrated model's next block.
+        exp: Input of the expert's next block; None where expert features are not used.
+        exp_hidden: The expert's output of the block in hand, where the drift is logged.
         valid: The positions that count; None: all do.
         other: The same for modules that receive other rows, by the end of their names.
-        waits: Where features wait between blocks.
-        following: The task's next batch.
     """
 
     inputs: Any
     samples: int
     index: int = 0
+    cal: Any = None
+    exp: Any = None
+    exp_hidden: Tensor | None = None
     valid: CountedRows | None = None
     other: Mapping[str, CountedRows | None] = field(default_factory=dict)
-    waits: Activations = field(default=STAY, repr=False)
-    following: "Batch | None" = field(default=None, repr=False)
-    _slots: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    @property
-    def cal(self) -> Any:
-        """Input of the calibrated model's next block."""
-        return self._fetched("cal")
 
-    @cal.setter
-    def cal(self, value: Any) -> None:
-        self._put_away("cal", value)
+def find_rows(
+    problem: Problem, inputs: Any, stage: int
+) -> tuple[CountedRows | None, dict[str, CountedRows | None]]:
+    """Ask a family which rows of a stage count.
 
-    @property
-    def exp(self) -> Any:
-        """Input of the expert's next block; None where expert features are not used."""
-        return self._fetched("exp")
+    Args:
+        problem: The problem.
+        inputs: A batch of the model's inputs.
+        stage: The stage's index.
 
-    @exp.setter
-    def exp(self, value: Any) -> None:
-        self._put_away("exp", value)
+    Returns:
+        `valid` and `other` of the batch.
 
-    @property
-    def exp_hidden(self) -> Tensor | None:
-        """The expert's output of the block in hand."""
-        return self._fetched("exp_hidden")
+    Raises:
+        CalibrationError: If a mask is unusable, or a sample has no row that counts: what it would
+            feed to other rows is noise.
+    """
+    known: dict[int, tuple[Tensor, CountedRows]] = {}
 
-    @exp_hidden.setter
-    def exp_hidden(self, value: Tensor | None) -> None:
-        self._put_away("exp_hidden", value)
+    def rows(mask: Tensor | None) -> CountedRows | None:
+        if mask is None:
+            return None
+        if id(mask) not in known:  # modules with one mask may share a statistic
+            known[id(mask)] = mask, CountedRows.of_mask(mask)
+        return known[id(mask)][1]
 
-    def _put_away(self, slot: str, value: Any) -> None:
-        self.waits.keep_hot(self, slot, value)
-        # What was there goes afterwards: masks that come back are stored in it.
-        self._slots[slot] = self.waits.put(value)
-
-    def _fetched(self, slot: str) -> Any:
-        value = self.waits.hot(self, slot)
-        if value is None:
-            value = self.waits.fetch(self._slots.get(slot))
-            self.waits.keep_hot(self, slot, value)
-        if self.following is not None:
-            self.waits.prefetch(self.following._slots.get(slot))
-        return value
-
-    def find_rows(
-        self, task: str, family: Family, inputs: Any, stage_index: int, decoder_rows: str
-    ) -> None:
-        """Ask a family which rows of a stage count.
-
-        Raises:
-            CalibrationError: If a mask is unusable, a sample has no row that counts (what it would
-                feed to other rows is noise), or inputs without a mask are not finite.
-        """
-        known: dict[int, tuple[Tensor, CountedRows]] = {}
-
-        def rows(mask: Tensor | None) -> CountedRows | None:
-            if mask is None:
-                return None
-            if id(mask) not in known:  # modules with one mask may share a statistic
-                known[id(mask)] = mask, CountedRows.of_mask(mask)
-            return known[id(mask)][1]
-
-        self.valid = rows(family.row_weights(inputs, stage_index, decoder_rows))
-        others = family.other_rows(inputs, stage_index)
-        self.other = {end: rows(mask) for end, mask in others.items()}
-        if stage_index == 0 and self.valid is None:  # padding may hold anything
-            check_finite_inputs(inputs, task, self.index)
+    valid = rows(problem.family.row_weights(inputs, stage, problem.settings.decoder_rows))
+    others = problem.family.other_rows(inputs, stage)
+    return valid, {end: rows(mask) for end, mask in others.items()}
 
 
 @contextmanager

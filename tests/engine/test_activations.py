@@ -15,8 +15,14 @@ from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.engine import activations, places
-from fusion_bench_featcal.engine.activations import Activations, open_activations
-from fusion_bench_featcal.engine.places import DiskPlace, HostPlace, OnDevice
+from fusion_bench_featcal.engine.activations import (
+    UNLIMITED,
+    Activations,
+    Store,
+    WaitingBatch,
+    open_activations,
+)
+from fusion_bench_featcal.engine.places import DiskPlace, HostPlace
 from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.engine.transfers import PlainTransfers
 from fusion_bench_featcal.families.base import BlockCall
@@ -59,8 +65,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     chosen = (
         DiskPlace(str(tmp_path)) if request.param == "disk" else HostPlace(CPU, LateTransfers())
     )
-    with Activations([chosen]) as opened:
-        yield opened
+    opened = Store(chosen)
+    yield opened
+    opened.close()
 
 
 def run(name: str, **more: Any) -> Any:
@@ -78,13 +85,13 @@ def test_the_place_has_no_part_in_the_result(name: str, tmp_path: Path, monkeypa
     assert_identical(run(name, activations="disk", activations_dir=tmp_path), wanted)
     assert list(tmp_path.iterdir()) == []
     transfers = LateTransfers()
-    host = Activations([HostPlace(CPU, transfers)])
+    host = Activations((Store(HostPlace(CPU, transfers)), UNLIMITED))
     monkeypatch.setattr("fusion_bench_featcal.calibration.open_activations", lambda *_: host)
     assert_identical(run(name), wanted)
     assert transfers.started_before_needed
 
 
-def test_a_tensor_that_is_met_twice_comes_back_as_one(store: Activations):
+def test_a_tensor_that_is_met_twice_comes_back_as_one(store: Store):
     mask = normal(0, 5)
     found = store.fetch(store.put({"key": mask, "value": mask, "other": mask.clone()}))
     assert found["key"] is found["value"]
@@ -95,13 +102,13 @@ def test_auto_takes_the_first_place_with_room(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setattr(activations, "free_bytes", lambda _: 1500)
     settings = FeatCalSettings(activations_dir=str(tmp_path))
     with open_activations(settings, CPU, lambda: 500) as opened:
-        first, second = opened.put(normal(0, 100)), opened.put(normal(1, 100))
-        assert isinstance(second, places._OnDisk)
-        assert torch.equal(opened.fetch(first), normal(0, 100))
-        assert torch.equal(opened.fetch(second), normal(1, 100))
-        assert opened.peak == {"memory": 800, "files": 800}
+        first, second = (opened.batch(None, 1, i, normal(i, 100), None) for i in range(2))
+        assert not isinstance(first, WaitingBatch)
+        assert isinstance(second, WaitingBatch)
+        assert torch.equal(first.cal, normal(0, 100))
+        assert torch.equal(second.cal, normal(1, 100))
         del first
-        assert not isinstance(opened.put(normal(2, 100)), places._OnDisk)
+        assert not isinstance(opened.batch(None, 1, 2, normal(2, 100), None), WaitingBatch)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,7 +132,7 @@ def test_no_room_in_memory_calibrates_from_files(monkeypatch: Any):
     ],
     ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)} {tensor.stride()}",
 )
-def test_tensor_comes_back_in_its_layout(store: Activations, tensor: Tensor):
+def test_tensor_comes_back_in_its_layout(store: Store, tensor: Tensor):
     found = store.fetch(store.put(tensor))
     assert found is not tensor
     assert found.dtype == tensor.dtype
@@ -133,7 +140,7 @@ def test_tensor_comes_back_in_its_layout(store: Activations, tensor: Tensor):
     assert found.clone().stride() == tensor.clone().stride()
 
 
-def test_nested_calls_keep_their_structure(store: Activations):
+def test_nested_calls_keep_their_structure(store: Store):
     mask = torch.ones(2, 3)
     call = BlockCall(normal(0, 2, 3), (None, (mask, "text")), {"mask": mask, "more": [mask, 4]})
     found = store.fetch(store.put(call))
@@ -144,13 +151,12 @@ def test_nested_calls_keep_their_structure(store: Activations):
     assert torch.equal(found.kwargs["mask"], mask)
 
 
-def test_equal_objects_are_stored_once(store: Activations):
+def test_equal_objects_are_stored_once(store: Store):
     mask = torch.ones(100)
     first = store.put({"a": mask, "b": [mask]})
-    size = max(store.peak.values())
-    assert size == mask.nbytes
+    assert first["a"] is first["b"][0]
     again = store.put(store.fetch(first))  # as a block hands its mask on
-    assert max(store.peak.values()) == size
+    assert again["a"] is first["a"]
     changed = store.fetch(again)["a"]
     changed.add_(1)
     assert torch.equal(store.fetch(store.put(changed)), mask + 1)
@@ -158,22 +164,24 @@ def test_equal_objects_are_stored_once(store: Activations):
 
 
 def test_files_go_with_what_they_hold(tmp_path: Path):
-    with Activations([DiskPlace(str(tmp_path))]) as opened:
-        kept = [opened.put(normal(i, 10)) for i in range(3)]
-        (folder,) = tmp_path.iterdir()
-        assert len(list(folder.iterdir())) == 3
-        del kept[0]
-        assert len(list(folder.iterdir())) == 2
+    opened = Store(DiskPlace(str(tmp_path)))
+    kept = [opened.put(normal(i, 10)) for i in range(3)]
+    (folder,) = tmp_path.iterdir()
+    assert len(list(folder.iterdir())) == 3
+    del kept[0]
+    assert len(list(folder.iterdir())) == 2
+    opened.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def waiting(transfers: LateTransfers, count: int) -> list[Batch]:
+    opened = Activations((Store(HostPlace(CPU, transfers)), UNLIMITED))
+    return [opened.batch(None, 1, index, normal(index, 5), None) for index in range(count)]
 
 
 def test_batches_begin_to_fetch_the_next_one():
     transfers = LateTransfers()
-    opened = Activations([HostPlace(CPU, transfers)])
-    second = Batch(None, 1, waits=opened)
-    first = Batch(None, 1, waits=opened, following=second)
-    for index, batch in enumerate((first, second)):
-        batch.cal = normal(index, 5)
+    first, second = waiting(transfers, 2)
     assert torch.equal(first.cal, normal(0, 5))
     queued = len(transfers.queue)
     assert torch.equal(second.cal, normal(1, 5))
@@ -181,8 +189,7 @@ def test_batches_begin_to_fetch_the_next_one():
 
 
 def test_what_was_just_put_away_is_still_at_hand():
-    transfers = LateTransfers()
-    batch = Batch(None, 1, waits=Activations([HostPlace(CPU, transfers)]))
+    (batch,) = waiting(LateTransfers(), 1)
     value = normal(0, 5)
     batch.exp_hidden = value
     assert batch.exp_hidden is value
@@ -219,7 +226,7 @@ def test_folder_that_cannot_be_made_is_named(tmp_path: Path):
 
 def test_host_and_device_are_one_on_a_cpu():
     for choice in ("device", "host"):
-        assert open_activations(FeatCalSettings(activations=choice), CPU).in_place
+        opened = open_activations(FeatCalSettings(activations=choice), CPU)
+        assert type(opened.batch(None, 1, 0, normal(0, 3), None)) is Batch
     on_cpu = HostPlace(torch.device("meta"), PlainTransfers()).keep(normal(0, 3))
     assert torch.equal(on_cpu.tensor(), normal(0, 3))
-    assert OnDevice("memory").keep(normal(0, 3)).nbytes == 24
