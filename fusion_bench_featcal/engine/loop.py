@@ -107,7 +107,9 @@ class BlockLoop:
         """Collect from every task, solve, load, advance: one turn of Algorithm 1's loop."""
         start = time.perf_counter()
         sums = self._rule.block_sums(block)
-        visits = {task: self._collect(block, task, streams[task], sums) for task in streams}
+        visits: dict[str, Visit] = {}
+        for task, batches in streams.items():
+            visits[task] = self._collect(block, task, batches, sums)
         self._reporter.at(f"{block} · solve")
         with exact_products():
             updates, records = self._team.solve(sums, self._problem.model)

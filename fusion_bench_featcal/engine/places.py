@@ -136,21 +136,20 @@ class DiskPlace:
 
         Args:
             folder: Where the run's folder is made; None: where the system keeps temporary files.
-                What dead processes left there is removed.
         """
         self._parent = folder
-        remove_orphans(Path(folder or tempfile.gettempdir()), _PREFIX)
         self._own: Path | None = None
         self._count = 0
 
     def open(self) -> None:
-        """Make the folder, if there is none yet.
+        """Make the folder, if there is none yet, and remove those that dead processes left.
 
         Raises:
             CalibrationError: If it cannot be made.
         """
         if self._own is not None:
             return
+        remove_orphans(Path(self._parent or tempfile.gettempdir()), _PREFIX)
         try:
             if self._parent is not None:
                 os.makedirs(self._parent, exist_ok=True)

@@ -1,6 +1,7 @@
 """Reads of a calibration: planned before the first one, reported when it is done."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,12 +12,11 @@ from fusion_bench_featcal.engine.rules import calibrated_in
 from fusion_bench_featcal.engine.team import Alone, Team
 from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.experts.read_plan import (
-    Reading,
+    Read,
     ReadPlan,
-    Visit,
     make_plan,
     plan_hash,
-    reading_of,
+    reads_of,
 )
 from fusion_bench_featcal.experts.reading import BASE, Reads
 from fusion_bench_featcal.settings import CalibrationError, budget_in_bytes
@@ -62,18 +62,18 @@ class PlannedReads:
     def _make(self, merged_at: Mapping[str, Iterable[str]]) -> ReadPlan | None:
         """The plan; None where there is no limit and a source does not tell its sizes."""
         budget = self._problem.settings.expert_read_budget
-        own: dict[str, Reading] | None = None
+        own: dict[str, list[Read]] | None = None
         try:
-            own = self._readings(merged_at)
+            own = self._all_reads(merged_at)
         except CalibrationError:
             if budget is not None:
                 raise
         gathered = self._team.gather(own)
-        known = [readings for readings in gathered if readings is not None]
+        known = [reads for reads in gathered if reads is not None]
         if len(known) < len(gathered):
             return None
-        readings = {task: parts[0] for task, parts in self._team.collected(known).items()}
-        full = make_plan(readings, None)
+        reads = {task: parts[0] for task, parts in self._team.collected(known).items()}
+        full = make_plan(reads, None)
         if budget is None:
             return full
         limit = budget_in_bytes(budget, full.full)
@@ -83,21 +83,17 @@ class PlannedReads:
                 f"{full.full} bytes. Calibrate a stored merged model (method.base_method=null), or "
                 "raise it"
             )
-        return make_plan(readings, limit)
+        return make_plan(reads, limit)
 
-    def _readings(self, merged_at: Mapping[str, Iterable[str]]) -> dict[str, Reading]:
+    def _all_reads(self, merged_at: Mapping[str, Iterable[str]]) -> dict[str, list[Read]]:
         """Each expert's reads without a limit."""
         problem, blocks = self._problem, list(chain.from_iterable(self._problem.stages))
-        visits = [
-            Visit(place, [*merged_at.get(place, ()), *names])
-            for place, names in self._reads.visits.items()
-        ]
-        readings: dict[str, Reading] = {}
+        visits = {p: [*merged_at.get(p, ()), *names] for p, names in self._reads.visits.items()}
+        reads: dict[str, list[Read]] = {}
         for task, expert in problem.experts.items():
-            sizes = {k: known_bytes(self._reads.sources[task], k) for k in expert.keys.values()}
-            order = problem.tasks.index(task)
-            readings[task] = reading_of(order, visits, blocks, expert.keys, sizes.__getitem__)
-        return readings
+            size = partial(known_bytes, self._reads.sources[task])
+            reads[task] = reads_of(problem.tasks.index(task), visits, blocks, expert.keys, size)
+        return reads
 
     def record(self) -> dict[str, Any]:
         """The plan in short, for the log."""
@@ -119,9 +115,10 @@ class PlannedReads:
         """
         plan, reads, problem = self.plan, self._reads, self._problem
         planned = {} if plan is None else plan.planned
+        nothing = dict.fromkeys(reads.visits, 0)
         own = {
             task: (
-                self._places(task, planned.get(task)),
+                self._places(task, nothing | planned[task] if task in planned else None),
                 reads.read(task),
                 reads.sources[task].stood_in,
             )

@@ -36,7 +36,7 @@ class Recording:
 
     def add(self, module: str, value: Tensor) -> None:
         """Note one call of a module; ends the pass if it was the last that is asked for."""
-        key = (id(value), _version(value))
+        key = (id(value), 0 if value.is_inference() else value._version)
         self._originals[key] = value  # a freed tensor's identity can return
         if key not in self.inputs:
             # An inference tensor has no version to tell by that it was overwritten.

@@ -1,6 +1,7 @@
 """Rules: whose features a block's sums are made of, and what the sums become."""
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -98,7 +99,8 @@ class FeatCalRule:
         cal = self._run(self._problem.model, block, batch.cal, to_end=False)
         if not self.runs_experts:
             return cal, None
-        exp = self._run_expert(block, expert, batch)
+        exp = self._run(expert, block, batch.exp, to_end=block not in self._closing)
+        batch.exp = exp.following
         if self._problem.settings.log_drift:
             batch.exp_hidden = exp.hidden
         return cal, exp
@@ -106,12 +108,8 @@ class FeatCalRule:
     def follow(self, block: str, expert: nn.Module, batch: Batch) -> None:
         """Run the expert's block, with hooks, as some modules compute otherwise with them."""
         if self.runs_experts:
-            self._run_expert(block, expert, batch)
-
-    def _run_expert(self, block: str, expert: nn.Module, batch: Batch) -> Recording:
-        recording = self._run(expert, block, batch.exp, to_end=block not in self._closing)
-        batch.exp = recording.following
-        return recording
+            to_end = block not in self._closing
+            batch.exp = self._run(expert, block, batch.exp, to_end=to_end).following
 
     def _run(self, model: nn.Module, block: str, call: Any, *, to_end: bool) -> Recording:
         """Run a block; `to_end` False: only its modules' inputs, and what is logged, are needed."""
@@ -121,7 +119,7 @@ class FeatCalRule:
         return self._recorder.record(
             model,
             names,
-            lambda: problem.step(model, block, call),
+            partial(problem.step, model, block, call),
             needs_output=to_end or not may_stop,
         )
 

@@ -23,27 +23,20 @@ class Unit(NamedTuple):
     module: int
 
 
-@dataclass(frozen=True)
-class Visit:
-    """Tensors, by the merged model's names, that one visit loads of every expert."""
-
-    place: str
-    names: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Reads of one expert without a limit.
+class Read(NamedTuple):
+    """One tensor of an expert that a visit reads.
 
     Attributes:
-        needed: Place -> bytes that belong to no unit and are always read.
-        modules: Unit -> place -> bytes.
-        names: Unit -> its tensors, by the merged model's names.
+        place: The visit's place.
+        unit: The unit that it belongs to; None: it is always read.
+        name: Its name in the merged model.
+        nbytes: Its size.
     """
 
-    needed: Mapping[str, int]
-    modules: Mapping[Unit, Mapping[str, int]]
-    names: Mapping[Unit, Sequence[str]]
+    place: str
+    unit: Unit | None
+    name: str
+    nbytes: int
 
 
 def first_blocks_first(unit: Unit) -> tuple[int, ...]:
@@ -84,65 +77,49 @@ class ReadPlan:
         return sum(sum(places.values()) for places in self.planned.values())
 
 
-def reading_of(
+def reads_of(
     expert: int,
-    visits: Iterable[Visit],
+    visits: Mapping[str, Iterable[str]],
     blocks: Sequence[str],
     keys: Mapping[str, str],
     nbytes: Callable[[str], int],
-) -> Reading:
-    """Sort what one expert's visits read into units.
+) -> list[Read]:
+    """List the reads of one expert without a limit.
 
     Args:
         expert: The expert's place in the pool.
-        visits: What is loaded, in order.
+        visits: Place -> the merged model's names of the tensors that are loaded there, in order.
         blocks: All blocks in forward order.
         keys: The merged model's name of a tensor -> the expert's; tied names share one.
         nbytes: Size of a tensor by the expert's name.
 
     Returns:
-        The units. A tensor that is shared between modules, or lies in no block, is always read.
+        The reads. A tensor that is shared between modules, or lies in no block, has no unit.
     """
-    units = _units(expert, blocks, keys)
-    needed: dict[str, int] = {}
-    modules: dict[Unit, dict[str, int]] = {}
-    names: dict[Unit, list[str]] = {}
-    for visit in visits:
-        needed.setdefault(visit.place, 0)
-        for name in {keys[name]: name for name in visit.names}.values():
-            unit = units.get(name)
-            if unit is None:
-                needed[visit.place] += nbytes(keys[name])
-                continue
-            places = modules.setdefault(unit, {})
-            places[visit.place] = places.get(visit.place, 0) + nbytes(keys[name])
-            if name not in names.setdefault(unit, []):
-                names[unit].append(name)
-    return Reading(needed, modules, names)
-
-
-def _units(expert: int, blocks: Sequence[str], keys: Mapping[str, str]) -> dict[str, Unit]:
-    """Each block tensor's unit; tensors that several modules share have none."""
     owners: dict[str, set[str]] = {}
     for name, key in keys.items():
         owners.setdefault(key, set()).add(name.rpartition(".")[0])
-    found: dict[str, Unit] = {}
+    units: dict[str, Unit] = {}
     for index, block in enumerate(blocks):
         inside = [name for name in keys if name.startswith(f"{block}.")]
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name in inside))
         for name in inside:
             if len(owners[keys[name]]) == 1:
-                found[name] = Unit(expert, index, modules.index(name.rpartition(".")[0]))
-    return found
+                units[name] = Unit(expert, index, modules.index(name.rpartition(".")[0]))
+    return [
+        Read(place, units.get(name), name, nbytes(key))
+        for place, names in visits.items()
+        for key, name in {keys[name]: name for name in names}.items()
+    ]
 
 
-def make_plan(readings: Mapping[str, Reading], limit: int | None) -> ReadPlan:
+def make_plan(reads: Mapping[str, Sequence[Read]], limit: int | None) -> ReadPlan:
     """Spend a limit on units, in the fixed order, until the next one does not fit.
 
     A larger limit reads all that a smaller one does, and more.
 
     Args:
-        readings: Expert -> its reads without a limit.
+        reads: Expert -> its reads without a limit.
         limit: Most bytes to read; None: any.
 
     Returns:
@@ -151,38 +128,32 @@ def make_plan(readings: Mapping[str, Reading], limit: int | None) -> ReadPlan:
     Raises:
         CalibrationError: If the limit is below what every plan reads, naming that.
     """
-    experts = list(readings)
-    costs = {
-        unit: sum(places.values())
-        for reading in readings.values()
-        for unit, places in reading.modules.items()
-    }
-    least = sum(sum(reading.needed.values()) for reading in readings.values())
-    full = least + sum(costs.values())
+    costs: dict[Unit | None, int] = {None: 0}
+    for read in (read for listed in reads.values() for read in listed):
+        costs[read.unit] = costs.get(read.unit, 0) + read.nbytes
+    full, least = sum(costs.values()), costs.pop(None)
     if limit is not None and limit < least:
         raise CalibrationError(
             f"method.expert_read_budget allows {limit} bytes, but {least} are needed at least: "
-            f"what leads to the blocks, of each of the {len(experts)} experts (a full read takes "
+            f"what leads to the blocks, of each of the {len(reads)} experts (a full read takes "
             f"{full}). Raise it, or set method.mix_alpha=0 and method.log_drift=false, with which "
             "experts do not run and only calibrated modules are read"
         )
     left = full - least if limit is None else limit - least
-    taken: set[Unit] = set()
-    for unit in sorted(costs, key=ORDER):
+    taken: set[Unit | None] = {None}
+    for unit in sorted(filter(None, costs), key=ORDER):
         left -= costs[unit]
         if left < 0:
             break
         taken.add(unit)
-    planned = {
-        expert: _by_place(reading, {unit for unit in reading.modules if unit in taken})
-        for expert, reading in readings.items()
-    }
-    omitted = {
-        expert: [
-            name for unit in reading.modules if unit not in taken for name in reading.names[unit]
-        ]
-        for expert, reading in readings.items()
-    }
+    planned: dict[str, dict[str, int]] = {}
+    omitted: dict[str, list[str]] = {}
+    for expert, listed in reads.items():
+        places = planned[expert] = dict.fromkeys((read.place for read in listed), 0)
+        for read in listed:
+            places[read.place] += read.nbytes if read.unit in taken else 0
+        names = [read.name for read in listed if read.unit not in taken]
+        omitted[expert] = list(dict.fromkeys(names))
     return ReadPlan(limit, full, least, ORDER.__name__, planned, omitted)
 
 
@@ -214,14 +185,6 @@ def budget_left(budget: float | str, upstream: int, merger: str, *, fused: bool)
         f"({upstream} bytes){again}. Calibrate a stored merged model (method.base_method=null, "
         f"modelpool.models._merged_=...), allow at least {needed} bytes, or set it to null"
     )
-
-
-def _by_place(reading: Reading, taken: set[Unit]) -> dict[str, int]:
-    places = dict(reading.needed)
-    for unit in taken:
-        for place, nbytes in reading.modules[unit].items():
-            places[place] += nbytes
-    return places
 
 
 def plan_hash(plan: ReadPlan, depends: Mapping[str, Any]) -> str:

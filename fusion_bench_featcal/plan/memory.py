@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
-from fusion_bench_featcal.experts.read_plan import Visit, make_plan, reading_of
+from fusion_bench_featcal.experts.read_plan import make_plan, reads_of
 from fusion_bench_featcal.plan.counting import Place, Work
 from fusion_bench_featcal.settings import FeatCalSettings, budget_in_bytes
 
@@ -110,12 +110,11 @@ def read_bytes(
     for name in work.names if fused else ():  # those outside of blocks are merged first
         place = next((b for b in blocks if name.startswith(f"{b}.")), work.places[0].name)
         needed[place].append(name)
-    visits = [Visit(place, names) for place, names in needed.items()]
-    readings = {
-        str(task): reading_of(task, visits, blocks, work.names, sizes.__getitem__)
+    reads = {
+        str(task): reads_of(task, needed, blocks, work.names, sizes.__getitem__)
         for task in range(tasks)
     }
-    full = make_plan(readings, None)
+    full = make_plan(reads, None)
     if settings.expert_read_budget is None:
         return full.bytes
-    return make_plan(readings, budget_in_bytes(settings.expert_read_budget, full.bytes)).bytes
+    return make_plan(reads, budget_in_bytes(settings.expert_read_budget, full.bytes)).bytes
