@@ -11,7 +11,7 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
-from fusion_bench_featcal.calibration import CalibrationResult, calibrate
+from fusion_bench_featcal.calibration import CalibrationResult
 from fusion_bench_featcal.calibration_data import calibration_batches, image_counts
 from fusion_bench_featcal.checkpoints import check_checkpoints
 from fusion_bench_featcal.engine.processes import OneProcess, Processes
@@ -26,19 +26,20 @@ from fusion_bench_featcal.fusionbench.fusing import (
 from fusion_bench_featcal.fusionbench.model_card import CardFacts
 from fusion_bench_featcal.fusionbench.options import (
     MERGED,
+    Choices,
     check_merger,
     checked_choices,
     checked_settings,
     plain,
     take_fusion_bench_keys,
 )
-from fusion_bench_featcal.fusionbench.plan_run import known_samples, log_plan, stored_itemsize
+from fusion_bench_featcal.fusionbench.pool_calibration import calibrate_pool
 from fusion_bench_featcal.fusionbench.pool_checks import (
     check_experts,
     check_pool_models,
     check_pool_settings,
 )
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolSources, pool_source
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.fusionbench.program import check_upstream, prepare_run
 from fusion_bench_featcal.fusionbench.program_processes import (
@@ -66,7 +67,6 @@ from fusion_bench_featcal.results import (
     FEATCAL,
     UNAVAILABLE,
     Cost,
-    measure,
     prepare_directory,
 )
 from fusion_bench_featcal.settings import (
@@ -134,7 +134,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self.presets = plain(presets)
         self.compare_with = plain(compare_with)
         self.fuse_merge = checked_fusing(fuse_merge)
-        self._budget = self.settings.expert_read_budget
         self.save = save
         # A preset's name may be one that the model pool brings.
         row = save if self.presets is not None or not str(save).startswith(_PRESET) else FEATCAL
@@ -178,105 +177,61 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def _run(self, modelpool: BaseModelPool, *, first: bool) -> nn.Module:
         """Run in one of several processes; all but the first only help to calibrate."""
-        suite = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
-        choices = checked_choices(self.settings, self.presets, self.compare_with, suite, self.save)
-        presets = {f"{_PRESET}{name}": value for name, value in choices.presets.items()}
-        runs = {FEATCAL: self.settings, **presets}
-        for settings in runs.values():
-            check_checkpoints(settings, self._processes)
-            if settings.activations_dir is not None:
-                prepare_directory(settings.activations_dir, "method.activations_dir")
-        self._check_pool(modelpool, [*runs.values()])
+        choices, runs = self._chosen()
+        self._check(modelpool, [*runs.values()])
         processor = load_input_processor(modelpool)
         # Data sets are opened before a merger that may take hours.
-        shared = self.settings.pixel_cache_mb if presets else 0
+        shared = self.settings.pixel_cache_mb if choices.presets else 0
         images = ImageCache(shared, self.settings.cache_dir)
+        device, tasks = self.fabric.device, modelpool.model_names
         batches = {
             name: calibration_batches(
-                modelpool,
-                modelpool.model_names,
-                settings,
-                processor,
-                device=self.fabric.device,
-                images=images,
+                modelpool, tasks, settings, processor, device=device, images=images
             )
             for name, settings in runs.items()
         }
         results = self._start_results(modelpool)
         saver = RowSaver(self._program if first else None, modelpool, processor, choices.save)
         self._saver = saver
-        merged = merging = None
-        self._processes.doing = "the upstream merger (method.base_method)"
-        if first:
-            results.add_notes(check_experts(modelpool))
-            merged, merging = start_upstream(
-                self._program,
-                self.base_method,
-                modelpool,
-                self.settings,
-                fuse=self.fuse_merge,
-                processes=self._processes.size,
-            )
-        merged = share_model(merged, self._processes, self.fabric.device, "method.base_method")
-        # Presets are calibrated on the merged model that is there already.
-        self._budget = budget_beside_merger(
-            modelpool, self.base_method, self.settings, fused=merging is not None
-        )
+        merged, merging = self._merge(modelpool, results, first=first)
         upstream = CardFacts(MERGED, self.base_method)
         if merging is None:
             saver.offer(merged, upstream)
-        model = evaluation = None
         for name, settings in runs.items():
-            log.info("calibrating %s: %s", name, settings.described())
-            result, cost = self._calibrate(settings, modelpool, merged, batches[name], merging)
-            log.info("calibrated %s in %.1f s", name, cost.seconds)
+            result, cost = self._calibrate(name, settings, modelpool, merged, batches, merging)
             if merging is not None:
                 saver.offer(merged, upstream)
-                merging = None  # the merged model is complete
+                merging = None  # the merged model is complete: presets are calibrated on it
             saver.offer(result.model, self._facts(name, settings, result))
-            found = results.add_calibrated(name, result, settings, cost, modelpool.model_names)
-            if name == choices.save:
-                model, evaluation = result.model, found
+            results.add_calibrated(name, result, settings, cost, tasks)
             del result  # one model less in memory
         images.close()
         self._processes.doing = "evaluations of references and the report"
-        if first and MERGED in (*choices.compare_with, choices.save):
-            found = results.add_reference(results.upstream, merged, plain(self.base_method))
-            evaluation = found if choices.save == MERGED else evaluation
-        model = merged if model is None else model
-        del merged
         if first:
+            if MERGED in (*choices.compare_with, choices.save):
+                results.add_reference(results.upstream, merged, plain(self.base_method))
+            del merged
             results.add_base_and_experts(modelpool, choices.compare_with)
-            results.finish(self._program, model, evaluation, choices.save, saver.folder)
+            results.finish(self._program, saver.model, choices.save, saver.folder)
             saver.finish(results.report)
             log_reports(self.fabric, [results.report])
         self._processes.gather(None)  # none ends well while the first one still fails
-        skip_saving(self._program, model)
-        return model
+        skip_saving(self._program, saver.model)
+        return saver.model
 
-    def _facts(self, name: str, settings: FeatCalSettings, result: CalibrationResult) -> CardFacts:
-        samples = {task["task"]: task["samples"] for task in result.log.of_kind("task")}
-        values = settings.as_dict()
-        own = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
-        return CardFacts(name, self.base_method, own, samples)
+    def _chosen(self) -> tuple[Choices, dict[str, FeatCalSettings]]:
+        """Return the choices of method and model pool, and the settings of each calibrated row."""
+        suite = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
+        choices = checked_choices(self.settings, self.presets, self.compare_with, suite, self.save)
+        presets = {f"{_PRESET}{name}": value for name, value in choices.presets.items()}
+        return choices, {FEATCAL: self.settings, **presets}
 
-    def _how_to_go_on(self) -> str:
-        """Return what a run that is stopped says last."""
-        saved = self._saver is not None and self._saver.folder
-        done = f"the model of row {self.save} is saved in {saved}; " if saved else ""
-        folder = self.settings.checkpoint_dir
-        if folder is None:
-            return (
-                f"ended before it was done: {done}no blocks are kept. Set method.checkpoint_dir to "
-                "be able to go on after an interruption"
-            )
-        return (
-            f"ended before it was done: {done}finished blocks are in {folder}. To go on, repeat "
-            "the command with method.resume=true"
-        )
-
-    def _check_pool(self, modelpool: BaseModelPool, runs: Sequence[FeatCalSettings]) -> None:
+    def _check(self, modelpool: BaseModelPool, runs: Sequence[FeatCalSettings]) -> None:
         """Refuse what cannot work before anything is loaded or merged."""
+        for settings in runs:
+            check_checkpoints(settings, self._processes)
+            if settings.activations_dir is not None:
+                prepare_directory(settings.activations_dir, "method.activations_dir")
         check_upstream(self.base_method, modelpool)
         if not modelpool.has_pretrained and any(settings.anchor_rho != 1 for settings in runs):
             raise CalibrationError(
@@ -301,63 +256,81 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             linear_kernel=self.settings.linear_kernel,
         )
 
+    def _merge(
+        self, modelpool: BaseModelPool, results: RunResults, *, first: bool
+    ) -> tuple[nn.Module, UpstreamMerge | None]:
+        """Return the merged model; or the one that is to become it, and the merger."""
+        merged = merging = None
+        self._processes.doing = "the upstream merger (method.base_method)"
+        if first:
+            results.add_notes(check_experts(modelpool))
+            merged, merging = start_upstream(
+                self._program,
+                self.base_method,
+                modelpool,
+                self.settings,
+                fuse=self.fuse_merge,
+                processes=self._processes.size,
+            )
+        merged = share_model(merged, self._processes, self.fabric.device, "method.base_method")
+        return merged, merging
+
     def _calibrate(
         self,
+        name: str,
         settings: FeatCalSettings,
         modelpool: BaseModelPool,
         merged: nn.Module,
-        batches: Mapping[str, Iterable[Any]],
-        fused: UpstreamMerge | None = None,
+        batches: Mapping[str, Mapping[str, Iterable[Any]]],
+        merging: UpstreamMerge | None,
     ) -> tuple[CalibrationResult, Cost]:
-        """Calibrate the merged model with some settings, and measure it."""
-        tasks, stream = modelpool.model_names, settings.stream_experts
-        with measure() as cost:
-            base = None
-            if modelpool.has_pretrained:
-                base = pool_source(modelpool, BASE_MODEL, stream_experts=stream)
-            experts = PoolSources(modelpool, tasks, stream_experts=stream)
-            base_held = isinstance(base, nn.Module)
-            log_plan(
-                merged,
-                settings,
-                len(tasks),
-                self.fabric.device,
-                samples=known_samples(batches),
-                held=experts.held(),
-                base_held=base_held,
-                loaded=1 + base_held,
-                itemsize=stored_itemsize(base),
-                fused=fused is not None,
-                merges=self.base_method is not None and settings is self.settings,
-                processes=self._processes.size,
-                neighbours=self._processes.neighbours,
+        """Calibrate one row, and add to its reads those of the upstream merger."""
+        log.info("calibrating %s: %s", name, settings.described())
+        limited, how = settings, EARLIER
+        if name == FEATCAL:  # the upstream merger's reads count among those of the first row
+            how = BY_ITSELF if merging is None else FUSED
+            budget = budget_beside_merger(
+                modelpool, self.base_method, settings, fused=merging is not None
             )
-            exchanged = self._processes.exchanged_bytes
-            own = settings is self.settings
-            limited = settings.replace(expert_read_budget=self._budget) if own else settings
-            result = calibrate(
-                merged,
-                base,
-                experts,
-                batches,
-                limited,
-                device=self.fabric.device,
-                autocast=self.fabric.autocast,
-                merging=fused,
-                processes=self._processes,
-            )
-        cost.more |= image_counts(batches)
-        how = EARLIER if not own else BY_ITSELF if fused is None else FUSED
+            limited = settings.replace(expert_read_budget=budget)
+        result, cost = calibrate_pool(
+            modelpool,
+            merged,
+            batches[name],
+            limited,
+            fabric=self.fabric,
+            merging=merging,
+            merges=name == FEATCAL and self.base_method is not None,
+            processes=self._processes,
+        )
+        cost.more |= image_counts(batches[name])
         result.reads["budget"] = settings.expert_read_budget
         add_upstream(result.reads, modelpool, self.base_method, how)
-        read = result.reads["totals"]["all_experts_read"]
+        totals = result.reads["totals"]
+        read, planned = totals["all_experts_read"], totals["experts_planned"]
         cost.more["expert_bytes"] = UNAVAILABLE if read is None else read
-        planned = result.reads["totals"]["experts_planned"]
         if planned is not None:
             cost.more["expert_bytes_planned"] = planned
-        if self._processes.size > 1:
-            cost.more["processes"] = self._processes.size
-            cost.more["exchanged_bytes"] = self._processes.exchanged_bytes - exchanged
-        for record in result.log.of_kind("resumed"):
-            cost.more["restored_blocks"] = record["blocks"]
+        log.info("calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
+
+    def _facts(self, name: str, settings: FeatCalSettings, result: CalibrationResult) -> CardFacts:
+        samples = {task["task"]: task["samples"] for task in result.log.of_kind("task")}
+        values = settings.as_dict()
+        own = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
+        return CardFacts(name, self.base_method, own, samples)
+
+    def _how_to_go_on(self) -> str:
+        """Return what a run that is stopped says last."""
+        saved = self._saver is not None and self._saver.folder
+        done = f"the model of row {self.save} is saved in {saved}; " if saved else ""
+        folder = self.settings.checkpoint_dir
+        if folder is None:
+            return (
+                f"ended before it was done: {done}no blocks are kept. Set method.checkpoint_dir to "
+                "be able to go on after an interruption"
+            )
+        return (
+            f"ended before it was done: {done}finished blocks are in {folder}. To go on, repeat "
+            "the command with method.resume=true"
+        )

@@ -34,8 +34,8 @@ def finished_results(
 ) -> RunResults:
     run = RunResults(taskpool, str(folder), suite="toy", upstream="merged", device="cpu")
     model = nn.Identity()
-    evaluation = run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
-    run.finish(program, model, evaluation, "featcal", saved)
+    run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
+    run.finish(program, model, "featcal", saved)
     return run
 
 
@@ -88,8 +88,8 @@ def test_without_the_callback_results_wait_for_the_end_of_the_interpreter(
     pool = OneTaskPool()
     model = nn.Identity()
     run = RunResults(pool, str(tmp_path), suite="toy", upstream="merged", device="cpu")  # type: ignore[arg-type]
-    evaluation = run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
-    run.finish(program, model, evaluation, "featcal", None)
+    run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
+    run.finish(program, model, "featcal", None)
     assert registered == []
     program.taskpool.evaluate(model)  # FusionBench asks when the model has been saved
     (show,) = registered
@@ -101,8 +101,8 @@ def test_losses_and_tasks_below_the_merged_model_reach_the_report(tmp_path: Path
     run = RunResults(OneTaskPool(), str(tmp_path), suite="toy", upstream="merged", device="cpu")  # type: ignore[arg-type]
     run.report.add_row("merged", {"cars": 0.6})
     model = nn.Identity()
-    evaluation = run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
-    run.finish(None, model, evaluation, "featcal", None)
+    run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
+    run.finish(None, model, "featcal", None)
     assert run.report.loss == {"featcal": {"cars": 1.5, "average": 1.5}}
     note = "cars ends below the merged model: featcal -10.0 points"
     assert run.report.notes == [note]

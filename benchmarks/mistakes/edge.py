@@ -41,18 +41,16 @@ MUTATIONS = [
     Mutation(
         "row that is saved ignores method.save",
         "fusionbench/saving.py",
-        "if facts.row != self.row or self._target is None:",
-        "if self._target is None:",
+        "        if facts.row != self.row:\n            return\n",
+        "",
         "test_run_order.py",
     ),
     Mutation(
         "evaluated before it is saved",
         "algorithm.py",
         "            saver.offer(result.model, self._facts(name, settings, result))\n"
-        "            found = results.add_calibrated("
-        "name, result, settings, cost, modelpool.model_names)\n",
-        "            found = results.add_calibrated("
-        "name, result, settings, cost, modelpool.model_names)\n"
+        "            results.add_calibrated(name, result, settings, cost, tasks)\n",
+        "            results.add_calibrated(name, result, settings, cost, tasks)\n"
         "            saver.offer(result.model, self._facts(name, settings, result))\n",
         "test_run_order.py",
     ),

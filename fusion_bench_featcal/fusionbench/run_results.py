@@ -23,6 +23,7 @@ from fusion_bench_featcal.fusionbench.evaluation import (
     task_names,
 )
 from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
+from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.results import (
     BASE,
@@ -70,6 +71,7 @@ class RunResults:
         self.taskpool = taskpool
         self._linear_kernel = linear_kernel
         self._log_dir = None if log_dir is None else Path(log_dir)
+        self._evaluations: dict[str, Evaluation] = {}
         self.report = Report(
             suite=suite,
             upstream=upstream,
@@ -88,16 +90,13 @@ class RunResults:
             log.warning(note)
         self.report.notes += notes
 
-    def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> Evaluation | None:
+    def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
         """Evaluate a model that was not calibrated.
 
         Args:
             name: Its row.
             model: The model.
             settings: What made it, if anything: runs that are compared must agree in it.
-
-        Returns:
-            Its evaluation; None without a task pool.
         """
         evaluation = self._evaluate(name, model)
         if evaluation is not None:
@@ -108,7 +107,6 @@ class RunResults:
                 correct=evaluation.correct,
                 loss=evaluation.loss,
             )
-        return evaluation
 
     def add_base_and_experts(self, modelpool: BaseModelPool, references: Sequence[str]) -> None:
         """Load and evaluate the base and the experts, where asked, one in memory at a time.
@@ -147,7 +145,7 @@ class RunResults:
         settings: FeatCalSettings,
         cost: Cost,
         tasks: Sequence[str],
-    ) -> Evaluation | None:
+    ) -> None:
         """Evaluate a calibrated model and keep its log.
 
         Args:
@@ -156,9 +154,6 @@ class RunResults:
             settings: What it was made with.
             cost: What it cost.
             tasks: The tasks it was calibrated on.
-
-        Returns:
-            Its evaluation; None without a task pool.
         """
         if self._log_dir is not None:
             preset = name.removeprefix(FEATCAL).replace(":", ".")
@@ -168,7 +163,7 @@ class RunResults:
         self.add_notes(tasks_with_high_drift(name, result.log.records))
         split = settings.calibration_split
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
-        return self.add_made(
+        self.add_made(
             name,
             result.model,
             settings=settings.of_the_model().as_dict(),
@@ -186,7 +181,7 @@ class RunResults:
         cost: Cost,
         samples: Mapping[str, Mapping[str, Any]],
         seed: int | None,
-    ) -> Evaluation | None:
+    ) -> None:
         """Evaluate the model that a method made.
 
         Args:
@@ -196,9 +191,6 @@ class RunResults:
             cost: What it cost.
             samples: Task -> {"samples", "split"} really used; empty for what uses no data.
             seed: Of samples and training; None for what draws nothing.
-
-        Returns:
-            Its evaluation; None without a task pool.
         """
         if any(drawn["split"] == "test" for drawn in samples.values()):
             self.report.notes.append(f"{name} was made with samples of the test split")
@@ -217,25 +209,17 @@ class RunResults:
                 loss=evaluation.loss,
                 **made,
             )
-        return evaluation
 
-    def finish(
-        self,
-        program: Any,
-        model: nn.Module,
-        evaluation: Evaluation | None,
-        row: str,
-        saved: Path | None,
-    ) -> None:
+    def finish(self, program: Any, model: nn.Module, row: str, saved: Path | None) -> None:
         """Write and show the report, and spare FusionBench a second evaluation of the model.
 
         Args:
             program: The running FusionBench program, or None.
             model: The model that the method returns.
-            evaluation: Its evaluation, None without a task pool.
-            row: Its row.
+            row: Its row; `merged`: the upstream merger's.
             saved: Folder that it was saved to; None: it was not.
         """
+        evaluation = self._evaluations.get(self.upstream if row == MERGED else row)
         self.report.notes += tasks_below_merged(self.report)
         first = [BASE, EXPERTS, self.upstream]  # references are evaluated last and listed first
         for kept in (self.report.rows, self.report.loss, self.report.settings, self.report.items):
@@ -266,7 +250,7 @@ class RunResults:
             return None
         if tasks is None:  # of the experts, each on its own task, there is one line
             log.info("evaluating %s", name)
-        return evaluate(
+        evaluation = evaluate(
             self.taskpool,
             model,
             name=name,
@@ -274,6 +258,9 @@ class RunResults:
             log_dir=self._log_dir,
             linear_kernel=self._linear_kernel,
         )
+        if tasks is None:
+            self._evaluations[name] = evaluation
+        return evaluation
 
     def _show(self, row: str, saved: Path | None) -> None:
         """Print the table and the closing lines."""

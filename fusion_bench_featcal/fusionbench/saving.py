@@ -327,8 +327,11 @@ class RowSaver:
 
     Attributes:
         row: The row that is saved.
+        model: Its model, once it is there.
         folder: Where it was saved; None: it was not.
     """
+
+    model: nn.Module
 
     def __init__(self, program: Any, modelpool: BaseModelPool, processor: Any, row: str) -> None:
         """Prepare; the target was checked by `check_save_target`.
@@ -349,12 +352,15 @@ class RowSaver:
         modelpool.save_model = self._save  # type: ignore[method-assign]
 
     def offer(self, model: nn.Module, facts: CardFacts) -> None:
-        """Save a row's model if it is the one to be saved.
+        """Take a row's model if it is the one to be saved, and save it where a path is named.
 
         Raises:
             CalibrationError: If it cannot be written, naming path, room and setting.
         """
-        if facts.row != self.row or self._target is None:
+        if facts.row != self.row:
+            return
+        self.model = model
+        if self._target is None:
             return
         card = model_card(self._modelpool, facts) if self._options.card else None
         self._files = self._save(model, self._target, card=card, **self._options.own)

@@ -121,7 +121,7 @@ class _Standalone(LightningFabricMixin, BaseAlgorithm):
         log.info("made %s in %.1f s", name, cost.seconds)
         saver = RowSaver(program, modelpool, _processor(modelpool), name)
         saver.offer(model, CardFacts(name, self.base_method, settings, samples(model)))
-        evaluation = results.add_made(
+        results.add_made(
             name,
             model,
             settings=settings,
@@ -129,7 +129,7 @@ class _Standalone(LightningFabricMixin, BaseAlgorithm):
             samples=samples(model),
             seed=seed_of(settings),
         )
-        results.finish(program, model, evaluation, name, saver.folder)
+        results.finish(program, model, name, saver.folder)
         saver.finish(results.report)
         if self.log_dir is not None:
             write_curves(self.log_dir, {name: getattr(model, "curves", {})})
