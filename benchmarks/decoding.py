@@ -35,8 +35,8 @@ from transformers import CLIPImageProcessor
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.calibration_data import calibration_batches
-from fusion_bench_featcal.image_cache import ImageCache
-from fusion_bench_featcal.tasks.pictures import to_pixels
+from fusion_bench_featcal.data.image_cache import ImageCache
+from fusion_bench_featcal.data.pictures import to_pixels
 
 TASK, MB = "task", 2**20
 PROCESSOR = CLIPImageProcessor()

@@ -16,13 +16,13 @@ import fusion_bench_featcal.compat  # noqa: F401
 import torch
 from transformers import CLIPModel, CLIPVisionModel
 
+from fusion_bench_featcal.data.pictures import to_pixels
 from fusion_bench_featcal.methods import SurgerySettings
 from fusion_bench_featcal.methods.feature_correction import all_features
 from fusion_bench_featcal.methods.projection import ProjectedFeatures
 from fusion_bench_featcal.methods.surgery import SurgeryModule, initial_surgery, train_surgery
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
 from fusion_bench_featcal.suites import image
-from fusion_bench_featcal.tasks.pictures import to_pixels
 
 TASK = "mini_mnist"
 SAMPLES = 256

@@ -14,6 +14,7 @@ from torch import nn
 from fusion_bench_featcal.calibration import CalibrationResult
 from fusion_bench_featcal.calibration_data import calibration_batches, image_counts
 from fusion_bench_featcal.checkpoints import check_checkpoints
+from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.engine.processes import OneProcess, Processes
 from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.families import check_family
@@ -62,7 +63,6 @@ from fusion_bench_featcal.fusionbench.run_results import (
     suite_name,
 )
 from fusion_bench_featcal.fusionbench.saving import RowSaver, skip_saving
-from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.results import (
     FEATCAL,
     UNAVAILABLE,

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.calibration_text import text_batches, text_rows
+from fusion_bench_featcal.data.image_cache import MEMORY, PROCESSED, ImageCache, describe_processor
+from fusion_bench_featcal.data.images import ImageItems, offline_hint
+from fusion_bench_featcal.data.pictures import Processor, fixed_content, stack_pixels, to_pixels
+from fusion_bench_featcal.data.read_ahead import automatic_workers, in_order
 from fusion_bench_featcal.engine.samples import warn_of_few_samples
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.image_cache import MEMORY, PROCESSED, ImageCache, describe_processor
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.tasks.images import ImageItems, offline_hint
-from fusion_bench_featcal.tasks.pictures import Processor, fixed_content, stack_pixels, to_pixels
-from fusion_bench_featcal.tasks.read_ahead import automatic_workers, in_order
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.data.images import require_numbered
+from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.engine.samples import check_token_ids
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.tasks.images import require_numbered
 from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_left
-from fusion_bench_featcal.text_samples import Sample, TextEncoder, pad_samples
 
 
 @dataclass(eq=False)

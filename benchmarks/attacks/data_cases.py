@@ -79,7 +79,7 @@ def _(folder: Path) -> None:
 @case("labels: class list of a table and classnames share no name", "classnames", "order",
       must=REFUSED)  # fmt: skip
 def _(folder: Path) -> None:
-    from fusion_bench_featcal.tasks.images import ImageItems
+    from fusion_bench_featcal.data.images import ImageItems
 
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["alpha", "beta"])}

@@ -5,17 +5,17 @@ from mistakes.entry import Mutation
 MUTATIONS = [
     Mutation(
         "labels 0 to 10 in the order of texts",
-        "tasks/labels.py",
+        "data/labels.py",
         "return sorted(names, key=int) if all(name.isdecimal() for name in names) else names",
         "return names",
-        "tasks/test_labels.py tasks/test_load_images.py",
+        "data/test_labels.py data/test_load_images.py",
     ),
     Mutation(
         "transparency dropped",
-        "tasks/pictures.py",
+        "data/pictures.py",
         'canvas.alpha_composite(picture.convert("RGBA"))\n    return canvas.convert("RGB")',
         'return picture.convert("RGB")',
-        "tasks/test_pictures.py",
+        "data/test_pictures.py",
     ),
     Mutation(
         "loss is averaged over batches",
@@ -70,16 +70,16 @@ MUTATIONS = [
     ),
     Mutation(
         "prompt counts among the targets",
-        "text_samples.py",
+        "data/text_samples.py",
         "labels = [IGNORED] * len(kept) + (text.shown or target)",
         "labels = kept + (text.shown or target)",
-        "test_text_samples.py",
+        "data/test_text_samples.py",
     ),
     Mutation(
         "kept images do not tell processors apart",
-        "image_cache.py" if False else "calibration_data.py",
+        "calibration_data.py",
         'hashlib.sha256(f"{described} {content}".encode())',
         'hashlib.sha256(f"{content}".encode())',
-        "test_image_cache.py",
+        "data/test_image_cache.py",
     ),
 ]

@@ -22,6 +22,7 @@ from fusion_bench_featcal.comparison.fingerprint import (
 from fusion_bench_featcal.comparison.grid import Grid, GridChoices, for_pool, make_grid
 from fusion_bench_featcal.comparison.reports import check_places, write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
+from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.fusionbench.ending import ending_cleanly
 from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
 from fusion_bench_featcal.fusionbench.options import checked_settings, plain, take_fusion_bench_keys
@@ -29,7 +30,6 @@ from fusion_bench_featcal.fusionbench.pool_checks import check_pool_experts, che
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import log_reports, suite_name
-from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.results import Report

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import fusion_bench_featcal
 from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
+from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.tasks.images import ImageItems
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ import torch
 from fusion_bench import BaseTaskPool
 from torch import Tensor, nn
 
+from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.fusionbench.evaluation import task_names
 from fusion_bench_featcal.methods.projection import pooled_output, project, to_unit_norm
 from fusion_bench_featcal.results import UNAVAILABLE
 from fusion_bench_featcal.tasks.text_generation import GREEDY, padded_left
 from fusion_bench_featcal.tasks.text_pool import TextTaskPool, told_task
-from fusion_bench_featcal.text_samples import TextEncoder
 
 BATCH = 16
 ANSWER = 8

@@ -9,6 +9,7 @@ from fusion_bench.modelpool import BaseModelPool
 from omegaconf import DictConfig
 from transformers import AutoTokenizer
 
+from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.fusionbench.pool_models import (
     EXPECTED,
@@ -17,7 +18,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     reason,
 )
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.text_samples import TextKind
 
 # By name and not by class: importing FusionBench's pools of language models takes seconds.
 _KINDS: Mapping[str, TextKind] = {"Seq2SeqLMPool": "seq2seq", "CausalLMPool": "causal"}

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.calibration_text import TextBatches
+from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.methods.corrected_clip import NORMALIZE, CorrectedModel
 from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
 from fusion_bench_featcal.methods.corrected_model import Corrected, Correction

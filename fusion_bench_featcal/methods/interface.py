@@ -9,10 +9,10 @@ from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolSources, pool_source
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
-from fusion_bench_featcal.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 

@@ -9,16 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusion_bench_featcal.data.images import load_images
     from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool
-    from fusion_bench_featcal.tasks.images import load_images
     from fusion_bench_featcal.tasks.text_pool import TextTaskPool
 
 __all__ = ["ClipTaskPool", "TextTaskPool", "load_images"]
 
-_HOMES = {"ClipTaskPool": "clip_pool", "TextTaskPool": "text_pool", "load_images": "images"}
+_HOMES = {
+    "ClipTaskPool": f"{__name__}.clip_pool",
+    "TextTaskPool": f"{__name__}.text_pool",
+    "load_images": "fusion_bench_featcal.data.images",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

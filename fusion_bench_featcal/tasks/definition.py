@@ -7,6 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from fusion_bench_featcal.data.images import ImageItems, load_images
+from fusion_bench_featcal.data.labels import check_classnames_by
+from fusion_bench_featcal.data.pictures import parse_background
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.heads import (
@@ -16,9 +19,6 @@ from fusion_bench_featcal.tasks.heads import (
     names_of,
     register_names,
 )
-from fusion_bench_featcal.tasks.images import ImageItems, load_images
-from fusion_bench_featcal.tasks.labels import check_classnames_by
-from fusion_bench_featcal.tasks.pictures import parse_background
 from fusion_bench_featcal.tasks.pool_settings import build_part
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from fusion_bench.utils import count_parameters, instantiate
 from torch import nn
 
+from fusion_bench_featcal.data.images import offline_hint
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.images import offline_hint
 
 
 def refuse_unknown_pool_keys(pool: type, unknown: Mapping[str, Any]) -> None:

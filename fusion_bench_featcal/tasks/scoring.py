@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from fusion_bench_featcal.data.images import ImageItems
+from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.images import ImageItems
-from fusion_bench_featcal.tasks.pictures import Processor, stack_pixels, to_pixels
 
 Batch = tuple[Tensor, Tensor]
 

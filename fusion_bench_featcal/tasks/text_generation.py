@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusion_bench_featcal.text_samples import IGNORED, Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, pad_samples
 
 GREEDY: Mapping[str, Any] = {
     "do_sample": False,

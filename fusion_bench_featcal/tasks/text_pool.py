@@ -17,6 +17,13 @@ import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
 
+from fusion_bench_featcal.data.text_samples import (
+    IGNORED,
+    Sample,
+    TextEncoder,
+    TextKind,
+    pad_samples,
+)
 from fusion_bench_featcal.engine.samples import check_token_ids
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.progress import progress_bar
@@ -35,7 +42,6 @@ from fusion_bench_featcal.tasks.text_generation import (
     spearman,
     target_loss,
 )
-from fusion_bench_featcal.text_samples import IGNORED, Sample, TextEncoder, TextKind, pad_samples
 
 log = logging.getLogger(__name__)
 

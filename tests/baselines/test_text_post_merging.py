@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.methods import (
     ProbSurgerySettings,
@@ -33,7 +34,6 @@ from fusion_bench_featcal.methods.standalone import (
 from fusion_bench_featcal.pools import CausalLMPool
 from fusion_bench_featcal.tasks import TextTaskPool
 from fusion_bench_featcal.tasks.text_generation import greedy_answers
-from fusion_bench_featcal.text_samples import TextEncoder
 
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
 SHORT: dict[str, Any] = {"samples_per_task": 8, "batch_size": 4, "generated_tokens": 4}

@@ -17,7 +17,7 @@ from fusion_bench_featcal.comparison import (
     FeatCal,
     FeatureCorrection,
 )
-from fusion_bench_featcal.image_cache import ImageCache
+from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.suites import image
 

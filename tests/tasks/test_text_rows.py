@@ -6,8 +6,8 @@ import datasets
 import pytest
 from tiny_texts import word_tokenizer
 
+from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.tasks.text_rows import load_chats, load_glue
-from fusion_bench_featcal.text_samples import TextEncoder
 
 PAIR = {"sentence1": ["a b", "c"], "sentence2": ["d", "e f"]}
 TABLES: dict[str, dict[str, list[Any]]] = {

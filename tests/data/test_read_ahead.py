@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusion_bench_featcal.tasks.read_ahead import automatic_workers, available_cores, in_order
+from fusion_bench_featcal.data.read_ahead import automatic_workers, available_cores, in_order
 
 
 def identity(value: Any) -> Any:

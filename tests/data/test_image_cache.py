@@ -18,16 +18,17 @@ from tiny_images import picture
 from torch import Tensor
 from transformers import CLIPImageProcessor
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings, image_cache
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.calibration_data import (
     calibration_batches,
     decode_workers,
     image_counts,
 )
 from fusion_bench_featcal.comparison import FeatCal
+from fusion_bench_featcal.data import image_cache
+from fusion_bench_featcal.data.image_cache import ImageCache, describe_processor
+from fusion_bench_featcal.data.pictures import fixed_content
 from fusion_bench_featcal.fusionbench.options import checked_choices
-from fusion_bench_featcal.image_cache import ImageCache, describe_processor
-from fusion_bench_featcal.tasks.pictures import fixed_content
 
 NUMBER = 24
 BYTES = 3 * 8 * 8 * 4  # of one processed image

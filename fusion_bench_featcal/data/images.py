@@ -10,15 +10,15 @@ import pyarrow.csv
 import torch
 from datasets.config import HF_HUB_OFFLINE
 
-from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.labels import (
+from fusion_bench_featcal.data.labels import (
     check_classnames_by,
     encode_labels,
     label_index,
     sort_names,
 )
-from fusion_bench_featcal.tasks.pictures import Colour, parse_background, to_rgb
+from fusion_bench_featcal.data.pictures import Colour, parse_background, to_rgb
+from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.settings import CalibrationError
 
 IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}

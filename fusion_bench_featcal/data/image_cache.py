@@ -34,7 +34,7 @@ _FORGOTTEN_AFTER = 3600  # seconds: nobody writes one image for so long
 _MB = 2**20
 # What turns a picture into numbers, beside the processor's own settings.
 _PACKAGES = ("pillow", "numpy", "torch", "transformers")
-_CODE = "tasks/pictures.py"
+_CODE = "pictures.py"
 
 
 class ImageFolder:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from fusion_bench_featcal.data.labels import encode_labels, label_index, match_names
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.labels import encode_labels, label_index, match_names
 
 
 def test_names_that_are_all_known_are_matched_by_name():

@@ -10,13 +10,12 @@ import torch
 from fusion_bench.modelpool import BaseModelPool
 from omegaconf import OmegaConf
 from PIL import Image
-from tiny_images import write_class_folders
 
 from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.data.images import ImageItems
+from fusion_bench_featcal.data.pictures import fixed_content, to_rgb
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks import load_images
-from fusion_bench_featcal.tasks.images import ImageItems
-from fusion_bench_featcal.tasks.pictures import fixed_content, to_rgb
 from fusion_bench_featcal.tasks.scoring import EvaluationItems
 
 DEEP = np.array([[0, 257 * 40, 257 * 128], [257 * 200, 65535, 257 * 3]], np.uint16)
@@ -187,37 +186,6 @@ def test_digest_depends_on_the_background():
 def test_no_colour():
     with pytest.raises(ValueError, match=r"background must be a colour .*got 'whit'"):
         ImageItems([], place="here", background="whit")
-
-
-def test_task_pool_refuses_another_background_for_calibration(make_pool, shapes):
-    load = {"_target_": "fusion_bench_featcal.tasks.load_images", "path": str(shapes)}
-
-    def check(tested: dict, **calibrated: Any) -> None:
-        pool = make_pool(tasks={"shapes": {"data": str(shapes)} | tested})
-        data = OmegaConf.create({"shapes": load | calibrated})
-        pool.check_backgrounds(BaseModelPool({}, train_datasets=data))
-
-    check({})
-    check({"background": "black"}, background="#000")
-    for tested, calibrated in (({"background": "black"}, {}), ({}, {"background": "black"})):
-        with pytest.raises(ValueError, match=r"modelpool\.train_datasets\.shapes: .*on black"):
-            check(tested, **calibrated)
-    with pytest.raises(ValueError, match=r"taskpool\.tasks\.shapes: background must be"):
-        check({"background": 7})
-
-
-def test_task_pools_background_reaches_its_test_images(make_pool, tmp_path):
-    folder = write_class_folders(tmp_path / "data", per_class=1)
-    Image.new("RGBA", (28, 28), CLEAR).save(folder / "circle" / "00.png")
-    seen = {}
-    for colour in ("white", "black"):
-        pool = make_pool(
-            tasks={"icons": {"data": str(folder), "background": colour}},
-            data_processor=channels_first,
-        )
-        pool.setup()
-        seen[colour] = pool.test_datasets["icons"][0][0]
-    assert (seen["white"].min(), seen["black"].max()) == (1, 0)
 
 
 def test_file_that_may_not_be_read(tmp_path, monkeypatch):

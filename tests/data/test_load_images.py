@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 from tiny_images import SHAPES, picture, write_class_folders
 
+from fusion_bench_featcal.data.images import ImageItems
+from fusion_bench_featcal.data.pictures import to_rgb
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks import load_images
-from fusion_bench_featcal.tasks.images import ImageItems
-from fusion_bench_featcal.tasks.pictures import to_rgb
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from tiny_images import picture
 
+from fusion_bench_featcal.data.pictures import stack_pixels, to_pixels
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.pictures import stack_pixels, to_pixels
 from fusion_bench_featcal.tasks.scoring import PixelCache
 
 
