@@ -2,6 +2,7 @@
 
     python benchmarks/engine_speed.py --layers 2 --samples 32 --repeats 3
     python benchmarks/engine_speed.py --layers 12 --samples 4 --repeats 1     # for peak memory
+    python benchmarks/engine_speed.py --against ../earlier   # beside an earlier version's checkout
 
 Both sides run in turn, each in a process of its own, on the same stored models; what is measured
 begins with reading them and ends with the calibrated model. The least CPU seconds and wall seconds
@@ -32,6 +33,7 @@ from torch import nn
 from fusion_bench_featcal import SafetensorsExpert, calibrate
 
 SIDES = ("plain", "engine")
+NAMES = {"plain": "straightforward", "before": "earlier version", "engine": "this engine"}
 
 
 def run_plain(shape: Shape, folder: Path, tasks: list[str]) -> nn.Module:
@@ -84,11 +86,19 @@ def prepare(shape: Shape, folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
 
 
-def measure(side: str, shape: Shape, folder: Path, changes: list[str]) -> dict[str, float]:
-    """One side's turn."""
-    command = [sys.executable, __file__, f"--side={side}", f"--folder={folder}", *shape.arguments()]
+def measure(
+    side: str, shape: Shape, folder: Path, changes: list[str], earlier: Path | None = None
+) -> dict[str, float]:
+    """One side's turn; the side `before` is the engine of an earlier checkout."""
+    script, env, run = __file__, dict(os.environ), side
+    if earlier is not None and side == "before":
+        script, run = str(earlier / "benchmarks" / "engine_speed.py"), "engine"
+        env["PYTHONPATH"] = str(earlier)
+    command = [sys.executable, script, f"--side={run}", f"--folder={folder}", *shape.arguments()]
     command += [f"--set={change}" for change in changes]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
+    if run != side:
+        (folder / f"{run}.safetensors").rename(folder / f"{side}.safetensors")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -102,17 +112,19 @@ def largest_difference(folder: Path, sides: Sequence[str] = SIDES) -> tuple[floa
 
 def table(shape: Shape, turns: dict[str, list[dict[str, float]]]) -> str:
     """The sides in Markdown, and their ratios."""
-    least = {s: {k: min(t[k] for t in turns[s]) for k in ("wall", "cpu")} for s in SIDES}
-    peak = {s: max(t["peak"] for t in turns[s]) / 1e9 for s in SIDES}
+    first = next(iter(turns))
+    least = {s: {k: min(t[k] for t in turns[s]) for k in ("wall", "cpu")} for s in turns}
+    peak = {s: max(t["peak"] for t in turns[s]) / 1e9 for s in turns}
     lines = ["| | wall seconds | CPU seconds | peak RSS, GB |", "|---|--:|--:|--:|"]
-    names = {"plain": "straightforward", "engine": "this engine"}
-    for side in SIDES:
+    for side in turns:
         cells = f"{least[side]['wall']:.1f} | {least[side]['cpu']:.1f} | {peak[side]:.2f} |"
-        lines.append(f"| {names[side]} | {cells}")
-    plain, ours = least["plain"], least["engine"]
+        lines.append(f"| {NAMES[side]} | {cells}")
+    plain, ours = least[first], least["engine"]
     ratios = [plain["wall"] / ours["wall"], plain["cpu"] / ours["cpu"]]
-    ratios.append(peak["plain"] / peak["engine"])
+    ratios.append(peak[first] / peak["engine"])
     lines.append("| **ratio** | " + " | ".join(f"**{ratio:.2f}**" for ratio in ratios) + " |")
+    if first != "plain":
+        return "\n".join(lines)
     rate = max(turn["rate"] for side in SIDES for turn in turns[side])
     bound = shape.plain_flops() / rate
     lines.append(
@@ -132,6 +144,9 @@ def parse() -> argparse.Namespace:
         "--set", action="append", default=[], help="a setting of the engine: log_drift=true"
     )
     parser.add_argument("--out", type=Path, help="also append the table to this Markdown file")
+    parser.add_argument(
+        "--against", type=Path, help="checkout of an earlier version, in place of the plain side"
+    )
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -149,11 +164,13 @@ def main() -> None:
         return
     with TemporaryDirectory() as folder:
         prepare(shape, Path(folder))
-        turns: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        sides = SIDES if options.against is None else ("before", "engine")
+        turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
         for _ in range(options.repeats):
-            for side in SIDES:
-                turns[side].append(measure(side, shape, Path(folder), options.set))
-        difference, name = largest_difference(Path(folder))
+            for side in sides:
+                taken = measure(side, shape, Path(folder), options.set, options.against)
+                turns[side].append(taken)
+        difference, name = largest_difference(Path(folder), sides)
     report = (
         f"{shape}; {''.join(f'{change}, ' for change in options.set)}{platform.machine()}, "
         f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}; "

@@ -25,8 +25,7 @@ from fusion_bench_featcal.engine.processes import OneProcess, Processes, announc
 from fusion_bench_featcal.engine.rules import FeatCalRule
 from fusion_bench_featcal.engine.samples import check_inputs, take_samples
 from fusion_bench_featcal.engine.setup import set_up
-from fusion_bench_featcal.engine.shares import Shares
-from fusion_bench_featcal.engine.team import team_of
+from fusion_bench_featcal.engine.team import Shares, team_of
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource
 from fusion_bench_featcal.experts.merging import FusedMerge, UpstreamMerge
 from fusion_bench_featcal.experts.reading import BASE

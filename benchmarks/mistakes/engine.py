@@ -160,7 +160,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a divided task's batches counted in each process",
-        "engine/shares.py",
+        "engine/team.py",
         "if members[index % len(members)] == self.rank:",
         "if self.rank in members:",
         "test_processes.py",

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fusion_bench_featcal
 from fusion_bench_featcal.core.float32_products import products_in_force
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
 _SHORT = 32  # hexadecimal digits: 128 bits, beyond any accident
-_PACKAGES = ("torch", "transformers", "safetensors")
+_PACKAGES = ("torch", "transformers", "safetensors", "fusion-bench-featcal")
 # Parts of this package that make a block's parameters from weights and samples.
 _CODE = ("core", "engine", "families", "checkpoints", "calibration.py", "experts")
 # Settings without a part in the result: samples and weights are compared themselves.
@@ -165,17 +164,14 @@ def _describe_precision(
 @cache
 def _describe_software() -> dict[str, str]:
     """Versions of the packages that compute, and a digest of this package's own code."""
-    root = Path(fusion_bench_featcal.__file__).parent
+    root = Path(__file__).parents[1]
     code = hashlib.sha256()
     for part in _CODE:
         place = root / part
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             code.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
-    own = {
-        "fusion-bench-featcal": fusion_bench_featcal.__version__,
-        "code": code.hexdigest()[:_SHORT],
-    }
-    return {package: version(package) for package in _PACKAGES} | own
+    versions = {package: version(package) for package in _PACKAGES}
+    return versions | {"code": code.hexdigest()[:_SHORT]}
 
 
 def _describe_machine(device: torch.device) -> dict[str, Any]:

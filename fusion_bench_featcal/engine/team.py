@@ -1,6 +1,7 @@
 """Processes that share the work of one block loop: their sums are added up, each solves a part."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from fusion_bench_featcal.checkpoints import describe_settings, glimpse
 from fusion_bench_featcal.engine.block import BlockSums, Names, Tallies, refuse_other_groups
 from fusion_bench_featcal.engine.processes import Processes, check_agreement
-from fusion_bench_featcal.engine.shares import Shares
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -17,6 +17,72 @@ from fusion_bench_featcal.settings import FeatCalSettings
 Value = TypeVar("Value")
 Solved = tuple[dict[str, Tensor], list[dict[str, Any]]]
 """New parameters of a block by name, and a log record for each linear module."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Tasks, or batches of one, that each process works on.
+
+    Tasks are dealt out in turn, task i to process i modulo their number. Every task has
+    `samples_per_task` samples at most, so that is also the balance of samples. Where there are more
+    processes than tasks, the further ones are dealt out in turn too: a task's first process leads
+    it, and batch j goes to process j modulo the task's number of processes.
+
+    Attributes:
+        tasks: All tasks in order.
+        rank: This process.
+        size: Number of processes.
+    """
+
+    tasks: tuple[str, ...]
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def mine(self) -> tuple[str, ...]:
+        """The tasks that this process works on, in order."""
+        return tuple(task for task in self.tasks if self.rank in self.members(task))
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The processes that lead a task."""
+        return tuple(range(min(self.size, len(self.tasks))))
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this process leads the tasks it works on."""
+        return self.rank in self.leaders
+
+    @property
+    def divided(self) -> bool:
+        """Return whether a task has several processes; each process has one task then."""
+        return self.size > len(self.tasks)
+
+    def members(self, task: str) -> tuple[int, ...]:
+        """The processes that work on a task; the first leads it."""
+        index = self.tasks.index(task)
+        if not self.divided:
+            return (index % self.size,)
+        return tuple(range(index, self.size, len(self.tasks)))
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """All groups of processes that add up tensors."""
+        return [self.leaders, *(self.members(task) for task in self.tasks)]
+
+    def cut(self, task: str, batches: Iterable[Value]) -> Iterator[Value]:
+        """Yield the batches of a task that this process works on; all are looked at."""
+        members = self.members(task)
+        for index, batch in enumerate(batches):
+            if members[index % len(members)] == self.rank:
+                yield batch
+
+    def collected(self, gathered: Sequence[Mapping[str, Value]]) -> dict[str, list[Value]]:
+        """Collect what every process gathered about its tasks, by task; a task's leader first.
+
+        Args:
+            gathered: Each process's word on each of its tasks.
+        """
+        return {task: [gathered[rank][task] for rank in self.members(task)] for task in self.tasks}
 
 
 class Solvable(Protocol):
