@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib.metadata import version
@@ -161,17 +161,20 @@ def _describe_precision(
     }
 
 
+def digest_code(names: Iterable[str]) -> str:
+    """Digest of the source of modules and sub-packages of this package, by their file names."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for place in (root / name for name in sorted(names)):
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:_SHORT]
+
+
 @cache
 def _describe_software() -> dict[str, str]:
     """Versions of the packages that compute, and a digest of this package's own code."""
-    root = Path(__file__).parents[1]
-    code = hashlib.sha256()
-    for part in _CODE:
-        place = root / part
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            code.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     versions = {package: version(package) for package in _PACKAGES}
-    return versions | {"code": code.hexdigest()[:_SHORT]}
+    return versions | {"code": digest_code(_CODE)}
 
 
 def _describe_machine(device: torch.device) -> dict[str, Any]:

@@ -13,12 +13,6 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
 from fusion_bench_featcal.comparison.cells import GridRun
-from fusion_bench_featcal.comparison.digests import FileDigests
-from fusion_bench_featcal.comparison.fingerprint import (
-    describe_pool,
-    describe_software,
-    describe_task_pool,
-)
 from fusion_bench_featcal.comparison.grid import Grid, GridChoices, for_pool, make_grid
 from fusion_bench_featcal.comparison.reports import check_places, write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
@@ -91,10 +85,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             ValueError: If the seed is no integer >= 0, a value out of range or a key unknown.
         """
         meta = take_fusion_bench_keys(choices)
-        known = GridChoices.__dataclass_fields__
-        others = ("samples_per_task", "calibration_split", "steps")
-        unknown = [key for key in choices if key not in known]
-        refuse_unknown_settings(unknown, [*self._KEYS, *others], owner="compare")
+        unknown = [key for key in choices if key not in GridChoices.__dataclass_fields__]
+        names = [*self._KEYS, "samples_per_task", "calibration_split", "steps"]
+        refuse_unknown_settings(unknown, names, owner="compare")
         if training_steps not in (None, steps):
             log.info("method.training_steps is an older name of method.steps: %s", training_steps)
         if cells is not None:
@@ -105,13 +98,11 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                     "method.cells out"
                 )
             choices["post_merging"] = cells
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"method.seed must be an integer >= 0, got {seed!r}")
         self.choices = GridChoices(**choices)
         self.seed = seed
         self.results_dir = results_dir
-        kept = checked_settings({"pixel_cache_mb": pixel_cache_mb, "cache_dir": cache_dir})
-        self.pixel_cache_mb, self.cache_dir = kept.pixel_cache_mb, kept.cache_dir
+        checked_settings({"seed": seed, "pixel_cache_mb": pixel_cache_mb, "cache_dir": cache_dir})
+        self.pixel_cache_mb, self.cache_dir = pixel_cache_mb, cache_dir
         self.notes = dict(plain(notes) or {})
         super().__init__(**meta)
 
@@ -137,17 +128,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         suite = suite_name(modelpool)
         store = ResultStore(self.results_dir or Path("outputs") / "comparison" / suite)
         check_places(self._folder(store), grid)
-        files = FileDigests()
-        run = GridRun(
-            grid=grid,
-            inputs=inputs,
-            store=store,
-            conditions=self._conditions(inputs, files),
-            seed=self.seed,
-            files=files,
-            program=self._program,
-            log_dir=None if self.log_dir is None else Path(self.log_dir),
-        )
+        log_dir = None if self.log_dir is None else Path(self.log_dir)
+        run = GridRun(grid, inputs, store, self.seed, self._program, log_dir)
         go_on = f"ended before it was done: finished cells are in {store.folder}. To go on, repeat"
         with ending_cleanly(self._program, lambda: f"{go_on} the command"):
             run.run()
@@ -184,15 +166,6 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 raise kind(f"{place}: {error}") from error
         if inputs.modelpool.has_pretrained:
             check_pool_experts(inputs.modelpool, load_pool_model(inputs.modelpool, BASE_MODEL))
-
-    def _conditions(self, inputs: MethodInputs, files: FileDigests) -> dict[str, Any]:
-        return {
-            "modelpool": describe_pool(inputs.modelpool, files),
-            "taskpool": describe_task_pool(inputs.taskpool, files),
-            "software": describe_software(),
-            "device": self.fabric.device.type,
-            "precision": str(self.fabric.strategy.precision.precision),
-        }
 
     def _folder(self, store: ResultStore) -> Path:
         """Folder of the reports."""

@@ -1,4 +1,4 @@
-"""Running the cells of a grid, one model in memory at a time; what is finished stays finished."""
+"""Running the cells of a grid, one model in memory at a time; finished cells stay finished."""
 
 import copy
 import gc
@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.calibration_data import samples_used
 from fusion_bench_featcal.comparison.data import DataDigests
-from fusion_bench_featcal.comparison.digests import FileDigests, describe_code
-from fusion_bench_featcal.comparison.fingerprint import fingerprint
+from fusion_bench_featcal.comparison.fingerprint import (
+    FileDigests,
+    describe_code,
+    describe_pool,
+    describe_software,
+    describe_task_pool,
+    fingerprint,
+)
 from fusion_bench_featcal.comparison.grid import NONE, Grid, Merger
 from fusion_bench_featcal.comparison.inference import InferenceTimer
 from fusion_bench_featcal.comparison.store import CellResult, ResultStore
@@ -46,57 +51,58 @@ class GridRun:
     """One pass over a grid.
 
     Attributes:
-        grid: What to run.
-        inputs: What the cells share.
-        store: Where results are kept.
-        conditions: What every result depends on: pools, versions, device.
+        grid: The grid.
+        inputs: Inputs that the cells share.
+        store: Keeps finished results and merged models.
         seed: Seeds each merger and each cell, so that a resumed run equals an uninterrupted one.
-        files: Digests of the files that results depend on.
         program: The FusionBench program, or None.
         log_dir: Where FusionBench's task pools leave their own reports; None: nowhere.
         results: (merger, cell) -> result; references have the merger None.
-        failed: Cells that gave none.
+        failed: Cells that gave no result.
     """
 
     grid: Grid
     inputs: MethodInputs
     store: ResultStore
-    conditions: Mapping[str, Any]
     seed: int
-    files: FileDigests = field(default_factory=FileDigests)
     program: Any = None
     log_dir: Path | None = None
     results: dict[tuple[str | None, str], CellResult] = field(default_factory=dict)
     failed: list[FailedCell] = field(default_factory=list)
-    _unmerged: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Prepare what times the models of all cells, and what digests their data."""
-        self.data = DataDigests(self.inputs.modelpool, self.inputs.taskpool)
-        self.conditions = {**self.conditions, "test_items": self.data.tested()}
-        self._timer = InferenceTimer(self.inputs.taskpool, self.inputs.fabric)
+        modelpool, taskpool = self.inputs.modelpool, self.inputs.taskpool
+        fabric = self.inputs.fabric
+        self._files, self._data = FileDigests(), DataDigests(modelpool, taskpool)
+        self._conditions = {  # of all results
+            "modelpool": describe_pool(modelpool, self._files),
+            "taskpool": describe_task_pool(taskpool, self._files),
+            "software": describe_software(),
+            "device": fabric.device.type,
+            "precision": str(fabric.strategy.precision.precision),
+            "test_items": self._data.tested(),
+        }
+        self._timer = InferenceTimer(taskpool, fabric)
+        self._not_merged: dict[str, str] = {}  # merger -> reason
 
     def run(self) -> None:
         """Run what is not finished; a failing cell is noted and does not stop the others."""
-        works: dict[str, Callable[[], CellResult]] = {
-            name: (self._base if name == BASE else self._experts) for name in self.grid.references
-        }
-        for name, work in works.items():
+        for name in self.grid.references:
+            work = self._base if name == BASE else self._experts
             self._cell(None, name, {"reference": name}, work)
         for merger in self.grid.mergers:
             for cell in self.grid.cells_of(merger):
                 self._merger_cell(merger, cell)
 
     def _merger_cell(self, merger: Merger, cell: str) -> None:
-        # The settings come from the method, so that defaults count too.
         depends = {"merger": self._merger_depends(merger), "method": self._method_depends(cell)}
         self._cell(merger.name, cell, depends, lambda: self._post_merged(merger, cell))
 
     def _merger_depends(self, merger: Merger) -> dict[str, Any]:
         """Everything that a merged model depends on but the run's conditions."""
         config = plain(merger.config)
-        code = describe_code(config, self.files)
-        return {"config": config, "code": code, "data": self.data.drawn(config)}
+        code = describe_code(config, self._files)
+        return {"config": config, "code": code, "data": self._data.drawn(config)}
 
     def _method_depends(self, cell: str) -> Any:
         """Everything that a cell depends on but its merged model and the run's conditions."""
@@ -108,8 +114,8 @@ class GridRun:
             "class": f"{kind.__module__}.{kind.__qualname__}",
             "settings": method.settings,  # with defaults
             "config": config,  # with what the settings leave out
-            "code": describe_code([kind, config], self.files),
-            "data": self.data.drawn(config, method.settings),
+            "code": describe_code([kind, config], self._files),
+            "data": self._data.drawn(config, method.settings),
         }
 
     def _cell(
@@ -118,8 +124,7 @@ class GridRun:
         """Take a finished result, or make it and keep it."""
         name = cell if merger is None else f"{merger}--{cell}"
         # References draw nothing.
-        seed = None if merger is None else self.seed
-        key = fingerprint(self.conditions, seed, depends)
+        key = fingerprint(self._conditions, None if merger is None else self.seed, depends)
         position = f"{len(self.results) + len(self.failed) + 1} of {len(self.grid)}: {name}"
         result = self.store.result(name, key)
         if result is not None:
@@ -133,13 +138,9 @@ class GridRun:
             # Whatever a method or merger raises, the other cells are worth having.
             except Exception as error:
                 # A CalibrationError says all there is to say; where others came from must be seen.
-                log.error(
-                    "cell %s failed: %s",
-                    name,
-                    error,
-                    exc_info=not isinstance(error, CalibrationError),
-                )
-                reason = str(error).strip() or type(error).__name__
+                trace = not isinstance(error, CalibrationError)
+                log.error("cell %s failed: %s", name, error, exc_info=trace)
+                reason = _reason(error)
                 self.failed.append(
                     FailedCell(upstream=merger, name=cell, reason=reason, seed=self.seed)
                 )
@@ -174,65 +175,65 @@ class GridRun:
     def _post_merged(self, merger: Merger, cell: str) -> CellResult:
         merged, merging = self._merged(merger)
         if cell == NONE:
-            evaluation = self._evaluate(merger.name, merged)
-            settings = plain(merger.config)
-            result = _result(evaluation, settings=settings)
+            settings, pool = plain(merger.config), self.inputs.modelpool
+            result = _result(self._evaluate(merger.name, merged), settings=settings)
             result.cost = {**merging, **self._deployed(merged, {})}
-            result.samples = _samples_in(settings, self.inputs.modelpool)
-            result.seed = seed_of(settings)
+            if "samples_per_task" in settings:  # a merger whose config is in FeatCal's words
+                split = str(settings.get("calibration_split", "train"))
+                number = settings["samples_per_task"]
+                result.samples = samples_used(pool, pool.model_names, number, split)
             return result
         method = self.grid.cells[cell]
         with measure() as cost:
             model = method.post_merge(merged, self.inputs)
         cost.more |= self.inputs.images.take_counts()
         del merged
-        evaluation = self._evaluate(f"{merger.name}+{cell}", model)
-        result = _result(evaluation, settings=method.settings)
+        result = _result(self._evaluate(f"{merger.name}+{cell}", model), settings=method.settings)
         result.cost = {**cost.as_dict(), **self._deployed(model, method.added(model))}
-        result.samples = method.samples(model, list(evaluation.accuracy))
-        result.seed = seed_of(method.settings)
+        result.samples = method.samples(model, list(result.accuracy))
         result.curves = as_curves(getattr(model, "curves", {}), "the model's curves")
         return result
 
     def _merged(self, merger: Merger) -> tuple[nn.Module, dict[str, Any]]:
         """The merged model and what merging cost; merged once, then from disk."""
-        if merger.name in self._unmerged:
-            raise CalibrationError(f"not merged: {self._unmerged[merger.name]}")
-        key = fingerprint(self.conditions, self.seed, self._merger_depends(merger))
-        kept = self.store.model(merger.name, key, self._load_like)
-        if kept is None:
-            place = "mergers_alone" if merger.alone else "upstream_mergers"
-            try:
-                with measure() as cost:
-                    model = run_merger(
-                        self.program,
-                        OmegaConf.create(merger.config),
-                        self.inputs.modelpool,
-                        f"method.{place}.{merger.name}",
-                    )
-            except Exception as error:
-                self._unmerged[merger.name] = str(error).strip() or type(error).__name__
-                raise
-            if not self.store.keep_model(merger.name, key, model, cost.as_dict()):
-                return model, cost.as_dict()
+        if merger.name in self._not_merged:
+            raise CalibrationError(f"not merged: {self._not_merged[merger.name]}")
+        key = fingerprint(self._conditions, self.seed, self._merger_depends(merger))
+        stored = self.store.model(merger.name, key, self._load_like)
+        if stored is None:
+            model, cost = self._merge(merger)
+            if not self.store.keep_model(merger.name, key, model, cost):
+                return model, cost
             del model
-            kept = self.store.model(merger.name, key, self._load_like)
-        if kept is None:
+            stored = self.store.model(merger.name, key, self._load_like)
+        if stored is None:
             raise CalibrationError(
                 f"the model that {merger.name} made was kept in {self.store.folder}, but cannot be "
                 "read again. Set method.results_dir to a folder on another disk"
             )
-        return kept
+        return stored
+
+    def _merge(self, merger: Merger) -> tuple[nn.Module, dict[str, Any]]:
+        place = "mergers_alone" if merger.alone else "upstream_mergers"
+        config = OmegaConf.create(merger.config)
+        setting = f"method.{place}.{merger.name}"
+        try:
+            with measure() as cost:
+                model = run_merger(self.program, config, self.inputs.modelpool, setting)
+        except Exception as error:
+            self._not_merged[merger.name] = _reason(error)
+            raise
+        return model, cost.as_dict()
 
     def _load_like(self) -> nn.Module:
         """A model of the class that mergers make, whose weights may be replaced."""
         pool = self.inputs.modelpool
         model = load_pool_model(pool, BASE_MODEL if pool.has_pretrained else pool.model_names[0])
-        # What a pool holds in memory is needed again.
+        # Models that a pool holds in memory are needed again.
         return copy.deepcopy(model) if pool.has_instance_models else model
 
     def _deployed(self, model: nn.Module, added: Mapping[str, int]) -> dict[str, Any]:
-        """Parts that an evaluated model needs at inference."""
+        """Costs of an evaluated model at inference."""
         return {
             # FusionBench's protocol: a surgery model is told the task with every batch.
             TASK_ID: "yes" if getattr(model, "is_surgery_model", False) else "no",
@@ -244,6 +245,10 @@ class GridRun:
     def _evaluate(self, name: str, model: nn.Module, tasks: list[str] | None = None) -> Evaluation:
         taskpool = self.inputs.taskpool
         return evaluate(taskpool, model, name=name, tasks=tasks, log_dir=self.log_dir)
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip() or type(error).__name__
 
 
 def _result(
@@ -260,6 +265,7 @@ def _result(
         notes=[f"the loss of {task} is {losses[task]}" for task in losses if task not in finite],
         correct=evaluation.correct,
         settings=settings or {},
+        seed=seed_of(settings or {}),
         cost=cost or {},
     )
 
@@ -269,12 +275,3 @@ def _inference(seconds_per_sample: Sequence[float | str]) -> dict[str, Any]:
     known = [value for value in seconds_per_sample if isinstance(value, float)]
     whole = bool(known) and len(known) == len(seconds_per_sample)
     return {SECONDS_PER_SAMPLE: statistics.fmean(known) if whole else UNAVAILABLE}
-
-
-def _samples_in(config: Any, pool: BaseModelPool) -> dict[str, dict[str, Any]]:
-    """Samples that a merger used whose config is in FeatCal's words."""
-    config = config if isinstance(config, Mapping) else {}
-    if "samples_per_task" not in config:
-        return {}
-    split = str(config.get("calibration_split", "train"))
-    return samples_used(pool, pool.model_names, config["samples_per_task"], split)

@@ -1,22 +1,32 @@
 """Data that results are made from: drawn samples and test items, by their content."""
 
+import hashlib
+import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 from fusion_bench import BaseModelPool, BaseTaskPool
+from PIL import Image
+from torch import Tensor
 
 from fusion_bench_featcal.calibration_data import draw_samples
-from fusion_bench_featcal.comparison.digests import config_text, digest_rows
+from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
+from fusion_bench_featcal.comparison.entries import OWN
+from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks.pool_settings import build_part
 
 log = logging.getLogger(__name__)
 
+_LENGTH = 32
 _SPLITS = ("train", "val", "test")
-_OWN = "fusion_bench_featcal."
 _WITHOUT_DATA = ("AnchorOnly", "AnchorOnlyAlgorithm")  # our own, under any of their paths
 # By `_target_` or, for FusionBench's older methods, `name`; all others may read any split.
 _SPLITS_READ: dict[str, tuple[str, ...]] = {
@@ -31,13 +41,7 @@ _SPLITS_READ: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Draw:
-    """Samples that a method takes: so many of each task, or all.
-
-    Attributes:
-        split: The split they are from.
-        samples: Number for each task; None: all.
-        seed: Seeds the draw.
-    """
+    """Samples that a method takes from a split: so many of each task (None: all), by a seed."""
 
     split: str
     samples: int | None = None
@@ -65,7 +69,13 @@ class DataDigests:
             settings: All its settings, where defaults are not in the config.
         """
         draws = dict.fromkeys(_draws(plain(config), settings))
-        return {repr(draw): self._draw(draw) for draw in draws}
+        return {
+            repr(draw): {
+                task: self._drawn_of(draw, task)
+                for task in getattr(self.modelpool, f"{draw.split}_dataset_names")
+            }
+            for draw in draws
+        }
 
     def tested(self) -> dict[str, Any]:
         """Task -> digest of all its test items; empty, with a line in the log, if none are known.
@@ -87,53 +97,50 @@ class DataDigests:
         for name, config in configured.items():
             if name not in digests:
                 place = f"taskpool.test_datasets.{name}"
-                text = config_text(config)
-                key = None if text is None else ("config", text)
-                digests[name] = self._rows(place, lambda c=config, p=place: build_part(p, c), key)
+                load = lambda c=config, p=place: build_part(p, c)  # noqa: E731
+                digests[name] = self._rows(place, load, _key_of(config))
         return digests
-
-    def _draw(self, draw: Draw) -> dict[str, Any]:
-        names = getattr(self.modelpool, f"{draw.split}_dataset_names")
-        return {task: self._drawn_of(draw, task) for task in names}
 
     def _drawn_of(self, draw: Draw, task: str) -> Any:
         key: Any = (draw, task)
         if draw.samples is None:
-            config = getattr(self.modelpool, f"_{draw.split}_datasets")[task]
-            text = config_text(config)
-            key = key if text is None else ("config", text)
+            key = _key_of(getattr(self.modelpool, f"_{draw.split}_datasets")[task]) or key
         load = getattr(self.modelpool, f"load_{draw.split}_dataset")
-        return self._rows(
-            f"modelpool.{draw.split}_datasets.{task}",
-            lambda: load(task),
-            key,
-            lambda available: _indices(draw, task, available),
-        )
+        place = f"modelpool.{draw.split}_datasets.{task}"
+        return self._rows(place, lambda: load(task), key, lambda size: _indices(draw, task, size))
 
     def _rows(
         self,
         place: str,
         load: Callable[[], Any],
         key: Any = None,
-        choose: Callable[[int], Iterable[int] | None] = lambda available: None,
+        choose: Callable[[int], Iterable[int] | None] = lambda size: None,
     ) -> Any:
-        """Digest of some rows; class and length of what cannot be digested."""
+        """Digest of some rows; class and length of those that cannot be digested."""
         if key is not None and key in self._digests:
             return self._digests[key]
         rows: Any = None
         try:
             rows = load()
-            found: Any = digest_rows(rows, choose(len(rows)))
+            digest: Any = digest_rows(rows, choose(len(rows)))
         except CalibrationError:
             raise
         # Whatever data sets raise; the cell that reads them says more about it.
         except Exception as error:
             log.warning("%s counts in fingerprints by class and length alone: %s", place, error)
             length = len(rows) if hasattr(rows, "__len__") else None
-            found = {"class": type(rows).__qualname__, "length": length}
+            digest = {"class": type(rows).__qualname__, "length": length}
         if key is not None:
-            self._digests[key] = found
-        return found
+            self._digests[key] = digest
+        return digest
+
+
+def _key_of(config: Any) -> tuple[str, str] | None:
+    """A data set's config as a key, if all of it is plain."""
+    try:
+        return "config", json.dumps(plain(config), sort_keys=True)
+    except (TypeError, ValueError):
+        return None
 
 
 def _indices(draw: Draw, task: str, available: int) -> list[int] | None:
@@ -153,12 +160,71 @@ def _draws(config: Any, settings: Any) -> Iterator[Draw]:
         for name, step in config.items():  # a chain
             yield from _draws(step, settings.get(name) if isinstance(settings, Mapping) else None)
         return
+    own = kind.startswith(OWN)
+    if own and kind.rpartition(".")[2] in _WITHOUT_DATA:
+        return
     values = {**config, **(settings if isinstance(settings, Mapping) else {})}
     number, seed = values.get("samples_per_task"), values.get("seed", 42)
-    if kind.startswith(_OWN) and kind.rpartition(".")[2] in _WITHOUT_DATA:
-        return
-    if kind in _SPLITS_READ or not kind.startswith(_OWN) or number is None:
+    if not own or number is None:
         yield from (Draw(split) for split in _SPLITS_READ.get(kind, _SPLITS))
         return
     split = str(values.get("calibration_split", "train"))
     yield Draw("test" if values.get("stream") == "test_tta" else split, number, seed)
+
+
+def digest_rows(rows: Any, indices: Iterable[int] | None = None) -> str:
+    """Digest of items as a data set holds them: nothing is decoded, files are read.
+
+    Args:
+        rows: A data set with a length and numbered items.
+        indices: The items, in order; None: all.
+
+    Raises:
+        TypeError: If the data set has no numbered items, or an item holds something without
+            content of its own, such as a function.
+    """
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise TypeError(f"{type(rows).__name__} has no numbered items")
+    root = rows.root if isinstance(rows, ImageItems) else None
+    if isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":
+        rows = _undecoded(rows)
+    digest = hashlib.sha256()
+    for index in range(len(rows)) if indices is None else indices:
+        _add(digest, rows.read(index) if isinstance(rows, ImageItems) else rows[index], root)
+    return digest.hexdigest()[:_LENGTH]
+
+
+def _undecoded(rows: datasets.Dataset) -> datasets.Dataset:
+    for name, feature in rows.features.items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, datasets.Image(decode=False))
+    return rows.with_format(None)
+
+
+def _add(digest: Any, value: Any, root: Path | None) -> None:
+    if isinstance(value, Mapping):
+        digest.update(f"mapping {len(value)}\n".encode())
+        for key in sorted(value, key=str):
+            digest.update(f"{key}\n".encode())
+            _add(digest, value[key], root)
+    elif isinstance(value, list | tuple):
+        digest.update(f"list {len(value)}\n".encode())
+        for entry in value:
+            _add(digest, entry, root)
+    elif isinstance(value, bytes):
+        digest.update(b"bytes %d\n" % len(value) + value)
+    elif isinstance(value, str | Path):
+        digest.update(f"text {len(str(value))} {value}\n".encode(errors="surrogatepass"))
+        path = (root or Path()) / Path(value).expanduser() if "\0" not in str(value) else Path()
+        if os.path.isfile(path):  # unlike Path.is_file, false for texts too long to be paths
+            digest.update(path.read_bytes())
+    elif isinstance(value, Image.Image):
+        digest.update(f"picture {value.mode} {value.size}\n".encode() + value.tobytes())
+    elif isinstance(value, Tensor):
+        digest.update(f"tensor {digest_tensor(value)}\n".encode())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        digest.update(f"array {value.dtype} {value.shape}\n".encode() + value.tobytes())
+    elif value is None or isinstance(value, bool | int | float | np.generic):
+        digest.update(f"{type(value).__name__} {value!r}\n".encode())
+    else:
+        raise TypeError(f"an item holds a {type(value).__name__}")

@@ -2,42 +2,53 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import logging
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
+from inspect import getmro, isclass
 from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool, BaseTaskPool
+from hydra.utils import get_object
 from torch import nn
 
 import fusion_bench_featcal
-from fusion_bench_featcal.checkpoints.fingerprint import InputsDigest, describe_model
-from fusion_bench_featcal.comparison.digests import FileDigests, describe_code
+from fusion_bench_featcal.checkpoints.fingerprint import InputsDigest, describe_model, digest_code
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import adapter_paths, checkpoint_path
 
-_LENGTH = 20
+log = logging.getLogger(__name__)
+
+_LENGTH = 20  # hexadecimal digits of a fingerprint
+_FILE_LENGTH = 32
+_LARGE = 2**30  # bytes of a folder whose digest takes seconds
 _PACKAGES = ("fusion-bench", "torch", "transformers")
+_OWN_FOLDER = Path(fusion_bench_featcal.__file__).resolve().parent
+_INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
 # These read results, or start runs; they have no part in making a result.
-_NO_PART_IN_RESULTS = {"results", "compare.py", "files.py", "cli.py", "plan", "_hydra_plugin"}
+_NO_PART_IN_RESULTS = {
+    "results", "compare.py", "files.py", "json_files.py", "cli.py", "plan", "_hydra_plugin",
+    "setting_docs.py", "old_names.py",
+}  # fmt: skip
 
 
-def fingerprint(*parts: Any) -> str:
-    """Digest of anything that `describe` understands; equal parts give equal digests."""
-    text = json.dumps([describe(part) for part in parts], sort_keys=True)
+def fingerprint(*values: Any) -> str:
+    """Digest of anything that `describe` understands; equal values give equal digests."""
+    text = json.dumps([describe(value) for value in values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
 
 
 def describe(value: Any) -> Any:
-    """JSON form of a config.
+    """JSON form of a config: mappings, sequences and scalars, plain or OmegaConf's.
 
-    Args:
-        value: Mappings, sequences and scalars, plain or OmegaConf's. A module counts with its class
-            and weights; any other object with its class, and with its length if it has one.
-
-    Returns:
-        Dictionaries, lists and scalars.
+    A module counts with its class and weights; any other object with its class, and with its length
+    if it has one.
     """
     value = plain(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -54,24 +65,65 @@ def describe(value: Any) -> Any:
     return {"class": kind, "length": len(value) if hasattr(value, "__len__") else None}
 
 
+def digest_file(path: Path) -> str:
+    """Digest of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:_FILE_LENGTH]
+
+
+class FileDigests:
+    """SHA-256 of files, each read once in a run.
+
+    Nothing is remembered from one run to the next: size and time of a file do not tell that its
+    content is the same.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[Path, str] = {}
+
+    def file(self, path: Path) -> str:
+        """Digest of one file's bytes."""
+        path = path.resolve()
+        if path not in self._digests:
+            self._digests[path] = digest_file(path)
+        return self._digests[path]
+
+    def folder(self, folder: Path) -> dict[str, str]:
+        """Name -> digest of the files that lie directly in a folder."""
+        files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        if size > _LARGE and not {path.resolve() for path in files} <= self._digests.keys():
+            log.info("digesting the files of %s, %.1f GB", folder, size / 1e9)
+        return {path.name: self.file(path) for path in files}
+
+    def named_in(self, config: Any) -> dict[str, Any]:
+        """Digests of all files and folders that a plain config names, by their paths there.
+
+        Keys that say where something is saved or cached are left out.
+        """
+        digests: dict[str, Any] = {}
+        for text in dict.fromkeys(_texts(config)):
+            path = Path(text).expanduser()
+            if str(path) not in ("", ".", "..") and os.path.exists(path):
+                digests[text] = self.folder(path) if path.is_dir() else self.file(path)
+        return digests
+
+
 def describe_pool(modelpool: BaseModelPool, files: FileDigests) -> dict[str, Any]:
     """A pool's config, its code, and the content of the model files that it names.
 
-    Args:
-        modelpool: The pool; hub ids of its models are found, or downloaded.
-        files: Digests of files.
+    Hub ids of its models are found, or downloaded.
     """
     config = describe(modelpool.config)
     named = {key: value for key, value in config.items() if not key.endswith("_datasets")}
-    folders = {
-        name: [str(path) for path in _folders(modelpool, name)]
-        for name in modelpool.all_model_names
-    }
     return {
         "class": type(modelpool).__qualname__,
         "config": config,
         "files": files.named_in(named),
-        "models": {name: [files.folder(Path(p)) for p in paths] for name, paths in folders.items()},
+        "models": {
+            name: [files.folder(folder) for folder in _folders(modelpool, name)]
+            for name in modelpool.all_model_names
+        },
         "code": describe_code([type(modelpool), modelpool.config], files),
     }
 
@@ -87,6 +139,29 @@ def describe_task_pool(taskpool: BaseTaskPool, files: FileDigests) -> dict[str, 
     }
 
 
+@cache
+def describe_software() -> dict[str, str]:
+    """Versions of the packages that make results, and a digest of this package's own code."""
+    code = digest_code(name for name in os.listdir(_OWN_FOLDER) if name not in _NO_PART_IN_RESULTS)
+    return {package: version(package) for package in _PACKAGES} | {"code": code}
+
+
+def describe_code(value: Any, files: FileDigests) -> dict[str, str]:
+    """Code that every `_target_` of a config runs, and that of classes.
+
+    Args:
+        value: A config, or classes and functions, or a list of such.
+        files: Digests of files.
+
+    Returns:
+        Module -> digest of its source file, or the version of the installed package it belongs to.
+        This package's own code is left out: `describe_software` has it.
+    """
+    modules = {name for target in _targets(value) for name in _modules_of(target)}
+    code = {name: _code_of_module(name, files) for name in sorted(modules)}
+    return {name: text for name, text in code.items() if text is not None}
+
+
 def _folders(modelpool: BaseModelPool, name: str) -> list[Path]:
     """Folders of a model's files: one, or base and adapter."""
     path = checkpoint_path(modelpool, name)
@@ -94,17 +169,62 @@ def _folders(modelpool: BaseModelPool, name: str) -> list[Path]:
     return [folder for folder in folders if folder.is_dir()]
 
 
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            if not re.search("save|cache|log|out", str(key)):
+                yield from _texts(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _texts(entry)
+    elif isinstance(value, str):
+        yield value
+
+
+def _targets(value: Any) -> Iterator[Any]:
+    """Classes and functions that a config names by `_target_`; what is unknown is left out."""
+    value = plain(value)
+    if isinstance(value, Mapping):
+        target = value.get("_target_")
+        if isinstance(target, str):
+            try:
+                yield get_object(target)
+            except Exception:  # whoever instantiates it says what is wrong with it
+                log.debug("no code found for %s", target)
+        for entry in value.values():
+            yield from _targets(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _targets(entry)
+    elif callable(value):
+        yield value
+
+
+def _modules_of(target: Any) -> list[str]:
+    """Modules of a function, or of a class and those it inherits from."""
+    owner = getattr(target, "__self__", target)  # a class method such as `from_pretrained`
+    if isclass(owner):
+        return [kind.__module__ for kind in getmro(owner)]
+    return [getattr(target, "__module__", None) or type(target).__module__]
+
+
+def _code_of_module(name: str, files: FileDigests) -> str | None:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        if name == "__main__":
+            log.info("code typed at a prompt or in a notebook is not part of fingerprints")
+        return None
+    path, package = Path(file).resolve(), name.partition(".")[0]
+    if package in sys.stdlib_module_names or path.is_relative_to(_OWN_FOLDER):
+        return None
+    # A package that is installed in place, for development, changes without a new version.
+    if any(path.is_relative_to(folder) for folder in _INSTALLED):
+        installed = _distributions().get(package)
+        if installed:
+            return f"{installed[0]} {version(installed[0])}"
+    return files.file(path)
+
+
 @cache
-def describe_software() -> dict[str, str]:
-    """Versions of the packages that make results, and a digest of this package's own code."""
-    return {package: version(package) for package in _PACKAGES} | {"code": _code()}
-
-
-def _code() -> str:
-    root = Path(fusion_bench_featcal.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        place = path.relative_to(root)
-        if place.parts[0] not in _NO_PART_IN_RESULTS:
-            digest.update(f"{place.as_posix()}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:_LENGTH]
+def _distributions() -> Mapping[str, list[str]]:
+    return packages_distributions()

@@ -22,13 +22,7 @@ _PARTS = ("settings", "check", "post_merge", "samples", "added")
 
 @dataclass(frozen=True, kw_only=True)
 class Merger:
-    """An upstream merger.
-
-    Attributes:
-        name: Its row.
-        config: Its FusionBench config.
-        alone: Whether no post-merging method is run on it.
-    """
+    """An upstream merger: its row, its FusionBench config, whether no method is run on it."""
 
     name: str
     config: Any
@@ -92,7 +86,7 @@ def for_pool(choices: GridChoices, changes: Any) -> tuple[GridChoices, dict[str,
 
     Args:
         choices: The keys.
-        changes: What the pool's YAML says (`featcal.compare`): `leave_out`, name -> reason, and
+        changes: The key `featcal.compare` of the pool's YAML: `leave_out`, name -> reason, and
             under the other keys further settings of entries, by name. An entry that the choices
             lack, or that was set to null, stays out.
 

@@ -36,25 +36,15 @@ class InferenceTimer:
     """
 
     def __init__(self, taskpool: BaseTaskPool, fabric: Any) -> None:
-        """Nothing is read yet.
-
-        Args:
-            taskpool: The pool; times are known for FusionBench's CLIP task pools and ours.
-            fabric: Lightning Fabric: the device and the precision.
-        """
+        """Keep the pool (times are known for FusionBench's CLIP task pools and ours) and Fabric."""
         self._taskpool: Any = taskpool
         self._fabric = fabric
         self._pixels: Tensor | None = None
 
     def seconds_per_sample(self, model: nn.Module) -> float | str:
-        """Median time of a batch, divided by its size.
+        """Median time of a batch of a model that was just evaluated, divided by the batch's size.
 
-        Args:
-            model: A model that the task pool has just evaluated.
-
-        Returns:
-            Seconds; "unavailable" where the task pool has neither images with a visual projection
-            nor texts.
+        "unavailable" where the task pool has neither images with a visual projection nor texts.
         """
         task = next(iter(task_names(self._taskpool) or []), None)
         device = self._fabric.device

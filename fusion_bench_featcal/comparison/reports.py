@@ -28,6 +28,7 @@ from fusion_bench_featcal.results.views import write_side_by_side
 log = logging.getLogger(__name__)
 
 Results = Mapping[tuple[str | None, str], CellResult]
+"""(merger, cell) -> result; references have the merger None."""
 
 
 def write_reports(
@@ -44,14 +45,14 @@ def write_reports(
     """Write each upstream merger's report to a folder of its name, and the comparison; draw both.
 
     Args:
-        folder: Where to.
+        folder: The folder of the comparison.
         suite: Name of the model pool.
-        grid: What was run.
-        results: (merger, cell) -> result; references have the merger None.
-        failed: Cells that gave none.
+        grid: The grid that was run.
+        results: The finished cells.
+        failed: Cells that gave no result.
         seed: The comparison's seed.
         notes: Name of a merger or cell -> what a reader must know about it.
-        device: What the run computed on.
+        device: The device of the run.
 
     Returns:
         The comparison; None if no merger gave any result.
@@ -60,17 +61,17 @@ def write_reports(
         ReportError: If something cannot be written.
     """
     written = []
-    for merger in grid.mergers:
-        report = upstream_report(suite, merger.name, results, failed, notes, device)
+    for merger in (merger.name for merger in grid.mergers):
+        report = _upstream_report(suite, merger, results, failed, notes, device)
         report.seeds[COMPARISON_SEED] = seed
-        place = folder / merger.name
+        place = folder / merger
         if set(report.rows) <= {BASE, EXPERTS}:
             # One of an earlier run would be taken for this one's.
             shutil.rmtree(place, ignore_errors=True)
             continue
         report.write(place)
-        mine = {cell: result for (owner, cell), result in results.items() if owner == merger.name}
-        write_curves(place, {cell: result.curves for cell, result in mine.items()})
+        curves = {cell: r.curves for (owner, cell), r in results.items() if owner == merger}
+        write_curves(place, curves)
         written.append(place)
     if not written:
         return None
@@ -83,20 +84,15 @@ def write_reports(
 def check_places(folder: Path, grid: Grid) -> None:
     """Refuse folders that the reports cannot be written to, before hours of work.
 
-    Args:
-        folder: Where the reports will be written to.
-        grid: What will be run.
-
     Raises:
         ReportError: Naming what is in the way.
     """
     refuse_run(folder, LOG_DIR_SETTING)
     for place in (folder, *(folder / merger.name for merger in grid.mergers)):
         folders = [path for path in place.glob("report.*") if path.is_dir()]
-        in_the_way = [place] if place.is_file() else folders
-        if in_the_way:
+        for obstacle in [place] if place.is_file() else folders:
             raise ReportError(
-                f"{in_the_way[0]} is in the way of a report: remove it, or change {LOG_DIR_SETTING}"
+                f"{obstacle} is in the way of a report: remove it, or change {LOG_DIR_SETTING}"
             )
 
 
@@ -110,7 +106,7 @@ def draw_figures(folder: Path, runs: Sequence[Path]) -> None:
         log.warning("not all figures were drawn: %s", error)
 
 
-def upstream_report(
+def _upstream_report(
     suite: str,
     merger: str,
     results: Results,
@@ -118,7 +114,7 @@ def upstream_report(
     notes: Mapping[str, str],
     device: Any,
 ) -> Report:
-    """The report of one upstream merger: references, the merger, and what was run on it."""
+    """The report of one upstream merger: references, the merger, and the cells on it."""
     report = Report(
         suite=suite, upstream=merger, versions=versions(), device=describe_device(device)
     )
@@ -137,9 +133,8 @@ def upstream_report(
         )
         if result.seed is not None:
             report.seeds[name] = result.seed
-        if name in notes:
-            report.notes.append(f"{name}: {notes[name]}")
-        report.notes += [f"{name}: {note}" for note in result.notes]
+        texts = [*([notes[name]] if name in notes else []), *result.notes]
+        report.notes += [f"{name}: {text}" for text in texts]
     report.notes += tasks_below_merged(report)
     report.notes += [
         f"{merger}, {cell.name} failed: {cell.reason}" for cell in failed if cell.upstream == merger

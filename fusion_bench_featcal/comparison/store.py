@@ -1,6 +1,5 @@
 """Finished cells and merged models on disk: whole or absent, each in a folder of its own."""
 
-import hashlib
 import logging
 import os
 import re
@@ -11,9 +10,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
-from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
+from fusion_bench_featcal.comparison.fingerprint import digest_file
 from fusion_bench_featcal.files import remove, remove_orphans, replacing, write_atomic
 from fusion_bench_featcal.json_files import plain, read_json, sealed_json
 from fusion_bench_featcal.results import ReportError, load_items, prepare_directory, save_items
@@ -71,9 +70,6 @@ class ResultStore:
     def __init__(self, folder: str | Path) -> None:
         """Make the folder, and remove what interrupted runs left half-written in it.
 
-        Args:
-            folder: Where results are kept.
-
         Raises:
             ReportError: If it cannot be made or written.
         """
@@ -84,12 +80,7 @@ class ResultStore:
                 remove_orphans(folder, ".")
 
     def result(self, name: str, key: str) -> CellResult | None:
-        """The finished result of a cell; None if there is none that is whole.
-
-        Args:
-            name: The cell's name.
-            key: The fingerprint of what it depends on.
-        """
+        """A finished cell by its name and fingerprint; None if there is none that is whole."""
         folder = self._place("cells", name, key)
         if not os.path.lexists(folder / _RESULT):
             return None
@@ -99,7 +90,7 @@ class ResultStore:
             result = CellResult(**content)
             result.curves = as_curves(result.curves, str(folder))
             if items is not None:
-                if _file_digest(folder / ITEMS_FILE) != items:
+                if digest_file(folder / ITEMS_FILE) != items:
                     raise ReportError(f"{ITEMS_FILE} is not the one that was kept")
                 result.correct = (load_items(folder) or {})[_ROW]
         except _DAMAGES as error:
@@ -119,7 +110,7 @@ class ResultStore:
         try:
             _make_way(folder, (_RESULT, ITEMS_FILE))
             if result.correct is not None:
-                items = _file_digest(save_items(folder, {_ROW: result.correct}, SETTING))
+                items = digest_file(save_items(folder, {_ROW: result.correct}, SETTING))
             write_atomic(folder / _RESULT, sealed_json({**content, "items": items}), SETTING)
         except (ReportError, OSError) as error:
             log.warning("the result of %s is not kept, and will be made again: %s", name, error)
@@ -133,11 +124,12 @@ class ResultStore:
         folder = self._place("upstreams", name, key)
         # Copies: safetensors refuses tensors that share memory, and tied weights do.
         state = {entry: tensor.clone() for entry, tensor in model.state_dict().items()}
-        content = {"cost": plain(cost, "cost"), "weights": _digests(state)}
+        content = {"cost": plain(cost, "cost")}
         try:
             _make_way(folder, (_WEIGHTS, _COST))
             with replacing(folder / _WEIGHTS) as new:
                 save_file(state, new)
+            content["weights"] = digest_file(folder / _WEIGHTS)
             write_atomic(folder / _COST, sealed_json(content), SETTING)
         except (ReportError, OSError, SafetensorError) as error:
             log.warning("the model that %s made is not kept: %s", name, error)
@@ -147,7 +139,7 @@ class ResultStore:
     def model(
         self, name: str, key: str, load_like: Callable[[], nn.Module]
     ) -> tuple[nn.Module, dict[str, Any]] | None:
-        """Load a merged model that was kept.
+        """Load a merged model that was kept, by its name and fingerprint.
 
         Args:
             name: Its name.
@@ -155,8 +147,8 @@ class ResultStore:
             load_like: Loads a model of its class, whose weights are replaced.
 
         Returns:
-            The model, bit by bit as it was, without gradients, and what merging cost; None if there
-            is none that is whole.
+            The model, bit by bit as it was, and what merging cost; None if there is none that is
+            whole.
 
         Raises:
             CalibrationError: If the weights do not fit that class.
@@ -167,10 +159,10 @@ class ResultStore:
             return None
         try:
             content = read_json(folder / _COST, sealed=True)
-            cost, expected = content["cost"], content["weights"]
-            state = load_file(path)
-            if _digests(state) != expected:
+            cost = content["cost"]
+            if digest_file(path) != content["weights"]:
                 raise ReportError(f"{_WEIGHTS} is not the one that was kept")
+            state = load_file(path)
         except _DAMAGES as error:
             log.warning("the merged model in %s is damaged and made again: %s", folder, error)
             return None
@@ -199,12 +191,3 @@ def _make_way(folder: Path, files: Sequence[str]) -> None:
             log.warning("%s is in the way of a result and is removed", place)
             remove(place)
     prepare_directory(folder, SETTING)
-
-
-def _digests(state: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: digest_tensor(tensor) for name, tensor in state.items()}
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -53,7 +53,7 @@ def merged() -> CLIPVisionModel:
     return model
 
 
-def correction(method: str, **settings: Any) -> FeatureCorrection:
+def correction(method: str, **settings: Any) -> Any:
     return FeatureCorrection(method=method, samples_per_task=SAMPLES, **settings)
 
 
@@ -69,7 +69,7 @@ WIDTH = CLIPVisionModel.from_pretrained(image.path()).config.projection_dim
     ],
 )
 def test_corrections_say_what_they_use_and_add(
-    cell: FeatureCorrection, split: str, modules: int, parameters: int | None
+    cell: Any, split: str, modules: int, parameters: int | None
 ) -> None:
     given = inputs()
     cell.check(given)

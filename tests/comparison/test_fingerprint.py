@@ -16,10 +16,11 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from fusion_bench_featcal.calibration_data import draw_samples
-from fusion_bench_featcal.comparison.data import DataDigests
-from fusion_bench_featcal.comparison.digests import FileDigests, describe_code, digest_rows
+from fusion_bench_featcal.comparison.data import DataDigests, digest_rows
 from fusion_bench_featcal.comparison.fingerprint import (
+    FileDigests,
     describe,
+    describe_code,
     describe_pool,
     describe_software,
     fingerprint,
