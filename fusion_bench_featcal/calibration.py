@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_bench_featcal.checkpoints import describe_run, open_checkpoints
+from fusion_bench_featcal.checkpoints import open_checkpoints
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
 from fusion_bench_featcal.core.kernels import agreed_kernel, choose_kernel, using_kernel
 from fusion_bench_featcal.engine.activations import open_activations
@@ -30,7 +30,6 @@ from fusion_bench_featcal.experts import ExpertModel, ExpertSource
 from fusion_bench_featcal.experts.merging import FusedMerge, UpstreamMerge
 from fusion_bench_featcal.experts.reading import BASE
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.plan.advice import memory_advice
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -137,9 +136,7 @@ def calibrate(
     if merging is not None:
         fused = FusedMerge(merging, shown.state_dict(), problem.model, problem.modules, reads)
         reads.on_enter = fused
-    short = naming_memory(
-        device, lambda: reporter.place, lambda: memory_advice(problem, reporter.example)
-    )
+    short = naming_memory(device, lambda: reporter.place, lambda: _advice(problem, reporter))
     try:
         with (
             torch.autocast(device.type, enabled=False),
@@ -165,6 +162,13 @@ def calibrate(
     manifest = planned.manifest()
     model = family.view.restored(problem.model).to(home)
     return CalibrationResult(model, reporter.log, manifest)
+
+
+def _advice(problem: Problem, reporter: Reporter) -> str:
+    """The settings that would lower the memory that has run out."""
+    from fusion_bench_featcal.plan.advice import memory_advice
+
+    return memory_advice(problem, reporter.example)
 
 
 def _check_weights(problem: Problem, label: str, advice: str) -> None:
@@ -205,6 +209,8 @@ def _description(
     shown: nn.Module, problem: Problem, kernel: str, merging: UpstreamMerge | None
 ) -> dict[str, Any]:
     """Everything that kept blocks depend on, but for samples and weights that are read later."""
+    from fusion_bench_featcal.checkpoints.fingerprint import describe_run
+
     models = [*([BASE] if problem.base is not None else []), *problem.tasks]
     described = describe_run(
         shown,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.checkpoints import Checkpoints
+from fusion_bench_featcal.checkpoints.store import Checkpoints
 
 Calibrate = Callable[[Path, bool], Any]
 """Calibrates with a checkpoint folder, resuming or not; a `CalibrationResult`."""

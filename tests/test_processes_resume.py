@@ -15,7 +15,7 @@ from tiny_models import Suite, clip_suite
 from tiny_t5 import t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult
-from fusion_bench_featcal.checkpoints import Checkpoints
+from fusion_bench_featcal.checkpoints.store import Checkpoints
 from fusion_bench_featcal.engine.processes import LostProcessError, OneProcess, Processes
 
 

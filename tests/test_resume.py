@@ -13,7 +13,7 @@ from tiny_open_clip import tower_suite
 from tiny_t5 import t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult
-from fusion_bench_featcal.checkpoints import Checkpoints
+from fusion_bench_featcal.checkpoints.store import Checkpoints
 
 
 class Interrupted(BaseException):

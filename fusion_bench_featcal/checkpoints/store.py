@@ -19,19 +19,14 @@ from fusion_bench_featcal.checkpoints.files import (
     write_manifest,
     write_tensors,
 )
-from fusion_bench_featcal.checkpoints.fingerprint import (
-    InputsDigest,
-    describe_settings,
-    differences,
-)
-from fusion_bench_featcal.checkpoints.none import NoCheckpoints
+from fusion_bench_featcal.checkpoints.fingerprint import InputsDigest, differences
 from fusion_bench_featcal.checkpoints.sources import (
     WatchedSource,
     changed_models,
     joined_reads,
     take_recent,
 )
-from fusion_bench_featcal.settings import LINEAR_KERNELS, CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import LINEAR_KERNELS, CalibrationError
 
 log = logging.getLogger(__name__)
 
@@ -268,35 +263,3 @@ class Checkpoints:
                 f"differs in: {'; '.join(found)}. Go on with what that run had, or choose another "
                 "folder, or remove this one; nothing in it was changed"
             )
-
-
-def open_checkpoints(
-    settings: FeatCalSettings, processes: Any = None
-) -> Checkpoints | NoCheckpoints:
-    """The checkpoints that settings ask for.
-
-    Args:
-        settings: Settings.
-        processes: The processes that work on the calibration; None: this one alone.
-
-    Raises:
-        CalibrationError: As `Checkpoints`.
-    """
-    if settings.checkpoint_dir is None:
-        return NoCheckpoints()
-    folder = Path(settings.checkpoint_dir)
-    return Checkpoints(folder, resume=settings.resume, processes=processes)
-
-
-def check_checkpoints(settings: FeatCalSettings, processes: Any = None) -> None:
-    """Refuse, before any work, a folder that a run with these settings cannot use.
-
-    Args:
-        settings: Settings.
-        processes: The processes that will work on the calibration; None: this one alone.
-
-    Raises:
-        CalibrationError: As `Checkpoints`; also if kept blocks were made with other settings.
-    """
-    checkpoints = open_checkpoints(settings, processes)
-    checkpoints.compare(lambda: {"settings": describe_settings(settings)})

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from fusion_bench_featcal.checkpoints import Checkpoints, NoCheckpoints
+from fusion_bench_featcal.checkpoints import NoCheckpoints
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.engine.activations import UNLIMITED, Activations
@@ -25,6 +25,9 @@ from fusion_bench_featcal.engine.samples import (
 from fusion_bench_featcal.engine.team import Alone, Solvable, Team
 from fusion_bench_featcal.engine.visits import Stopwatch, Visit, accounts_of, task_record
 from fusion_bench_featcal.experts.reading import Reads, stage_place
+
+if TYPE_CHECKING:
+    from fusion_bench_featcal.checkpoints.store import Checkpoints
 
 Streams = Mapping[str, list[Batch]]
 """Each task's batches on their way through the blocks."""
@@ -45,7 +48,7 @@ class BlockLoop:
         reporter: Reporter,
         *,
         team: Alone | Team | None = None,
-        kept: Checkpoints | NoCheckpoints | None = None,
+        kept: "Checkpoints | NoCheckpoints | None" = None,
         activations: Activations | None = None,
     ) -> None:
         """Bring the parts together.
@@ -209,10 +212,10 @@ class BlockLoop:
         self._kept.restore(block, self._problem.model, self._reporter.log)
         for task, batches in streams.items():
             self._reporter.at(f"{block} · {task} (restored)")
-            context = self._rule.opened(task, block) if self._rule.runs_experts else nullcontext()
-            with context as expert:
-                for batch in batches:
-                    self._rule.follow(block, expert, batch)
+            if self._rule.runs_experts:
+                with self._rule.opened(task, block) as expert:
+                    for batch in batches:
+                        self._rule.follow(block, expert, batch)
             self._advance(block, batches)
         self._reporter.progress.update(len(self._problem.experts))
         self._kept.confirm(block)

@@ -118,7 +118,7 @@ class PlannedReads:
         nothing = dict.fromkeys(reads.visits, 0)
         own = {
             task: (
-                self._places(task, nothing | planned[task] if task in planned else None),
+                self._places(task, {**nothing, **planned[task]} if task in planned else None),
                 reads.read(task),
                 reads.sources[task].stood_in,
             )
@@ -181,13 +181,13 @@ class PlannedReads:
         return stale
 
     def _places(self, model: str, planned: Mapping[str, int] | None) -> dict[str, Any]:
-        places = dict.fromkeys([*(planned or {}), *self._reads.places(model)])
+        places = [*(planned or {}), *self._reads.places(model)]
         return {
             place: {
                 "planned": None if planned is None else planned.get(place, 0),
                 "read": self._reads.read(model, place),
             }
-            for place in places
+            for place in dict.fromkeys(places)
         }
 
     def _planned_of_base(self) -> dict[str, int] | None:

@@ -107,9 +107,8 @@ class FeatCalRule:
 
     def follow(self, block: str, expert: nn.Module, batch: Batch) -> None:
         """Run the expert's block, with hooks, as some modules compute otherwise with them."""
-        if self.runs_experts:
-            to_end = block not in self._closing
-            batch.exp = self._run(expert, block, batch.exp, to_end=to_end).following
+        to_end = block not in self._closing
+        batch.exp = self._run(expert, block, batch.exp, to_end=to_end).following
 
     def _run(self, model: nn.Module, block: str, call: Any, *, to_end: bool) -> Recording:
         """Run a block; `to_end` False: only its modules' inputs, and what is logged, are needed."""

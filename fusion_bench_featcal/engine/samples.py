@@ -38,7 +38,7 @@ class Batch:
     index: int = 0
     cal: Any = None
     exp: Any = None
-    exp_hidden: Tensor | None = None
+    exp_hidden: Any = None
     valid: CountedRows | None = None
     other: Mapping[str, CountedRows | None] = field(default_factory=dict)
 

@@ -7,7 +7,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.checkpoints import describe_settings, glimpse
 from fusion_bench_featcal.engine.block import BlockSums, Names, Tallies, refuse_other_groups
 from fusion_bench_featcal.engine.processes import Processes, check_agreement
 from fusion_bench_featcal.engine.task_sums import TaskSums
@@ -175,7 +174,7 @@ class Team:
             self._processes.reduce(tensor, members[0], members)
         return self._shares.leads
 
-    def solve(self, sums: BlockSums, model: nn.Module) -> Solved:
+    def solve(self, sums: Solvable, model: nn.Module) -> Solved:
         """Solve a block from the sums of all processes.
 
         Args:
@@ -188,6 +187,7 @@ class Team:
         Raises:
             CalibrationError: As `BlockSums.solve`.
         """
+        assert isinstance(sums, BlockSums)  # what no other method's sums can do is to be added up
         gathered = self._processes.gather(sums.tallies() if self._shares.leads else {})
         tallies = {t: gathered[self._shares.members(t)[0]][t] for t in self._shares.tasks}
         groups = list(next(iter(tallies.values())))
@@ -265,6 +265,8 @@ def team_of(
     """
     if processes.size == 1:
         return Alone()
+    from fusion_bench_featcal.checkpoints.fingerprint import describe_settings, glimpse
+
     check_agreement(
         processes,
         settings=describe_settings(settings),

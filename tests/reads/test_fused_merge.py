@@ -24,7 +24,7 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert, calibrate
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.checkpoints import Checkpoints
+from fusion_bench_featcal.checkpoints.store import Checkpoints
 from fusion_bench_featcal.engine.processes import OneProcess
 from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, start_upstream
