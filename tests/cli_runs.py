@@ -1,14 +1,48 @@
-"""Runs of the real `fusion_bench` command in a process of its own."""
+"""Runs of the real `fusion_bench` command in a process of its own.
 
+Importing FusionBench, transformers and torch takes seconds. So a process that has imported them
+forks for each command; only where a test says `fresh` is the command started from nothing.
+"""
+
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import fusion_bench_featcal
+
+COMMAND = "fusion_bench.scripts.cli"
+SOURCE = Path(fusion_bench_featcal.__file__).parent
+FORKING = """
+import gc, json, os, runpy, sys
+import fusion_bench_featcal.algorithm, fusion_bench.programs, fusion_bench.scripts.cli
+from fusion_bench.modelpool import CLIPVisionModelPool
+from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
+
+gc.freeze()
+for line in sys.stdin:
+    run = json.loads(line)
+    child = os.fork()
+    if not child:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+os.chdir(run["cwd"])
+for number, place in enumerate((os.devnull, run["out"], run["err"])):
+    os.dup2(os.open(place, os.O_RDWR | os.O_APPEND), number)
+os.environ.clear()
+os.environ |= run["environment"]
+sys.path[:1] = [run["cwd"], *run["paths"]]
+sys.argv = ["fusion_bench", *run["arguments"]]
+del sys.modules[run["command"]]
+runpy.run_module(run["command"], run_name="__main__", alter_sys=True)
+"""
 
 
 class Screen(NamedTuple):
@@ -30,26 +64,17 @@ class Screen(NamedTuple):
         return self.lines[starts[0] :]
 
 
-def screen(arguments: Sequence[str], cwd: Path, **environment: str) -> Screen:
+def screen(arguments: Sequence[str], cwd: Path, *, fresh: bool = False, **more: str) -> Screen:
     """Run `fusion_bench` as a person would, stdout and stderr together."""
     # An editable install holds a copy of the Hydra plugin, of the day it was made.
     plugin = cwd / "plugin" / "hydra_plugins" / "fusion_bench_featcal"
-    source = Path(fusion_bench_featcal.__file__).parent / "_hydra_plugin"
-    if source.is_dir() and not plugin.exists():
-        shutil.copytree(source, plugin)
-    known = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-    paths = [str(cwd / "plugin"), str(Path(fusion_bench_featcal.__file__).parents[1])]
-    known |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
-    done = subprocess.run(
-        [sys.executable, "-m", "fusion_bench.scripts.cli", *arguments],
-        cwd=cwd,
-        env=known | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    rows = [line[at : at + 80] for line in done.stdout.splitlines() for at in _starts(line)]
-    return Screen(done.returncode, done.stdout, rows)
+    if (SOURCE / "_hydra_plugin").is_dir() and not plugin.exists():
+        shutil.copytree(SOURCE / "_hydra_plugin", plugin)
+    out = cwd / "plugin" / "screen"
+    code = _run(arguments, cwd, "80", out, out, more, fresh=fresh)
+    text = out.read_text()
+    rows = [line[at : at + 80] for line in text.splitlines() for at in _starts(line)]
+    return Screen(code, text, rows)
 
 
 def _starts(line: str) -> range:
@@ -57,21 +82,63 @@ def _starts(line: str) -> range:
 
 
 def fusion_bench(
-    arguments: Sequence[str], cwd: Path, *, check: bool = True
+    arguments: Sequence[str], cwd: Path, *, check: bool = True, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run `fusion_bench` with Hydra overrides, offline, from `cwd`."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "160",
-    }
-    result = subprocess.run(
-        [sys.executable, "-m", "fusion_bench.scripts.cli", *arguments, "print_config=false"],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
+    words = [*arguments, "print_config=false"]
+    out, err = cwd / ".stdout", cwd / ".stderr"
+    code = _run(words, cwd, "160", out, err, {}, fresh=fresh)
+    result = subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+    for file in (out, err):
+        file.unlink()
+    if check:
+        assert code == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    return result
+
+
+def _environment(columns: str) -> dict[str, str]:
+    known = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
+    return known | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": columns}
+
+
+def _run(
+    arguments: Sequence[str],
+    cwd: Path,
+    columns: str,
+    out: Path,
+    err: Path,
+    more: dict[str, str],
+    *,
+    fresh: bool,
+) -> int:
+    """Run the command in `cwd`, its output into files; the exit code."""
+    for file in (out, err):
+        file.write_text("")
+    paths = [str(cwd / "plugin"), str(SOURCE.parent)]
+    environment = _environment(columns) | {"PYTHONPATH": os.pathsep.join(paths)} | more
+    if fresh:
+        with out.open("a") as stdout, err.open("a") as stderr:
+            words = [sys.executable, "-m", COMMAND, *arguments]
+            return subprocess.run(
+                words, cwd=cwd, env=environment, stdout=stdout, stderr=stderr
+            ).returncode
+    server = _server(columns)
+    assert server.stdin is not None and server.stdout is not None
+    run = {"arguments": [*arguments], "cwd": str(cwd), "out": str(out), "err": str(err)}
+    run |= {"environment": environment, "paths": paths, "command": COMMAND}
+    server.stdin.write(json.dumps(run) + "\n")
+    server.stdin.flush()
+    return int(server.stdout.readline())
+
+
+@cache
+def _server(columns: str) -> "subprocess.Popen[str]":
+    """The process that forks; it ends when this one closes its input."""
+    paths = os.pathsep.join([str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-c", FORKING],
+        env=_environment(columns) | {"PYTHONPATH": paths},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
     )
-    if check:
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    return result

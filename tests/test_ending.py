@@ -48,6 +48,19 @@ def test_signals_become_exit_codes() -> None:
         assert isinstance(result, SystemExit) and result.code == code
 
 
+def test_an_exception_that_a_library_makes_of_the_signal_ends_the_run_as_well() -> None:
+    def work(_: int) -> None:
+        with ending_cleanly(PROGRAM, lambda: "go on"):
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            except SystemExit as stop:
+                raise ValueError("no shape") from stop
+
+    (result,) = in_forks(1, work)
+    assert isinstance(result, SystemExit) and result.code == 143
+
+
 def test_interrupt_stays_one_where_no_program_runs() -> None:
     with pytest.raises(KeyboardInterrupt), ending_cleanly(None, lambda: ""):
         raise KeyboardInterrupt

@@ -72,7 +72,8 @@ def test_everything_is_shown_to_who_asks(tmp_path: Path, switch: str) -> None:
 
 def test_several_processes_speak_once(tmp_path: Path) -> None:
     words = ["method=featcal", POOL, "path.log_dir=log", "method.base_method=null"]
-    seen = screen([*words, "fabric.devices=2", "fabric.accelerator=cpu"], tmp_path)
+    words += ["fabric.devices=2", "fabric.accelerator=cpu"]
+    seen = screen(words, tmp_path, fresh=True)
     assert seen.code == 1
     assert len(seen.block) <= 10
     assert "Traceback" not in seen.text
@@ -100,7 +101,7 @@ def test_methods_of_fusion_bench_fail_as_ever(tmp_path: Path, mistake: str) -> N
 
 def test_normal_run_is_short(tmp_path: Path) -> None:
     words = ["method=featcal", POOL, "path.log_dir=log", *FAST]
-    seen = screen([*words, "merged_model_save_path=saved"], tmp_path)
+    seen = screen([*words, "merged_model_save_path=saved"], tmp_path, fresh=True)
     assert seen.code == 0, seen.text
     before, table, _ = seen.text.partition("clip-vit-mini_alphabets2, merged by")
     assert table
@@ -139,7 +140,8 @@ def test_command_in_a_folder_of_its_own_composes(tmp_path: Path) -> None:
     assert (
         Path(sys.modules["fusion_bench_featcal"].__file__ or "").parent / "_hydra_plugin"
     ).is_dir()
-    seen = screen(["method=featcal", POOL, "dry_run=true", "path.log_dir=log"], tmp_path)
+    words = ["method=featcal", POOL, "dry_run=true", "path.log_dir=log"]
+    seen = screen(words, tmp_path, fresh=True)
     assert seen.code == 0
     assert "ridge_lambda: 0.05" in seen.text
     assert os.listdir(tmp_path / "plugin" / "hydra_plugins") == ["fusion_bench_featcal"]

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
+_asked = threading.Event()
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
 
@@ -40,17 +41,20 @@ def ending_cleanly(program: Any, how_to_go_on: Callable[[], str]) -> Iterator[No
     if threading.current_thread() is not threading.main_thread() or own is _terminate:
         yield
         return
+    _asked.clear()
     signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
-    except (KeyboardInterrupt, Terminated) as stop:
-        if isinstance(stop, KeyboardInterrupt) and program is None:
+    except BaseException as stop:
+        interrupted = isinstance(stop, KeyboardInterrupt) and program is not None
+        if not (interrupted or _asked.is_set()):
             raise
         # At exit: FusionBench logs the exception first.
         atexit.register(print, how_to_go_on(), file=sys.stderr, flush=True)
         if isinstance(stop, Terminated):
             raise
-        raise SystemExit(INTERRUPTED) from stop
+        # A library may have turned the handler's exception into one of its own.
+        raise SystemExit(INTERRUPTED) if interrupted else Terminated(TERMINATED) from stop
     finally:
         signal.signal(signal.SIGTERM, own or signal.SIG_DFL)
 
@@ -70,4 +74,5 @@ NOTHING_KEPT = "ended before it was done: nothing is kept, and the same command 
 
 
 def _terminate(*_: Any) -> None:
+    _asked.set()
     raise Terminated(TERMINATED)
