@@ -39,26 +39,16 @@ class TaskBatches:
 
     The data set is read in the caller's thread, so it may be of any kind; images are decoded and
     processed in others, one batch ahead.
-
-    Attributes:
-        task: The task's name.
-        items: The data set they are drawn from; labels are not read.
-        indices: The samples' positions in it.
-        batch_size: Samples per batch; the last batch may have fewer.
-        processor: Turns an image into a tensor.
-        split: The split they are from.
-        workers: Threads that decode and process; 0: the caller's alone.
-        images: Keeps processed images, where there is room.
     """
 
     task: str
-    items: ImageItems
-    indices: list[int]
-    batch_size: int
+    items: ImageItems  # the data set they are drawn from; labels are not read
+    indices: list[int]  # the samples' positions in it
+    batch_size: int  # samples per batch; the last batch may have fewer
     processor: Processor
     split: str = ""
-    workers: int = 0
-    images: ImageCache = field(default_factory=ImageCache)
+    workers: int = 0  # threads that decode and process; 0: the caller's alone
+    images: ImageCache = field(default_factory=ImageCache)  # keeps processed images
 
     @property
     def samples(self) -> int:
@@ -78,11 +68,8 @@ class TaskBatches:
         with closing(self._pixels()) as every:
             while pixels := list(islice(every, self.batch_size)):
                 size = size or pixels[0].shape
-                yield {
-                    "pixel_values": stack_pixels(
-                        pixels, self.items.place, "modelpool.processor", size
-                    )
-                }
+                stacked = stack_pixels(pixels, self.items.place, "modelpool.processor", size)
+                yield {"pixel_values": stacked}
 
     def _pixels(self) -> Generator[Tensor, None, None]:
         """All processed images in order."""
@@ -118,8 +105,7 @@ class TaskBatches:
             return to_pixels(image, self.processor, *context), PROCESSED
         image, content = fixed_content(image, *context)
         key = hashlib.sha256(f"{described} {content}".encode()).hexdigest()
-        make = partial(to_pixels, image, self.processor, *context)
-        return self.images.from_folder(key, make)
+        return self.images.from_folder(key, partial(to_pixels, image, self.processor, *context))
 
 
 def calibration_batches(
@@ -171,72 +157,49 @@ def calibration_batches(
             )
     is_text = text_kind(modelpool) is not None
     if not is_text:
-        _warn_of_text_settings(modelpool, settings)
         images = images or ImageCache(folder=settings.cache_dir)
-        if images.folder is not None and describe_processor(processor) is None:
-            log.warning(
-                "method.cache_dir has no effect: images are processed by %r, whose settings are "
-                "not known; name a transformers processor as modelpool.processor",
-                processor,
-            )
+        _warn_of_settings(modelpool, settings, images, processor)
+    workers = 0 if is_text else decode_workers(settings, processor)
     batches: dict[str, Any] = {}
     for task in task_names:
         rows = _open(modelpool, task, split, is_text)
         indices = draw_samples(len(rows), task, settings)
         _note_size(modelpool, task, len(rows), settings)
-        if is_text:
+        if images is None or is_text:
             batches[task] = text_batches(
                 modelpool, task, rows, indices, settings, processor, device
             )
         else:
-            workers = decode_workers(settings, processor)
             batches[task] = TaskBatches(
-                task, rows, indices, settings.batch_size, processor, split, workers,
-                images or ImageCache(),
-            )  # fmt: skip
+                task, rows, indices, settings.batch_size, processor, split, workers, images
+            )
     return batches
 
 
 def image_counts(batches: Mapping[str, Any]) -> dict[str, int]:
     """Count the processed images by origin since the last call; empty for texts.
 
-    Args:
-        batches: The result of `calibration_batches`.
-
-    Returns:
-        `images_processed` and, if there were any, `images_from_memory` and `images_from_disk`.
+    The keys are `images_processed` and, if there were any, `images_from_memory` and
+    `images_from_disk`.
     """
     caches = {id(b.images): b.images for b in batches.values() if isinstance(b, TaskBatches)}
     return dict(sum((cache.take_counts() for cache in caches.values()), start=Counter()))
 
 
 def decode_workers(settings: FeatCalSettings, processor: Any) -> int:
-    """Threads that process images.
-
-    Args:
-        settings: `decode_workers` is used; `auto` is one a core for a transformers processor, and
-            none for a plain callable, of which nobody knows whether threads may share it.
-        processor: Turns an image into a tensor.
-
-    Returns:
-        Their number; 0: the caller's thread alone.
-    """
+    """Threads that process images; 0: the caller's alone."""
     if settings.decode_workers != "auto":
         return int(settings.decode_workers)
+    # Nobody knows whether threads may share a plain callable.
     return automatic_workers() if describe_processor(processor) is not None else 0
 
 
 def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[int]:
-    """Draw one task's samples without replacement.
-
-    Args:
-        available: Number of samples the task has.
-        task: The task's name; with `settings.seed` it seeds the draw.
-        settings: `samples_per_task`, `seed` and `calibration_split` are used.
+    """Draw one task's samples without replacement; the seed and the task's name seed the draw.
 
     Returns:
-        `settings.samples_per_task` distinct positions below `available`, or all of them where
-        there are fewer, in random order.
+        `samples_per_task` distinct positions below `available`, or all of them where there are
+        fewer, in random order.
 
     Raises:
         CalibrationError: If the task has no samples.
@@ -254,16 +217,10 @@ def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[i
 def samples_used(
     modelpool: Any, tasks: Iterable[str], wanted: int, split: str
 ) -> dict[str, dict[str, Any]]:
-    """Number of samples that a draw takes from each task's data, for reports.
-
-    Args:
-        modelpool: The model pool; data sets that were not opened before are opened.
-        tasks: The tasks; those without data of the split are left out.
-        wanted: `samples_per_task`.
-        split: `calibration_split`.
+    """Number of samples that a draw takes from each task's data of a split, for reports.
 
     Returns:
-        Task -> `{"samples": number, "split": split}`.
+        Task -> `{"samples": number, "split": split}`, for the tasks that have data.
     """
     sizes = _notes_of(modelpool)
     used: dict[str, dict[str, Any]] = {}
@@ -271,9 +228,8 @@ def samples_used(
         if task not in getattr(modelpool, f"{split}_dataset_names"):
             continue
         if (split, task) not in sizes:
-            sizes[split, task] = len(
-                _open(modelpool, task, split, text_kind(modelpool) is not None)
-            )
+            rows = _open(modelpool, task, split, text_kind(modelpool) is not None)
+            sizes[split, task] = len(rows)
         used[task] = {"samples": min(wanted, sizes[split, task]), "split": split}
     return used
 
@@ -286,8 +242,10 @@ def _notes_of(modelpool: Any) -> dict[Any, int]:
         return {}
 
 
-def _warn_of_text_settings(modelpool: Any, settings: FeatCalSettings) -> None:
-    """Warn once for each pool of settings that mean nothing to image models."""
+def _warn_of_settings(
+    modelpool: Any, settings: FeatCalSettings, images: ImageCache, processor: Any
+) -> None:
+    """Warn of settings without effect on image models; of those for texts once for each pool."""
     names = ("calibration_targets", "generated_tokens", "max_length", "decoder_rows")
     changed = [n for n in names if getattr(settings, n) != getattr(FeatCalSettings, n)]
     notes = _notes_of(modelpool)
@@ -297,6 +255,12 @@ def _warn_of_text_settings(modelpool: Any, settings: FeatCalSettings) -> None:
             "%s: settings for language models, without effect on %s, which holds image models",
             ", ".join(f"method.{name}" for name in changed),
             type(modelpool).__name__,
+        )
+    if images.folder is not None and describe_processor(processor) is None:
+        log.warning(
+            "method.cache_dir has no effect: images are processed by %r, whose settings are "
+            "not known; name a transformers processor as modelpool.processor",
+            processor,
         )
 
 

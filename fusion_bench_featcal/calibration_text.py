@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,28 +17,16 @@ from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_le
 
 @dataclass(eq=False)
 class TextBatches:
-    """One task's calibration samples; texts are read and tokenised anew in each iteration.
-
-    Attributes:
-        task: The task's name.
-        rows: The data set they are drawn from.
-        indices: The samples' positions in it.
-        batch_size: Samples per batch; the last batch may have fewer.
-        encoder: Turns a row into token ids.
-        place: The data set's name in messages.
-        load_expert: Loads the task's expert, which then writes the targets; None: the data's
-            targets are used.
-        generated_tokens: Longest target the expert may write.
-    """
+    """One task's calibration samples; texts are read and tokenised anew in each iteration."""
 
     task: str
-    rows: Any
-    indices: list[int]
-    batch_size: int
+    rows: Any  # the data set they are drawn from
+    indices: list[int]  # the samples' positions in it
+    batch_size: int  # samples per batch; the last batch may have fewer
     encoder: TextEncoder
-    place: str
-    load_expert: Callable[[], nn.Module] | None = None
-    generated_tokens: int = 64
+    place: str  # the data set's name in messages
+    load_expert: Callable[[], nn.Module] | None = None  # writes the targets; None: the data's
+    generated_tokens: int = 64  # longest target the expert may write
     _answers: list[list[int]] = field(default_factory=list, init=False)
 
     @property
@@ -51,8 +38,8 @@ class TextBatches:
         """Name of a sample in messages."""
         return f"{self.place}, item {self.indices[number]}"
 
-    def _at_offset(self, start: int, row: int) -> str:
-        return self.at(start + row)
+    def _check(self, batch: Mapping[str, Tensor], model: nn.Module, start: int) -> None:
+        check_token_ids(batch, model, lambda row: self.at(start + row))
 
     def checked(self, model: nn.Module) -> list[dict[str, Tensor]]:
         """List the batches for a model.
@@ -62,7 +49,7 @@ class TextBatches:
         """
         batches = list(self)
         for number, batch in enumerate(batches):
-            check_token_ids(batch, model, partial(self._at_offset, number * self.batch_size))
+            self._check(batch, model, number * self.batch_size)
         return batches
 
     def __len__(self) -> int:
@@ -72,9 +59,9 @@ class TextBatches:
         """Yield `input_ids`, `attention_mask`, `labels`: `[batch, length]`, padded."""
         if self.load_expert is not None and not self._answers:
             self._answers = self._generate(self.load_expert())
-        for start in range(0, len(self.indices), self.batch_size):
-            end = start + self.batch_size
-            samples = [self._sample(n) for n in range(len(self.indices))[start:end]]
+        numbers = range(len(self.indices))
+        for start in range(0, len(numbers), self.batch_size):
+            samples = [self._sample(n) for n in numbers[start : start + self.batch_size]]
             yield pad_samples(samples, self.encoder)
 
     def _sample(self, number: int) -> Sample:
@@ -101,8 +88,8 @@ class TextBatches:
         answers: list[list[int]] = []
         for start in range(0, len(prompts), self.batch_size):
             chosen = prompts[start : start + self.batch_size]
-            ids = {"input_ids": padded_left(chosen, self.encoder.pad_id)[0]}
-            check_token_ids(ids, expert, partial(self._at_offset, start))
+            ids = padded_left(chosen, self.encoder.pad_id)[0]
+            self._check({"input_ids": ids}, expert, start)
             answers += greedy_answers(expert, chosen, self.encoder, self.generated_tokens)
         return answers
 
@@ -116,19 +103,7 @@ def text_batches(
     tokenizer: Any,
     device: Any = None,
 ) -> TextBatches:
-    """One task's samples as batches.
-
-    Args:
-        modelpool: A pool of language models.
-        task: The task's name, which is also its expert's.
-        rows: The task's data set.
-        indices: The samples' positions in it.
-        settings: `batch_size`, `calibration_targets`, `generated_tokens` and `max_length` are used.
-        tokenizer: The pool's tokenizer.
-        device: Device on which experts generate; None: that of loading.
-
-    Returns:
-        The batches.
+    """One task's samples as batches; where experts generate targets, they do so on `device`.
 
     Raises:
         CalibrationError: If `max_length` is more than the tokenizer's limit.
@@ -139,7 +114,11 @@ def text_batches(
             f"task {task!r}: a tokenizer was given, but {type(modelpool).__name__} is no pool of "
             "language models. Use a Seq2SeqLMPool or a CausalLMPool as modelpool"
         )
-    load = partial(_loaded, modelpool, task, device)
+
+    def load_expert() -> nn.Module:
+        expert = load_pool_model(modelpool, task)
+        return expert if device is None else expert.to(device)
+
     return TextBatches(
         task=task,
         rows=rows,
@@ -147,20 +126,13 @@ def text_batches(
         batch_size=settings.batch_size,
         encoder=TextEncoder(tokenizer, kind, settings.max_length),
         place=f"task {task!r}, modelpool.{settings.calibration_split}_datasets.{task}",
-        load_expert=load if settings.calibration_targets == "generated" else None,
+        load_expert=load_expert if settings.calibration_targets == "generated" else None,
         generated_tokens=settings.generated_tokens,
     )
 
 
 def text_rows(rows: Any, place: str) -> Any:
-    """Check a data set of texts: it has a length and numbered items.
-
-    Args:
-        rows: The data set.
-        place: Its name in messages.
-
-    Returns:
-        The same rows, as plain values where it is a `datasets` table.
+    """Check a data set of texts and return its rows, as plain values of a `datasets` table.
 
     Raises:
         CalibrationError: If it is streamed, or has its splits still together.
@@ -170,8 +142,3 @@ def text_rows(rows: Any, place: str) -> Any:
     require_numbered(rows, place)
     plain = getattr(rows, "with_format", None)
     return rows if plain is None else plain(None)
-
-
-def _loaded(modelpool: Any, task: str, device: Any) -> nn.Module:
-    expert = load_pool_model(modelpool, task)
-    return expert if device is None else expert.to(device)

@@ -42,10 +42,6 @@ class Setting:
 def documented(text: str | None, section: str) -> dict[str, str]:
     """Entries of a section of a Google-style docstring.
 
-    Args:
-        text: The docstring.
-        section: Its name: `Args` or `Attributes`.
-
     Returns:
         Name -> description on one line.
     """
@@ -72,14 +68,7 @@ def settings_of(
     names: Iterable[str] | None = None,
     meanings: Mapping[str, str] | None = None,
 ) -> list[Setting]:
-    """Settings that a dataclass's fields or a callable's parameters describe.
-
-    Args:
-        source: The dataclass, or a callable with documented arguments.
-        values: Accepted values by name, for messages; else the annotation is taken.
-        names: Which of them; None: all that are documented.
-        meanings: Descriptions that replace those of the docstring.
-    """
+    """Settings that a dataclass's fields or a callable's parameters describe."""
     section = "Attributes" if isinstance(source, type) else "Args"
     known = documented(source.__doc__, section) | dict(meanings or {})
     parameters = inspect.signature(source).parameters

@@ -132,11 +132,7 @@ class ImageCache:
     """
 
     def __init__(self, limit_mb: float = 0, folder: str | None = None) -> None:
-        """Start empty.
-
-        Args:
-            limit_mb: Memory for images, in MiB; 0: none is kept.
-            folder: Keeps images for other runs; None: none is kept.
+        """Start empty; with a limit of 0 none is kept in memory, without folder none on disk.
 
         Raises:
             CalibrationError: If the folder cannot be written.
@@ -208,14 +204,7 @@ def _metadata(data: bytes) -> dict[str, str]:
 
 
 def describe_processor(processor: Any) -> str | None:
-    """Digest of a transformers processor's settings and of the software that carries them out.
-
-    Args:
-        processor: A processor or an image processor.
-
-    Returns:
-        The digest; None for a plain callable, whose settings nobody knows.
-    """
+    """Digest of a transformers processor's settings and software; None for a plain callable."""
     if not isinstance(processor, ProcessorMixin | BaseImageProcessor):
         return None
     images: Any = getattr(processor, "image_processor", processor)

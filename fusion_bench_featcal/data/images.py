@@ -135,12 +135,15 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         Raises:
             CalibrationError: If the item has no image, or a label that is no class.
         """
-        item = self._item(index)
-        image = self._image(item, index)
+        try:
+            item = self._rows[index]
+        # data sets that decode pictures themselves
+        except OSError as error:
+            raise CalibrationError(f"{self.at(index)} cannot be read ({error}).") from error
+        image, label = self._parts(item, index)
         if self._labels is not None:
             return image, self._labels[index]
-        label = self._label(item)
-        if label is None:
+        if label is None or self.has_labels is False or self._label_column is None:
             return image, None
         return image, label_index(label, self.classnames, self.at(index))
 
@@ -152,29 +155,18 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         """Return place, root and background of item `index`, as `to_rgb` takes them."""
         return self.at(index), self.root, self.background
 
-    def _item(self, index: int) -> Any:
-        try:
-            return self._rows[index]
-        # data sets that decode pictures themselves
-        except OSError as error:
-            raise CalibrationError(f"{self.at(index)} cannot be read ({error}).") from error
-
-    def _image(self, item: Any, index: int) -> Any:
+    def _parts(self, item: Any, index: int) -> tuple[Any, Any]:
+        """Image and label of a mapping, of a tuple, or of an image alone."""
         if isinstance(item, Mapping):
             if self._image_column not in item:
                 raise CalibrationError(
                     f"{self.at(index)} has no {self._image_column!r}; it has: "
                     f"{', '.join(map(str, item))}. Check image_column."
                 )
-            return item[self._image_column]
-        return item[0] if isinstance(item, tuple | list) and item else item
-
-    def _label(self, item: Any) -> Any:
-        if self.has_labels is False or self._label_column is None:
-            return None
-        if isinstance(item, Mapping):
-            return item.get(self._label_column)
-        return item[1] if isinstance(item, tuple | list) and len(item) > 1 else None
+            return item[self._image_column], item.get(self._label_column)
+        if isinstance(item, tuple | list) and item:
+            return item[0], item[1] if len(item) > 1 else None
+        return item, None
 
 
 def require_numbered(rows: Any, place: str) -> None:
@@ -276,11 +268,6 @@ def _check_files(table: datasets.Dataset, column: str, root: Path, place: str) -
         )
 
 
-def _looks_like_a_path(path: str) -> bool:
-    starts = path.startswith((".", "/", "~", "\\"))
-    return starts or path.count("/") > 1 or Path(path).suffix.lower() in TABLE_READERS
-
-
 def _folder(folder: Path, split: str | None) -> datasets.Dataset:
     if split is not None:
         if not (folder / split).is_dir():
@@ -361,7 +348,8 @@ def _table(file: Path, split: str | None) -> datasets.Dataset:
 
 
 def _hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
-    if _looks_like_a_path(name):
+    is_path = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
+    if is_path or source.suffix.lower() in TABLE_READERS:
         raise ValueError(
             f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
         )

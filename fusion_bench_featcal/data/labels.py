@@ -89,18 +89,10 @@ def encode_labels(
     place: str,
     by: str = "name",
 ) -> tuple[list[int], list[str] | None]:
-    """Class indices of a whole column of labels.
+    """Class indices of a whole column of labels, and the class names where they are known.
 
-    Args:
-        values: Integers, or names of classes.
-        names: The data's own names for its integers, where it has any.
-        classnames: The configured class names (None: `names`, or the distinct texts in the order of
-            `sort_names`).
-        place: The data, for messages.
-        by: Rule to match `names` to `classnames`, see `match_names`.
-
-    Returns:
-        The index of each item's class, and the class names where they are known.
+    `names` are the data's own names for its integers, `classnames` the configured ones, matched to
+    them by the rule `by` (`match_names`); without both, they are the distinct texts, sorted.
 
     Raises:
         ValueError: If the data's names and the configured ones do not fit together.
@@ -121,15 +113,7 @@ def encode_labels(
 
 
 def label_index(value: Any, names: Sequence[str] | None, place: str) -> int:
-    """Index of the class that a data set's label stands for.
-
-    Args:
-        value: An integer (also a bool or a float without fraction), or the name of a class.
-        names: The class names, or None where they are not known.
-        place: The item, for messages.
-
-    Returns:
-        The index, at least 0 and below the number of names.
+    """Index of the class that a label stands for: a whole number of any kind, or a class's name.
 
     Raises:
         CalibrationError: If there is no such class.

@@ -28,15 +28,7 @@ _TIFF_BITS, _TIFF_PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 
 
 def parse_background(value: Any, place: str) -> Colour:
-    """Read the colour that transparent pictures are composited on.
-
-    Args:
-        value: A name or code that PIL knows (`white`, `#ff8000`), or red, green and blue; None:
-            white.
-        place: The place of the setting, for messages.
-
-    Returns:
-        Red, green and blue, 0 to 255.
+    """Read the colour that transparent pictures are composited on: a name or code that PIL knows.
 
     Raises:
         ValueError: If it is no colour.
@@ -94,12 +86,6 @@ def fixed_content(
     value: Any, place: str, root: Path | None = None, background: Colour = WHITE
 ) -> tuple[Any, str]:
     """Fix a picture's content, and digest it. No file is decoded for that.
-
-    Args:
-        value: Anything `to_rgb` takes.
-        place: The item, for messages.
-        root: Folder that relative paths start from (None: the current one).
-        background: Colour that transparent pictures are composited on; part of the digest.
 
     Returns:
         A value that `to_rgb` turns into the same picture, whatever happens to files, and the
@@ -266,15 +252,9 @@ def to_pixels(
     root: Path | None = None,
     background: Colour = WHITE,
 ) -> Tensor:
-    """Process one image, exactly as for evaluation.
+    """Process one image, exactly as for evaluation; see `to_rgb`.
 
-    Args:
-        image: Anything `to_rgb` takes; for a plain callable also an array or tensor of any kind,
-            which it gets as it is.
-        processor: A transformers processor, or a callable from a picture to a tensor.
-        place: The item, for messages.
-        root: Folder that relative paths start from.
-        background: Colour that transparent pictures are composited on.
+    A plain callable gets arrays and tensors of any kind as they are.
 
     Returns:
         Pixel values `[channels, height, width]`, floating point.
@@ -327,13 +307,7 @@ def _prepared(processor: Any, picture: Image.Image) -> Any:
 def stack_pixels(
     pixels: Sequence[Tensor], place: str, setting: str, expected: torch.Size | None = None
 ) -> Tensor:
-    """Stack images of one size.
-
-    Args:
-        pixels: Tensors `[channels, height, width]`.
-        place: The data they come from, for messages.
-        setting: The setting that names the processor, for messages.
-        expected: The size of earlier images (None: that of the first one).
+    """Stack images of one size: `expected`, or that of the first one.
 
     Returns:
         One tensor `[len(pixels), channels, height, width]`.

@@ -69,13 +69,6 @@ class TextEncoder:
     def sample(self, row: Mapping[str, Any], place: str) -> Sample:
         """A row with its target.
 
-        Args:
-            row: The row.
-            place: Its name in messages.
-
-        Returns:
-            The sample, no longer than allowed.
-
         Raises:
             CalibrationError: If there is no text, an empty target, or none where one is needed, or
                 the text is too long.
@@ -96,14 +89,6 @@ class TextEncoder:
     def prompt(self, row: Mapping[str, Any], place: str, reserved: int) -> list[int]:
         """A row's prompt alone.
 
-        Args:
-            row: The row; its target, if it has one, is not used.
-            place: Its name in messages.
-            reserved: Tokens that a generated target may take.
-
-        Returns:
-            Token ids; a decoder-only model's leave room for the target.
-
         Raises:
             CalibrationError: If there is no text, or it is too long.
         """
@@ -113,16 +98,7 @@ class TextEncoder:
         return self._within(prompt, room, place, len(prompt))
 
     def answered(self, prompt: list[int], answer: list[int], place: str) -> Sample:
-        """A prompt with what a model answered to it.
-
-        Args:
-            prompt: Token ids, from `prompt`.
-            answer: Token ids.
-            place: Its name in messages.
-
-        Returns:
-            The sample, no longer than allowed.
-        """
+        """A prompt with what a model answered to it."""
         return self._cut(_Text(prompt, answer), place)
 
     @property
@@ -264,11 +240,6 @@ class TextEncoder:
 
 def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Tensor]:
     """Samples as one batch, padded to the longest of them.
-
-    Args:
-        samples: The samples. Where one has labels, a decoder-only model's others count as prompts.
-        encoder: The kind of model, the padding, and its side (the tokenizer's; a target of
-            an encoder-decoder is padded on the right, where its decoder ends).
 
     Returns:
         `input_ids`, `attention_mask` and, where there are labels, `labels`, each

@@ -165,9 +165,6 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
     def check_backgrounds(self, modelpool: Any) -> None:
         """Refuse calibration images that are composited on another colour than test images.
 
-        Args:
-            modelpool: The model pool with the calibration data.
-
         Raises:
             ValueError: If a task's two colours differ.
         """
@@ -218,11 +215,6 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
 
     def evaluate(self, model: nn.Module, name: str | None = None, **kwargs: Any) -> dict[str, Any]:
         """Measure a model's accuracy on the tasks, and keep which test items it got right.
-
-        Args:
-            model: A CLIP vision model (or a FusionBench surgery model); moved to the Fabric device.
-            name: Its name for the report.
-            **kwargs: Refused.
 
         Returns:
             `{"model_info": {...}, <task>: {"accuracy", "loss"}, "average": {"accuracy", "loss"}}`,

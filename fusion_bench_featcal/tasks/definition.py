@@ -24,68 +24,46 @@ from fusion_bench_featcal.tasks.pool_settings import build_part
 
 @dataclass(frozen=True, kw_only=True)
 class TaskDefinition:
-    """One task, checked. Its fields are the keys under `tasks.<name>` in YAML.
-
-    Attributes:
-        data: A folder, a table or a hub id (see `load_images`), or a mapping with `_target_` that
-            builds a data set. None where `test_datasets` has the data.
-        split: The split of `data`, where it has several.
-        image_column: Name of the images' column.
-        label_column: Name of the labels' column.
-        classnames: Class names by label (None: the data's own, or FusionBench's for this task).
-        templates: Prompts with `{}` for the class name (None: FusionBench's for this task, or
-            "a photo of a {}.").
-        background: Colour that transparent pictures are composited on (None: white).
-        classnames_by: Rule to match the data's own class names to `classnames`: by `name`, or in
-            `order`, whatever the names are.
-    """
+    """One task, checked. Its fields are the keys under `tasks.<name>` in YAML."""
 
     data: str | Mapping[str, Any] | None = None
+    """A folder, a table or a hub id (see `load_images`), or a mapping with `_target_` that builds a
+    data set. None where `test_datasets` has the data."""
     split: str | None = None
+    """The split of `data`, where it has several."""
     image_column: str = "image"
     label_column: str = "label"
     classnames: tuple[str, ...] | None = None
+    """Class names by label (None: the data's own, or FusionBench's for this task)."""
     templates: tuple[PromptTemplate, ...] | None = None
+    """Prompts with `{}` for the class name (None: FusionBench's for this task, or "a photo of a
+    {}.")."""
     background: str | None = None
+    """Colour that transparent pictures are composited on (None: white)."""
     classnames_by: str = "name"
+    """Rule to match the data's own class names to `classnames`: by `name`, or in `order`, whatever
+    the names are."""
 
-    def load(self) -> ImageItems:
-        """Load the data.
+    def items(self, rows: Any = None, place: str = "") -> ImageItems:
+        """Return the task's items: of `data`, or of another data set that `place` names.
 
-        Returns:
-            The items, with labels checked against the class names where both are at hand.
+        Labels are checked against the class names where both are at hand.
 
         Raises:
             ValueError: If the path, the split or a column does not exist, or class names do not
                 fit.
             CalibrationError: If the data cannot be read, or a label is out of range.
         """
+        keys = ("image_column", "label_column", "classnames", "background", "classnames_by")
+        columns = {key: getattr(self, key) for key in keys}
+        if rows is not None:
+            return ImageItems(rows, place=place, **columns)
         if isinstance(self.data, str):
-            return load_images(self.data, self.split, **self._columns)
+            return load_images(self.data, self.split, **columns)
         if self.data is None:
             raise ValueError("data is not set")
-        return self.view(self._built(self.data), f"data from {self.data.get('_target_')}")
-
-    def view(self, rows: Any, place: str) -> ImageItems:
-        """See any data set as this task's items.
-
-        Args:
-            rows: A `datasets` table or a map-style data set.
-            place: Its name in messages.
-
-        Returns:
-            The items, with labels checked as in `load`.
-
-        Raises:
-            ValueError: If a column does not exist, or class names do not fit.
-            CalibrationError: If a label is out of range.
-        """
-        return ImageItems(rows, place=place, **self._columns)
-
-    @property
-    def _columns(self) -> dict[str, Any]:
-        keys = ("image_column", "label_column", "classnames", "background", "classnames_by")
-        return {key: getattr(self, key) for key in keys}
+        place = f"data from {self.data.get('_target_')}"
+        return ImageItems(self._built(self.data), place=place, **columns)
 
     def _built(self, data: Mapping[str, Any]) -> Any:
         rows = build_part("data", OmegaConf.create(dict(data)))
@@ -104,14 +82,7 @@ class TaskDefinition:
 
 
 def parse_tasks(tasks: Any, place: str = "taskpool.tasks") -> dict[str, TaskDefinition]:
-    """Read the `tasks:` mapping of a task pool.
-
-    Args:
-        tasks: Task name -> mapping with the keys of `TaskDefinition`; None for no tasks.
-        place: Its key in the configuration, for messages.
-
-    Returns:
-        The checked definitions by task name, in the order given.
+    """Read the `tasks:` mapping of a task pool, which stands at `place` in the configuration.
 
     Raises:
         ValueError: Naming the task, the key and the value, for unknown keys and unfit values.
@@ -183,19 +154,38 @@ def _parse_templates(value: Any, place: str) -> tuple[PromptTemplate, ...] | Non
     return tuple(PromptTemplate(text) for text in texts)
 
 
+@dataclass(frozen=True)
+class OpenTask:
+    """A task with its test items, class names and prompts."""
+
+    items: ImageItems
+    classnames: list[str]
+    templates: Templates
+
+
+def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
+    """Load a task's test items and make its class names known to FusionBench.
+
+    The definition may be empty for a task whose class names FusionBench has; `rows` is the data set
+    where it names no data.
+
+    Raises:
+        ValueError: If the definition does not fit the data, or class names clash with
+            FusionBench's.
+        CalibrationError: If the data cannot be read, is unlabeled or has labels out of range.
+    """
+    known = known_names(name)
+    items = load_task(name, task, None if known is None else known[0], rows)
+    register_names(name, items.classnames or (), task.templates)
+    return OpenTask(items, *names_of(name))
+
+
 def load_task(
     name: str, task: TaskDefinition, classnames: Sequence[str] | None = None, rows: Any = None
 ) -> ImageItems:
     """Load one task's data for evaluation: labelled, with class names.
 
-    Args:
-        name: The task's name, for messages.
-        task: Its definition.
-        classnames: Class names to use where the definition has none.
-        rows: The data set, where the definition has no data.
-
-    Returns:
-        The items; `classnames` is set.
+    `classnames` are used where the definition has none.
 
     Raises:
         ValueError: If the definition does not fit the data.
@@ -210,11 +200,10 @@ def load_task(
         by = "either" if task.classnames_by == "name" and not is_sorted else task.classnames_by
         task = replace(task, classnames=tuple(classnames), classnames_by=by)
     try:
-        items = task.load() if rows is None else task.view(rows, f"test_datasets.{name}")
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-    except CalibrationError as error:
-        raise CalibrationError(f"{place}: {error}") from error
+        items = task.items(rows, f"test_datasets.{name}")
+    except (ValueError, CalibrationError) as error:
+        kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
+        raise kind(f"{place}: {error}") from error
     if items.has_labels is False:
         raise CalibrationError(
             f"{place}: {items.place} has no labels (label_column {task.label_column!r}, or "
@@ -226,45 +215,8 @@ def load_task(
     return items
 
 
-@dataclass(frozen=True)
-class OpenTask:
-    """A task with its test items, class names and prompts."""
-
-    items: ImageItems
-    classnames: list[str]
-    templates: Templates
-
-
-def open_task(name: str, definition: TaskDefinition, rows: Any = None) -> OpenTask:
-    """Load a task's test items and make its class names known to FusionBench.
-
-    Args:
-        name: The task's name.
-        definition: Its definition; all of it may be left out for a task whose class names
-            FusionBench has.
-        rows: The data set, where `definition.data` is None.
-
-    Returns:
-        The task, its labels checked where that needs no reading of every image.
-
-    Raises:
-        ValueError: If the definition does not fit the data, or class names clash with
-            FusionBench's.
-        CalibrationError: If the data cannot be read, is unlabeled or has labels out of range.
-    """
-    known = known_names(name)
-    items = load_task(name, definition, None if known is None else known[0], rows)
-    register_names(name, items.classnames or (), definition.templates)
-    return OpenTask(items, *names_of(name))
-
-
 def check_background(task: str, tested: Any, modelpool: Any) -> None:
     """Refuse calibration images that are composited on another colour than a task's test images.
-
-    Args:
-        task: The task's name.
-        tested: Background of its test images; None: white.
-        modelpool: The model pool with the calibration data.
 
     Raises:
         ValueError: If the two colours differ.

@@ -89,11 +89,6 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
     def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Evaluate a model on all tasks.
 
-        Args:
-            model: A causal or an encoder-decoder language model of transformers.
-            *args: Ignored, as FusionBench's pools do.
-            **kwargs: Likewise.
-
         Returns:
             Task -> {"accuracy": the chosen result, and all of lm-eval's results for it}.
 

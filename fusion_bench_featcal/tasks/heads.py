@@ -34,9 +34,6 @@ class PromptTemplate:
 def known_names(task: str) -> tuple[list[str], Templates] | None:
     """Class names and templates that someone else than `tasks:` defined for this task name.
 
-    Args:
-        task: The task's name.
-
     Returns:
         FusionBench's own (or another plugin's) class names and templates, None where there are
         none.
@@ -48,14 +45,7 @@ def known_names(task: str) -> tuple[list[str], Templates] | None:
 
 
 def names_of(task: str) -> tuple[list[str], Templates]:
-    """Class names by label and prompts of a task that is known.
-
-    Args:
-        task: The task's name.
-
-    Returns:
-        Its class names and templates, as FusionBench's own classes see them.
-    """
+    """Class names by label and prompts of a task that is known."""
     classnames, templates = CLIPTemplateFactory.get_classnames_and_templates(task)
     return list(classnames), list(templates)
 
@@ -66,11 +56,6 @@ def register_names(
     """Make a task's class names and prompts known to FusionBench, for all of its CLIP classes.
 
     FusionBench's own `register_dataset` fails in release 0.2.33, so its table is written directly.
-
-    Args:
-        task: The task's name.
-        classnames: Class names by label.
-        templates: Prompts (None: those already known for the name, or "a photo of a {}.").
 
     Raises:
         ValueError: If FusionBench has other class names or prompts for that name.
@@ -123,13 +108,6 @@ def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int
     It stores them by task name and model path only, so heads of other class names, or of another
     model at the same path, would be used again unnoticed. They are rebuilt when next needed. So are
     heads whose note names no task that FusionBench knows: it may be damaged.
-
-    Args:
-        tasks: Names of tasks defined in YAML.
-        folder: FusionBench's cache folder (None: the one it uses).
-
-    Returns:
-        The number of heads deleted.
     """
     wanted = {repr(task) for task in tasks}
     kept = {repr(task) for task in CLIPTemplateFactory._dataset_mapping} - wanted

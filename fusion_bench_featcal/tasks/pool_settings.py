@@ -26,16 +26,7 @@ def refuse_unknown_pool_keys(pool: type, unknown: Mapping[str, Any]) -> None:
 def evaluation_report(
     model: nn.Module, name: str | None, scores: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Return the report of one evaluation, in FusionBench's form.
-
-    Args:
-        model: The evaluated model.
-        name: Its name, if it has one.
-        scores: Task -> `accuracy` and `loss`.
-
-    Returns:
-        `{"model_info": {...}, <task>: {"accuracy", "loss"}, "average": {"accuracy", "loss"}}`.
-    """
+    """Return the report of one evaluation, in FusionBench's form."""
     trainable, total = count_parameters(model)
     info: dict[str, Any] = {"trainable_params": trainable, "all_params": total}
     info["trainable_percentage"] = trainable / total
@@ -47,15 +38,6 @@ def evaluation_report(
 
 def load_part(place: str, value: Any, kind: Any, **options: Any) -> Any:
     """Load a processor or model of the task pool.
-
-    Args:
-        place: Its key, for messages.
-        value: A folder or hub id, a configuration with `_target_`, or the object itself.
-        kind: Class whose `from_pretrained` loads a folder or hub id.
-        **options: For `from_pretrained`.
-
-    Returns:
-        The object.
 
     Raises:
         ValueError: If there is no value.
@@ -73,13 +55,6 @@ def load_part(place: str, value: Any, kind: Any, **options: Any) -> Any:
 
 def build_part(place: str, value: Any) -> Any:
     """Instantiate a configuration with `_target_`; anything else is returned as it is.
-
-    Args:
-        place: Its key, for messages.
-        value: The configuration or object.
-
-    Returns:
-        The object.
 
     Raises:
         CalibrationError: If it cannot be loaded.

@@ -44,10 +44,6 @@ class EvaluationItems(Dataset):
 def evaluation_loader(items: EvaluationItems, settings: Mapping[str, Any]) -> DataLoader[Batch]:
     """Return a loader that gives all items in their order.
 
-    Args:
-        items: The processed items.
-        settings: Arguments of `DataLoader`, as `loader_settings` returns them.
-
     Returns:
         Batches of pixel values `[batch, channels, height, width]` and int64 labels `[batch]`.
     """
@@ -62,12 +58,6 @@ def _collate(place: str, batch: Sequence[tuple[Tensor, int]]) -> Batch:
 
 def loader_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Check `dataloader_kwargs` and fill in `LOADER_DEFAULTS`.
-
-    Args:
-        given: Arguments for `DataLoader`.
-
-    Returns:
-        All arguments.
 
     Raises:
         ValueError: For unknown arguments, and for those that would reorder or drop test items.
@@ -102,10 +92,6 @@ class PixelCache:
 
     def batches(self, task: str, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield a task's batches: kept ones, or the loader's, which are kept if all of them fit.
-
-        Args:
-            task: The task they belong to.
-            loader: Gives the same batches each time.
 
         Yields:
             Pixel values `[batch, channels, height, width]` and labels `[batch]`, on the CPU.
@@ -147,15 +133,6 @@ def score(
     to_device: Callable[[Tensor], Tensor],
 ) -> Score:
     """Classify a task's items.
-
-    Args:
-        classifier: FusionBench's `HFCLIPClassifier` with the task's head set.
-        batches: Pixel values `[batch, channels, height, width]` and labels `[batch]`.
-        task: The task's name.
-        to_device: Moves a tensor to where the classifier is.
-
-    Returns:
-        The score; the loss is averaged over items (FusionBench averages over batches).
 
     Raises:
         CalibrationError: If a logit is not finite, or there are no items.

@@ -26,17 +26,7 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 def greedy_answers(
     model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
 ) -> list[list[int]]:
-    """Answer prompts by greedy search.
-
-    Args:
-        model: A transformers model with `generate`.
-        prompts: Token ids of each prompt.
-        encoder: The kind of model and its padding.
-        most: Longest answer in tokens.
-
-    Returns:
-        Token ids of each answer, up to and with the end token where one was written.
-    """
+    """Answer prompts by greedy search."""
     device = next(model.parameters()).device
     ids, mask = padded_left(prompts, encoder.pad_id)
     settings = model.generation_config
@@ -60,10 +50,6 @@ def greedy_answers(
 def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Pad prompts on the left, so that a decoder's answer follows each at once.
 
-    Args:
-        prompts: Token ids of each prompt.
-        pad_id: The padding.
-
     Returns:
         Token ids and mask, `[batch, length]` int64 each.
     """
@@ -79,16 +65,6 @@ def answer_texts(
     """Answer prompts greedily, those of similar length together.
 
     The answer to a prompt does not depend on what else is in its batch.
-
-    Args:
-        model: A transformers model with `generate`.
-        encoder: Its tokenizer and kind.
-        prompts: Token ids of each prompt, without padding.
-        batch_size: Prompts answered together.
-        most: Longest answer in tokens.
-
-    Returns:
-        The answers in the prompts' order, without special tokens and blanks at either end.
     """
     answers = [""] * len(prompts)
     for rows in _by_length([len(prompt) for prompt in prompts], batch_size):
@@ -103,17 +79,7 @@ def answer_texts(
 def target_loss(
     model: Any, encoder: TextEncoder, samples: Sequence[Sample], *, batch_size: int
 ) -> float:
-    """Measure how well a model knows the right answers.
-
-    Args:
-        model: A transformers model.
-        encoder: Its tokenizer and kind.
-        samples: Prompts with their targets.
-        batch_size: Samples that run through the model together.
-
-    Returns:
-        The mean over samples of each target's mean cross-entropy per token, in nats.
-    """
+    """Measure how well a model knows the right answers."""
     device = next(model.parameters()).device
     total = 0.0
     for rows in _by_length([len(sample.ids) for sample in samples], batch_size):
@@ -151,10 +117,6 @@ def exact_matches(answers: Sequence[str], targets: Sequence[str]) -> list[bool]:
 
 def spearman(answers: Sequence[str], targets: Sequence[str]) -> float:
     """Return Spearman's rank correlation of two lists of written numbers.
-
-    Args:
-        answers: Generated texts; one that is no finite number counts as 0, as in FusionBench.
-        targets: Their targets, read alike.
 
     Returns:
         The correlation in -1..1, ties sharing their mean rank; 0 where either list is constant

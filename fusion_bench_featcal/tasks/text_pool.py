@@ -167,11 +167,6 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
     def evaluate(self, model: nn.Module, name: str | None = None, **kwargs: Any) -> dict[str, Any]:
         """Let a model answer every test row, and keep which answers were right.
 
-        Args:
-            model: A transformers model that generates; moved to the Fabric device.
-            name: Its name for the report.
-            **kwargs: Refused.
-
         Returns:
             `{"model_info": {...}, <task>: {"accuracy", "loss"}, "average": {...}}` for the tasks
             in `test_dataloaders`. `accuracy` is the share of exact matches in 0..1 or, for tasks
@@ -233,13 +228,6 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
 
 def told_task(model: Any, task: str) -> AbstractContextManager[Any]:
     """Context in which a surgery model knows the task, as FusionBench's image task pools tell it.
-
-    Args:
-        model: Any model; others than surgery models do not ask.
-        task: The task's name.
-
-    Returns:
-        The context.
 
     Raises:
         CalibrationError: If a surgery model has no correction for the task.

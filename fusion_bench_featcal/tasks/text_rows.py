@@ -12,12 +12,7 @@ class TextRows(Sequence[dict[str, Any]]):
     """A data set whose rows are turned into texts when they are asked for."""
 
     def __init__(self, rows: Any, make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-        """Look at a data set.
-
-        Args:
-            rows: A data set with a length and numbered rows.
-            make: Turns a row into a text.
-        """
+        """Look at a data set."""
         self._rows = rows
         self._make = make
 
