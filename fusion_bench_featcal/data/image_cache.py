@@ -122,14 +122,7 @@ class ImageFolder:
 
 
 class ImageCache:
-    """Processed images of one model pool and one processor.
-
-    Attributes:
-        limit_bytes: Memory for images; those beyond it are processed again.
-        used_bytes: Memory in use.
-        folder: Folder that keeps images for other runs, or None.
-        counts: Images that were asked for, by where they came from.
-    """
+    """Processed images of one model pool and one processor; those beyond a limit are made again."""
 
     def __init__(self, limit_mb: float = 0, folder: str | None = None) -> None:
         """Start empty; with a limit of 0 none is kept in memory, without folder none on disk.
@@ -140,7 +133,7 @@ class ImageCache:
         self.limit_bytes = int(limit_mb * _MB)
         self.used_bytes = 0
         self.folder = None if folder is None else ImageFolder(folder)
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # images by where they came from
         self._from_disk = 0
         self._kept: dict[Place, Tensor] = {}
 

@@ -19,15 +19,10 @@ _DATE = "26 Jul 2024"  # Llama's chat template writes today's date unless it is 
 
 @dataclass(frozen=True)
 class Sample:
-    """One text in token ids, without padding.
+    """One text in token ids, without padding."""
 
-    Attributes:
-        ids: The model's input: the prompt and, for a decoder-only model, the target after it.
-        labels: The target: as it is for an encoder-decoder; aligned with `ids` and -100 on the
-            prompt for a decoder-only model; None: the row has no target.
-    """
-
-    ids: list[int]
+    ids: list[int]  # the model's input: the prompt and, for a decoder-only model, the target
+    # The target; of a decoder-only model aligned with `ids`, -100 on the prompt. None: no target.
     labels: list[int] | None
 
 
@@ -46,12 +41,8 @@ class TextEncoder:
 
     A row is tokenised (`input_ids`, `attention_mask`, `labels`), plain text (`prompt`, `target`) or
     a chat (`messages`, whose last turn is the target; rendered by the tokenizer's chat template).
-
-    Attributes:
-        tokenizer: The pool's tokenizer.
-        kind: `seq2seq` or `causal`.
-        max_length: Longest text. Longer ones are cut: a prompt at its end, so that the target
-            keeps at least half. None: the tokenizer's limit, beyond which a text is an error.
+    Texts longer than `max_length` are cut: a prompt at its end, so that the target keeps at least
+    half. Without it the limit is the tokenizer's, beyond which a text is an error.
     """
 
     tokenizer: Any
@@ -87,7 +78,7 @@ class TextEncoder:
         return self._cut(text, place)
 
     def prompt(self, row: Mapping[str, Any], place: str, reserved: int) -> list[int]:
-        """A row's prompt alone.
+        """A row's prompt alone; a decoder-only model's leaves room for `reserved` tokens.
 
         Raises:
             CalibrationError: If there is no text, or it is too long.

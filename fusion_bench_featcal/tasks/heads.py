@@ -32,12 +32,7 @@ class PromptTemplate:
 
 
 def known_names(task: str) -> tuple[list[str], Templates] | None:
-    """Class names and templates that someone else than `tasks:` defined for this task name.
-
-    Returns:
-        FusionBench's own (or another plugin's) class names and templates, None where there are
-        none.
-    """
+    """Class names and templates that FusionBench or another plugin has for a task, if any."""
     entry = CLIPTemplateFactory._dataset_mapping.get(task)
     if entry is None or (isinstance(entry, dict) and entry.get(_OWNER_KEY) == _OWNER):
         return None
@@ -92,9 +87,10 @@ def _refuse_clash(
                 f"taskpool.tasks.{task}.classnames: FusionBench has class names for {task!r} "
                 f"already, and label {label} is {theirs!r} there, {ours!r} here. {remedy}"
             )
-    example = known_classnames[0]
-    said = [template(example) for template in templates or known_templates]
-    known_said = [template(example) for template in known_templates]
+    said, known_said = (
+        [template(known_classnames[0]) for template in prompts]
+        for prompts in (templates or known_templates, known_templates)
+    )
     if said != known_said:
         raise ValueError(
             f"taskpool.tasks.{task}.templates: FusionBench has prompts for {task!r} already "

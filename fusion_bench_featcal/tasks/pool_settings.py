@@ -37,7 +37,7 @@ def evaluation_report(
 
 
 def load_part(place: str, value: Any, kind: Any, **options: Any) -> Any:
-    """Load a processor or model of the task pool.
+    """Load a part of the task pool, given as a folder, a hub id, a configuration or itself.
 
     Raises:
         ValueError: If there is no value.

@@ -78,12 +78,7 @@ def loader_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class PixelCache:
-    """Keeps processed batches of several tasks up to a memory limit.
-
-    Attributes:
-        limit_bytes: The limit.
-        used_bytes: Size of the batches kept at the moment.
-    """
+    """Keeps processed batches of several tasks up to a memory limit."""
 
     def __init__(self, limit_mb: float) -> None:
         self.limit_bytes = int(limit_mb * 2**20)
@@ -132,7 +127,7 @@ def score(
     task: str,
     to_device: Callable[[Tensor], Tensor],
 ) -> Score:
-    """Classify a task's items.
+    """Classify a task's items; the loss is averaged over them (FusionBench averages batches).
 
     Raises:
         CalibrationError: If a logit is not finite, or there are no items.

@@ -26,10 +26,9 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 def greedy_answers(
     model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
 ) -> list[list[int]]:
-    """Answer prompts by greedy search."""
+    """Answer prompts by greedy search, in token ids, up to and with an end token."""
     device = next(model.parameters()).device
     ids, mask = padded_left(prompts, encoder.pad_id)
-    settings = model.generation_config
     with torch.no_grad():
         written = model.eval().generate(
             input_ids=ids.to(device),
@@ -39,10 +38,9 @@ def greedy_answers(
             pad_token_id=encoder.pad_id,
         )
     first = 1 if encoder.kind == "seq2seq" else ids.shape[1]
-    ends = settings.eos_token_id if settings.eos_token_id is not None else []
-    ends = {ends} if isinstance(ends, int) else set(ends)
+    ends = model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
     answers = [row[first:].tolist() for row in written]
-    # up to and with the first end token
     lengths = [next((i + 1 for i, t in enumerate(a) if t in ends), len(a)) for a in answers]
     return [answer[:length] for answer, length in zip(answers, lengths, strict=True)]
 
@@ -79,7 +77,7 @@ def answer_texts(
 def target_loss(
     model: Any, encoder: TextEncoder, samples: Sequence[Sample], *, batch_size: int
 ) -> float:
-    """Measure how well a model knows the right answers."""
+    """Mean over samples of each target's mean cross-entropy per token, in nats."""
     device = next(model.parameters()).device
     total = 0.0
     for rows in _by_length([len(sample.ids) for sample in samples], batch_size):
@@ -116,7 +114,7 @@ def exact_matches(answers: Sequence[str], targets: Sequence[str]) -> list[bool]:
 
 
 def spearman(answers: Sequence[str], targets: Sequence[str]) -> float:
-    """Return Spearman's rank correlation of two lists of written numbers.
+    """Return Spearman's rank correlation of two lists of written numbers; a text counts as 0.
 
     Returns:
         The correlation in -1..1, ties sharing their mean rank; 0 where either list is constant

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -51,18 +51,10 @@ _TRIAL_ROWS = 16
 
 @dataclass(frozen=True)
 class TokenisedTask:
-    """One task's test rows, tokenised for one kind of model.
+    """One task's test rows, tokenised for one kind of model."""
 
-    Attributes:
-        name: The task's name.
-        prompts: Token ids of each prompt.
-        samples: Prompts with their targets.
-        targets: The targets' texts.
-    """
-
-    name: str
     prompts: list[list[int]]
-    samples: list[Sample]
+    samples: list[Sample]  # prompts with their targets
     targets: list[str]
 
 
@@ -127,13 +119,10 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         refuse_unknown_keys(chosen, list(test_datasets), "taskpool.metrics")
         for task, metric in chosen.items():
             refuse_unknown_keys([metric], METRICS, f"taskpool.metrics.{task}")
-        for key, value in {
-            "batch_size": batch_size, "max_new_tokens": max_new_tokens, "max_length": max_length
-        }.items():  # fmt: skip
-            optional = value is None and key != "batch_size"
-            if not optional and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
+        numbers = {"max_new_tokens": max_new_tokens, "max_length": max_length}
+        numbers = {key: value for key, value in numbers.items() if value is not None}
+        for key, value in {"batch_size": batch_size, **numbers}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"taskpool.{key} must be a whole number >= 1, got {value!r}")
         super().__init__()
         self._test_datasets = test_datasets
@@ -196,7 +185,10 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         kind: TextKind = "seq2seq" if model.config.is_encoder_decoder else "causal"
         encoder = TextEncoder(self.tokenizer, kind, self.max_length)
         task, size = self._task(encoder, name), self.batch_size
-        most = self._longest_answer(task)
+        # An answer longer than every target cannot be right.
+        most = self.max_new_tokens or max(
+            sum(token != IGNORED for token in sample.labels or ()) for sample in task.samples
+        )
         for number, sample in enumerate(task.samples):
             place = f"task {name!r}, test row {number}"
             check_token_ids(pad_samples([sample], encoder), model, lambda _, place=place: place)
@@ -213,17 +205,10 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         """The task's rows in token ids, made once for each kind of model."""
         key = (name, encoder.kind)
         if key not in self._tokenised:
-            rows = iter(self.test_dataloaders[name])
-            if self.fast_dev_run:
-                rows = itertools.islice(rows, _TRIAL_ROWS)
-            self._tokenised[key] = _read_task(encoder, name, list(rows), self.max_new_tokens or 0)
+            most = _TRIAL_ROWS if self.fast_dev_run else None
+            rows = itertools.islice(iter(self.test_dataloaders[name]), most)
+            self._tokenised[key] = _read_task(encoder, name, rows, self.max_new_tokens or 0)
         return self._tokenised[key]
-
-    def _longest_answer(self, task: TokenisedTask) -> int:
-        """Tokens an answer may have; an answer longer than every target cannot be right."""
-        return self.max_new_tokens or max(
-            sum(token != IGNORED for token in sample.labels or ()) for sample in task.samples
-        )
 
 
 def told_task(model: Any, task: str) -> AbstractContextManager[Any]:
@@ -236,24 +221,18 @@ def told_task(model: Any, task: str) -> AbstractContextManager[Any]:
 
 
 def _read_task(
-    encoder: TextEncoder, name: str, rows: Sequence[Mapping[str, Any]], reserved: int
+    encoder: TextEncoder, name: str, rows: Iterable[Mapping[str, Any]], reserved: int
 ) -> TokenisedTask:
-    places = [f"task {name!r}, test row {number}" for number in range(len(rows))]
-    pairs = list(zip(rows, places, strict=True))
-    samples = [encoder.sample(row, place) for row, place in pairs]
-    for sample, place in zip(samples, places, strict=True):
+    task = TokenisedTask([], [], [])
+    for number, row in enumerate(rows):
+        place = f"task {name!r}, test row {number}"
+        sample, target = encoder.sample(row, place), row.get("target")
         if sample.labels is None:
             raise CalibrationError(f"{place} has no target to compare answers with")
-    return TokenisedTask(
-        name,
-        [encoder.prompt(row, place, reserved) for row, place in pairs],
-        samples,
-        [_target(encoder, row, sample) for row, sample in zip(rows, samples, strict=True)],
-    )
-
-
-def _target(encoder: TextEncoder, row: Mapping[str, Any], sample: Sample) -> str:
-    if isinstance(row.get("target"), str):
-        return row["target"]
-    ids = [token for token in sample.labels or () if token != IGNORED]
-    return encoder.tokenizer.decode(ids, skip_special_tokens=True)
+        if not isinstance(target, str):
+            ids = [token for token in sample.labels if token != IGNORED]
+            target = encoder.tokenizer.decode(ids, skip_special_tokens=True)
+        task.prompts.append(encoder.prompt(row, place, reserved))
+        task.samples.append(sample)
+        task.targets.append(target)
+    return task
