@@ -24,27 +24,16 @@ _ENTRY = re.compile(r"(\w+): (.*)")
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a method.
+    """One setting of a method."""
 
-    Attributes:
-        name: Its key, `method.<name>`.
-        default: Its default.
-        values: The values that are accepted.
-        meaning: What it does.
-    """
-
-    name: str
+    name: str  # the key is `method.<name>`
     default: Any
-    values: str
+    values: str  # that are accepted
     meaning: str
 
 
 def documented(text: str | None, section: str) -> dict[str, str]:
-    """Entries of a section of a Google-style docstring.
-
-    Returns:
-        Name -> description on one line.
-    """
+    """Entries of a section of a Google-style docstring: name -> description on one line."""
     lines = inspect.cleandoc(text or "").splitlines()
     if f"{section}:" not in lines:
         return {}
@@ -110,10 +99,7 @@ def _compare() -> list[Setting]:
     from fusion_bench_featcal.comparison import ComparisonAlgorithm
     from fusion_bench_featcal.comparison.grid import GridChoices
 
-    return [
-        *settings_of(GridChoices, {}),
-        *settings_of(ComparisonAlgorithm.__init__, {}),
-    ]
+    return [*settings_of(GridChoices, {}), *settings_of(ComparisonAlgorithm.__init__, {})]
 
 
 def _correction(name: str) -> Callable[[], list[Setting]]:
@@ -195,6 +181,4 @@ def other_methods() -> str:
 
 
 def _as_yaml(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))

@@ -186,11 +186,8 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
             CalibrationError: If something cannot be loaded, naming it and the setting.
         """
         self.processor = load_part("taskpool.processor", self._processor, CLIPProcessor)
-        self.data_processor = self.processor
-        if self._data_processor is not None:
-            self.data_processor = load_part(
-                "taskpool.data_processor", self._data_processor, CLIPProcessor
-            )
+        own = self.processor if self._data_processor is None else self._data_processor
+        self.data_processor = load_part("taskpool.data_processor", own, CLIPProcessor)
         # the head computes in float32 whatever the files hold
         self.clip_model = load_part(
             "taskpool.clip_model", self._clip_model, CLIPModel, dtype=torch.float32

@@ -70,7 +70,7 @@ def test_runs_as_it_stands(workplace):
         workplace,
         "method=featcal",
         "modelpool=my_pool",
-        "method.samples_per_task=16",
+        "method.samples_per_task=4",
         "method.compare_with=[experts,merged]",
         "method.presets={}",
         "fast_dev_run=true",  # one batch a task is enough here
