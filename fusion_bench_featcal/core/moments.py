@@ -101,6 +101,16 @@ class NormMoments:
         return _add(self, other)
 
 
+def outputs_are_few(outputs: int, width: int) -> bool:
+    """Tell whether `W_i C_i` of modules is summed from the rows, which costs less then.
+
+    Args:
+        outputs: Outputs of all modules that share an input.
+        width: Width of that input.
+    """
+    return 2 * outputs <= width
+
+
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which rows of `dtype` are summed: float64 stays, all else becomes float32."""
     return torch.promote_types(dtype, MOMENT_DTYPE)
@@ -218,7 +228,7 @@ class LinearSums:
         """
         zero = like.new_zeros((), dtype=torch.promote_types(like.dtype, dtype))
         width, weights = like.shape[-1], expert_weights or {}
-        is_few = bool(weights) and 2 * sum(map(len, weights.values())) <= width
+        is_few = bool(weights) and outputs_are_few(sum(map(len, weights.values())), width)
         self._alpha = mix_alpha
         self._weights = {
             name: weight.to(zero.dtype).contiguous()

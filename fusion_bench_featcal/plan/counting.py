@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from fusion_bench_featcal.core.moments import outputs_are_few
 from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
 from fusion_bench_featcal.engine.problem import tensors_before_stage, tensors_of_block
 from fusion_bench_featcal.experts.reading import stage_place
@@ -35,8 +36,8 @@ class Group:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether products with the expert's weights are summed in place of a cross moment."""
-        return 2 * sum(self.outputs) <= self.width
+        """True where products with the expert's weights are summed, and no cross moment."""
+        return outputs_are_few(sum(self.outputs), self.width)
 
 
 @dataclass(frozen=True)
