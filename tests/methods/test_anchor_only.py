@@ -8,7 +8,7 @@ from calibrations import assert_identical, assert_same, replay, run_fast, sample
 from oracle import Knobs
 from tiny_models import add_up, clip_suite, gpt2_suite, residual_suite
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.methods.anchor_only import anchor_only
 from fusion_bench_featcal.methods.standalone import AnchorOnlyAlgorithm
 
@@ -59,18 +59,6 @@ def test_over_task_arithmetic_it_is_task_arithmetic_at_another_scale() -> None:
     for name, value in found.named_parameters():
         wanted = twice if "encoder.layers" in name else merged
         torch.testing.assert_close(value, wanted.get_parameter(name))
-
-
-def test_missing_merged_model_is_named() -> None:
-    from fusion_bench_mergers import FewSamplesPool
-
-    with pytest.raises(CalibrationError, match=r"modelpool\.models\._merged_"):
-        AnchorOnlyAlgorithm(base_method=None).run(FewSamplesPool())
-
-
-def test_settings_that_need_data_are_unknown() -> None:
-    with pytest.raises(ValueError, match=r"method\.ridge_lambda is no setting"):
-        AnchorOnlyAlgorithm(ridge_lambda=1.0)
 
 
 def test_algorithm_is_the_function_over_the_upstream_merger() -> None:

@@ -1,22 +1,19 @@
 """A language model with corrections: where they act, for which task, and what is saved."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from text_pools import MAKERS, NORMS
-from tiny_texts import WORDS
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.methods import ProbSurgerySettings, SurgerySettings
 from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
 from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
 from fusion_bench_featcal.methods.final_states import FinalStates, target_rows
 from fusion_bench_featcal.methods.ridge_surgery import AffineModule
-from fusion_bench_featcal.methods.surgery import SurgeryModule, initial_surgery
+from fusion_bench_featcal.methods.surgery import SurgeryModule
 
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
 WIDTH = 8
@@ -98,17 +95,6 @@ def test_scores_are_the_head_s_of_corrected_states(kind):
         wanted = model.get_output_embeddings()(part(states))
         torch.testing.assert_close(wrapped(**batch).logits, wanted)
         assert torch.equal(model(**batch).logits, model_of(kind)(**batch).logits)
-
-
-@KINDS
-def test_untrained_corrections_change_nothing(kind):
-    model = model_of(kind)
-    part = initial_surgery(WIDTH, SurgerySettings(rank=3), "one")
-    wrapped = CorrectedLanguageModel(model, NORMS[kind], {"one": part})
-    batch = batch_of(kind)
-    with torch.no_grad(), wrapped.for_task("one"):
-        assert torch.equal(wrapped(**batch).logits, model(**batch).logits)
-        assert torch.equal(written(wrapped, kind), written(model, kind))
 
 
 @KINDS
@@ -201,35 +187,3 @@ def test_saved_folder_does_not_load_without_its_corrections(kind, tmp_path):
         loader.from_pretrained(tmp_path)
     with pytest.raises(CalibrationError, match="holds no corrected model"):
         CorrectedModel.from_pretrained(tmp_path)
-
-
-def test_folder_without_corrections_is_refused(tmp_path):
-    model_of("causal").save_pretrained(tmp_path)
-    with pytest.raises(CalibrationError, match="state_corrections"):
-        CorrectedLanguageModel.from_pretrained(tmp_path)
-
-
-@KINDS
-def test_states_of_half_precision_are_corrected_in_their_dtype(kind):
-    model = corrected(kind, one=9)
-    model.model.bfloat16()
-    with torch.no_grad(), model.for_task("one"):
-        assert model(**batch_of(kind)).logits.dtype == torch.bfloat16
-
-
-def test_copies_carry_their_corrections():
-    model = corrected("causal", one=9, two=17)
-    twin = copy.deepcopy(model)
-    twin.task = "two"
-    assert model.task is None
-    assert twin.added_parameters() == 2 * (WIDTH * WIDTH + WIDTH)
-    assert len(WORDS) == twin.config.vocab_size
-
-
-def test_scaled_kl_weight_follows_the_states():
-    from fusion_bench_featcal.methods.prob_surgery import kl_term
-
-    states = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(0))
-    small, large = (kl_term(size * states, "scaled") for size in (1.0, 3.0))
-    assert large.weight == pytest.approx(3 * small.weight)
-    assert ProbSurgerySettings(kl_weight="scaled").kl_weight == "scaled"

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.text_samples import TextEncoder
-from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.methods import (
     ProbSurgerySettings,
     RidgeSurgerySettings,
@@ -104,32 +103,22 @@ class _Drifting(nn.Module):
         return normed + normed @ self.drift
 
 
-@pytest.mark.parametrize(
-    ("settings", "left"),
-    [
-        (RidgeSurgerySettings(samples_per_task=12, ridge_lambda=1e-10), 0.01),
-        (SurgerySettings(samples_per_task=12, steps=600, stream="calibration"), 0.5),
-        (ProbSurgerySettings(samples_per_task=12, steps=600, stream="calibration"), 0.5),
-    ],
-    ids=["ridge", "surgery", "prob_surgery"],
-)
-def test_planted_drift_is_removed(pool, kind, settings, left):
+def test_planted_drift_is_removed(pool, kind):
     expert = pool.load_model("one")
     merged = copy.deepcopy(expert)
-    parent = merged.get_submodule(NORMS[kind].rpartition(".")[0])
-    name = NORMS[kind].rpartition(".")[2]
-    setattr(parent, name, _Drifting(getattr(parent, name), 0.1))
+    parent, _, name = NORMS[kind].rpartition(".")
+    owner = merged.get_submodule(parent)
+    setattr(owner, name, _Drifting(getattr(owner, name), 0.1))
     alone = copy.copy(pool)
     alone._models = {n: m for n, m in pool._models.items() if n in ("_pretrained_", "one")}
+    settings = RidgeSurgerySettings(samples_per_task=12, ridge_lambda=1e-10)
     model = fitted(alone, kind, settings, merged)
     site = FinalStates(NORMS[kind])
-    (batch,) = open_stream(alone, settings.__class__(
-        samples_per_task=12, stream="calibration"
-    ), text_tokenizer(kind))["one"]  # fmt: skip
+    (batch,) = open_stream(alone, settings, text_tokenizer(kind))["one"]
     with torch.no_grad():
-        theirs, drifted = (site.features(side, batch) for side in (expert, merged))
-        remaining = (model.correct(drifted, "one") - theirs).abs().mean()
-    assert remaining < left * (drifted - theirs).abs().mean()
+        target, drifted = (site.features(side, batch) for side in (expert, merged))
+        remaining = (model.correct(drifted, "one") - target).abs().mean()
+    assert remaining < 0.01 * (drifted - target).abs().mean()
 
 
 def test_test_stream_learns_from_the_experts_own_answers(pool, kind):
@@ -145,10 +134,9 @@ def test_test_stream_learns_from_the_experts_own_answers(pool, kind):
     assert labels != [encoder.sample(row, "row").labels for row in rows]
 
 
-@METHODS
-def test_answers_of_the_test_split_are_never_read(pool, kind, settings):
+def test_answers_of_the_test_split_are_never_read(pool, kind):
     """Other answers, or none at all, change nothing."""
-    settings = replace(settings, stream="test_tta")
+    settings = replace(SETTINGS["ridge_surgery"], stream="test_tta")
     known = fitted(pool, kind, settings)
 
     def without(task: str) -> list[dict[str, str]]:
@@ -185,15 +173,6 @@ def test_task_pool_tells_the_task(pool, kind):
     other = TextTaskPool({"three": sentences("one")}, tokenizer=text_tokenizer(kind))
     with pytest.raises(CalibrationError, match=r"no feature correction for task 'three'"):
         other.evaluate(model)
-
-
-def test_pool_saves_model_corrections_and_tokenizer(pool, kind, tmp_path):
-    model = fitted(pool, kind, SETTINGS["surgery"])
-    saver = CompleteSaver(copy.copy(pool), text_tokenizer(kind))
-    saver(model, tmp_path / "saved")
-    loaded = CorrectedLanguageModel.from_pretrained(tmp_path / "saved")
-    assert same(loaded, model)
-    assert (tmp_path / "saved" / "tokenizer.json").is_file()
 
 
 def refusing(pool: Any) -> Any:
@@ -255,13 +234,3 @@ def test_other_architectures_name_their_norm(tmp_path):
         final_norm="transformer.ln_f",
     )  # fmt: skip
     assert model.tasks == TASKS
-
-
-def test_algorithm_runs_on_a_language_pool(pool, kind):
-    algorithm = RidgeSurgeryAlgorithm(
-        base_method={"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}, **SHORT
-    )
-    ours = copy.copy(pool)
-    model = algorithm.run(ours)
-    assert isinstance(model, CorrectedLanguageModel)
-    assert isinstance(ours.save_model, CompleteSaver)

@@ -51,14 +51,6 @@ def total_drift(merged, expert, inputs, surgery=None) -> float:
     return sum(float((a - b).abs().mean()) for a, b in zip(found, wanted, strict=True))
 
 
-def test_starts_as_the_identity() -> None:
-    merged, _, inputs = pair()
-    surgery = initial_layer_surgery([6, 6, 6], 2, QUICK)
-    with torch.no_grad(), corrected_blocks(merged, BLOCKS, surgery.blocks):
-        corrected = surgery.final(merged(inputs[0]))
-    assert torch.equal(corrected, merged(inputs[0]))
-
-
 def test_corrections_reach_the_blocks_that_follow_and_go_with_the_context() -> None:
     merged, _, inputs = pair()
     surgery = initial_layer_surgery([6, 6, 6], 2, QUICK)
@@ -201,14 +193,6 @@ def test_what_cannot_be_loaded_or_corrected_is_named(models, tmp_path) -> None:
         model.compute_surgery_features(torch.ones(5, 12), "one")
 
 
-def test_added_parameters_are_two_matrices_for_each_site_and_task(models) -> None:
-    model = corrected_model(models)
-    tower: Any = model.model
-    width, blocks = tower.config.hidden_size, len(clip_blocks(tower))
-    final = model.projection.out_features
-    assert model.added_parameters() == len(TASKS) * 2 * 3 * (blocks * width + final)
-
-
 def test_algorithm_corrects_the_pools_merged_model_and_the_pool_saves_it(models, tmp_path) -> None:
     algorithm = SurgeryV2Algorithm(steps=3, samples_per_task=8, rank=2, stream="calibration")
     pool = tiny_pool(models)
@@ -222,16 +206,3 @@ def test_algorithm_corrects_the_pools_merged_model_and_the_pool_saves_it(models,
     loaded = LayerCorrectedModel.from_pretrained(tmp_path / "saved")
     assert torch.equal(loaded.features("one", PIXELS), found.features("one", PIXELS))
     assert (tmp_path / "saved" / "tokenizer_config.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"normalize": "pre"}, r"method\.normalize is no setting"),
-        ({"stepz": 3}, r"method\.stepz .* 'steps'"),
-        ({"rank": 0}, r"method\.rank must be an integer >= 1"),
-    ],
-)
-def test_bad_settings_are_named(keys, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SurgeryV2Algorithm(**keys)

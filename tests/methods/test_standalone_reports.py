@@ -5,14 +5,11 @@ from typing import Any, ClassVar
 
 import lightning
 import pytest
-from cli_runs import fusion_bench
 from comparison_parts import MERGERS, FakeProgram, SignTaskPool, model_pool
 from lightning.fabric.loggers import CSVLogger
 from torch import nn
 
-from fusion_bench_featcal.comparison import FeatureCorrection
 from fusion_bench_featcal.fusionbench import run_results as results
-from fusion_bench_featcal.methods import RidgeSurgerySettings
 from fusion_bench_featcal.methods.standalone import MergerAlgorithm, PostMergingAlgorithm
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.curves import load_curves
@@ -110,27 +107,6 @@ def test_part_of_another_method_reports_nothing(tmp_path: Path, kind: type, keys
     method.run(model_pool())
     assert method._program.taskpool.evaluated == 0
     assert not (tmp_path / "logs").exists()
-
-
-@pytest.mark.slow
-def test_command_leaves_a_report_that_fits_a_comparisons(tmp_path: Path) -> None:
-    fusion_bench(
-        [
-            "method=ridge_surgery",
-            "modelpool=clip-vit-mini_alphabets2",
-            "method.samples_per_task=8",
-            f"path.log_dir={tmp_path}/log",
-        ],
-        tmp_path,
-    )
-    report = Report.load(tmp_path / "log")
-    assert list(report.rows) == ["task_arithmetic", "ridge_surgery"]
-    assert report.rows["ridge_surgery"]["average"] > report.rows["task_arithmetic"]["average"]
-    values = {"samples_per_task": 8, "stream": RidgeSurgerySettings().stream}
-    cell = FeatureCorrection(method="ridge_surgery", **values)
-    assert report.settings["ridge_surgery"] == cell.settings
-    assert report.samples["ridge_surgery"]["mini_korean"]["samples"] == 8
-    assert report.items.keys() == report.rows.keys()
 
 
 def test_model_is_saved_before_it_is_evaluated(tmp_path: Path, monkeypatch) -> None:

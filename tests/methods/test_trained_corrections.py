@@ -1,0 +1,204 @@
+"""Surgery and ProbSurgery on features: initial modules, objectives, training and its curves."""
+
+import pytest
+import torch
+from feature_problems import distance, normal, planted_drift
+from torch.distributions import Normal, kl_divergence
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.methods import ProbSurgerySettings, SurgerySettings
+from fusion_bench_featcal.methods.corrected_model import SurgeryModule
+from fusion_bench_featcal.methods.feature_correction import TaskFeatures
+from fusion_bench_featcal.methods.prob_surgery import (
+    initial_prob_surgery,
+    kl_term,
+    standard_normal_kl,
+    train_prob_surgery,
+)
+from fusion_bench_featcal.methods.surgery import initial_surgery, train_surgery
+from fusion_bench_featcal.methods.training import (
+    CURVE_WINDOW,
+    Losses,
+    shuffled_batches,
+    task_generator,
+)
+
+SHORT = SurgerySettings(rank=4, steps=20)
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        (SurgerySettings(rank=8, steps=300, learning_rate=2e-2), 0.1),
+        (ProbSurgerySettings(hidden=32, steps=300, learning_rate=2e-2), 0.3),
+    ],
+)
+def test_removes_a_planted_drift_of_low_rank(settings, left):
+    merged, expert = planted_drift()
+    module = settings.fit(TaskFeatures(merged[:256], expert[:256]), "a")
+    merged, expert = merged[256:], expert[256:]
+    assert distance(module(merged), expert) < left * distance(merged, expert)
+
+
+def test_corrects_nothing_before_training():
+    features = normal(0, 5, 24)
+    module = initial_surgery(24, SurgerySettings())
+    assert torch.equal(module(features), features)
+    assert module.down.shape == (16, 24)
+    assert module.down.abs().max() <= 24**-0.5
+    assert module.down.std().item() == pytest.approx(24**-0.5 / 3**0.5, rel=0.1)
+
+
+def test_drift_is_what_the_formula_says():
+    down, up, features = normal(1, 3, 6), normal(2, 6, 3), normal(3, 4, 6)
+    module = SurgeryModule(down, up)
+    for row, corrected in zip(features, module(features), strict=True):
+        torch.testing.assert_close(corrected, row - up @ (down @ row).clamp(min=0))
+
+
+def test_trained_module_is_frozen_and_depends_on_seed_and_task_alone():
+    merged, expert = planted_drift(samples=20)
+    modules = {
+        name: train_surgery(merged, expert, settings, task=task)
+        for name, settings, task in (
+            ("first", SHORT, "a"),
+            ("again", SHORT, "a"),
+            ("task", SHORT, "b"),
+            ("seed", SurgerySettings(rank=4, steps=20, seed=1), "a"),
+        )
+    }
+    assert not any(p.requires_grad for p in modules["first"].parameters())
+    assert torch.equal(modules["first"].up, modules["again"].up)
+    assert not torch.equal(modules["first"].up, modules["task"].up)
+    assert not torch.equal(modules["first"].up, modules["seed"].up)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_trains_where_the_caller_wants_no_gradients(mode):
+    merged, expert = planted_drift(samples=20)
+    known = train_surgery(merged, expert, SHORT)
+    with mode():
+        module = train_surgery(merged * 1, expert * 1, SHORT)
+    assert torch.equal(module.up, known.up)
+
+
+def test_batches_shuffle_anew_in_each_pass_and_stop():
+    batches = list(shuffled_batches(10, 4, 8, task_generator(0, "a", "batches")))
+    assert [len(batch) for batch in batches] == [4, 4, 2, 4, 4, 2, 4, 4]
+    passes = torch.cat(batches[:3]), torch.cat(batches[3:6])
+    assert all(sorted(seen.tolist()) == list(range(10)) for seen in passes)
+    assert not torch.equal(*passes)
+
+
+def test_diverged_training_names_task_and_setting():
+    merged, expert = planted_drift(samples=20)
+    settings = SurgerySettings(rank=4, steps=5, learning_rate=1e30)
+    with pytest.raises(CalibrationError, match=r"task 'a'.*method\.learning_rate \(now 1e\+30\)"):
+        train_surgery(merged, expert, settings, task="a")
+
+
+@pytest.mark.parametrize(
+    ("merged", "expert", "message"),
+    [
+        (normal(0, 4, 6), normal(1, 5, 6), r"task 'a'.*\(4, 6\) and \(5, 6\)"),
+        (normal(0, 4), normal(1, 4), r"must be \[samples, width\]"),
+        (normal(0, 0, 6), normal(1, 0, 6), r"must be \[samples, width\]"),
+        (normal(0, 4, 6) * torch.nan, normal(1, 4, 6), "merged model's features are not finite"),
+        (normal(0, 4, 6), normal(1, 4, 6) / 0, "expert's features are not finite"),
+    ],
+)
+def test_features_that_do_not_fit_are_refused(merged, expert, message):
+    with pytest.raises(CalibrationError, match=message):
+        train_surgery(merged, expert, SHORT, task="a")
+
+
+def test_kl_term_equals_torch_distributions():
+    mean, log_variance = normal(0, 7, 5).double(), normal(1, 7, 5).double()
+    known = kl_divergence(Normal(mean, (0.5 * log_variance).exp()), Normal(0.0, 1.0))
+    torch.testing.assert_close(standard_normal_kl(mean, log_variance), known.sum(dim=1).mean())
+
+
+def test_before_training_the_mean_is_zero_and_the_variance_one():
+    features = normal(0, 5, 24)
+    module = initial_prob_surgery(24, ProbSurgerySettings())
+    mean, log_variance = module.distribution(features)
+    assert not mean.any()
+    assert not log_variance.any()
+    assert torch.equal(module.deployed()(features), features)
+    assert standard_normal_kl(mean, log_variance) == 0
+
+
+def test_a_step_follows_the_objective_written_with_torch_distributions():
+    merged, expert = planted_drift(samples=8)
+    settings = ProbSurgerySettings(hidden=6, steps=3, kl_weight=0.05, batch_size=5)
+    losses = []
+    train_prob_surgery(
+        merged, expert, settings, task="a", on_step=lambda _, loss: losses.append(loss)
+    )
+    module = initial_prob_surgery(merged.shape[1], settings, "a")
+    optimizer = torch.optim.Adam(module.parameters(), lr=settings.learning_rate)
+    noise = task_generator(settings.seed, "a", "noise")
+    batches = shuffled_batches(len(merged), 5, 3, task_generator(settings.seed, "a", "batches"))
+    for known, rows in zip(losses, batches, strict=True):
+        mean, log_variance = module.distribution(merged[rows])
+        drift = Normal(mean, (0.5 * log_variance).exp())
+        draw = mean + drift.stddev * torch.randn(mean.shape, generator=noise)
+        divergence = kl_divergence(drift, Normal(0.0, 1.0)).sum(dim=1).mean()
+        loss = (merged[rows] - draw - expert[rows]).abs().mean() + 0.05 * divergence
+        torch.testing.assert_close(loss.detach(), known)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_scaled_weight_is_the_published_one_at_the_size_of_clip_features():
+    expert = torch.full((4, 512), 0.44)
+    term = kl_term(expert, "scaled")
+    assert term.weight == pytest.approx(1e-4, rel=0.01)
+    assert kl_term(expert / 10, "scaled").weight == pytest.approx(term.weight / 10)
+    assert kl_term(expert, 1e-4).weight == 1e-4
+    assert kl_term(expert, 1e-4).log_variance == 0
+
+
+def test_published_weight_does_harm_at_norm_one_and_the_scaled_one_does_not():
+    merged, expert = planted_drift(samples=128, width=512)
+    merged, expert = merged / merged.norm(dim=1).mean(), expert / merged.norm(dim=1).mean()
+    before = distance(merged[128:], expert[128:])
+    after = {}
+    for weight in (1e-4, "scaled"):
+        settings = ProbSurgerySettings(hidden=32, kl_weight=weight, steps=200)
+        module = train_prob_surgery(merged[:128], expert[:128], settings).deployed()
+        after[weight] = distance(module(merged[128:]), expert[128:])
+    assert after[1e-4] > before
+    assert after["scaled"] < before
+
+
+def curve_of(*values: float) -> list[tuple[int, float]]:
+    losses = Losses()
+    for step, value in enumerate(values, start=1):
+        losses(step, torch.tensor(value))
+    return losses.curve()
+
+
+def test_a_point_before_training_and_one_for_every_window() -> None:
+    first = [8.0, *[2.0] * (CURVE_WINDOW - 1)]
+    assert curve_of(*first, 1.0, 3.0) == [
+        (0, 8.0),
+        (CURVE_WINDOW, (8.0 + 2.0 * (CURVE_WINDOW - 1)) / CURVE_WINDOW),
+        (CURVE_WINDOW + 2, 2.0),
+    ]
+    assert curve_of() == []
+
+
+def test_the_first_point_is_the_untrained_module_s_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    merged, expert = (torch.randn(6, 4, generator=generator) for _ in range(2))
+    losses = Losses()
+    # One batch holds all samples, and the untrained module corrects nothing.
+    settings = SurgerySettings(rank=2, steps=45, batch_size=6, learning_rate=0.05)
+    train_surgery(merged, expert, settings, on_step=losses)
+    curve = losses.curve()
+    assert [step for step, _ in curve] == [0, 20, 40, 45]
+    assert curve[0][1] == pytest.approx(float((merged - expert).abs().mean()), rel=1e-5)
+    assert curve[-1][1] < 0.9 * curve[0][1]
+    assert len(losses.every()) == 45
