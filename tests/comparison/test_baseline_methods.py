@@ -10,7 +10,6 @@ from fusion_bench.modelpool import CLIPVisionModelPool
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal.comparison import (
-    AnchorOnly,
     CellInputs,
     Chain,
     ComparisonAlgorithm,
@@ -81,17 +80,6 @@ def test_corrections_say_what_they_use_and_add(
     assert parameters in (None, sum(added.values()))
 
 
-def test_anchor_moves_calibrated_modules_beyond_the_merged_model() -> None:
-    cell, given = AnchorOnly(anchor_rho=2.0), inputs()
-    cell.check(given)
-    model = dict(cell.post_merge(merged(), given).named_parameters())
-    expert = dict(CLIPVisionModel.from_pretrained(image.path("mini_greek")).named_parameters())
-    name = next(name for name in expert if name.endswith("layers.0.mlp.fc1.weight"))
-    torch.testing.assert_close(model[name], expert[name], atol=1e-6, rtol=1e-5)
-    assert cell.samples(torch.nn.Identity(), TASKS) == {}
-    assert cell.added(torch.nn.Identity()) == {}
-
-
 def test_cells_are_kept_whole_and_not_by_blocks() -> None:
     with pytest.raises(ValueError, match=r"checkpoint_dir.*method\.results_dir"):
         FeatCal(checkpoint_dir="blocks")
@@ -155,33 +143,3 @@ def test_comparison_checks_where_images_are_kept() -> None:
 def test_correction_before_featcal_is_named() -> None:
     with pytest.raises(CalibrationError, match=r"ridge_surgery must be the last"):
         correction("ridge_surgery").added(torch.nn.Identity())
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FeatureCorrection(method="sugery"), r"method\.method must be one of surgery"),
-        (lambda: correction("surgery", hidden=3), r"method\.hidden is no setting"),
-        (lambda: correction("surgery", steps=0), r"method\.steps must be"),
-        (lambda: correction("surgery_v2", normalize="pre"), r"method\.normalize is no setting"),
-        (lambda: AnchorOnly(mix_alpha=0.1), r"method\.mix_alpha is no setting of the anchor"),
-        (lambda: AnchorOnly(anchor_rho="two"), r"method\.anchor_rho must be"),
-    ],
-)
-def test_bad_setting_is_named(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_pool_without_the_stream_is_named() -> None:
-    given = inputs(test_datasets=None)
-    with pytest.raises(CalibrationError, match=r"test_datasets"):
-        correction("surgery").check(given)
-
-
-def test_models_without_projected_features_are_named(tmp_path: Path) -> None:
-    model = CLIPVisionModel.from_pretrained(image.path())
-    model.save_pretrained(tmp_path / "vision_only")
-    given = inputs(models={"_pretrained_": str(tmp_path / "vision_only")})
-    with pytest.raises(CalibrationError, match="projection"):
-        correction("surgery").check(given)

@@ -83,38 +83,24 @@ def test_models_are_what_the_method_made(tmp_path: Path) -> None:
     assert rows["double"] == rows["task_arithmetic"]
 
 
-def test_repeated_comparison_runs_nothing_again(tmp_path: Path) -> None:
-    comparison(tmp_path, **ONE, post_merging_methods=DOUBLE).run(model_pool())
-    before = results_of(tmp_path)
-    again = comparison(tmp_path, **ONE, post_merging_methods=DOUBLE)
-    again.run(model_pool())
-    assert evaluations(again) == 0
-    assert results_of(tmp_path) == before
-
-
-def test_changed_setting_runs_its_cells_only(tmp_path: Path) -> None:
+def test_repeated_comparison_runs_what_changed(tmp_path: Path) -> None:
     methods = {**DOUBLE, "other": method(Scale, factor=3)}
-    comparison(tmp_path, **ONE, post_merging_methods=methods).run(model_pool())
-    methods["other"] = method(Scale, factor=4)
-    again = comparison(tmp_path, **ONE, post_merging_methods=methods)
-    again.run(model_pool())
-    assert evaluations(again) == 1
-
-
-def test_another_seed_runs_everything_but_the_references(tmp_path: Path) -> None:
-    comparison(tmp_path, **ONE, post_merging_methods=DOUBLE).run(model_pool())
-    again = comparison(tmp_path, **ONE, post_merging_methods=DOUBLE, seed=7)
-    again.run(model_pool())
-    assert evaluations(again) == 2
-
-
-def test_changed_weights_run_everything(tmp_path: Path) -> None:
-    comparison(tmp_path, **ONE, post_merging_methods=DOUBLE).run(model_pool())
     pool: Any = model_pool()
+
+    def run(**choices: Any) -> int:
+        algorithm = comparison(tmp_path, **ONE, post_merging_methods=methods, **choices)
+        algorithm.run(pool)
+        return evaluations(algorithm)
+
+    assert run() == 1 + 2 + 3  # base, experts, merger and cells
+    before = results_of(tmp_path)
+    assert run() == 0
+    assert results_of(tmp_path) == before
+    methods["other"] = method(Scale, factor=4)
+    assert run() == 1
+    assert run(seed=7) == 3  # all but the references
     torch.nn.init.zeros_(pool._models["left"][0].bias)
-    again = comparison(tmp_path, **ONE, post_merging_methods=DOUBLE)
-    again.run(pool)
-    assert evaluations(again) == 1 + 2 + 2  # base, experts, merger and cell
+    assert run() == 1 + 2 + 3
 
 
 def test_changed_source_of_an_own_method_runs_its_cells_only(
@@ -225,22 +211,6 @@ def test_merger_that_fails_takes_only_its_own_cells_with_it(tmp_path: Path) -> N
         algorithm.run(model_pool())
     assert (tmp_path / "results" / "simple_average" / "report.json").is_file()
     assert not (tmp_path / "results" / "broken").exists()
-
-
-def test_merger_alone_gets_no_post_merging(tmp_path: Path) -> None:
-    algorithm = comparison(
-        tmp_path,
-        upstream_mergers={},
-        mergers_alone=MERGERS,
-        alone=["simple_average"],
-        post_merging_methods=DOUBLE,
-    )
-    algorithm.run(model_pool())
-    assert list(Report.load(tmp_path / "results" / "simple_average").rows) == [
-        "base",
-        "experts",
-        "simple_average",
-    ]
 
 
 _KILLED = """

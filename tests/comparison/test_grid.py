@@ -24,8 +24,9 @@ def grid(presets: Any = None, **choices: Any) -> Any:
     return make_grid(GridChoices(**(defaults | choices)), presets or {})
 
 
-def test_everything_is_run_unless_chosen() -> None:
-    every = grid(mergers_alone={"alone": MERGERS["simple_average"]})
+def test_everything_is_run_unless_chosen_or_set_to_null() -> None:
+    methods = {"double": method(Scale), "null": None}
+    every = grid(mergers_alone={"alone": MERGERS["simple_average"]}, post_merging_methods=methods)
     cells = {merger.name: every.cells_of(merger) for merger in every.mergers}
     assert cells == {
         "simple_average": ["none", "double"],
@@ -34,9 +35,6 @@ def test_everything_is_run_unless_chosen() -> None:
     }
     assert every.references == ["base", "experts"]
     assert len(every) == 7
-
-
-def test_merger_without_post_merging_is_always_run() -> None:
     chosen = grid(upstreams=["task_arithmetic"], post_merging=["double"], references=[])
     assert [chosen.cells_of(merger) for merger in chosen.mergers] == [["none", "double"]]
 
@@ -143,10 +141,6 @@ def test_both_names_of_the_steps_reach_every_method_that_trains(word: str) -> No
     assert trained == [7] * 5
 
 
-def test_entry_set_to_null_is_taken_out() -> None:
-    assert list(grid(post_merging_methods={"a": method(Scale), "b": None}).cells) == ["a"]
-
-
 def test_presets_of_the_suite_are_cells() -> None:
     cells = grid({"mini": {"mix_alpha": 0.5}}, post_merging_methods={"featcal": FEATCAL}).cells
     assert list(cells) == ["featcal", "featcal:mini"]
@@ -206,17 +200,16 @@ def test_refusal_comes_before_any_model_is_loaded(
     assert not (tmp_path / "results").exists()
 
 
-def test_comparison_needs_a_task_pool(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [("taskpool", None, "taskpool="), ("merged_model_save_path", "x", "merged_model_save_path")],
+)
+def test_program_that_does_not_suit_is_refused(
+    attribute: str, value: Any, message: str, tmp_path: Path
+) -> None:
     algorithm: Any = comparison(tmp_path, post_merging_methods={"double": method(Scale)})
-    algorithm._program.taskpool = None
-    with pytest.raises(CalibrationError, match="taskpool="):
-        algorithm.run(model_pool())
-
-
-def test_comparison_saves_no_model(tmp_path: Path) -> None:
-    algorithm: Any = comparison(tmp_path, post_merging_methods={"double": method(Scale)})
-    algorithm._program.merged_model_save_path = "somewhere"
-    with pytest.raises(CalibrationError, match="merged_model_save_path"):
+    setattr(algorithm._program, attribute, value)
+    with pytest.raises(CalibrationError, match=message):
         algorithm.run(model_pool())
 
 

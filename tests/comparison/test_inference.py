@@ -79,22 +79,6 @@ def test_a_correction_is_part_of_it(clock: SimpleNamespace, normalize: str) -> N
     assert timer.seconds_per_sample(model) == pytest.approx(0.048 / BATCH)
 
 
-@pytest.mark.parametrize("normalize", ["none", "pre"])
-def test_features_are_those_that_fusion_bench_is_given(normalize: str) -> None:
-    torch.manual_seed(0)
-    correction = SurgeryModule(torch.randn(2, 4), torch.randn(4, 2))
-    model = CorrectedModel(
-        nn.Flatten(), nn.Linear(4, 4), {"first": correction}, normalize=normalize
-    )
-    pixels = torch.randn(3, 4)
-    given = nn.functional.normalize(model.projection(model(pixels)), dim=-1)
-    expected, _, _ = model.compute_surgery_features(given, "first")
-    features = model.features("first", pixels)
-    if normalize == "none":
-        features = nn.functional.normalize(features, dim=-1)
-    torch.testing.assert_close(features, expected)
-
-
 def test_surgery_models_of_others_are_asked_as_fusion_bench_does(clock: SimpleNamespace) -> None:
     class Other(Tower):
         is_surgery_model = True

@@ -40,16 +40,10 @@ def test_result_comes_back(store: ResultStore) -> None:
     assert known.correct["left"].tolist() == [True, False]
     known.correct = result.correct
     assert known == result
+    assert store.result("wudi--featcal:mini", "abd") is None
 
 
-def test_other_fingerprint_is_another_result(store: ResultStore) -> None:
-    store.keep_result("cell", "abc", CellResult(accuracy={"left": 0.5}))
-    assert store.result("cell", "abd") is None
-
-
-@pytest.mark.parametrize(
-    "damage", ["{", "[]", "{}", '{"accuracy": {"left": 0.5}}', "\0", "[" * 99999]
-)
+@pytest.mark.parametrize("damage", ["[]", '{"accuracy": {"left": 0.5}}', "[" * 99999])
 def test_damaged_result_is_made_again(
     store: ResultStore, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,14 +144,6 @@ def test_leftovers_are_swept_but_not_those_of_a_living_process(store: ResultStor
     ResultStore(store.folder)
     assert list(folder.iterdir()) == [living]
     assert sorted(path.name for path in store.folder.iterdir()) == [".download.part", "cells"]
-
-
-def test_result_without_its_items_is_made_again(store: ResultStore) -> None:
-    flags = {"left": torch.tensor([True])}
-    store.keep_result("cell", "abc", CellResult(accuracy={"left": 1.0}, correct=flags))
-    (file,) = store.folder.rglob("items.npz")
-    file.unlink()
-    assert store.result("cell", "abc") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
