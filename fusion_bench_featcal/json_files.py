@@ -20,11 +20,7 @@ _told: list[Path] = []
 
 
 def sealed_json(content: Mapping[str, Any]) -> str:
-    """Return the text of a JSON file that carries the digest of its own content.
-
-    Args:
-        content: What the file holds, fit for JSON.
-    """
+    """Return the text of a JSON file that carries the digest of its own content."""
     # It comes first: no gap in the file takes the digest away and leaves other content.
     return json.dumps({DIGEST: _digest(content), **content}, indent=2, allow_nan=False) + "\n"
 
@@ -63,11 +59,7 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
 
 
 def sealed_lines(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a JSON lines file whose lines carry the digest of them all.
-
-    Args:
-        records: What the lines hold, fit for JSON.
-    """
+    """Return the text of a JSON lines file whose lines carry the digest of them all."""
     # In each line: none can be missing, or be changed, unnoticed.
     digest = _digest(records)[:_LINE_DIGITS]
     return "".join(
@@ -77,9 +69,6 @@ def sealed_lines(records: Sequence[Mapping[str, Any]]) -> str:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a JSON lines file, and check the digest that its lines carry if they do.
-
-    Args:
-        path: The file.
 
     Returns:
         The records without their digest.

@@ -63,13 +63,7 @@ class Console(Callback):
     def on_job_start(
         self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any
     ) -> None:
-        """Keep from the screen what only repeats the config.
-
-        Args:
-            config: The job's config.
-            task_function: FusionBench's program.
-            **kwargs: What else Hydra tells.
-        """
+        """Keep from the screen what only repeats the config."""
         method = config.get("method") or {}
         ours = str(method.get("_target_")).startswith("fusion_bench_featcal.")
         if ours and not (self._full or method.get("debug") is True or config.hydra.verbose):
@@ -85,11 +79,6 @@ class Console(Callback):
 
         Python prints what a `SystemExit` holds as the last thing of all, and exits with 1; where
         Hydra runs several jobs, the others come first.
-
-        Args:
-            config: The job's config.
-            job_return: Its result, or error.
-            **kwargs: What else Hydra tells.
         """
         quiet, self._quiet = self._quiet, None
         if quiet is None:
@@ -125,11 +114,7 @@ class Quiet(logging.Filter):
     """
 
     def __init__(self, asked: Sequence[str]) -> None:
-        """Begin.
-
-        Args:
-            asked: Words of the command line: what they ask FusionBench to print stays.
-        """
+        """Begin."""
         super().__init__()
         self.hidden: object = None
         self._undo: list[Callable[[], object]] = []
@@ -267,11 +252,7 @@ class _ConfigError(ValueError):
 
 
 def explained(error: BaseException) -> ValueError:
-    """An error of composing a config in fewer words, with the nearest name that exists.
-
-    Args:
-        error: Hydra's or OmegaConf's.
-    """
+    """An error of composing a config in fewer words, with the nearest name that exists."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         near = _nearest(Path(error.missing_cfg_file).name, error.options or ())

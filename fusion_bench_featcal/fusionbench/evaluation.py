@@ -17,17 +17,11 @@ from fusion_bench_featcal.results.report import accuracies, losses
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of a task pool for one model.
+    """Result of a task pool for one model, by task."""
 
-    Attributes:
-        raw: FusionBench's report: task -> {accuracy, loss}, and more.
-        accuracy: Task -> accuracy in 0..1.
-        correct: Task -> flag per test item, or None where the pool does not tell.
-    """
-
-    raw: Mapping[str, Any]
-    accuracy: dict[str, float]
-    correct: dict[str, Any] | None
+    raw: Mapping[str, Any]  # FusionBench's report: {accuracy, loss}, and more
+    accuracy: dict[str, float]  # in 0..1
+    correct: dict[str, Any] | None  # a flag per test item; None where the pool does not tell
 
     @property
     def loss(self) -> dict[str, float | None]:
@@ -120,13 +114,9 @@ class EvaluatedTaskPool:
         evaluation: Evaluation,
         when_asked: Callable[[], object],
     ) -> None:
-        """Remember one evaluation.
+        """Remember a model's evaluation; `when_asked` is called when FusionBench asks for it.
 
-        Args:
-            taskpool: The pool; anything but the remembered model goes to it.
-            model: The model that was evaluated.
-            evaluation: Its evaluation.
-            when_asked: Called when FusionBench asks for it, which it does after saving the model.
+        That it does after saving the model.
         """
         self._when_asked = when_asked
         self._taskpool = taskpool

@@ -11,7 +11,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
 from fusion_bench_featcal.error_block import error_block
-from fusion_bench_featcal.results import ReportError, prepare_directory
+from fusion_bench_featcal.files import ReportError, prepare_directory
 
 Show = Callable[[], object]
 """Prints results."""
@@ -39,9 +39,6 @@ def end_job() -> None:
 
 def at_the_end(show: Show) -> bool:
     """Show something at the end of the job.
-
-    Args:
-        show: Shows it.
 
     Returns:
         False, and nothing is kept, where no job with our Hydra callback is under way.
@@ -87,12 +84,7 @@ class LogDirectoryCheck(Callback):
             raise SystemExit(error_block(error)) from error
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Let results wait for the end of the job.
-
-        Args:
-            config: The whole config.
-            **kwargs: What else Hydra tells.
-        """
+        """Let results wait for the end of the job."""
         begin_job()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:

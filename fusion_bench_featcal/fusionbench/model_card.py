@@ -25,29 +25,16 @@ _SECRET = re.compile(r"""((?:token|password|api_key)['"]?\s*[=:]\s*)[^,}\s]+""",
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Origin of a saved model.
+    """Origin of a saved model."""
 
-    Attributes:
-        row: Its row in the report.
-        upstream: Config of the upstream merger; None: the pool's own merged model was taken.
-        settings: Settings of the calibration, or of the method.
-        samples: Task -> samples that were really used.
-    """
-
-    row: str
-    upstream: Any = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    samples: Mapping[str, Any] = field(default_factory=dict)
+    row: str  # in the report
+    upstream: Any = None  # config of the upstream merger; None: the pool's own merged model
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
+    samples: Mapping[str, Any] = field(default_factory=dict)  # task -> those really used
 
 
 def model_card(modelpool: BaseModelPool, facts: CardFacts, report: Report | None = None) -> str:
-    """Return the text of a model card.
-
-    Args:
-        modelpool: The pool.
-        facts: What made the model.
-        report: The run's report, when models are evaluated; None: there is none yet.
-    """
+    """Return the text of a model card, with accuracies once there is a report."""
     base = _location(modelpool, BASE_MODEL) if modelpool.has_pretrained else None
     head = {"library_name": "transformers", "tags": ["merge", "fusion-bench", "featcal"]}
     hub_id = None if base is None else _hub_id(base)

@@ -24,17 +24,11 @@ REFERENCES = (BASE, EXPERTS, MERGED)
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of what a run calibrates and evaluates beside its own settings.
+    """Choices of what a run calibrates and evaluates beside its own settings."""
 
-    Attributes:
-        presets: Name -> settings that are calibrated on the same merged model.
-        compare_with: References to evaluate, of `base`, `experts` and `merged`.
-        save: The row that is saved and returned.
-    """
-
-    presets: Mapping[str, FeatCalSettings]
-    compare_with: tuple[str, ...]
-    save: str = FEATCAL
+    presets: Mapping[str, FeatCalSettings]  # calibrated on the same merged model
+    compare_with: tuple[str, ...]  # of `base`, `experts` and `merged`
+    save: str = FEATCAL  # the row that is saved and returned
 
 
 def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
@@ -71,9 +65,6 @@ def checked_settings(
         others: The method's keys that are no settings, which may have been meant, too.
         owner: The method, for the message.
 
-    Returns:
-        The settings.
-
     Raises:
         ValueError: If a key is unknown, with the nearest one, or a value out of range.
     """
@@ -98,9 +89,6 @@ def checked_choices(
         compare_with: `method.compare_with`.
         suite: What the model pool's YAML brings for this method (its key `featcal`).
         save: `method.save`.
-
-    Returns:
-        The checked choices.
 
     Raises:
         ValueError: If a reference or the row to save is unknown, or a preset's setting is unknown

@@ -13,7 +13,6 @@ from weakref import WeakSet
 import torch
 import transformers
 from fusion_bench.modelpool import BaseModelPool
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -34,9 +33,9 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     adapter_paths,
     checkpoint_path,
     file_source,
+    import_target,
     load_pool_model,
     not_loadable,
-    reason,
 )
 from fusion_bench_featcal.fusionbench.processors import check_same_kind, text_kind
 from fusion_bench_featcal.preflight import empty_model
@@ -129,10 +128,6 @@ def check_pool_settings(modelpool: BaseModelPool, settings: FeatCalSettings) -> 
 def check_pool_experts(modelpool: BaseModelPool, base: nn.Module) -> dict[str, ExpertModel]:
     """Compare experts that lie in files with the base, reading configs and headers only.
 
-    Args:
-        modelpool: The pool.
-        base: Its base model.
-
     Returns:
         The experts that lie in files, by task.
 
@@ -156,9 +151,6 @@ def check_pool_experts(modelpool: BaseModelPool, base: nn.Module) -> dict[str, E
 
 def check_experts(modelpool: BaseModelPool) -> list[str]:
     """Load the base, if there is one, and compare experts with it; see `check_pool_experts`.
-
-    Args:
-        modelpool: The pool.
 
     Returns:
         A sentence for each expert that lies far farther from the base than the others.
@@ -194,13 +186,7 @@ def _check_targets(modelpool: BaseModelPool) -> None:
     parts = {"models": modelpool._models, **{name: _part(modelpool, name) for name in _DATA}}
     parts |= {name: _part(modelpool, name) for name in ("processor", "tokenizer")}
     for place, target in _targets(parts, "modelpool"):
-        try:
-            get_object(target)
-        except Exception as error:  # importing a module may raise anything
-            raise CalibrationError(
-                f"{place}={target} cannot be imported: {reason(error)}. Install what it belongs "
-                "to, or correct the name"
-            ) from error
+        import_target(place, target)
 
 
 def _part(modelpool: BaseModelPool, name: str) -> Any:
@@ -212,7 +198,7 @@ def _targets(config: Any, place: str) -> Iterator[tuple[str, str]]:
         return
     for key, value in config.items():
         if key == "_target_" and isinstance(value, str):
-            yield f"{place}._target_", value
+            yield place, value
         else:
             yield from _targets(value, f"{place}.{key}")
 

@@ -11,6 +11,7 @@ import torch
 from fusion_bench.modelpool import BaseModelPool
 from fusion_bench.utils.modelscope import resolve_repo_path
 from hydra.errors import HydraException
+from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import nn
 
@@ -23,6 +24,8 @@ from fusion_bench_featcal.settings import CalibrationError
 log = logging.getLogger(__name__)
 
 
+BASE_MODEL = "_pretrained_"
+MERGED_MODEL = "_merged_"
 EXPECTED = (
     "it must be an existing folder or, online or in the local hub cache (HF_HUB_OFFLINE), a hub id"
 )
@@ -89,6 +92,21 @@ def reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def import_target(place: str, target: str) -> None:
+    """Import what a `_target_` names.
+
+    Raises:
+        CalibrationError: If that fails.
+    """
+    try:
+        get_object(target)
+    except Exception as error:  # importing a module may raise anything
+        raise CalibrationError(
+            f"{place}._target_={target} cannot be imported: {reason(error)}. Check the name, and "
+            "that its package is installed"
+        ) from error
+
+
 def _location(entry: Any) -> str | None:
     """The folder or hub id that an entry names."""
     if isinstance(entry, Mapping | DictConfig):
@@ -113,19 +131,8 @@ def _resolve(modelpool: BaseModelPool, name: str, location: str) -> Path:
         raise not_loadable(name, modelpool._models[name], error) from error
 
 
-BASE_MODEL = "_pretrained_"
-MERGED_MODEL = "_merged_"
-
-
 def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     """Load one model of a pool whole.
-
-    Args:
-        modelpool: The pool.
-        name: The model's name in it.
-
-    Returns:
-        The model.
 
     Raises:
         CalibrationError: If it cannot be found or loaded, naming it and its entry.
@@ -178,13 +185,7 @@ class PoolSources(Mapping[str, Any]):
     def __init__(
         self, modelpool: BaseModelPool, tasks: Sequence[str], *, stream_experts: bool | str
     ) -> None:
-        """Name the experts.
-
-        Args:
-            modelpool: The pool.
-            tasks: Their names in it.
-            stream_experts: The setting, see `pool_source`.
-        """
+        """Name the experts."""
         self._modelpool = modelpool
         self._tasks = list(tasks)
         self._stream = stream_experts
@@ -216,10 +217,6 @@ class PoolSources(Mapping[str, Any]):
 
 def file_source(modelpool: BaseModelPool, name: str) -> ExpertSource | None:
     """A model's weights as they lie in files: whole, or as a LoRA adapter beside its base.
-
-    Args:
-        modelpool: The pool.
-        name: The model's name in it.
 
     Returns:
         A source that reads tensor by tensor; None where the entry names no files.

@@ -27,9 +27,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 def text_kind(modelpool: Any) -> TextKind | None:
     """Kind of language models that a pool holds; None: it holds none.
 
-    Args:
-        modelpool: A FusionBench pool.
-
     Returns:
         `seq2seq` for a `Seq2SeqLMPool`, `causal` for a `CausalLMPool` (or what derives from them).
     """
@@ -95,12 +92,6 @@ def check_expert_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
 def check_same_kind(modelpool: BaseModelPool, name: str, path: Path, base: Any) -> None:
     """Compare an expert's config with the base model's.
 
-    Args:
-        modelpool: The pool.
-        name: The expert's name in it.
-        path: Its folder.
-        base: The base model.
-
     Raises:
         CalibrationError: If it is of another architecture, or has another number of embedding rows
             and the pool does not say what to do about it.
@@ -156,9 +147,6 @@ def load_processor(modelpool: BaseModelPool) -> Any:
 
 def load_input_processor(modelpool: BaseModelPool) -> Any:
     """Load what turns the pool's data into model inputs: a tokenizer or a processor.
-
-    Args:
-        modelpool: The pool.
 
     Returns:
         For FusionBench's pools of language models the tokenizer, checked against the experts' own;

@@ -12,7 +12,6 @@ import torch
 from fusion_bench import BaseModelPool, instantiate
 from fusion_bench.taskpool.dummy import DummyTaskPool
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_object
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -20,6 +19,7 @@ from fusion_bench_featcal.engine.checks import refuse_not_finite
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
+    import_target,
     load_pool_model,
     pool_for_merging,
 )
@@ -101,13 +101,8 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
 def check_upstream(base_method: Any, modelpool: BaseModelPool) -> None:
     """Refuse a run without an upstream merger on a pool without a merged model.
 
-    Args:
-        base_method: `method.base_method`.
-        modelpool: The pool.
-
     Raises:
-        CalibrationError: If there is neither.
-        ValueError: If the merger cannot be imported.
+        CalibrationError: If there is neither, or the merger cannot be imported.
     """
     if base_method is None and not modelpool.has_merged:
         raise CalibrationError(
@@ -116,26 +111,12 @@ def check_upstream(base_method: Any, modelpool: BaseModelPool) -> None:
             "(method@method.base_method=task_arithmetic)"
         )
     target = base_method.get("_target_") if base_method is not None else None
-    try:
-        if target is not None:
-            get_object(target)
-    except Exception as error:  # importing a module may raise anything
-        raise ValueError(
-            f"method.base_method._target_={target} cannot be imported: {error.__cause__ or error}. "
-            "Check the name, and that its package is installed"
-        ) from error
+    if target is not None:
+        import_target("method.base_method", target)
 
 
 def upstream_model(program: Any, base_method: Any, modelpool: BaseModelPool) -> nn.Module:
     """The merged model: from the upstream merger, or the pool's own where there is no merger.
-
-    Args:
-        program: The running program, or None.
-        base_method: `method.base_method`.
-        modelpool: The pool.
-
-    Returns:
-        The merged model.
 
     Raises:
         CalibrationError: If it cannot be loaded, or the merger returns anything but one model.
@@ -223,9 +204,5 @@ def warn_if_busy() -> None:
 
 
 def waits_spinning(environment: Mapping[str, str]) -> bool:
-    """Tell whether OpenMP's threads wait as they do by default.
-
-    Args:
-        environment: Environment variables.
-    """
+    """Tell whether OpenMP's threads wait as they do by default."""
     return not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(environment)

@@ -91,30 +91,13 @@ class RunResults:
         self.report.notes += notes
 
     def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
-        """Evaluate a model that was not calibrated.
-
-        Args:
-            name: Its row.
-            model: The model.
-            settings: What made it, if anything: runs that are compared must agree in it.
-        """
+        """Evaluate a model that was not calibrated; runs that are compared agree in `settings`."""
         evaluation = self._evaluate(name, model)
         if evaluation is not None:
-            self.report.add_row(
-                name,
-                evaluation.accuracy,
-                settings=settings,
-                correct=evaluation.correct,
-                loss=evaluation.loss,
-            )
+            self._add_row(name, evaluation, settings=settings)
 
     def add_base_and_experts(self, modelpool: BaseModelPool, references: Sequence[str]) -> None:
-        """Load and evaluate the base and the experts, where asked, one in memory at a time.
-
-        Args:
-            modelpool: The pool.
-            references: The rows that are asked for.
-        """
+        """Load and evaluate base and experts, where `references` ask, one in memory at a time."""
         if BASE in references and modelpool.has_pretrained and self.taskpool is not None:
             self.add_reference(BASE, load_pool_model(modelpool, BASE_MODEL))
         if EXPERTS in references:
@@ -136,7 +119,7 @@ class RunResults:
             for task in tasks
             if (evaluation := self._evaluate(task, load_pool_model(modelpool, task), [task]))
         )
-        self.report.add_row(EXPERTS, row.accuracy, correct=row.correct, loss=row.loss)
+        self._add_row(EXPERTS, row)
 
     def add_calibrated(
         self,
@@ -146,15 +129,7 @@ class RunResults:
         cost: Cost,
         tasks: Sequence[str],
     ) -> None:
-        """Evaluate a calibrated model and keep its log.
-
-        Args:
-            name: Its row, `featcal` or `featcal:<preset>`.
-            result: The calibration.
-            settings: What it was made with.
-            cost: What it cost.
-            tasks: The tasks it was calibrated on.
-        """
+        """Evaluate the model of the row `featcal` or `featcal:<preset>`, and keep its log."""
         if self._log_dir is not None:
             preset = name.removeprefix(FEATCAL).replace(":", ".")
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
@@ -188,7 +163,7 @@ class RunResults:
             name: Its row.
             model: The model.
             settings: What it was made with.
-            cost: What it cost.
+            cost: What that took.
             samples: Task -> {"samples", "split"} really used; empty for what uses no data.
             seed: Of samples and training; None for what draws nothing.
         """
@@ -202,13 +177,7 @@ class RunResults:
             for kept, value in made.items():
                 getattr(self.report, kept)[name] = dict(value)
         else:
-            self.report.add_row(
-                name,
-                evaluation.accuracy,
-                correct=evaluation.correct,
-                loss=evaluation.loss,
-                **made,
-            )
+            self._add_row(name, evaluation, **made)
 
     def finish(self, program: Any, model: nn.Module, row: str, saved: Path | None) -> None:
         """Write and show the report, and spare FusionBench a second evaluation of the model.
@@ -242,6 +211,9 @@ class RunResults:
                 evaluation,
                 lambda: None if waits else atexit.register(show),
             )
+
+    def _add_row(self, name: str, row: Evaluation, **made: Any) -> None:
+        self.report.add_row(name, row.accuracy, correct=row.correct, loss=row.loss, **made)
 
     def _evaluate(
         self, name: str, model: nn.Module, tasks: Sequence[str] | None = None
@@ -289,13 +261,7 @@ def suite_name(modelpool: BaseModelPool) -> str:
 
 
 def log_reports(fabric: Any, reports: Iterable[Report]) -> None:
-    """Hand all numbers of finished reports to Fabric's loggers; without loggers nothing happens.
-
-    Args:
-        fabric: Lightning Fabric.
-        reports: Of one run; numbers that several of them have, such as those of references, are
-            logged once.
-    """
+    """Hand all numbers of one run's reports to Fabric's loggers, if the user chose any."""
     if not fabric.loggers:
         return
     scalars: dict[str, float] = {}

@@ -38,7 +38,7 @@ from fusion_bench_featcal.settings import CalibrationError
 log = logging.getLogger(__name__)
 
 
-SAVE_PATH = "merged_model_save_path"
+SAVE_PATH, OPTIONS = "merged_model_save_path", "merged_model_save_kwargs"
 # Weights that would be loaded in place of, or together with, those of a new model.
 _WEIGHTS = (
     "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*",
@@ -55,12 +55,7 @@ class CompleteSaver:
     """
 
     def __init__(self, modelpool: BaseModelPool, processor: Any) -> None:
-        """Take over from a pool.
-
-        Args:
-            modelpool: The pool, whose own `save_model` still does the saving.
-            processor: Saved beside the model if it has `save_pretrained`; None: nothing more.
-        """
+        """Take over from a pool; the processor is saved if it has `save_pretrained`."""
         own: Any = modelpool.save_model
         own = own._save_model if isinstance(own, CompleteSaver) else own
         encoder_decoder = text_kind(modelpool) == "seq2seq"
@@ -75,13 +70,12 @@ class CompleteSaver:
         card: str | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """Save a model.
+        """Save a model to a folder (or, for pools that save a state dict, a file).
 
         Args:
             model: The model; it is not changed.
-            path: Folder (or, for pools that save a state dict, file) to write.
-            card: Text of a README.md to leave beside the model, unless the folder has one that
-                somebody else wrote; None: none.
+            path: The folder.
+            card: Text of a README.md, unless the folder has one that somebody else wrote.
             **kwargs: The pool's own options.
 
         Returns:
@@ -152,10 +146,6 @@ def keep_untied(model: Any, folder: Path) -> None:
 
     transformers 5 gives every T5 a config with `tie_word_embeddings: true`, by which older releases
     would put the embeddings in the head's place and rescale its input.
-
-    Args:
-        model: The model, saved already.
-        folder: Where it was saved.
     """
     file = folder / "config.json"
     if not file.is_file() or not hasattr(model, "get_output_embeddings"):
@@ -168,25 +158,17 @@ def keep_untied(model: Any, folder: Path) -> None:
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-OPTIONS = "merged_model_save_kwargs"
 _UPLOAD = ("token", "private", "commit_message", "commit_description", "revision", "create_pr")
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Options in `merged_model_save_kwargs`.
+    """Options in `merged_model_save_kwargs`."""
 
-    Attributes:
-        card: Whether a model card is written.
-        repo_id: The hub's repository to push to; None: the model stays local.
-        upload: Options of the push.
-        own: Options of the pool's own `save_model`.
-    """
-
-    card: bool
-    repo_id: str | None
-    upload: Mapping[str, Any]
-    own: Mapping[str, Any]
+    card: bool  # whether a model card is written
+    repo_id: str | None  # the hub's repository to push to; None: the model stays local
+    upload: Mapping[str, Any]  # of the push
+    own: Mapping[str, Any]  # of the pool's own `save_model`
 
 
 def save_target(program: Any) -> Path | None:
@@ -220,10 +202,6 @@ def save_options(program: Any) -> SaveOptions:
 def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
     """Refuse a place that the model could not be saved to; clear what dead processes left there.
 
-    Args:
-        program: The running program.
-        modelpool: Its pool.
-
     Raises:
         ValueError: If the path or an option cannot be meant, naming the setting.
         ReportError: If the folder cannot be written.
@@ -246,8 +224,8 @@ def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
 
 
 def _check_path(target: Path, text: str, modelpool: BaseModelPool) -> None:
-    here = Path.cwd()
-    why = ""
+    here, why = Path.cwd(), ""
+    saves_file = type(modelpool).save_model is BaseModelPool.save_model
     if not text.strip():
         why = "is empty"
     elif "{" in text.replace("{log_dir}", "") or "{log_dir}" in str(target):
@@ -256,7 +234,7 @@ def _check_path(target: Path, text: str, modelpool: BaseModelPool) -> None:
         why = f"is the current folder or one above it ({target}), which would be replaced"
     elif os.path.ismount(target):
         why = "is a mount point, which cannot be replaced as a whole"
-    elif os.path.lexists(target) and not target.is_dir() and not _saves_file(modelpool):
+    elif os.path.lexists(target) and not (target.is_dir() or saves_file):
         why = "is a file, and the model is saved as a folder"
     for name in modelpool.all_model_names:
         for folder in _folders(modelpool._models[name]):
@@ -291,10 +269,6 @@ def _check_options(options: SaveOptions, modelpool: BaseModelPool) -> None:
             " It takes push_to_hub, repo_id, model_card and, of its own, "
             f"{', '.join([*signature.parameters][2:]) or 'nothing'}"
         ) from error
-
-
-def _saves_file(modelpool: BaseModelPool) -> bool:
-    return type(modelpool).save_model is BaseModelPool.save_model
 
 
 def _folders(entry: Any) -> Iterator[Path]:
@@ -334,13 +308,9 @@ class RowSaver:
     model: nn.Module
 
     def __init__(self, program: Any, modelpool: BaseModelPool, processor: Any, row: str) -> None:
-        """Prepare; the target was checked by `check_save_target`.
+        """Prepare; the target was checked by `check_save_target`. Without a program none is saved.
 
-        Args:
-            program: The running program; None: nothing is saved.
-            modelpool: The pool, which gets a `save_model` that saves the processor too.
-            processor: The processor or tokenizer; None: there is none.
-            row: The row to save.
+        The pool gets a `save_model` that saves the processor too.
         """
         self.row = row
         self.folder: Path | None = None
