@@ -6,8 +6,8 @@ MUTATIONS = [
     Mutation(
         "bias from the weight before it was rounded",
         "engine/block.py",
-        "found = system.solve(ridge_lambda, dtypes)",
-        "found = system.solve(ridge_lambda)",
+        "solution = system.solve(ridge_lambda, dtypes)",
+        "solution = system.solve(ridge_lambda)",
         "test_calibrate_surroundings.py",
     ),
     Mutation(
@@ -20,7 +20,7 @@ MUTATIONS = [
     Mutation(
         "parameters that overflow are loaded",
         "engine/block.py",
-        "    refuse_doubtful(doubts)\n    with torch.no_grad():",
+        "    run_checks(checks)\n    with torch.no_grad():",
         "    with torch.no_grad():",
         "test_calibrate_errors.py::test_parameter_that_overflows_is_refused_by_name_and_not_loaded",
     ),

@@ -76,18 +76,18 @@ def describe_run(
 
 def digest_tensor(tensor: Tensor) -> str:
     """Digest of a tensor's dtype, shape and content."""
-    found = hashlib.sha256()
-    _update(found, "", tensor)
-    return found.hexdigest()[:_SHORT]
+    digest = hashlib.sha256()
+    _update(digest, "", tensor)
+    return digest.hexdigest()[:_SHORT]
 
 
 def glimpse(model: nn.Module) -> str:
     """Digest of a few values of each of a model's tensors: what tells two models apart quickly."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().reshape(-1)
-        _update(found, name, flat[:: max(1, len(flat) // 256)])
-    return found.hexdigest()[:_SHORT]
+        _update(digest, name, flat[:: max(1, len(flat) // 256)])
+    return digest.hexdigest()[:_SHORT]
 
 
 class InputsDigest:
@@ -208,26 +208,26 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         then: What a checkpoint was made with.
         now: The same, or some of its entries, as they are now.
     """
-    found: list[str] = []
+    differing: list[str] = []
     for part, value in now.items():
         before = then.get(part)
         if _text(before) == _text(value):
             continue
         label = _LABELS.get(part, part)
         if part == "weights":
-            found.append(f"weights of the merged model ({_differing(before, value)})")
+            differing.append(f"weights of the merged model ({_differing(before, value)})")
         elif part == "samples":
-            known = before if isinstance(before, Mapping) else {}
-            tasks = [task for task in value if known.get(task) != value[task]]
-            found.append(f"calibration samples of the tasks {tasks} (modelpool.*_datasets)")
+            samples = before if isinstance(before, Mapping) else {}
+            tasks = [task for task in value if samples.get(task) != value[task]]
+            differing.append(f"calibration samples of the tasks {tasks} (modelpool.*_datasets)")
         elif isinstance(value, Mapping) and isinstance(before, Mapping):
             for key in sorted({*before, *value}):
                 if _text(before.get(key)) != _text(value.get(key)):
                     name = _text(key)[1:-1][:100]  # whatever a damaged file holds, in plain ASCII
-                    found.append(f"{label}{name}{_then_now(before.get(key), value.get(key))}")
+                    differing.append(f"{label}{name}{_then_now(before.get(key), value.get(key))}")
         else:
-            found.append(f"{label}{_then_now(before, value)}")
-    return found
+            differing.append(f"{label}{_then_now(before, value)}")
+    return differing
 
 
 def _text(value: Any) -> str:

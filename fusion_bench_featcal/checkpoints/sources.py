@@ -71,16 +71,16 @@ def take_recent(sources: Mapping[str, WatchedSource]) -> dict[str, dict[str, str
 
 
 def joined_reads(
-    told: Iterable[Mapping[str, Mapping[str, str]]], models: Iterable[str]
+    gathered: Iterable[Mapping[str, Mapping[str, str]]], models: Iterable[str]
 ) -> dict[str, dict[str, str]]:
     """Join the reads of several processes into those of one that read everything.
 
     Args:
-        told: What `take_recent` gave in each process.
+        gathered: The result of `take_recent` in each process.
         models: All models in order.
     """
     joined: dict[str, dict[str, str]] = {}
-    for reads in told:
+    for reads in gathered:
         for model, digests in reads.items():
             joined[model] = dict(sorted({**joined.get(model, {}), **digests}.items()))
     return {model: joined[model] for model in models if model in joined}

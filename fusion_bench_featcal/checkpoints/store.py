@@ -133,15 +133,15 @@ class Checkpoints:
 
     def _find_blocks(self) -> dict[str, dict[str, Any]]:
         """The manifests of the finished blocks, up to the first that is missing."""
-        found: dict[str, dict[str, Any]] = {}
+        manifests: dict[str, dict[str, Any]] = {}
         for block in self._places:
             path = self._path(block, "json")
             if not path.exists():
                 break
-            found[block] = read_block_manifest(path)
-            if (found[block]["run"], found[block]["block"]) != (self._key, block):
+            manifests[block] = read_block_manifest(path)
+            if (manifests[block]["run"], manifests[block]["block"]) != (self._key, block):
                 raise damaged(path, "it belongs to another run")
-        return found
+        return manifests
 
     def start(self) -> None:
         """Begin, when all samples are known: compare them; write what is not there yet.
@@ -151,10 +151,10 @@ class Checkpoints:
         """
         if "samples" in self._now:
             return
-        told = self._gather({task: digest.text() for task, digest in self._samples.items()})
-        found = {task: text for theirs in told for task, text in theirs.items()}
-        models = self._now.get("models", list(found))
-        self._now["samples"] = {task: found[task] for task in models if task in found}
+        own = {task: digest.text() for task, digest in self._samples.items()}
+        digests = {task: text for part in self._gather(own) for task, text in part.items()}
+        models = self._now.get("models", list(digests))
+        self._now["samples"] = {task: digests[task] for task in models if task in digests}
         if self._then:
             self._refuse(differences(self._then, {"samples": self._now["samples"]}))
         if self._writes:
@@ -230,14 +230,14 @@ class Checkpoints:
         Raises:
             CalibrationError: If it cannot be written.
         """
-        told = self._gather(take_recent(self._sources))
+        reads = self._gather(take_recent(self._sources))
         if self._writes:
             tensors = {name: model.get_parameter(name) for name in names}
             content = {
                 "run": self._key,
                 "block": block,
                 "digest": write_tensors(self._path(block, "safetensors"), tensors),
-                "reads": joined_reads(told, self._now["models"]),
+                "reads": joined_reads(reads, self._now["models"]),
                 "records": run_log.records[self._logged :],
             }
             write_manifest(self._path(block, "json"), content)
@@ -252,14 +252,14 @@ class Checkpoints:
     def _path(self, block: str, kind: str) -> Path:
         return self.folder / f"block-{self._places[block]:04d}.{kind}"
 
-    def _refuse(self, found: list[str]) -> None:
-        if found:
-            more = [f"and {len(found) - 5} more"] if len(found) > 5 else []
-            found = [
-                text[:300].encode("utf-8", "backslashreplace").decode() for text in found[:5]
+    def _refuse(self, texts: list[str]) -> None:
+        if texts:
+            more = [f"and {len(texts) - 5} more"] if len(texts) > 5 else []
+            texts = [
+                text[:300].encode("utf-8", "backslashreplace").decode() for text in texts[:5]
             ] + more
             raise CalibrationError(
                 f"method.checkpoint_dir {self.folder} holds the checkpoints of another run, which "
-                f"differs in: {'; '.join(found)}. Go on with what that run had, or choose another "
+                f"differs in: {'; '.join(texts)}. Go on with what that run had, or choose another "
                 "folder, or remove this one; nothing in it was changed"
             )

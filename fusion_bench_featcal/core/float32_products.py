@@ -48,8 +48,8 @@ def products_in_force() -> dict[str, str]:
 def precision_of(backend: Backend) -> str:
     """Precision of one backend's float32 products: `ieee`, `tf32` or `bf16`."""
     if _PER_BACKEND:
-        found = _module(backend).fp32_precision
-        return EXACT if found == "none" else found
+        precision = _module(backend).fp32_precision
+        return EXACT if precision == "none" else precision
     library, kind = backend
     if kind == "conv":
         return "tf32" if library == "cudnn" and torch.backends.cudnn.allow_tf32 else EXACT

@@ -56,8 +56,8 @@ def onednn_works() -> bool:
     """Return whether torch's oneDNN operator is there and multiplies rightly."""
     x, weight, bias = _random((3, 5, 7), (4, 7), (4,))
     try:
-        found = _onednn_linear(x, weight, bias)
-        return bool(torch.allclose(found, functional.linear(x, weight, bias), atol=1e-5))
+        product = _onednn_linear(x, weight, bias)
+        return bool(torch.allclose(product, functional.linear(x, weight, bias), atol=1e-5))
     except (RuntimeError, AttributeError, TypeError):  # no such operator, or another signature
         return False
 
@@ -171,8 +171,8 @@ def _patches_by_onednn(image: Tensor, kernel: Tensor, bias: Tensor | None) -> Te
     (high, wide), (count, channels) = kernel.shape[2:], image.shape[:2]
     rows, columns = image.shape[2] // high, image.shape[3] // wide
     tiles = image.reshape(count, channels, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
-    found = _onednn_linear(tiles.reshape(count, rows, columns, -1), kernel.flatten(1), bias)
-    return found.permute(0, 3, 1, 2).contiguous()  # as a convolution's result lies
+    product = _onednn_linear(tiles.reshape(count, rows, columns, -1), kernel.flatten(1), bias)
+    return product.permute(0, 3, 1, 2).contiguous()  # as a convolution's result lies
 
 
 def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -247,8 +247,8 @@ class LinearSystem:
         except UnsolvedError as error:
             error.module = name
             raise
-        found = dict(zip(weights, residuals, strict=True))
-        return SharedSolution(weights=weights, residuals=found, condition=condition)
+        by_name = dict(zip(weights, residuals, strict=True))
+        return SharedSolution(weights=weights, residuals=by_name, condition=condition)
 
     def solve_bias(
         self, name: str, weight: Tensor, anchor: Tensor | None, ridge_lambda: float
@@ -380,12 +380,12 @@ def solve_linear(
     system = LinearSystem({"": anchor.to(wide)}, eps=eps)
     for task, m in moments.items():
         system.fold(task, m.means(mix_alpha, wide), {"": expert_weights[task]}, {})
-    found = system.solve(ridge_lambda)
+    solution = system.solve(ridge_lambda)
     return LinearSolution(
-        weight=found.weights[""],
+        weight=solution.weights[""],
         task_weights=system.task_weights,
-        residual=found.residuals[""],
-        condition=found.condition,
+        residual=solution.residuals[""],
+        condition=solution.condition,
     )
 
 

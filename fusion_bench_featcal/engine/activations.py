@@ -79,9 +79,9 @@ class Store:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.numel():
             return tensor
         if id(tensor) in self._known:
-            known, version, kept = self._known[id(tensor)]
+            reference, version, kept = self._known[id(tensor)]
             stored = kept()
-            if stored is not None and known() is tensor and version == _version(tensor):
+            if stored is not None and reference() is tensor and version == _version(tensor):
                 return stored
         stored = self.place.keep(tensor)
         self._remember(tensor, stored)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core import LinearSystem, NormSystem, UnsolvedError, extrapolate_anchor
 from fusion_bench_featcal.core.finite import not_finite
-from fusion_bench_featcal.engine.checks import Doubt, refuse_doubtful
+from fusion_bench_featcal.engine.checks import DeferredCheck, run_checks
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.settings import CalibrationError
@@ -49,7 +49,7 @@ class BlockSums:
         self._problem = problem
         self._settings = problem.settings
         self._sites = {site.name: site for site in problem.modules[block].sites}
-        self._doubts: list[Doubt] = []
+        self._checks: list[DeferredCheck] = []
         self._tasks: list[str] = []
         self._anchors: dict[str, Tensor] = {}
         self._bias_anchors: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ class BlockSums:
         """
         if not self._tasks:
             self._begin(list(sums.linear))
-        self._doubts += sums.doubts()
+        self._checks += sums.deferred_checks()
         self._tasks.append(sums.task)
         refuse_other_groups(f"task {sums.task}, block {self.block}", sums.linear, self.linear)
         for names, system in self.linear.items():
@@ -109,20 +109,20 @@ class BlockSums:
     def tallies(self) -> Tallies:
         """Each task's weight and gram norm for every group of modules that it had.
 
-        The host looks at what the device has summed here, all at once.
+        The one host-device synchronisation of a block's sums.
 
         Raises:
             CalibrationError: If a sum is empty or not finite.
         """
-        known = [
+        folded = [
             (task, names, (system.task_weights[task], norm))
             for names, system in self.linear.items()
             for task, norm in system.gram_norms.items()
         ]
-        scalars = [scalar for *_, pair in known for scalar in pair]
-        numbers = iter(refuse_doubtful(self._doubts, scalars))
+        scalars = [scalar for *_, pair in folded for scalar in pair]
+        numbers = iter(run_checks(self._checks, scalars))
         tallies: dict[str, dict[Names, Tally]] = {task: {} for task in self._tasks}
-        for task, names, _ in known:
+        for task, names, _ in folded:
             tallies[task][names] = (next(numbers), next(numbers))
         return tallies
 
@@ -180,8 +180,8 @@ class BlockSums:
         # Rounded at once, so that a group's solutions take no more memory than they will.
         names = {name: self._sites[name].weight_name for name in system.names}
         dtypes = {name: self._problem.model.get_parameter(names[name]).dtype for name in names}
-        found = system.solve(ridge_lambda, dtypes)
-        for name, stored in found.weights.items():
+        solution = system.solve(ridge_lambda, dtypes)
+        for name, stored in solution.weights.items():
             site = self._sites[name]
             updates[site.weight_name] = site.oriented(stored)
             if site.has_bias and self._settings.calibrate_bias:
@@ -189,8 +189,8 @@ class BlockSums:
                 anchor = self._bias_anchors[name]
                 updates[site.bias_name] = system.solve_bias(name, stored, anchor, ridge_lambda)
         return [
-            {"block": self.block, "module": n, "residual": r, "condition": found.condition}
-            for n, r in found.residuals.items()
+            {"block": self.block, "module": n, "residual": r, "condition": solution.condition}
+            for n, r in solution.residuals.items()
         ]
 
     def _refuse_dead_tasks(self, module: str, norms: Mapping[str, float]) -> None:
@@ -237,7 +237,7 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor]) ->
         CalibrationError: If a value does not fit the parameter's dtype.
     """
     cast: list[tuple[Tensor, Tensor]] = []
-    doubts: list[Doubt] = []
+    checks: list[DeferredCheck] = []
     for name, value in updates.items():
         parameter = model.get_parameter(name)
         new = value.to(parameter.dtype)
@@ -245,9 +245,9 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor]) ->
             f"block {block}: the new {name} is not finite in {parameter.dtype}. Raise "
             "method.ridge_lambda, or merge in a wider dtype"
         )
-        doubts.append(Doubt(not_finite(new), error))
+        checks.append(DeferredCheck(not_finite(new), error))
         cast.append((parameter, new))
-    refuse_doubtful(doubts)
+    run_checks(checks)
     with torch.no_grad():
         for parameter, new in cast:
             parameter.copy_(new)

@@ -1,4 +1,4 @@
-"""Checks of values on the device: the host asks for all of them at once, once a block."""
+"""Deferred checks of values on the device: one host-device synchronisation runs them all."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -9,31 +9,31 @@ from fusion_bench_featcal.core.finite import is_sound, not_finite, read_back
 from fusion_bench_featcal.settings import CalibrationError
 
 
-class Doubt(NamedTuple):
-    """A scalar that ends the run, with an error, unless it is 0."""
+class DeferredCheck(NamedTuple):
+    """A scalar on the device that must be 0, and the error to raise if it is not."""
 
-    sign: Tensor
+    failed: Tensor
     error: CalibrationError
 
 
-def refuse_doubtful(doubts: Sequence[Doubt], further: Sequence[Tensor] = ()) -> list[float]:
-    """Look at all doubts at once, and at other numbers with them.
+def run_checks(checks: Sequence[DeferredCheck], further: Sequence[Tensor] = ()) -> list[float]:
+    """Run all checks, and read other numbers with them, in one synchronisation.
 
     Args:
-        doubts: The doubts, in the order in which they count.
+        checks: The checks, in the order in which their errors count.
         further: Scalars of the same device.
 
     Returns:
         The further numbers.
 
     Raises:
-        CalibrationError: The first doubt's that is founded.
+        CalibrationError: The error of the first failed check.
     """
-    values = read_back([*(doubt.sign for doubt in doubts), *further])
-    for doubt, value in zip(doubts, values, strict=False):
+    values = read_back([*(check.failed for check in checks), *further])
+    for check, value in zip(checks, values, strict=False):
         if value != 0:
-            raise doubt.error
-    return values[len(doubts) :]
+            raise check.error
+    return values[len(checks) :]
 
 
 def refuse_not_finite(

@@ -51,7 +51,7 @@ class BlockLoop:
         kept: "Checkpoints | NoCheckpoints | None" = None,
         activations: Activations | None = None,
     ) -> None:
-        """Bring the parts together.
+        """Put the loop together.
 
         Args:
             problem: Models, blocks and settings.
@@ -69,8 +69,8 @@ class BlockLoop:
         if problem.base is not None and problem.settings.anchor_rho != 1:
             reads.base = problem.base
             reads.base_visits = {
-                block: [name for site in found.sites for name in site.names]
-                for block, found in problem.modules.items()
+                block: [name for site in modules.sites for name in site.names]
+                for block, modules in problem.modules.items()
             }
 
     def _visits(self) -> dict[str, list[str]]:

@@ -40,8 +40,8 @@ def free_bytes(device: torch.device) -> int | None:
         Bytes; None where the device does not say.
     """
     if device.type == "cpu":
-        found = [psutil.virtual_memory().available, *filter(None, map(_left_in_group, _CGROUPS))]
-        return min(found)
+        limits = [psutil.virtual_memory().available, *filter(None, map(_left_in_group, _CGROUPS))]
+        return min(limits)
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -87,8 +87,8 @@ def naming_memory(
 def _left_in_group(files: tuple[str, str, str]) -> int | None:
     """Memory that a container's limit leaves; the page cache is given back when needed."""
     try:
-        limit, used, parts = (Path(file).read_text(encoding="ascii") for file in files)
-        cached = dict(line.split() for line in parts.splitlines()).get("inactive_file", 0)
+        limit, used, statistics = (Path(file).read_text(encoding="ascii") for file in files)
+        cached = dict(line.split() for line in statistics.splitlines()).get("inactive_file", 0)
         return max(int(limit) - int(used) + int(cached), 1)
     except (OSError, ValueError):  # no such group, or no limit ("max")
         return None

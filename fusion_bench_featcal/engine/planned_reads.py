@@ -69,10 +69,10 @@ class PlannedReads:
             if budget is not None:
                 raise
         gathered = self._team.gather(own)
-        known = [reads for reads in gathered if reads is not None]
-        if len(known) < len(gathered):
+        listed = [reads for reads in gathered if reads is not None]
+        if len(listed) < len(gathered):
             return None
-        reads = {task: parts[0] for task, parts in self._team.collected(known).items()}
+        reads = {task: first for task, (first, *_) in self._team.collected(listed).items()}
         full = make_plan(reads, None)
         if budget is None:
             return full
@@ -125,7 +125,7 @@ class PlannedReads:
             for task in problem.experts
         }
         collected = self._team.collected(self._team.gather(own))
-        experts = {task: parts[0] for task, parts in collected.items()}
+        experts = {task: first for task, (first, *_) in collected.items()}
         parameters = [
             problem.model.get_parameter(name)
             for block in problem.modules

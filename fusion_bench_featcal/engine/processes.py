@@ -155,14 +155,14 @@ class TorchProcesses:
         return self._exchange(None, value)
 
     def _exchange(self, failure: str | None, value: Any) -> list[Any]:
-        told: list[Any] = [None] * self.size
+        answers: list[Any] = [None] * self.size
         with self._contact():
             self._meet()
-            dist.all_gather_object(told, (failure, value), group=self._words)
-        for rank, (theirs, _) in enumerate(told):
-            if theirs is not None:
-                raise OtherProcessError(f"{theirs} (process {rank} of {self.size} ended with this)")
-        return [value for _, value in told]
+            dist.all_gather_object(answers, (failure, value), group=self._words)
+        for rank, (error, _) in enumerate(answers):
+            if error is not None:
+                raise OtherProcessError(f"{error} (process {rank} of {self.size} ended with this)")
+        return [value for _, value in answers]
 
     def _meet(self) -> None:
         """Wait for all processes, where signals are heeded, and say so every now and then."""
@@ -202,9 +202,9 @@ class TorchProcesses:
         if isinstance(error, OtherProcessError) or error is self._announced:
             return
         self._announced = error
-        known = isinstance(error, CalibrationError)
+        is_ours = isinstance(error, CalibrationError)
         try:
-            self._exchange(str(error) if known else f"{type(error).__name__}: {error}", None)
+            self._exchange(str(error) if is_ours else f"{type(error).__name__}: {error}", None)
         except OtherProcessError:  # that is this one, or one that failed at the same time
             return
 
@@ -281,9 +281,9 @@ def check_agreement(processes: Processes, **facts: Any) -> None:
     """
     if processes.size == 1:
         return
-    found = {name: fact() if callable(fact) else fact for name, fact in facts.items()}
-    for rank, theirs in enumerate(told := processes.gather(found)):
-        names = [name for name, value in theirs.items() if value != told[0][name]]
+    own = {name: fact() if callable(fact) else fact for name, fact in facts.items()}
+    for rank, other in enumerate(facts_of := processes.gather(own)):
+        names = [name for name, value in other.items() if value != facts_of[0][name]]
         if names:
             raise CalibrationError(
                 f"process {rank} was started with other {' and '.join(names)} than process 0. "

@@ -44,7 +44,7 @@ class Rule(Protocol):
         ...
 
     def follow(self, block: str, expert: nn.Module, batch: Batch) -> None:
-        """Run a batch through the expert's block alone: the block's update is known."""
+        """Run a batch through the expert's block alone, where the block is restored."""
         ...
 
     def block_sums(self, block: str) -> Solvable:

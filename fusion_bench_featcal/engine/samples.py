@@ -60,14 +60,14 @@ def find_rows(
         CalibrationError: If a mask is unusable, or a sample has no row that counts: what it would
             feed to other rows is noise.
     """
-    known: dict[int, tuple[Tensor, CountedRows]] = {}
+    counted: dict[int, tuple[Tensor, CountedRows]] = {}
 
     def rows(mask: Tensor | None) -> CountedRows | None:
         if mask is None:
             return None
-        if id(mask) not in known:  # modules with one mask may share a statistic
-            known[id(mask)] = mask, CountedRows.of_mask(mask)
-        return known[id(mask)][1]
+        if id(mask) not in counted:  # modules with one mask may share a statistic
+            counted[id(mask)] = mask, CountedRows.of_mask(mask)
+        return counted[id(mask)][1]
 
     valid = rows(problem.family.row_weights(inputs, stage, problem.settings.decoder_rows))
     others = problem.family.other_rows(inputs, stage)
@@ -139,7 +139,7 @@ def take_samples(
 
     Args:
         task: The task.
-        batches: Its batches. Where they have `samples`, their number is known and not warned of.
+        batches: Its batches. With an attribute `samples` too few of them cause no warning.
         settings: `samples_per_task` is used.
         model: Takes the samples; token ids are checked against its vocabulary.
 
@@ -147,7 +147,7 @@ def take_samples(
         CalibrationError: If there is no sample, or a token id is not in the vocabulary.
     """
     wanted, taken = settings.samples_per_task, 0
-    known = getattr(batches, "samples", None)
+    announced = getattr(batches, "samples", None)
     for index, batch in enumerate(batches):
         inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
         size = _batch_size(task, inputs)
@@ -162,7 +162,7 @@ def take_samples(
         raise CalibrationError(
             f"task {task} has 0 calibration samples. Give it data (modelpool.train_datasets.{task})"
         )
-    if known is None:
+    if announced is None:
         warn_of_few_samples(task, taken, wanted)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core import NormMoments, normalised_input
 from fusion_bench_featcal.core.finite import not_finite
 from fusion_bench_featcal.core.moments import MOMENT_DTYPE, LinearSums, sum_normalised
-from fusion_bench_featcal.engine.checks import Doubt, refuse_doubtful
+from fusion_bench_featcal.engine.checks import DeferredCheck, run_checks
 from fusion_bench_featcal.engine.modules import Site, matches
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
@@ -107,8 +107,8 @@ class TaskSums:
         """The sums of modules that received the same tensors in a batch."""
         names = tuple(site.name for site in members)
         if names not in self.linear:
-            known = {name for group in self.linear for name in group}
-            if known & set(names):
+            grouped = {name for group in self.linear for name in group}
+            if grouped & set(names):
                 raise self.error(
                     f"modules {', '.join(names)} receive one tensor in some batches and several in "
                     "others, which is not supported. Exclude them: "
@@ -134,13 +134,13 @@ class TaskSums:
         self, model: nn.Module, site: Site, cal: Recording, valid: CountedRows | None
     ) -> None:
         norm: Any = model.get_submodule(site.name)
-        parts = []
+        sums = []
         for x in cal.of(site.name):
             weights = self._row_weights(site, x, valid)
             rows = rows_of(x, valid).to(self._sum_dtype(x))
-            parts.append(sum_normalised(normalised_input(rows, norm.eps), weights))
-        known = [self.norm[site.name]] if site.name in self.norm else []
-        self.norm[site.name] = reduce(add, known + parts)
+            sums.append(sum_normalised(normalised_input(rows, norm.eps), weights))
+        before = [self.norm[site.name]] if site.name in self.norm else []
+        self.norm[site.name] = reduce(add, before + sums)
 
     def _weighs_tokens(self, site: Site) -> bool:
         return self.demo_weights and not site.name.endswith(("k_proj", "v_proj"))
@@ -153,9 +153,9 @@ class TaskSums:
                 f"{tuple(valid.shape)}. Exclude it: method.modules=['!{site.name}']"
             )
         dtype = self._sum_dtype(x)
-        known = None if valid is None or valid.weights is None else valid.weights.to(dtype)
+        by_mask = None if valid is None or valid.weights is None else valid.weights.to(dtype)
         if not self._weighs_tokens(site):
-            return known
+            return by_mask
         if x.ndim != 3:
             raise self.error(
                 f"module {site.name} receives {tuple(x.shape)}, not [batch, tokens, d]: "
@@ -164,7 +164,7 @@ class TaskSums:
         weights = torch.full(x.shape[:-1], DEMO_TOKEN_WEIGHT, device=x.device, dtype=dtype)
         weights[:, 0].fill_(1)
         weights = weights.reshape(-1) if valid is None else valid.of_flat(weights.reshape(-1))
-        return weights if known is None else weights * known
+        return weights if by_mask is None else weights * by_mask
 
     def tensors(self) -> list[Tensor]:
         """The sums, to which those of further rows may be added in place, in a fixed order."""
@@ -172,21 +172,21 @@ class TaskSums:
         norm = [t for m in self.norm.values() for t in (m.sum_z, m.sum_z_sq, m.weight)]
         return linear + norm
 
-    def doubts(self) -> list[Doubt]:
-        """Values that the host has to look at before these sums may be used."""
-        found = [
-            Doubt(sums.weight == 0, self._all_padding())
+    def deferred_checks(self) -> list[DeferredCheck]:
+        """Checks that must pass before these sums are used."""
+        checks = [
+            DeferredCheck(sums.weight == 0, self._all_padding())
             for sums in (*self.linear.values(), *self.norm.values())
         ]
-        found += [
-            Doubt(sums.not_finite(), self._not_finite(names[0]))
+        checks += [
+            DeferredCheck(sums.not_finite(), self._not_finite(names[0]))
             for names, sums in self.linear.items()
         ]
-        found += [
-            Doubt(not_finite(moments.sum_z_sq), self._not_finite(name))
+        checks += [
+            DeferredCheck(not_finite(moments.sum_z_sq), self._not_finite(name))
             for name, moments in self.norm.items()
         ]
-        return found
+        return checks
 
     def check(self) -> None:
         """Refuse sums over nothing, and sums with NaN or infinity.
@@ -194,7 +194,7 @@ class TaskSums:
         Raises:
             CalibrationError: Naming task, block and module.
         """
-        refuse_doubtful(self.doubts())
+        run_checks(self.deferred_checks())
 
     def error(self, text: str, module: str = "") -> CalibrationError:
         """An error that names task, block and, if given, module."""

@@ -52,8 +52,8 @@ class TensorRanges:
                 self._ranges[file] = {}
                 with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                     self._ranges[file] = read_ranges(file)
-            found = self._ranges[file]
-            fetch(file, [found[name] for name in names if name in found])
+            ranges = self._ranges[file]
+            fetch(file, [ranges[name] for name in names if name in ranges])
 
 
 def read_ranges(file: Path) -> dict[str, Range]:

@@ -79,12 +79,12 @@ def check_same_function(
     Raises:
         CalibrationError: If they differ, naming keys and both values.
     """
-    found, wanted = complete_config(config), complete_config(reference)
-    if found is None or wanted is None:
+    given, expected = complete_config(config), complete_config(reference)
+    if given is None or expected is None:
         return
-    found = matching_part(found, wanted.get("model_type"))
-    wanted = matching_part(wanted, found.get("model_type"))
-    here, there = dict(_flat(found)), dict(_flat(wanted))
+    given = matching_part(given, expected.get("model_type"))
+    expected = matching_part(expected, given.get("model_type"))
+    here, there = dict(_flat(given)), dict(_flat(expected))
     keys = [k for k in here.keys() & there.keys() if here[k] != there[k] and _counts(k, ignored)]
     if not keys:
         return
@@ -129,9 +129,9 @@ def complete_config(config: Any) -> dict[str, Any] | None:
 
 def matching_part(config: Mapping[str, Any], model_type: Any) -> dict[str, Any]:
     """The part of a config that is of a model type, such as CLIP's vision tower; else all of it."""
-    parts = (part for part in config.values() if isinstance(part, Mapping))
-    found = next((part for part in parts if part.get("model_type") == model_type), None)
-    return dict(config if found is None or config.get("model_type") == model_type else found)
+    nested = (part for part in config.values() if isinstance(part, Mapping))
+    part = next((part for part in nested if part.get("model_type") == model_type), None)
+    return dict(config if part is None or config.get("model_type") == model_type else part)
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -29,8 +29,8 @@ def pair_names(
     rename = _renaming(available, set(wanted))
     keys: dict[str, str] = {}
     for name, tensor in wanted.items():
-        found = [n for n in map(rename, [name, *tied[name]]) if n in available]
-        if not found:
+        stored = [n for n in map(rename, [name, *tied[name]]) if n in available]
+        if not stored:
             nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
             raise CalibrationError(
                 f"{role} {model_name!r} has no tensor {name!r}"
@@ -38,12 +38,12 @@ def pair_names(
                 + f". Check modelpool.models.{model_name}, or set method.stream_experts=false if "
                 "transformers renames this architecture's tensors when it loads them"
             )
-        if source.shape(found[0]) != tuple(tensor.shape):
+        if source.shape(stored[0]) != tuple(tensor.shape):
             raise CalibrationError(
-                f"{role} {model_name!r}: tensor {name!r} has shape {source.shape(found[0])}, the "
+                f"{role} {model_name!r}: tensor {name!r} has shape {source.shape(stored[0])}, the "
                 f"merged model's has {tuple(tensor.shape)}. Check modelpool.models.{model_name}"
             )
-        keys[name] = found[0]
+        keys[name] = stored[0]
     return keys
 
 
