@@ -92,9 +92,6 @@ def for_pool(choices: GridChoices, changes: Any) -> tuple[GridChoices, dict[str,
 
     Returns:
         The choices with those settings, and what is left out where nothing is chosen.
-
-    Raises:
-        ValueError: If a key is unknown.
     """
     changes = dict(plain(changes) or {})
     left_out = dict(changes.pop("leave_out", None) or {})
@@ -124,10 +121,7 @@ def make_grid(
         choices: The keys.
         presets: FeatCal presets of the suite, by name; each is a cell `featcal:<name>` where there
             is a cell `featcal`.
-        left_out: Name -> reason, of what is left out where nothing is chosen.
-
-    Returns:
-        The grid.
+        left_out: Name -> reason, of entries that are left out where nothing is chosen.
 
     Raises:
         ValueError: If a name is unknown or taken twice, a method's settings do not fit, or there

@@ -68,11 +68,7 @@ class ResultStore:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Make the folder, and remove what interrupted runs left half-written in it.
-
-        Raises:
-            ReportError: If it cannot be made or written.
-        """
+        """Make the folder, and remove what interrupted runs left half-written in it."""
         self.folder = prepare_directory(folder, SETTING)
         # The folder may hold others' files: only names of our own temporary ones are removed.
         for pattern in ("", "*", "cells/*", "upstreams/*"):
@@ -139,16 +135,9 @@ class ResultStore:
     def model(
         self, name: str, key: str, load_like: Callable[[], nn.Module]
     ) -> tuple[nn.Module, dict[str, Any]] | None:
-        """Load a merged model that was kept, by its name and fingerprint.
+        """Load a merged model that was kept, by its name and fingerprint, and what merging cost.
 
-        Args:
-            name: Its name.
-            key: Its fingerprint.
-            load_like: Loads a model of its class, whose weights are replaced.
-
-        Returns:
-            The model, bit by bit as it was, and what merging cost; None if there is none that is
-            whole.
+        The weights of what `load_like` loads are replaced, bit by bit. None if no model is whole.
 
         Raises:
             CalibrationError: If the weights do not fit that class.

@@ -31,11 +31,7 @@ class AnchorOnly:
     _config_mapping: ClassVar = {name: name for name in ANCHOR_SETTINGS}
 
     def __init__(self, **settings: Any) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: If one is unknown or out of range.
-        """
+        """Check the settings; a ValueError names one that is unknown or out of range."""
         self._settings = checked_settings(settings, names=ANCHOR_SETTINGS, owner="the anchor")
         check_family(self._settings.family)
 
@@ -46,11 +42,7 @@ class AnchorOnly:
         return {name: values[name] for name in ANCHOR_SETTINGS}
 
     def check(self, inputs: MethodInputs) -> None:
-        """Refuse a pool without a base.
-
-        Raises:
-            CalibrationError: If there is none.
-        """
+        """Refuse a pool without a base by a CalibrationError."""
         inputs.require_base("the anchor needs")
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
@@ -80,7 +72,7 @@ def anchor_only(
     Args:
         merged: The merged model. It is not changed.
         base: The base model.
-        settings: `anchor_rho`, `modules`, `calibrate_bias`, `calibrate_norm` and `family` are used.
+        settings: `ANCHOR_SETTINGS` are used.
 
     Returns:
         A copy of the merged model with the anchors in place.

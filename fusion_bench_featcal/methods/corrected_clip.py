@@ -13,7 +13,6 @@ from fusion_bench_featcal.families.base import hidden_output
 from fusion_bench_featcal.methods.corrected_model import (
     VARIANT,
     Corrected,
-    Correction,
     SavedCorrections,
     SurgeryModule,
     load_corrections,
@@ -24,40 +23,93 @@ from fusion_bench_featcal.settings import CalibrationError
 NORMALIZE = ("none", "pre")
 
 
-class CorrectedModel(Corrected):
+class _CorrectedTower(Corrected):
     """Forwards like the merged model; corrects projected features when told the task.
-
-    FusionBench's classifier finds `is_surgery_model`, and hands `compute_surgery_features` the
-    normalised projected features with the task's name. Corrections of features that are not
-    normalised (`normalize: none`) need their length too, which is remembered from the forward pass
-    just before.
 
     Attributes:
         projection: CLIP's visual projection.
-        normalize: `none` or `pre`.
     """
-
-    stem = "feature_corrections"
 
     def __init__(
         self,
         model: nn.Module,
         projection: nn.Linear,
-        corrections: Mapping[str, Correction],
+        corrections: Mapping[str, nn.Module],
         *,
-        normalize: str = "none",
         samples: Mapping[str, Mapping[str, Any]] | None = None,
         curves: Mapping[str, Any] | None = None,
     ) -> None:
-        """Put the parts together and freeze them.
+        super().__init__(model, corrections, samples, curves)
+        self.projection = projection.requires_grad_(False)
+
+    def compute_surgery_features(
+        self, compute_features_fn: Tensor | Callable[[nn.Module], Tensor], dataset_name: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """FusionBench's protocol, which is told the task only after the model ran.
+
+        Args:
+            compute_features_fn: Normalised projected features `[batch, d]` of the images last
+                passed through this model, or a function that computes them with a model.
+            dataset_name: The task's name.
+
+        Returns:
+            Corrected features, features, and their difference, `[batch, d]` each. Corrected
+            features have norm 1, except with `normalize: pre`, as in FusionBench.
+
+        Raises:
+            CalibrationError: If there is no correction for the task, or the features are not those
+                of the images last passed through this model.
+        """
+        given = compute_features_fn
+        features = given if isinstance(given, Tensor) else given(self)
+        corrected = self._corrected(features, dataset_name)
+        return corrected, features, features - corrected
+
+    def _corrected(self, features: Tensor, task: str) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
+        """Load what `save_pretrained` saved; further arguments are `CLIPVisionModel`'s.
+
+        Raises:
+            CalibrationError: If the folder holds no such model.
+        """
+        saved = load_corrections(folder, cls.stem)
+        weight = saved.tensors["projection.weight"]
+        projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+        projection.weight = nn.Parameter(weight)
+        model = CLIPVisionModel.from_pretrained(folder, variant=VARIANT, **kwargs)
+        names = ("samples", "curves", *saved.description.keys() & {"normalize"})
+        options = {name: saved.description[name] for name in names}
+        return cls(model, projection, cls._modules_from(saved, model), **options)
+
+    @classmethod
+    def _modules_from(cls, saved: SavedCorrections, model: nn.Module) -> Mapping[str, nn.Module]:
+        return saved.modules(cls.stem)
+
+
+class CorrectedModel(_CorrectedTower):
+    """A merged model with corrections of its projected features.
+
+    Corrections of features that are not normalised (`normalize: none`) need the features' length,
+    which FusionBench does not hand over: it is remembered from the forward pass just before.
+
+    Attributes:
+        normalize: `none` or `pre`.
+    """
+
+    stem = "feature_corrections"
+
+    def __init__(self, *args: Any, normalize: str = "none", **kwargs: Any) -> None:
+        """Take merged model, projection and corrections, which are frozen; nothing is copied.
 
         Raises:
             ValueError: If two tasks differ only in dots and dashes, or `normalize` is unknown.
         """
         if normalize not in NORMALIZE:
             raise ValueError(f"normalize must be one of {', '.join(NORMALIZE)}, got {normalize!r}")
-        super().__init__(model, corrections, samples, curves)
-        self.projection = projection.requires_grad_(False)
+        super().__init__(*args, **kwargs)
         self.normalize = normalize
         self._projected: Tensor | None = None
 
@@ -69,7 +121,7 @@ class CorrectedModel(Corrected):
         return output
 
     def correct(self, features: Tensor, task: str) -> Tensor:
-        """Correct a task's features `[batch, d]`; those given are normalised if `normalize` is pre.
+        """Correct features `[batch, d]`, which are of norm 1 if `normalize` is `pre`.
 
         Raises:
             CalibrationError: If there is no correction for the task.
@@ -77,12 +129,7 @@ class CorrectedModel(Corrected):
         return self.correction(task)(features)
 
     def features(self, task: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Corrected projected features of a task's images, `[batch, d]`, not normalised.
-
-        Args:
-            task: The task's name.
-            *args: The model's inputs.
-            **kwargs: The model's inputs.
+        """Corrected projected features `[batch, d]` of the model's inputs, not normalised.
 
         Raises:
             CalibrationError: If there is no correction for the task.
@@ -91,53 +138,15 @@ class CorrectedModel(Corrected):
         features = project(pooled_output(output, self.model), self.projection)
         return self.correct(to_unit_norm(features) if self.normalize == "pre" else features, task)
 
-    def compute_surgery_features(
-        self, compute_features_fn: Tensor | Callable[[nn.Module], Tensor], dataset_name: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """FusionBench's protocol.
-
-        Args:
-            compute_features_fn: Normalised projected features `[batch, d]`, or what computes them
-                with a model.
-            dataset_name: The task's name.
-
-        Returns:
-            Corrected features, features, and their difference, `[batch, d]` each. With
-            `normalize: none` the corrected features have norm 1; with `pre` they have the length
-            that the correction gave them, as in FusionBench.
-
-        Raises:
-            CalibrationError: If there is no correction for the task, or (`none`) the features are
-                not those of the images last passed through this model.
-        """
-        correction = self.correction(dataset_name)
-        given = compute_features_fn
-        features = given if isinstance(given, Tensor) else given(self)
-        if self.normalize == "pre":
-            corrected = correction(features)
-        else:
-            corrected = to_unit_norm(correction(self._remembered(features)))
-        return corrected, features, features - corrected
-
     def description(self) -> dict[str, Any]:
         """Values beside the tensors that `from_pretrained` needs."""
         return {"normalize": self.normalize}
 
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> "CorrectedModel":
-        """Load what `save_pretrained` saved.
-
-        Args:
-            folder: The folder.
-            **kwargs: For `CLIPVisionModel.from_pretrained`.
-
-        Raises:
-            CalibrationError: If the folder holds no corrected model.
-        """
-        saved = load_corrections(folder, cls.stem)
-        model, projection = _model_and_projection(folder, saved, kwargs)
-        options = {key: saved.description[key] for key in ("normalize", "samples", "curves")}
-        return cls(model, projection, saved.modules(cls.stem), **options)
+    def _corrected(self, features: Tensor, task: str) -> Tensor:
+        correction = self.correction(task)
+        if self.normalize == "pre":
+            return correction(features)
+        return to_unit_norm(correction(self._remembered(features)))
 
     def _remembered(self, features: Tensor) -> Tensor:
         """The features of the last forward pass, of which the given ones are the directions."""
@@ -167,29 +176,17 @@ class LayerSurgery(nn.Module):
         self.final = final
 
 
-class LayerCorrectedModel(Corrected):
-    """Forwards like the merged model; when told the task, runs again with corrected blocks.
+class LayerCorrectedModel(_CorrectedTower):
+    """A merged model with corrections behind every block.
 
-    FusionBench's classifier tells the task only after the model ran, and corrections behind blocks
-    act while it runs. So evaluation by FusionBench costs two passes; `features` costs one.
-
-    Attributes:
-        projection: CLIP's visual projection.
+    They act while the model runs, so evaluation by FusionBench, which tells the task afterwards,
+    costs two passes; `features` costs one.
     """
 
     stem = "layer_corrections"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        projection: nn.Linear,
-        corrections: Mapping[str, LayerSurgery],
-        *,
-        samples: Mapping[str, Mapping[str, Any]] | None = None,
-        curves: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(model, corrections, samples, curves)
-        self.projection = projection.requires_grad_(False)
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
         self._blocks = clip_blocks(model)
         self._last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -199,12 +196,7 @@ class LayerCorrectedModel(Corrected):
         return self.model(*args, **kwargs)
 
     def features(self, task: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Corrected projected features of a task's images, `[batch, d]`, not normalised.
-
-        Args:
-            task: The task's name.
-            *args: The model's inputs.
-            **kwargs: The model's inputs.
+        """Corrected projected features `[batch, d]` of the model's inputs, not normalised.
 
         Raises:
             CalibrationError: If there are no corrections for the task.
@@ -214,56 +206,25 @@ class LayerCorrectedModel(Corrected):
             output = self.model(*args, **kwargs)
         return surgery.final(project(pooled_output(output, self.model), self.projection))
 
-    def compute_surgery_features(
-        self, compute_features_fn: Tensor | Callable[[nn.Module], Tensor], dataset_name: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """FusionBench's protocol.
-
-        Args:
-            compute_features_fn: Normalised projected features `[batch, d]` of the images last
-                passed through this model, or what computes them with a model.
-            dataset_name: The task's name.
-
-        Returns:
-            Corrected features of norm 1, the given features, and their difference.
-
-        Raises:
-            CalibrationError: If there are no corrections for the task, or the features are not
-                those of the images last passed through this model.
-        """
-        given = compute_features_fn
-        features = given if isinstance(given, Tensor) else given(self)
+    def _corrected(self, features: Tensor, task: str) -> Tensor:
         if self._last is None:
             raise CalibrationError(
                 "corrections behind blocks need the images: pass them through this model just "
                 "before its features are corrected"
             )
         args, kwargs = self._last
-        corrected = to_unit_norm(self.features(dataset_name, *args, **kwargs))
+        corrected = to_unit_norm(self.features(task, *args, **kwargs))
         if corrected.shape != features.shape:
             raise CalibrationError(
                 f"features {tuple(features.shape)} are not those of the images last passed "
                 f"through this model, which give {tuple(corrected.shape)}"
             )
-        return corrected, features, features - corrected
+        return corrected
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> "LayerCorrectedModel":
-        """Load what `save_pretrained` saved.
-
-        Args:
-            folder: The folder.
-            **kwargs: For `CLIPVisionModel.from_pretrained`.
-
-        Raises:
-            CalibrationError: If the folder holds no such model.
-        """
-        saved = load_corrections(folder, cls.stem)
-        model, projection = _model_and_projection(folder, saved, kwargs)
+    def _modules_from(cls, saved: SavedCorrections, model: nn.Module) -> Mapping[str, nn.Module]:
         count = len(clip_blocks(model))
-        corrections = {t: _layer_surgery(part, t, count) for t, part in saved.by_task.items()}
-        options = {key: saved.description[key] for key in ("samples", "curves")}
-        return cls(model, projection, corrections, **options)
+        return {task: _layer_surgery(part, task, count) for task, part in saved.by_task.items()}
 
 
 def clip_blocks(model: nn.Module) -> Sequence[str]:
@@ -279,12 +240,7 @@ def clip_blocks(model: nn.Module) -> Sequence[str]:
 def corrected_blocks(
     model: nn.Module, blocks: Sequence[str], corrections: Iterable[nn.Module]
 ) -> Iterator[list[Tensor]]:
-    """Context in which every block's hidden output is corrected.
-
-    Args:
-        model: The model.
-        blocks: Names of its blocks, in forward order.
-        corrections: A module for each block (nn.Identity corrects nothing).
+    """Context in which each block's hidden output is corrected by its module.
 
     Yields:
         A list to which each block that runs adds its corrected hidden output, averaged over
@@ -294,12 +250,9 @@ def corrected_blocks(
 
     def hook(correction: nn.Module) -> Any:
         def correct(_: nn.Module, __: Any, output: Any) -> Any:
-            hidden = hidden_output(output)
-            corrected = correction(hidden)
+            corrected = correction(hidden_output(output))
             means.append(corrected.flatten(1, -2).mean(1) if corrected.ndim > 2 else corrected)
-            if isinstance(output, Tensor):
-                return corrected
-            return (corrected, *output[1:])
+            return corrected if isinstance(output, Tensor) else (corrected, *output[1:])
 
         return correct
 
@@ -312,15 +265,6 @@ def corrected_blocks(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _model_and_projection(
-    folder: str | Path, saved: SavedCorrections, kwargs: dict[str, Any]
-) -> tuple[nn.Module, nn.Linear]:
-    weight = saved.tensors["projection.weight"]
-    projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-    projection.weight = nn.Parameter(weight)
-    return CLIPVisionModel.from_pretrained(folder, variant=VARIANT, **kwargs), projection
 
 
 def _layer_surgery(tensors: Mapping[str, Tensor], task: str, count: int) -> LayerSurgery:

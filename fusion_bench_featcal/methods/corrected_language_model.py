@@ -45,7 +45,6 @@ class CorrectedLanguageModel(Corrected):
 
         Raises:
             CalibrationError: If the model has no module of that name.
-            ValueError: If two tasks differ only in dots and dashes.
         """
         if final_norm not in dict(model.named_modules()):
             raise no_final_norm(type(model).__name__, final_norm)
@@ -66,11 +65,7 @@ class CorrectedLanguageModel(Corrected):
 
     @contextmanager
     def for_task(self, task: str) -> Iterator["CorrectedLanguageModel"]:
-        """Context in which inputs belong to a task.
-
-        Raises:
-            CalibrationError: If there is no correction for it.
-        """
+        """Context in which inputs belong to a task, which must have a correction."""
         before, self.task = self.task, task
         try:
             yield self
@@ -101,29 +96,17 @@ class CorrectedLanguageModel(Corrected):
         return self.model.get_output_embeddings()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the merged model and correct its output.
-
-        Raises:
-            CalibrationError: If no task is set.
-        """
+        """Run the merged model and correct its output; a CalibrationError if no task is set."""
         with self._correcting():
             return self.model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate with the merged model, corrected at every decoded position.
-
-        Raises:
-            CalibrationError: If no task is set.
-        """
+        """Generate with the merged model, corrected at every decoded position of the set task."""
         with self._correcting():
             return self.model.generate(*args, **kwargs)
 
     def correct(self, states: Tensor, task: str) -> Tensor:
-        """Correct final states `[..., d]` of a task, in float32, in their own dtype again.
-
-        Raises:
-            CalibrationError: If there is no correction for the task.
-        """
+        """Correct final states `[..., d]` of a task, in float32, in their own dtype again."""
         return self.correction(task)(states.float()).to(states.dtype)
 
     def description(self) -> dict[str, Any]:
@@ -131,22 +114,13 @@ class CorrectedLanguageModel(Corrected):
         return {"final_norm": self.final_norm}
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """Save the merged model and the corrections; `from_pretrained` reads them.
-
-        Args:
-            folder: The folder to write.
-            **kwargs: For the merged model's own `save_pretrained`.
-        """
+        """Save the merged model and the corrections; `from_pretrained` reads them."""
         super().save_pretrained(folder, **kwargs)
         keep_untied(self.model, Path(folder))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> "CorrectedLanguageModel":
-        """Load what `save_pretrained` saved.
-
-        Args:
-            folder: The folder.
-            **kwargs: For the merged model's `from_pretrained`.
+        """Load what `save_pretrained` saved; further arguments are the merged model's.
 
         Raises:
             CalibrationError: If the folder holds no corrected language model.

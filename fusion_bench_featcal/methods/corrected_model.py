@@ -136,12 +136,7 @@ class Corrected(nn.Module):
         return {}
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """Save the merged model and the corrections; `from_pretrained` reads them.
-
-        Args:
-            folder: The folder to write.
-            **kwargs: For the merged model's own `save_pretrained`.
-        """
+        """Save the merged model, by its own `save_pretrained`, and the corrections beside it."""
         target = Path(folder)
         self.model.save_pretrained(target, variant=VARIANT, **kwargs)
         tensors = {
@@ -166,20 +161,12 @@ class SavedCorrections(NamedTuple):
     description: dict[str, Any]
 
     def modules(self, stem: str) -> dict[str, Correction]:
-        """Task -> its correction of final features.
-
-        Raises:
-            CalibrationError: If a task's tensors are of no known kind.
-        """
+        """Task -> its correction of final features; an error if one is of no known kind."""
         return {task: _module(tensors, task, stem) for task, tensors in self.by_task.items()}
 
 
 def load_corrections(folder: str | Path, stem: str) -> SavedCorrections:
-    """Load the corrections that lie in a folder beside the merged model.
-
-    Args:
-        folder: The folder.
-        stem: Name of the files.
+    """Load the corrections that lie in a folder, in files named by a stem, beside a merged model.
 
     Raises:
         CalibrationError: If the folder holds no such model, or a file is damaged.

@@ -131,12 +131,7 @@ class FeatureCorrection:
         cls.older_names = {"training_steps": "steps"} if "steps" in names else {}
 
     def __init__(self, **keys: Any) -> None:
-        """Check the settings.
-
-        Args:
-            **keys: Settings, `clip_model` (checkpoint with the visual projection; None: the pool's
-                base model) and `final_norm` (the module that language models are corrected behind;
-                None: found).
+        """Check the settings, `clip_model` and `final_norm`, which `SITE_SETTINGS` describes.
 
         Raises:
             ValueError: If one is unknown or out of range.
@@ -322,9 +317,6 @@ def open_stream(
         device: Where experts write answers, if they do; None: where they are loaded.
         images: Keeps processed images for other methods on the same pool; None: none are kept.
 
-    Returns:
-        Task -> batches, as `calibration_batches` gives them.
-
     Raises:
         CalibrationError: If the pool lacks the split for a task, or has no samples.
     """
@@ -400,17 +392,9 @@ def all_features(
     normalize: str,
     device: torch.device,
 ) -> Tensor:
-    """Final features of all samples of a task.
+    """Final features `[n, d]` of all samples of a task, float32, on the device.
 
-    Args:
-        model: The model; moved to the device and set to evaluate.
-        site: Where its features are.
-        batches: The model's inputs.
-        normalize: `pre` for features of norm 1, `none` for those as they are.
-        device: Where to compute.
-
-    Returns:
-        `[n, d]` float32, on the device.
+    The model is moved there and set to evaluate. `normalize` is `pre` for features of norm 1.
     """
     model = model.to(device).eval()
     parts = [

@@ -30,14 +30,7 @@ class FinalStates:
     final_norm: str
 
     def features(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """States of a teacher-forced pass.
-
-        Args:
-            model: An encoder-decoder or decoder-only language model.
-            batch: `input_ids`, `attention_mask` and `labels`, `[batch, length]` each.
-
-        Returns:
-            `[target tokens, d]`.
+        """States of a teacher-forced pass of the model's inputs with labels, `[target tokens, d]`.
 
         Raises:
             CalibrationError: If there are no labels.
@@ -59,14 +52,7 @@ class FinalStates:
 
 
 def target_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Positions of the decoder that predict a target token.
-
-    Args:
-        model: Its config tells whether it has an encoder.
-        batch: The model's inputs.
-
-    Returns:
-        Bool, `[batch, positions]`.
+    """Positions of the decoder that predict a target token: bool, `[batch, positions]`.
 
     Raises:
         CalibrationError: If there are no labels.
@@ -107,9 +93,6 @@ def find_final_norm(modelpool: BaseModelPool, final_norm: str | None) -> str:
     Args:
         modelpool: The pool.
         final_norm: The setting: a module's name, or None to find it.
-
-    Returns:
-        Its name.
 
     Raises:
         CalibrationError: If there is none, before a model is loaded where it lies in files.

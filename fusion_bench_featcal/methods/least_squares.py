@@ -13,15 +13,7 @@ from fusion_bench_featcal.core.finite import read_back
 
 
 def shrink_off_diagonal(gram: Tensor, kept: float) -> Tensor:
-    """Scale all of a gram but its diagonal (RegMean's regularisation).
-
-    Args:
-        gram: `[d, d]`.
-        kept: Factor of the entries off the diagonal; 1 changes nothing.
-
-    Returns:
-        The shrunk copy, `[d, d]`.
-    """
+    """Copy of a Gram matrix with its entries off the diagonal scaled (RegMean's regularisation)."""
     shrunk = gram * kept
     shrunk.diagonal().copy_(gram.diagonal())
     return shrunk
@@ -33,15 +25,15 @@ def solve_seen(
     """Minimum-norm solution of `S A = R`: exact where `A` has energy, zero where it has none.
 
     Channels may differ in size by orders of magnitude, and each is known to its own precision. So
-    what counts as energy is decided where all channels have size 1.
+    energy is judged where all channels have size 1.
 
     Args:
         gram: `A`, `[d, d]`, symmetric and positive semi-definite.
         right: `R`, `[m, d]`, whose rows lie in the range of `A`.
         precision: Dtype in which `A` was summed; energies of the size of its rounding count as
             none.
-        floor: Known lower bound of the energies where all channels have size 1. Above 0 nothing but
-            channels without any input is unseen, and the solve needs no eigenvectors.
+        floor: Known lower bound of the energies where all channels have size 1. Above 0 only
+            channels without any input are unseen, and the solve needs no eigenvectors.
 
     Returns:
         `R A^+`, `[m, d]`, and the number of directions with energy.
@@ -72,7 +64,7 @@ class LinearMean:
 
         Args:
             anchor: The weight that unseen input directions keep, `[m, d]`.
-            floor: As for `solve_seen`: what shrinking by a factor `a` leaves is `1 - a`.
+            floor: As for `solve_seen`; shrinking by a factor `a` leaves `1 - a`.
         """
         wide = solve_dtype(anchor.device)
         self._anchor = anchor.to(wide, copy=True)
@@ -82,12 +74,7 @@ class LinearMean:
         self._floor = floor
 
     def add(self, gram: Tensor, weight: Tensor) -> None:
-        """Add one expert.
-
-        Args:
-            gram: Second moment of its inputs, `[d, d]`, shrunk and weighted as the method wants.
-            weight: Its weight, `[m, d]`.
-        """
+        """Add an expert: second moment of its inputs `[d, d]`, and its weight `[m, d]`."""
         self._precision = gram.dtype
         wide = gram.to(self._gram.dtype)
         self._gram += wide
@@ -105,22 +92,13 @@ class GainMean:
     """Running sums of one LayerNorm's gain: each channel on its own, weighted by its energy."""
 
     def __init__(self, anchor: Tensor) -> None:
-        """Start with no expert.
-
-        Args:
-            anchor: The gain that channels without energy keep, `[d]`.
-        """
+        """Start with no expert and the gain `[d]` that channels without energy keep."""
         self._anchor = anchor.to(solve_dtype(anchor.device), copy=True)
         self._energy = torch.zeros_like(self._anchor)
         self._right = torch.zeros_like(self._anchor)
 
     def add(self, energy: Tensor, gain: Tensor) -> None:
-        """Add one expert.
-
-        Args:
-            energy: Mean square of its normalised inputs, `[d]`.
-            gain: Its gain, `[d]`.
-        """
+        """Add an expert: mean square of its normalised inputs `[d]`, and its gain `[d]`."""
         self._energy += energy
         self._right += energy * (gain.to(self._anchor) - self._anchor)
 

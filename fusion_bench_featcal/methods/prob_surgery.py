@@ -160,19 +160,10 @@ def train_prob_surgery(
 ) -> ProbSurgeryModule:
     """Train one task's module: mean absolute difference under one draw of noise, plus the KL term.
 
-    Args:
-        merged_features: Of the merged model, `[n, d]` float32.
-        expert_features: Of the task's expert on the same samples, `[n, d]`.
-        settings: All but the stream's are used.
-        task: The task's name, for seeds and messages.
-        batches: Positions of the samples of each update; None: shuffled, `settings.steps` of them.
-        on_step: Called after every update with its number and loss.
+    Arguments and errors are those of `train_surgery`.
 
     Returns:
         The trained module, frozen, on the features' device; `.deployed()` is what corrects.
-
-    Raises:
-        CalibrationError: If the features do not fit each other, or the training diverges.
     """
     check_features(merged_features, expert_features, task)
     term = kl_term(expert_features, settings.kl_weight)

@@ -25,14 +25,7 @@ class ProjectedFeatures:
     projection: nn.Linear
 
     def features(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Features for the zero-shot head, before it normalises them.
-
-        Args:
-            model: A CLIP vision tower.
-            batch: `pixel_values`, `[batch, channels, height, width]`.
-
-        Returns:
-            `[batch, d]` in the projection's dtype.
+        """Features `[batch, d]` for the zero-shot head, in the projection's dtype, not normalised.
 
         Raises:
             CalibrationError: If the model has no pooled output, or one of another width.
@@ -79,11 +72,7 @@ def project(pooled: Tensor, projection: nn.Module) -> Tensor:
 
 
 def check_projection(modelpool: BaseModelPool, clip_model: nn.Module | str | None) -> None:
-    """Find CLIP's visual projection before any model is loaded, where files tell.
-
-    Args:
-        modelpool: The pool.
-        clip_model: As for `load_projection`.
+    """Find the projection of `load_projection` before any model is loaded, where files tell.
 
     Raises:
         CalibrationError: If there is none.
@@ -98,15 +87,12 @@ def check_projection(modelpool: BaseModelPool, clip_model: nn.Module | str | Non
 
 
 def load_projection(modelpool: BaseModelPool, clip_model: nn.Module | str | None) -> nn.Linear:
-    """CLIP's visual projection, which turns pooled outputs into features.
+    """CLIP's visual projection, which turns pooled outputs into features: a frozen float32 copy.
 
     Args:
         modelpool: The pool; its base model's checkpoint is the default.
         clip_model: A CLIP model that has one, or the folder or hub id of its checkpoint; None: the
             pool's base model's.
-
-    Returns:
-        A frozen copy, float32.
 
     Raises:
         CalibrationError: If there is none.

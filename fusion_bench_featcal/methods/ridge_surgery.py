@@ -140,15 +140,9 @@ def _spectrum(features: Tensor, drift: Tensor, task: str) -> _Spectrum:
 def left_out_errors(
     merged_features: Tensor, expert_features: Tensor, task: str = ""
 ) -> dict[float, float]:
-    """Squared error on samples left out one at a time, summed, for every value of the grid.
+    """`ridge_lambda` of the grid -> squared error on samples left out one at a time, summed.
 
-    Args:
-        merged_features: Of the merged model, `[n, d]`, n >= 2.
-        expert_features: Of the task's expert on the same samples, `[n, d]`.
-        task: The task's name, for messages.
-
-    Returns:
-        `ridge_lambda` -> error. The ridge's absolute strength is the full fit's throughout.
+    The ridge's absolute strength is the full fit's throughout.
     """
     features = merged_features.detach().double()
     spectrum = _spectrum(features, features - expert_features.detach().double(), task)

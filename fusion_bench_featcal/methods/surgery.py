@@ -61,15 +61,9 @@ class Surgery(FeatureCorrection):
 
 
 def initial_surgery(width: int, settings: SurgerySettings, task: str = "") -> SurgeryModule:
-    """A module before training, which corrects nothing: U is zero.
+    """A module before training, float32 on the CPU, which corrects nothing: U is zero.
 
-    Args:
-        width: Width of the features.
-        settings: `rank` and `seed` are used.
-        task: The task's name; with the seed it seeds D.
-
-    Returns:
-        The module, float32, on the CPU.
+    `rank` and `seed` of the settings are used; seed and task seed D.
     """
     generator = task_generator(settings.seed, task, "weights")
     down = initial_weight(settings.rank, width, generator)
@@ -95,7 +89,7 @@ def train_surgery(
         settings: Rank, learning rate, steps, batch size and seed are used.
         task: The task's name, for seeds and messages.
         initial: Module to start from, trained in place; None: `initial_surgery`.
-        batches: Positions of the samples of each update; None: shuffled, `settings.steps` of them.
+        batches: Positions of the samples of each update; None: shuffled.
         on_step: Called after every update with its number and loss.
 
     Returns:

@@ -125,9 +125,6 @@ def site_features(
         blocks: Names of its blocks, in forward order.
         inputs: A batch of its inputs.
         final_features: Gives its final features.
-
-    Returns:
-        `[batch, d]` for each block, and `[batch, d_final]`.
     """
     with corrected_blocks(model, blocks, [nn.Identity() for _ in blocks]) as means:
         final = final_features(model(inputs))
