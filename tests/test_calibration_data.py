@@ -49,6 +49,8 @@ def test_batches_hold_distinct_samples_in_batch_size():
     shapes = [batch["pixel_values"].shape for batch in batches["a"]]
     assert shapes == [(4, 3, 2, 2), (4, 3, 2, 2), (2, 3, 2, 2)]
     assert len(batches["a"]) == 3
+    twice = [torch.cat([batch["pixel_values"] for batch in batches["a"]]) for _ in range(2)]
+    assert torch.equal(*twice)
     assert len(set(drawn(Pool(a=numbered(30)))["a"])) == 10
 
 
@@ -58,18 +60,9 @@ def test_a_tasks_samples_do_not_depend_on_other_tasks_or_batches():
     assert drawn(pool, ("b", "z", "a"))["a"] == alone
     assert drawn(pool, ("a", "b"), batch_size=7)["a"] == alone
     assert drawn(pool)["a"] == alone
-
-
-def test_samples_depend_on_task_and_seed():
-    pool = Pool(a=numbered(50), b=numbered(50))
-    first = drawn(pool, ("a", "b"))
-    assert first["a"] != first["b"]
-    assert drawn(pool, seed=43)["a"] != first["a"]
-
-
-def test_fewer_samples_are_the_first_of_more():
-    pool = Pool(a=numbered(50))
-    assert drawn(pool, samples_per_task=20)["a"][:10] == drawn(pool)["a"]
+    assert drawn(pool, samples_per_task=20)["a"][:10] == alone
+    assert drawn(pool, ("a", "b"))["b"] != alone
+    assert drawn(pool, seed=43)["a"] != alone
 
 
 def test_draw_is_the_same_on_every_machine():
@@ -77,29 +70,10 @@ def test_draw_is_the_same_on_every_machine():
     assert draw_samples(100, "mini_mnist", settings(samples_per_task=5)) == expected
 
 
-def test_batches_can_be_read_again():
-    batches = calibration_batches(Pool(a=numbered(30)), ["a"], settings(), channels_first)["a"]
-    first, second = list(batches), list(batches)
-    assert all(
-        torch.equal(x["pixel_values"], y["pixel_values"])
-        for x, y in zip(first, second, strict=True)
-    )
-
-
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 def test_split_is_the_one_asked_for(split):
     pool = Pool(split, a=numbered(10))
     assert sorted(drawn(pool, calibration_split=split)["a"]) == list(range(10))
-
-
-def test_images_are_read_only_when_asked_for():
-    class Grumpy(list):
-        def __getitem__(self, index):
-            raise OSError("disk on fire")
-
-    batches = calibration_batches(Pool(a=Grumpy(numbered(10))), ["a"], settings(), channels_first)
-    with pytest.raises(CalibrationError, match=r"task 'a'.*item \d+ cannot be read \(disk on fire"):
-        next(iter(batches["a"]))
 
 
 def test_transformers_processor_on_a_folder_through_fusion_benchs_pool(tmp_path):
@@ -122,21 +96,6 @@ def test_pool_whose_images_are_paths(tmp_path):
     pool = Pool(a=[{"image": str(tmp_path / "one.png")}])
     (batch,) = calibration_batches(pool, ["a"], settings(samples_per_task=1), channels_first)["a"]
     assert torch.equal(batch["pixel_values"][0], channels_first(picture(5)))
-
-
-def test_task_without_data_lists_those_that_have():
-    expected = (
-        r"task 'abd' has no calibration data \(nearest: 'abc'\): set modelpool\.train_datasets\.abd"
-        r" or method\.calibration_split \(now train\).*are: abc, d"
-    )
-    with pytest.raises(CalibrationError, match=expected):
-        calibration_batches(Pool(abc=[], d=[]), ["abd"], settings(), channels_first)
-
-
-def test_pool_without_any_data_for_the_split():
-    pool = BaseModelPool({}, train_datasets=OmegaConf.create({"a": {}}))
-    with pytest.raises(CalibrationError, match=r"The pool's val_datasets are: none"):
-        calibration_batches(pool, ["a"], settings(calibration_split="val"), channels_first)
 
 
 def test_fewer_samples_than_asked_for_are_all_taken_with_one_warning(caplog):
@@ -166,30 +125,6 @@ def test_settings_for_texts_are_named_once_for_images(caplog):
     assert len(caplog.records) == 1
 
 
-def test_task_without_a_sample():
-    with pytest.raises(
-        CalibrationError, match=r"'a' has 0 samples in modelpool\.train_datasets\.a"
-    ):
-        calibration_batches(Pool(a=[]), ["a"], settings(), channels_first)
-
-
-def test_images_of_different_sizes():
-    sizes = [{"image": picture(n, (4 + (n == 7), 4))} for n in range(10)]
-    batches = calibration_batches(Pool(a=sizes), ["a"], settings(batch_size=1), channels_first)
-    expected = r"task 'a'.*different sizes.*\[3, 4, [45]\] and \[3, 4, [45]\].*modelpool\.processor"
-    with pytest.raises(CalibrationError, match=expected):
-        list(batches["a"])
-
-
-def test_item_that_is_no_image():
-    items = [*numbered(9), {"image": 3.5}]
-    batches = calibration_batches(Pool(a=items), ["a"], settings(), channels_first)
-    with pytest.raises(
-        CalibrationError, match=r"train_datasets\.a, item 9: not an image but float"
-    ):
-        list(batches["a"])
-
-
 def test_damaged_file_is_named(tmp_path):
     folder = write_class_folders(tmp_path / "a")
     (folder / "star" / "00.png").write_bytes(b"no picture at all")
@@ -197,6 +132,46 @@ def test_damaged_file_is_named(tmp_path):
     batches = calibration_batches(pool, ["a"], settings(samples_per_task=12), channels_first)
     with pytest.raises(CalibrationError, match=r"task 'a'.*star/00\.png cannot be read"):
         list(batches["a"])
+
+
+class Grumpy(list):
+    def __getitem__(self, index):
+        raise OSError("disk on fire")
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (Grumpy(numbered(10)), r"item \d+ cannot be read \(disk on fire"),
+        ([*numbered(9), {"image": 3.5}], r"train_datasets\.a, item 9: not an image but float"),
+        (
+            [{"image": picture(n, (4 + (n == 7), 4))} for n in range(10)],
+            r"sizes.*\[3, 4, [45]\] and \[3, 4, [45]\].*modelpool\.processor",
+        ),
+    ],
+)
+def test_items_that_cannot_be_used_are_named_when_they_are_read(items, message):
+    batches = calibration_batches(Pool(a=items), ["a"], settings(batch_size=1), channels_first)
+    with pytest.raises(CalibrationError, match=f"task 'a'.*{message}"):
+        list(batches["a"])
+
+
+@pytest.mark.parametrize(
+    ("pool", "task", "changes", "message"),
+    [
+        (
+            Pool(abc=[], d=[]), "abd", {},
+            r"task 'abd' has no calibration data \(nearest: 'abc'\): set "
+            r"modelpool\.train_datasets\.abd or method\.calibration_split \(now train\).*"
+            "are: abc, d",
+        ),
+        (Pool(a=[]), "a", {"calibration_split": "val"}, "The pool's val_datasets are: none"),
+        (Pool(a=[]), "a", {}, r"'a' has 0 samples in modelpool\.train_datasets\.a"),
+    ],
+)  # fmt: skip
+def test_tasks_without_data_are_refused(pool, task, changes, message):
+    with pytest.raises(CalibrationError, match=message):
+        calibration_batches(pool, [task], settings(**changes), channels_first)
 
 
 LOAD = "fusion_bench_featcal.tasks.load_images"

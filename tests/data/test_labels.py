@@ -7,47 +7,39 @@ import torch
 from fusion_bench_featcal.data.labels import encode_labels, label_index, match_names
 from fusion_bench_featcal.settings import CalibrationError
 
-
-def test_names_that_are_all_known_are_matched_by_name():
-    assert match_names(["b", "a"], ["a", "b", "c"], "here") == [1, 0]
+TWELVE = sorted(str(number) for number in range(12))
 
 
-def test_names_that_are_all_unknown_are_taken_in_order_only_when_told():
-    for by in ("order", "either"):
-        assert match_names(["n01", "n02"], ["cat", "dog"], "here", by) == [0, 1]
-    with pytest.raises(ValueError, match=r"'n01', 'n02'\) and .*'cat', 'dog'\) share no name"):
-        match_names(["n01", "n02"], ["cat", "dog"], "here")
-    with pytest.raises(ValueError, match="2 class names for the 1"):
-        match_names(["n01"], ["cat", "dog"], "here", "order")
+@pytest.mark.parametrize(
+    ("found", "wanted", "by", "expected"),
+    [
+        (["b", "a"], ["a", "b", "c"], "name", [1, 0]),  # all known
+        (["n01", "n02"], ["cat", "dog"], "order", [0, 1]),  # all unknown
+        (["n01", "n02"], ["cat", "dog"], "either", [0, 1]),
+        (["b", "a"], ["a", "b"], "order", [0, 1]),  # order goes before names
+        (["b", "a"], ["a", "b"], "either", [1, 0]),
+        (TWELVE, [f"class {n}" for n in range(12)], "name", [int(name) for name in TWELVE]),
+        (["00", "02"], ["a", "b", "c"], "name", [0, 2]),  # numbers from zero are positions
+        (["crane", "crane"], ["crane", "crane"], "name", [0, 1]),
+    ],
+)
+def test_names_are_matched(found, wanted, by, expected):
+    assert match_names(found, wanted, "here", by) == expected
 
 
-def test_order_goes_before_names():
-    assert match_names(["b", "a"], ["a", "b"], "here", "order") == [0, 1]
-    assert match_names(["b", "a"], ["a", "b"], "here", "either") == [1, 0]
-
-
-def test_numbers_from_zero_are_positions():
-    found = [str(number) for number in range(12)]
-    assert match_names(sorted(found), [f"class {n}" for n in range(12)], "here") == [
-        int(name) for name in sorted(found)
-    ]
-    assert match_names(["00", "02"], ["a", "b", "c"], "here") == [0, 2]
-    with pytest.raises(ValueError, match="share no name"):
-        match_names(["1", "2"], ["a", "b"], "here")
-
-
-def test_equal_lists_with_repeated_names_match_in_order():
-    assert match_names(["crane", "crane"], ["crane", "crane"], "here") == [0, 1]
-
-
-def test_names_at_other_places_are_refused_unless_all_are_known():
-    with pytest.raises(ValueError, match=r"'cat' is label 0 in the data, but stands at 1"):
-        match_names(["cat", "dog", "bird_"], ["dog", "cat", "bird"], "here")
-
-
-def test_other_number_of_classes_names_the_stranger_and_its_neighbour():
-    with pytest.raises(ValueError, match=r"2 class names for the 3 .*'catt' .*nearest: 'cat'"):
-        match_names(["cat", "catt", "dog"], ["cat", "dog"], "here")
+@pytest.mark.parametrize(
+    ("found", "wanted", "by", "message"),
+    [
+        (["n01", "n02"], ["cat", "dog"], "name", r"'n02'\) and .*'cat', 'dog'\) share no name"),
+        (["1", "2"], ["a", "b"], "name", "share no name"),
+        (["n01"], ["cat", "dog"], "order", "2 class names for the 1"),
+        (["cat", "dog", "bird_"], ["dog", "cat", "bird"], "name", "is label 0 .* stands at 1"),
+        (["cat", "catt", "dog"], ["cat", "dog"], "name", "for the 3 .*'catt' .*nearest: 'cat'"),
+    ],
+)
+def test_names_that_could_be_swapped_are_refused(found, wanted, by, message):
+    with pytest.raises(ValueError, match=message):
+        match_names(found, wanted, "here", by)
 
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.int64(1), torch.tensor(1), "dog"])
@@ -55,34 +47,30 @@ def test_what_counts_as_label_one(value):
     assert label_index(value, ["cat", "dog"], "here") == 1
 
 
-@pytest.mark.parametrize("value", [2, -1])
-def test_label_out_of_range_names_the_item_and_the_range(value):
-    with pytest.raises(CalibrationError, match=rf"item 3: label {value} is out of range \(0\.\.1"):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (2, r"item 3: label 2 is out of range \(0\.\.1"),
+        (-1, r"item 3: label -1 is out of range \(0\.\.1"),
+        (1.5, "neither an integer nor a class name"),
+        (None, "neither an integer nor a class name"),
+        (torch.tensor([1, 2]), "neither an integer nor a class name"),
+        ("dogg", "'dogg' is none of the 2 class names.*'dog'"),
+    ],
+)
+def test_what_is_no_label_is_named_with_its_item(value, message):
+    with pytest.raises(CalibrationError, match=message):
         label_index(value, ["cat", "dog"], "data 'x', item 3")
 
 
-@pytest.mark.parametrize("value", [1.5, None, torch.tensor([1, 2])])
-def test_what_is_no_label(value):
-    with pytest.raises(CalibrationError, match="neither an integer nor a class name"):
-        label_index(value, ["cat", "dog"], "here")
-
-
-def test_misspelt_class_name_offers_the_nearest():
-    with pytest.raises(CalibrationError, match=r"'dogg' is none of the 2 class names.*'dog'"):
-        label_index("dogg", ["cat", "dog"], "here")
-
-
-def test_texts_name_their_own_classes_in_alphabetical_order():
-    assert encode_labels(["b", "a", "b"], None, None, "here") == ([1, 0, 1], ["a", "b"])
-
-
-def test_texts_follow_the_configured_class_names():
-    assert encode_labels(["b", "a"], None, ["b", "c", "a"], "here") == ([0, 2], ["b", "c", "a"])
-
-
-def test_integers_with_names_of_their_own_are_renumbered_by_name():
-    assert encode_labels([0, 1], ["x", "y"], ["y", "x"], "here") == ([1, 0], ["y", "x"])
-
-
-def test_plain_integers_name_no_classes():
-    assert encode_labels([0, 4], None, None, "here") == ([0, 4], None)
+@pytest.mark.parametrize(
+    ("values", "names", "classnames", "expected"),
+    [
+        (["b", "a", "b"], None, None, ([1, 0, 1], ["a", "b"])),
+        (["b", "a"], None, ["b", "c", "a"], ([0, 2], ["b", "c", "a"])),
+        ([0, 1], ["x", "y"], ["y", "x"], ([1, 0], ["y", "x"])),
+        ([0, 4], None, None, ([0, 4], None)),
+    ],
+)
+def test_a_column_of_labels(values, names, classnames, expected):
+    assert encode_labels(values, names, classnames, "here") == expected

@@ -120,86 +120,11 @@ def test_split_folders(tmp_path):
         load_images(str(tmp_path), split="tset")
 
 
-def test_folder_of_images_only_is_unlabeled(shapes):
-    items = load_images(str(shapes / "star"))
-    assert len(items) == 4
-    assert items.has_labels is False
-    assert set(items[0]) == {"image"}
-
-
 def test_pictures_are_turned_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was held sideways
     picture(0, (20, 10)).save(tmp_path / "sideways.png", exif=exif)
     assert load_images(str(tmp_path))[0]["image"].size == (10, 20)
-
-
-def test_labels_can_be_left_out(shapes):
-    assert set(load_images(str(shapes), label_column=None)[0]) == {"image"}
-
-
-@pytest.mark.parametrize("path", ["./no/such", "no/such/folder", "missing.csv", "/no_such"])
-def test_missing_path(path):
-    with pytest.raises(ValueError, match=f"data '{path}' does not exist"):
-        load_images(path)
-
-
-def test_hub_id_needs_a_split():
-    with pytest.raises(
-        ValueError, match="taken as the id of a hub data set, and a split is needed"
-    ):
-        load_images("somebody/pictures")
-
-
-def test_hub_id_offline_names_the_id_and_the_setting():
-    with pytest.raises(
-        CalibrationError, match=r"'somebody/pictures', split 'test'.*HF_HUB_OFFLINE"
-    ):
-        load_images("somebody/pictures", split="test")
-
-
-def test_folder_without_images(tmp_path):
-    with pytest.raises(ValueError, match="holds no images"):
-        load_images(str(tmp_path))
-
-
-def test_loose_images_beside_class_folders(shapes):
-    picture(0).save(shapes / "loose.png")
-    with pytest.raises(ValueError, match=r"loose\.png.*beside class folders \(circle or"):
-        load_images(str(shapes))
-
-
-def test_table_of_unknown_kind(tmp_path):
-    (tmp_path / "table.xlsx").touch()
-    with pytest.raises(ValueError, match=r"tables end in .*got '\.xlsx'"):
-        load_images(str(tmp_path / "table.xlsx"))
-
-
-def test_table_has_no_splits(shapes):
-    with pytest.raises(ValueError, match=r"one table without splits: remove split \('test'\)"):
-        load_images(write_table(shapes, ".csv"), split="test")
-
-
-def test_broken_table(tmp_path):
-    path = tmp_path / "broken.jsonl"
-    path.write_text('{"image": ')
-    with pytest.raises(CalibrationError, match=r"broken\.jsonl' is not readable as json"):
-        load_images(str(path))
-
-
-def test_misspelt_column_offers_the_nearest(shapes):
-    with pytest.raises(ValueError, match=r"no image_column 'fil' \(nearest: 'file'\)"):
-        load_images(write_table(shapes, ".csv"), image_column="fil")
-
-
-def test_label_out_of_range_names_the_item(shapes):
-    path = shapes / "table.jsonl"
-    rows = [
-        {"image": r["file"], "label": 7 if i == 5 else 0} for i, r in enumerate(rows_of(shapes))
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(CalibrationError, match=r"item 5: label 7 is out of range \(0\.\.2"):
-        load_images(str(path), classnames=SHAPES)
 
 
 def test_damaged_file_is_named(shapes):
@@ -260,13 +185,6 @@ def test_data_that_may_not_be_read(shapes, place, monkeypatch):
         load_images(str(data), image_column="file", label_column="kind")
 
 
-def test_image_column_without_images(tmp_path):
-    path = tmp_path / "numbers.csv"
-    path.write_text("image,label\n1,0\n")
-    with pytest.raises(CalibrationError, match="item 0: not an image but int"):
-        load_images(str(path))[0]
-
-
 def as_bytes(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -300,23 +218,66 @@ def test_any_map_style_data_set(rows):
     assert contents(items) == [(picture(0).tobytes(), 1), (picture(1).tobytes(), 0)]
 
 
-def test_data_set_of_bare_pictures_is_unlabeled():
-    assert set(ImageItems([picture(0)], place="here")[0]) == {"image"}
-
-
 def test_a_view_of_a_view_renumbers_labels(shapes):
     inner = load_images(str(shapes))
     outer = ImageItems(inner, place="here", classnames=["square", "star", "circle"])
     assert [outer[index]["label"] for index in (0, 4, 8)] == [2, 0, 1]
 
 
-def test_streaming_data_set_is_refused(shapes):
+def test_items_without_labels(shapes):
+    bare = ImageItems([picture(0)], place="here")
+    folder = load_images(str(shapes / "star"))
+    assert (len(folder), folder.has_labels) == (4, False)
+    for items in (bare, folder, load_images(str(shapes), label_column=None)):
+        assert set(items[0]) == {"image"}
+
+
+@pytest.mark.parametrize("path", ["./no/such", "no/such/folder", "missing.csv", "/no_such"])
+def test_missing_path(path):
+    with pytest.raises(ValueError, match=f"data '{path}' does not exist"):
+        load_images(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("table.csv", {"split": "test"}, r"one table without splits: remove split \('test'\)"),
+        ("table.csv", {"image_column": "fil"}, r"no image_column 'fil' \(nearest: 'file'\)"),
+        ("table.xlsx", {}, r"tables end in .*got '\.xlsx'"),
+        ("broken.jsonl", {}, r"broken\.jsonl' is not readable as json"),
+        ("seven.jsonl", {"classnames": SHAPES}, r"item 1: label 7 is out of range \(0\.\.2"),
+        ("numbers.csv", {}, "item 0: not an image but int"),
+        ("hidden", {}, "holds no images"),
+        (".", {}, r"00\.png.*beside class folders \(circle or"),
+    ],
+)
+def test_what_cannot_be_read_as_images_is_refused(shapes, path, options, message):
+    if path == ".":
+        (shapes / "circle" / "00.png").rename(shapes / "00.png")
+    elif path == "table.csv":
+        write_table(shapes, ".csv")
+    (shapes / "table.xlsx").touch()
+    (shapes / "broken.jsonl").write_text('{"image": ')
+    rows = [{"image": "circle/00.png", "label": label} for label in (0, 7)]
+    (shapes / "seven.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (shapes / "numbers.csv").write_text("image,label\n1,0\n")
+    (shapes / "hidden").mkdir()
+    with pytest.raises((ValueError, CalibrationError), match=message):
+        load_images(str(shapes / path), **options)[0]
+
+
+def test_hub_id_needs_a_split_and_offline_names_the_setting():
+    with pytest.raises(ValueError, match="as the id of a hub data set, and a split is needed"):
+        load_images("somebody/pictures")
+    message = r"'somebody/pictures', split 'test'.*HF_HUB_OFFLINE"
+    with pytest.raises(CalibrationError, match=message):
+        load_images("somebody/pictures", split="test")
+
+
+def test_data_sets_that_are_no_numbered_items_with_images_are_refused(shapes):
     stream = datasets.Dataset.from_list(rows_of(shapes)).to_iterable_dataset()
     with pytest.raises(CalibrationError, match=r"IterableDataset\. Load it without streaming"):
         ImageItems(stream, place="here")
-
-
-def test_item_without_the_image_column():
     items = ImageItems([{"img": picture(0)}], place="here")
     with pytest.raises(CalibrationError, match=r"has no .image.; it has: img\. Check image_column"):
         items[0]
