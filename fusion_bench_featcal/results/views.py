@@ -66,7 +66,6 @@ def write_combined(summary: Summary, directory: str | Path, setting: str = "--ou
     Raises:
         ReportError: The folder cannot be written, or is itself a run whose report would be lost.
     """
-    refuse_run(directory, setting)
     content = {
         "kind": COMBINED_KIND,
         "schema": SCHEMA,
@@ -75,17 +74,23 @@ def write_combined(summary: Summary, directory: str | Path, setting: str = "--ou
         "runs": summary.runs,
         "notes": summary.notes,
     }
-    directory = prepare_directory(directory, setting)
-    text, page = sealed_json(content), combined_markdown(summary)
-    return write_files(directory, text, combined_csv(summary), page, setting)
+    files = (sealed_json(content), combined_csv(summary), combined_markdown(summary))
+    return write_files(_prepared(directory, setting), *files, setting)
+
+
+def _prepared(directory: str | Path, setting: str) -> Path:
+    refuse_run(directory, setting)
+    return prepare_directory(directory, setting)
 
 
 def _combined_row(row: SummaryRow) -> dict[str, Any]:
     numbers = {what: value for what, value in row.cost.items() if isinstance(value, float)}
-    values = asdict(row) | {"seeds": row.run_seeds, "cost": numbers}
-    for key in ("run_seeds", "normalised", "spread", "samples", "published"):
-        del values[key]
-    return values
+    dropped = {"run_seeds", "normalised", "spread", "samples", "published"}
+    return _stored(row, dropped, seeds=row.run_seeds, cost=numbers)
+
+
+def _stored(row: SummaryRow, dropped: set[str], **changes: Any) -> dict[str, Any]:
+    return {k: value for k, value in (asdict(row) | changes).items() if k not in dropped}
 
 
 def combined_csv(summary: Summary) -> str:
@@ -196,12 +201,11 @@ def write_side_by_side(
             or the summary is of several suites.
     """
     suite = _only_suite(summary)
-    refuse_run(directory, setting)
-    directory = prepare_directory(directory, setting)
+    directory = _prepared(directory, setting)
     runs = [Path(run).absolute() for run in summary.runs]
-    rows = [asdict(row) | {"runs": len(row.run_seeds)} for row in summary.displayed(suite)]
-    for row in rows:
-        del row["run_seeds"]
+    rows = [
+        _stored(row, {"run_seeds"}, runs=len(row.run_seeds)) for row in summary.displayed(suite)
+    ]
     content = {
         "kind": SIDE_BY_SIDE_KIND,
         "schema": SCHEMA,
@@ -214,8 +218,8 @@ def write_side_by_side(
         # earlier comparison's runs, is not read again with it.
         "runs": [r.name for r in runs] if all(r.parent == directory for r in runs) else [],
     }
-    text, page = sealed_json(content), side_by_side_markdown(summary)
-    return write_files(directory, text, side_by_side_csv(summary), page, setting)
+    files = (sealed_json(content), side_by_side_csv(summary), side_by_side_markdown(summary))
+    return write_files(directory, *files, setting)
 
 
 def _only_suite(summary: Summary) -> str:

@@ -1,7 +1,7 @@
 """Texts of public data sets as prompts with targets, or as chats."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import datasets
 
@@ -12,20 +12,14 @@ class TextRows(Sequence[dict[str, Any]]):
     """A data set whose rows are turned into texts when they are asked for."""
 
     def __init__(self, rows: Any, make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-        """Look at a data set."""
+        """Look at a data set with a length and numbered rows."""
         self._rows = rows
         self._make = make
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         return self._make(self._rows[index])

@@ -139,8 +139,9 @@ def test_markdown_of_many_tasks_lists_them_downwards():
 
 def test_cells_that_would_break_markdown_are_escaped():
     report = Report()
-    report.add_row("a|b", {"x|y": 0.5})
+    report.add_row("a|b", {"x|y": 0.5}, cost={"x_bytes": "unavailable"})
     assert "| a\\|b | 50.0 | 50.0 | - |" in run_markdown(report)
+    assert "| x_bytes | unavailable |" in run_markdown(report)
 
 
 def test_the_best_of_a_column_is_bold_with_ties_and_without_references():
