@@ -63,20 +63,20 @@ def report_command(options: argparse.Namespace) -> None:
     from fusion_bench_featcal.results.find import find
     from fusion_bench_featcal.results.summary import summarise
 
-    found = find(options.runs)
-    if not found.runs:
+    folders = find(options.runs)
+    if not folders.runs:
         raise UsageError(f"no run in or below {', '.join(options.runs)}")
-    summary = summarise(found.runs, found.failed)
-    write = views.write_side_by_side if found.comparisons else views.write_combined
+    summary = summarise(folders.runs, folders.failed)
+    write = views.write_side_by_side if folders.comparisons else views.write_combined
     # Write first: a reader who sees the table can rely on the files.
     written = write(summary, options.out, "--out") if options.out else None
-    if found.comparisons:
+    if folders.comparisons:
         views.show_side_by_side(summary)
     else:
-        if len(found.runs) == 1:
+        if len(folders.runs) == 1:
             # One run's own table has its tasks, and what made it.
-            Report.load(found.runs[0]).show()
-        views.show_combined(summary, tasks=len(found.runs) > 1)
+            Report.load(folders.runs[0]).show()
+        views.show_combined(summary, tasks=len(folders.runs) > 1)
     if written:
         print(f"written: {written.parent}")
 
@@ -87,10 +87,10 @@ def plot_command(options: argparse.Namespace) -> None:
     from fusion_bench_featcal.results.figures import plot_run
     from fusion_bench_featcal.results.find import find
 
-    found = find(options.runs)
-    places = [*found.runs, *found.comparisons]
+    folders = find(options.runs)
+    places = [*folders.runs, *folders.comparisons]
     for place, folder in zip(places, _figure_folders(places, options.out), strict=True):
-        draw = plot_comparison if place in found.comparisons else plot_run
+        draw = plot_comparison if place in folders.comparisons else plot_run
         for path in draw(place, folder):
             print(path)
 

@@ -59,15 +59,15 @@ def settings_of(
 ) -> list[Setting]:
     """Settings that a dataclass's fields or a callable's parameters describe."""
     section = "Attributes" if isinstance(source, type) else "Args"
-    known = documented(source.__doc__, section) | dict(meanings or {})
+    descriptions = documented(source.__doc__, section) | dict(meanings or {})
     parameters = inspect.signature(source).parameters
-    chosen = [n for n in parameters if n in known] if names is None else names
+    chosen = [n for n in parameters if n in descriptions] if names is None else names
     return [
         Setting(
             name,
             parameters[name].default,
             values.get(name, _annotation(parameters[name].annotation)),
-            known[name],
+            descriptions[name],
         )
         for name in chosen
     ]

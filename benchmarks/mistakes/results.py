@@ -107,8 +107,8 @@ MUTATIONS = [
     Mutation(
         "paper's number beside rows of fewer samples",
         "results/published.py",
-        "if wanted is None or numbers != {SAMPLES}:",
-        "if wanted is None:",
+        "if expected is None or numbers != {SAMPLES}:",
+        "if expected is None:",
         "results/test_published.py",
     ),
     Mutation(

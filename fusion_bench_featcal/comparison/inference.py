@@ -14,7 +14,7 @@ from fusion_bench_featcal.fusionbench.evaluation import task_names
 from fusion_bench_featcal.methods.projection import pooled_output, project, to_unit_norm
 from fusion_bench_featcal.results import UNAVAILABLE
 from fusion_bench_featcal.tasks.text_generation import GREEDY, padded_left
-from fusion_bench_featcal.tasks.text_pool import TextTaskPool, told_task
+from fusion_bench_featcal.tasks.text_pool import TextTaskPool, surgery_task
 
 BATCH = 16
 ANSWER = 8
@@ -90,7 +90,7 @@ def _answers(
     ids, mask = (part.to(device) for part in padded_left(prompts, encoder.pad_id))
 
     def write(speaker: Any) -> None:
-        with told_task(speaker, task):
+        with surgery_task(speaker, task):
             speaker.generate(
                 input_ids=ids,
                 attention_mask=mask,

@@ -28,7 +28,7 @@ def sort_names(names: Iterable[str]) -> list[str]:
 
 
 def match_names(
-    found: Sequence[str], wanted: Sequence[str], place: str, by: str = "name"
+    names: Sequence[str], classnames: Sequence[str], place: str, by: str = "name"
 ) -> list[int]:
     """For each class name of the data, the position of its class name in the configuration.
 
@@ -37,45 +37,45 @@ def match_names(
     so is anything between: it would swap classes unnoticed.
 
     Args:
-        found: The data's own names: folders, distinct text labels, or a data set's class list.
-        wanted: The configured class names.
+        names: The data's own names: folders, distinct text labels, or a data set's class list.
+        classnames: The configured class names.
         place: The key of the class names, for messages.
         by: `name`; `order` takes the data's classes in order, whatever their names; `either` takes
             them in order where all are unknown.
 
     Returns:
-        Positions in `wanted`, one for each of `found`.
+        Positions in `classnames`, one for each of `names`.
 
     Raises:
         ValueError: If the two lists do not match.
     """
-    in_order = list(range(len(found)))
-    if list(found) == list(wanted) or (by == "order" and len(found) == len(wanted)):
+    in_order = list(range(len(names)))
+    if list(names) == list(classnames) or (by == "order" and len(names) == len(classnames)):
         return in_order
     if by != "order":
-        if set(found) <= set(wanted) and len(set(wanted)) == len(wanted):
-            return [list(wanted).index(name) for name in found]
-        numbers = [int(name) if name.isdecimal() else -1 for name in found]
-        is_position = not set(found) & set(wanted) and len(set(numbers)) == len(numbers)
-        if is_position and min(numbers) == 0 and max(numbers) < len(wanted):
+        if set(names) <= set(classnames) and len(set(classnames)) == len(classnames):
+            return [list(classnames).index(name) for name in names]
+        numbers = [int(name) if name.isdecimal() else -1 for name in names]
+        is_position = not set(names) & set(classnames) and len(set(numbers)) == len(numbers)
+        if is_position and min(numbers) == 0 and max(numbers) < len(classnames):
             return numbers
-    if len(found) != len(wanted):
-        stranger = next((name for name in found if name not in wanted), found[0])
+    if len(names) != len(classnames):
+        stranger = next((name for name in names if name not in classnames), names[0])
         raise ValueError(
-            f"{place}: {len(wanted)} class names for the {len(found)} classes of the data "
-            f"({_short(found)}); {stranger!r} is none of them{nearest_hint(stranger, wanted)}. "
+            f"{place}: {len(classnames)} class names for the {len(names)} classes of the data "
+            f"({_short(names)}); {stranger!r} is none of them{nearest_hint(stranger, classnames)}. "
             "Check classnames and label_column."
         )
-    for position, name in enumerate(found):
-        if name in wanted and wanted[position] != name:
+    for position, name in enumerate(names):
+        if name in classnames and classnames[position] != name:
             raise ValueError(
                 f"{place}: class name {name!r} is label {position} in the data, but stands at "
-                f"{list(wanted).index(name)} in classnames. Use the data's names in any order "
-                f"({_short(found)}), or other names in that order and classnames_by: order."
+                f"{list(classnames).index(name)} in classnames. Use the data's names in any order "
+                f"({_short(names)}), or other names in that order and classnames_by: order."
             )
-    if by == "name" and not set(found) & set(wanted):
+    if by == "name" and not set(names) & set(classnames):
         raise ValueError(
-            f"{place}: the data's classes ({_short(found)}) and classnames ({_short(wanted)}) "
+            f"{place}: the data's classes ({_short(names)}) and classnames ({_short(classnames)}) "
             "share no name. Use the data's names, or set classnames_by: order if they stand in the "
             "same order."
         )
@@ -104,10 +104,10 @@ def encode_labels(
             *(classnames or ())
         }
         names = list(texts if not classnames or numbered or by == "order" else classnames)
-    known = names or classnames
-    labels = [label_index(v, known, f"{place}, item {i}") for i, v in enumerate(values)]
+    all_names = names or classnames
+    labels = [label_index(v, all_names, f"{place}, item {i}") for i, v in enumerate(values)]
     if names is None or classnames is None:
-        return labels, None if known is None else list(known)
+        return labels, None if all_names is None else list(all_names)
     positions = match_names(names, classnames, place, by)
     return [positions[label] for label in labels], list(classnames)
 

@@ -119,10 +119,10 @@ class TextEncoder:
         if self.kind == "seq2seq":
             labels = self._within(target, limit, f"{place}, target", len(target))
             return Sample(self._within(prompt, limit, place, len(prompt)), labels)
-        kept = prompt[: max(limit - len(target), limit // 2)]
-        labels = [IGNORED] * len(kept) + (text.shown or target)
+        kept_ids = prompt[: max(limit - len(target), limit // 2)]
+        labels = [IGNORED] * len(kept_ids) + (text.shown or target)
         length = len(prompt) + len(target)
-        return Sample(self._within(kept + target, limit, place, length), labels[:limit])
+        return Sample(self._within(kept_ids + target, limit, place, length), labels[:limit])
 
     def _within(self, ids: list[int], limit: int, place: str, length: int) -> list[int]:
         if self.max_length is None and length > limit and limit < _NO_LIMIT:
@@ -163,14 +163,14 @@ class TextEncoder:
                 f"{place}: {len(ids)} input_ids, but {len(mask)} entries in attention_mask and "
                 f"{len(labels or [])} labels"
             )
-        kept = [token for token, counts in zip(ids, mask, strict=True) if counts]
+        kept_ids = [token for token, counts in zip(ids, mask, strict=True) if counts]
         if labels is None:
-            return _Text(kept)
+            return _Text(kept_ids)
         if self.kind == "seq2seq":
-            return _Text(kept, [token for token in labels if token != IGNORED])
+            return _Text(kept_ids, [token for token in labels if token != IGNORED])
         shown = [label for label, counts in zip(labels, mask, strict=True) if counts]
         start = next((i for i, label in enumerate(shown) if label != IGNORED), len(shown))
-        return _Text(kept[:start], kept[start:], shown[start:])
+        return _Text(kept_ids[:start], kept_ids[start:], shown[start:])
 
     def _chat(self, messages: Any, place: str) -> _Text:
         if self.kind != "causal" or not getattr(self.tokenizer, "chat_template", None):

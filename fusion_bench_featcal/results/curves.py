@@ -1,4 +1,4 @@
-"""What figures of a run show besides its report: training curves and drift, as JSON lines."""
+"""Training curves and drift, which figures of a run show: JSON lines beside its report."""
 
 import math
 from collections.abc import Mapping

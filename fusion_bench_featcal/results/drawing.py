@@ -155,7 +155,7 @@ def legend_below(
 
 
 def save_figures(
-    figures: "Mapping[str, Figure]", own: Path, out: str | Path | None, setting: str
+    figures: "Mapping[str, Figure]", default: Path, out: str | Path | None, setting: str
 ) -> list[Path]:
     """Write figures in every format into `out`, or else into the folder that they are of.
 
@@ -163,7 +163,7 @@ def save_figures(
         ReportError: A file cannot be written.
     """
     setting = setting if out else LOG_DIR_SETTING
-    folder = prepare_directory(out or own, setting)
+    folder = prepare_directory(out or default, setting)
     return [
         path
         for name, figure in figures.items()

@@ -26,7 +26,7 @@ _CELL = [key.name for key in fields(FailedCell)]
 
 
 @dataclass(kw_only=True)
-class Found:
+class ResultFolders:
     """Results at or below some paths, each folder once."""
 
     runs: list[Path] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Found:
     failed: list[FailedCell] = field(default_factory=list)
 
 
-def find(paths: Iterable[str | Path]) -> Found:
+def find(paths: Iterable[str | Path]) -> ResultFolders:
     """Find runs and comparisons: each path itself, or everything below it.
 
     Of a comparison's folder its own runs count: those that its report names.
@@ -42,19 +42,19 @@ def find(paths: Iterable[str | Path]) -> Found:
     Raises:
         ReportError: A path does not exist, there is nothing at it, or a report is damaged.
     """
-    found = Found()
+    folders = ResultFolders()
     for path in map(Path, paths):
         if not path.exists():
             raise ReportError(f"no such run: {path}")
         if path.name == REPORT_FILE and path.is_file():
             path = path.parent
-        before = len(found.runs) + len(found.comparisons)
-        _search(path, found)
-        if len(found.runs) + len(found.comparisons) == before:
+        before = len(folders.runs) + len(folders.comparisons)
+        _search(path, folders)
+        if len(folders.runs) + len(folders.comparisons) == before:
             raise ReportError(f"no run in or below {path}: a run's log directory has {REPORT_FILE}")
-    found.runs, found.comparisons = _once(found.runs), _once(found.comparisons)
-    found.failed = list(dict.fromkeys(found.failed))
-    return found
+    folders.runs, folders.comparisons = _once(folders.runs), _once(folders.comparisons)
+    folders.failed = list(dict.fromkeys(folders.failed))
+    return folders
 
 
 def refuse_run(directory: str | Path, setting: str) -> None:
@@ -71,27 +71,27 @@ def refuse_run(directory: str | Path, setting: str) -> None:
         )
 
 
-def _search(folder: Path, found: Found) -> None:
+def _search(folder: Path, folders: ResultFolders) -> None:
     content = _content(folder)
     if content.get("kind") == KIND:
-        found.runs.append(folder)
+        folders.runs.append(folder)
         return
     if content.get("kind") == SIDE_BY_SIDE_KIND:
-        found.comparisons.append(folder)
+        folders.comparisons.append(folder)
         check_comparison(content, str(folder / REPORT_FILE))
         if content.get("runs"):
-            found.runs += [folder / name for name in content["runs"]]
-            found.failed += [
+            folders.runs += [folder / name for name in content["runs"]]
+            folders.failed += [
                 FailedCell(**{key: cell.get(key) for key in _CELL}) for cell in content["failed"]
             ]
             return
     for below in sorted(folder.iterdir()) if folder.is_dir() else ():
         if below.is_dir() and not below.is_symlink():
-            _search(below, found)
+            _search(below, folders)
 
 
-def _once(folders: Iterable[Path]) -> list[Path]:
-    return list({folder.resolve(): folder for folder in folders}.values())
+def _once(paths: Iterable[Path]) -> list[Path]:
+    return list({folder.resolve(): folder for folder in paths}.values())
 
 
 def _content(folder: Path) -> dict[str, Any]:

@@ -83,15 +83,15 @@ def _is_papers(report: "Report", suite: str, name: str, method: str) -> bool:
         return False
     if name == upstream:
         return True
-    wanted = paper_settings(suite) if method == FEATCAL else _BASELINES.get(method)
+    expected = paper_settings(suite) if method == FEATCAL else _BASELINES.get(method)
     numbers = {entry["samples"] for entry in report.samples.get(name, {}).values()}
-    if wanted is None or numbers != {SAMPLES}:
+    if expected is None or numbers != {SAMPLES}:
         return False
-    return _agree(report.settings.get(name, {}), wanted)
+    return _agree(report.settings.get(name, {}), expected)
 
 
-def _agree(settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    return all(key in settings and settings[key] == value for key, value in wanted.items())
+def _agree(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    return all(key in settings and settings[key] == value for key, value in expected.items())
 
 
 @cache

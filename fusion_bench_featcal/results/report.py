@@ -76,7 +76,7 @@ class Report:
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """Row -> task -> {"samples": number really used, "split": calibration split}."""
     seeds: dict[str, int | None] = field(default_factory=dict)
-    """What was seeded -> seed, for example {"calibration": 42}."""
+    """Seeds by what they seed, for example {"calibration": 42}."""
     test_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task -> {"items": number of test items, ...}; equal for comparable runs."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -130,9 +130,9 @@ class Report:
             self._add_items(name, row, correct)
         self.rows[name] = {**row, AVERAGE: mean(row)}
         made = ((self.settings, settings), (self.cost, cost), (self.samples, samples))
-        for kept, value in made:
+        for column, value in made:
             if value is not None:
-                kept[name] = plain(value, name)
+                column[name] = plain(value, name)
         self._add_loss(name, loss or {})
 
     def _add_loss(self, name: str, loss: Mapping[str, float | None]) -> None:

@@ -81,20 +81,20 @@ def _refuse_clash(
         "to use FusionBench's."
     )
     pairs = zip_longest(classnames, known_classnames, fillvalue="nothing")
-    for label, (ours, theirs) in enumerate(pairs):
-        if ours != theirs:
+    for label, (new, existing) in enumerate(pairs):
+        if new != existing:
             raise ValueError(
                 f"taskpool.tasks.{task}.classnames: FusionBench has class names for {task!r} "
-                f"already, and label {label} is {theirs!r} there, {ours!r} here. {remedy}"
+                f"already, and label {label} is {existing!r} there, {new!r} here. {remedy}"
             )
-    said, known_said = (
-        [template(known_classnames[0]) for template in prompts]
-        for prompts in (templates or known_templates, known_templates)
+    prompts, known_prompts = (
+        [template(known_classnames[0]) for template in some_templates]
+        for some_templates in (templates or known_templates, known_templates)
     )
-    if said != known_said:
+    if prompts != known_prompts:
         raise ValueError(
             f"taskpool.tasks.{task}.templates: FusionBench has prompts for {task!r} already "
-            f"({known_said[0]!r}, ...), not {said[0]!r}. {remedy}"
+            f"({known_prompts[0]!r}, ...), not {prompts[0]!r}. {remedy}"
         )
 
 
@@ -105,12 +105,12 @@ def forget_stored_heads(tasks: Iterable[str], folder: Path | None = None) -> int
     model at the same path, would be used again unnoticed. They are rebuilt when next needed. So are
     heads whose note names no task that FusionBench knows: it may be damaged.
     """
-    wanted = {repr(task) for task in tasks}
-    kept = {repr(task) for task in CLIPTemplateFactory._dataset_mapping} - wanted
+    defined = {repr(task) for task in tasks}
+    trusted = {repr(task) for task in CLIPTemplateFactory._dataset_mapping} - defined
     root = folder or cache_utils.DEFAULT_CACHE_DIR
     deleted = 0
     for note in root.rglob("construct_classification_head/*/metadata.json"):
-        if _task_of(note) not in kept:
+        if _task_of(note) not in trusted:
             shutil.rmtree(note.parent, ignore_errors=True)  # another process may be at it too
             deleted += 1
     return deleted

@@ -66,8 +66,10 @@ def loader_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
         given = OmegaConf.to_container(given, resolve=True)  # type: ignore[assignment]
     given = dict(given or {})
     place = "taskpool.dataloader_kwargs"
-    ours = {"self", "dataset", "collate_fn", "sampler", "batch_sampler"}
-    valid = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in ours]
+    reserved = {"self", "dataset", "collate_fn", "sampler", "batch_sampler"}
+    valid = [
+        name for name in inspect.signature(DataLoader.__init__).parameters if name not in reserved
+    ]
     refuse_unknown_keys(given, valid, place)
     for key in ("shuffle", "drop_last"):
         if given.get(key):
@@ -95,17 +97,17 @@ class PixelCache:
             yield from self._kept[task]
             return
         room = self.limit_bytes - self.used_bytes
-        kept: list[Batch] = []
+        stored: list[Batch] = []
         size = 0
         for pixels, labels in loader:
             size += pixels.nbytes + labels.nbytes
             if size <= room:
-                kept.append((pixels, labels))
+                stored.append((pixels, labels))
             else:
-                kept.clear()
+                stored.clear()
             yield pixels, labels
         if size <= room:  # reached only when the caller took every batch
-            self._kept[task] = kept
+            self._kept[task] = stored
             self.used_bytes += size
 
 

@@ -192,7 +192,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         for number, sample in enumerate(task.samples):
             place = f"task {name!r}, test row {number}"
             check_token_ids(pad_samples([sample], encoder), model, lambda _, place=place: place)
-        with self.fabric.autocast(), told_task(model, name):
+        with self.fabric.autocast(), surgery_task(model, name):
             answers = answer_texts(model, encoder, task.prompts, batch_size=size, most=most)
             loss = target_loss(model, encoder, task.samples, batch_size=size)
         if (self.metrics or {}).get(name) == "spearman":
@@ -211,7 +211,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         return self._tokenised[key]
 
 
-def told_task(model: Any, task: str) -> AbstractContextManager[Any]:
+def surgery_task(model: Any, task: str) -> AbstractContextManager[Any]:
     """Context in which a surgery model knows the task, as FusionBench's image task pools tell it.
 
     Raises:

@@ -85,8 +85,8 @@ def load_chats(
     if (prompt is None) != (answer is None):
         raise ValueError("prompt and answer are the columns of one question: give both or neither")
     rows: Any = datasets.load_dataset(path, name, split=split)
-    wanted = [messages] if prompt is None else [prompt, answer]
-    missing = [column for column in wanted if column not in rows.column_names]
+    columns = [messages] if prompt is None else [prompt, answer]
+    missing = [column for column in columns if column not in rows.column_names]
     if missing:
         raise ValueError(f"{path} has no columns {missing}; it has {rows.column_names}")
 
