@@ -175,26 +175,6 @@ def assert_equal(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], bound: f
     assert worst <= bound, f"relative distance {worst:.2e} exceeds {bound:.0e}"
 
 
-def objective(problem: Problem, weight: Tensor, knobs: Knobs) -> Tensor:
-    """Eq. 15, written out over rows."""
-    loss = knobs.lam * (weight - problem.anchor(knobs.rho)).square().sum()
-    for task, r in problem.rows().items():
-        error = r.cal @ weight.T - r.target(knobs.alpha) @ problem.weights[task].double().T
-        task_weight = 1 / second_moment(r).square().sum().sqrt()
-        loss = loss + task_weight * (r.p @ error.square().sum(dim=1))
-    return loss
-
-
-def assert_stationary(problem: Problem, weight: Tensor, knobs: Knobs, bound: float) -> None:
-    """The gradient of Eq. 15 is zero at `weight`, beside what it is at the merged weight."""
-    point = weight.double().clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(objective(problem, point, knobs), point)
-    start = problem.merged[0].double().clone().requires_grad_()
-    (reference,) = torch.autograd.grad(objective(problem, start, knobs), start)
-    share = float(gradient.norm() / reference.norm())
-    assert share <= bound, f"gradient is {share:.2e} of that at the merged weight"
-
-
 def assert_least_squares(
     problem: Problem, found: tuple[Tensor, Tensor], knobs: Knobs, bound: float
 ) -> None:

@@ -10,7 +10,7 @@ from problems import random_problem
 from fusion_bench_featcal.core import solve_linear
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("knobs", [Knobs(), Knobs(alpha=0.0, lam=1e-3), Knobs(alpha=1.0, lam=3.0)])
 def test_error_bound_of_leaving_out(seed: int, knobs: Knobs):
     """|W' - W| <= sum over what is left out of w_i |C_i|_2 |W_i - W_mer|_F / (lambda + eps)."""

@@ -75,16 +75,6 @@ def test_task_weights_residual_and_condition_are_reported_alike():
     assert found.residuals["only"] < 1e-12
 
 
-def test_missing_base_drops_lambda_from_the_bias():
-    problem, knobs = random_problem(23), Knobs(rho=1.0)
-    folded = fold({"only": problem}, knobs)
-    weight = folded.solve(knobs.lam).weights["only"]
-    found = folded.solve_bias("only", weight, None, knobs.lam)
-    assert_equal((found,), (folded.solve_bias("only", weight, None, 0.0),), EXACT)
-    with_base = folded.solve_bias("only", weight, problem.anchor(1.0, 1), knobs.lam)
-    assert float((with_base - found).norm()) > 1e-4
-
-
 def test_no_op_is_exact():
     """Everything equal: the difference to the anchor is zero to the last bit at eps = 0."""
     problem = random_problem(24)
@@ -103,19 +93,13 @@ def test_no_op_is_exact():
         assert torch.equal(weight.to(dtype), narrow.base[0])
 
 
-def test_task_is_folded_only_once():
-    problem = random_problem(25)
-    folded = fold({"only": problem}, Knobs())
-    means = problem.moments()["task_0"].means(0.3, torch.float64)
-    with pytest.raises(ValueError, match="task_0"):
-        folded.fold("task_0", means, {"only": problem.weights["task_0"]}, {})
-
-
-def test_no_task_is_folded_after_a_solve_or_in_another_form():
+def test_tasks_that_cannot_be_folded_are_refused():
     problem = random_problem(25)
     folded = fold({"only": problem}, Knobs())
     means = problem.moments()["task_0"].means(0.3, torch.float64)
     weights = {"only": problem.weights["task_0"]}
+    with pytest.raises(ValueError, match="task_0"):
+        folded.fold("task_0", means, weights, {})
     with pytest.raises(ValueError, match="some tasks and not for others"):
         folded.fold("new", replace(means, reached=weights), weights, {})
     folded.solve(0.05)
@@ -140,13 +124,6 @@ def test_sums_are_solved_at_one_lambda_after_another():
     first = folded.solve(0.05).weights["only"]
     assert not torch.allclose(folded.solve(5.0).weights["only"], first)
     assert torch.equal(folded.solve(0.05).weights["only"], first)
-
-
-def test_unsolvable_sums_are_refused():
-    problem = random_problem(27, tasks=1, rows=3, width=8)
-    folded = fold({"only": problem}, Knobs(lam=0.0))
-    with pytest.raises(UnsolvedError, match="singular"):
-        folded.solve(0.0)
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.05, 3.0])
