@@ -12,6 +12,7 @@ from fusion_bench_featcal import CalibrationResult, FeatCalSettings, calibrate
 
 EXACT = 1e-9  # float64, relative to each parameter's norm
 PAPER = Knobs(eps=1e-8)
+OPTIONS = {"autocast", "device", "in_place", "merging", "processes", "progress"}
 
 
 def samples_in(suite: Suite) -> int:
@@ -30,7 +31,7 @@ def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
         "calibrate_bias": knobs.bias,
         "calibrate_norm": knobs.norm,
         "token_weights": "demo_last_block" if knobs.demo_last_block else "uniform",
-        "samples_per_task": samples_in(suite),
+        "samples_per_task": more.get("samples_per_task") or samples_in(suite),
     }
     return FeatCalSettings(**(values | more))
 
@@ -39,27 +40,30 @@ def cast(inputs: Mapping[str, list], dtype: torch.dtype) -> dict[str, list]:
     def one(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
+    def all_of(batch: Any) -> Any:
+        is_table = isinstance(batch, Mapping)
+        return {k: one(v) for k, v in batch.items()} if is_table else one(batch)
+
     return {
-        task: [
-            {k: one(v) for k, v in batch.items()} if isinstance(batch, Mapping) else one(batch)
-            for batch in batches
-        ]
+        task: [all_of(batch) for batch in batches] if isinstance(batches, list) else batches
         for task, batches in inputs.items()
     }
 
 
 def run_fast(
-    suite: Suite, knobs: Knobs = PAPER, family: Any = "auto", has_base: bool = True, **more: Any
+    suite: Suite, knobs: Knobs = PAPER, family: Any = None, has_base: bool = True, **more: Any
 ) -> CalibrationResult:
+    """Calibrate; `more` are settings, and what else `calibrate` takes."""
     dtype = next(suite.merged.parameters()).dtype
+    options = {name: more.pop(name) for name in OPTIONS & set(more)}
     return calibrate(
         suite.merged,
         suite.base if has_base else None,
         suite.experts,
         cast(suite.inputs, dtype),
         settings_of(knobs, suite, **more),
-        family=family,
-        progress=False,
+        family=family or suite.family,
+        **({"progress": False} | options),
     )
 
 

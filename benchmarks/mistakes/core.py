@@ -92,7 +92,7 @@ MUTATIONS = [
         "core/moments.py",
         "return frobenius_norm(moments.gram) / moments.weight",
         "return frobenius_norm(moments.gram)",
-        "core/test_linear_solve.py",
+        "core/test_moments.py",
     ),
     Mutation(
         "float32 solves at any lambda",

@@ -15,7 +15,7 @@ MUTATIONS = [
         "engine/block.py",
         "DEAD_TASK_RATIO = 1e-6\n",
         "DEAD_TASK_RATIO = 1e-12\n",
-        "test_calibrate_errors.py::test_task_that_is_quieter_than_that_is_a_dead_one",
+        "test_calibrate_errors.py",
     ),
     Mutation(
         "parameters that overflow are loaded",

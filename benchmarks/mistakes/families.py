@@ -50,7 +50,7 @@ MUTATIONS = [
         "families/llama.py",
         "(call.hidden.clone(), **call.kwargs[block])",
         "(call.hidden.clone(), **next(iter(call.kwargs.values())))",
-        "families/test_llama_family.py test_calibrate_decoders.py",
+        "families/test_families.py test_calibrate_decoders.py",
     ),
     Mutation(
         "norms calibrated though switched off",

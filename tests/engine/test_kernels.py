@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, assert_identical, assert_same, cast, run_fast, settings_of
+from calibrations import assert_identical, assert_same, run_fast
 from tiny_models import clip_suite
 from torch import nn
 from torch.nn import functional
 
-from fusion_bench_featcal import CalibrationError, calibrate
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.core import kernels, products
 from fusion_bench_featcal.core.kernels import (
     ONEDNN,
@@ -198,13 +198,5 @@ class BesideAnother(OneProcess):
 @pytest.mark.parametrize("other", [TORCH, ONEDNN])
 def test_onednn_is_used_only_where_every_process_chose_it(other: str):
     suite = clip_suite(seed=1, tasks=1, depth=1).to(torch.float32)
-    result = calibrate(
-        suite.merged,
-        suite.base,
-        suite.experts,
-        cast(suite.inputs, torch.float32),
-        settings_of(PAPER, suite, linear_kernel=ONEDNN),
-        progress=False,
-        processes=BesideAnother(other),
-    )
+    result = run_fast(suite, linear_kernel=ONEDNN, processes=BesideAnother(other))
     assert [record["linear_kernel"] for record in result.log.of_kind("engine")] == [other]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import cast, run_fast
+from calibrations import run_fast
 from tiny_models import clip_suite
 from torch import Tensor
 
@@ -44,7 +44,6 @@ BACKENDS = [
 
 
 @pytest.fixture(
-    autouse=True,
     params=[older_functions, everything_at_once, backend_by_backend],
     ids=lambda way: way.__name__,
 )
@@ -61,6 +60,7 @@ def allowed(request: pytest.FixtureRequest):
         backend.fp32_precision = precision
 
 
+@pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize(
     ("precision", "device", "wanted"),
     [
@@ -82,6 +82,7 @@ def test_short_cuts_only_where_asked_and_there(precision: str, device: str, want
         assert matmuls() == (wanted, "ieee")
 
 
+@pytest.mark.usefixtures("allowed")
 def test_convolutions_take_no_short_cut_that_products_may_not_take():
     with convolving_as_multiplying():
         assert products_in_force()["cudnn.conv"] == "tf32"  # as the products of this caller
@@ -89,6 +90,7 @@ def test_convolutions_take_no_short_cut_that_products_may_not_take():
         assert products_in_force()["cudnn.conv"] == "ieee"
 
 
+@pytest.mark.usefixtures("allowed")
 def test_a_setting_that_is_inherited_stays_inherited(request: pytest.FixtureRequest):
     with exact_products(), convolving_as_multiplying():
         pass
@@ -98,6 +100,7 @@ def test_a_setting_that_is_inherited_stays_inherited(request: pytest.FixtureRequ
         backends.fp32_precision = "tf32"
 
 
+@pytest.mark.usefixtures("allowed")
 def test_every_way_of_allowing_short_cuts_gives_the_same_model():
     suite = clip_suite().to(torch.float32)
     with exact_products():
@@ -146,8 +149,7 @@ def test_other_dtypes_stay_as_they_are():
 
 
 def test_the_setting_reaches_the_calibration():
-    suite = clip_suite().to(torch.float32)
-    suite.inputs = cast(suite.inputs, torch.float32)
+    suite = clip_suite(tasks=2, depth=1).to(torch.float32)
     models = {
         precision: dict(run_fast(suite, sums_precision=precision).model.named_parameters())
         for precision in ("float32", "tf32", "bfloat16")

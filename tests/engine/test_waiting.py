@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.core import finite
 from fusion_bench_featcal.core.drift import drift_norm_sum
-from fusion_bench_featcal.engine import block, loop, team, visits
+from fusion_bench_featcal.engine import block, loop, team
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.experts import ExpertModel
 
@@ -147,14 +146,6 @@ def test_the_watch_sees_every_way_to_look(watching: Watching):
         assert watching.found.total() > before
 
 
-def test_numbers_of_all_kinds_come_back_in_order():
-    values = [torch.tensor(True), torch.tensor([1.5, 2.5]), torch.tensor(3, dtype=torch.int32)]
-    assert finite.read_back(values) == [1.0, 1.5, 2.5, 3.0]
-    assert finite.read_back([]) == []
-    exact = torch.tensor(0.1)
-    assert finite.read_back([exact]) == [float(exact)]
-
-
 @pytest.mark.parametrize(
     "mask", [[[1, 0, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 1]], [[0, 2, 0], [1, 0, 3]]]
 )
@@ -178,53 +169,6 @@ def test_features_of_other_positions_than_the_mask_are_refused():
     counted = CountedRows.of_mask(torch.tensor([[1, 0, 1]]))
     with pytest.raises(ValueError, match=r"\(1, 5, 2\) do not fit a mask \(1, 3\)"):
         counted.of(torch.zeros(1, 5, 2))
-
-
-class Queue:
-    """A GPU's queue of work, and its marks, which pass when the work before them is done."""
-
-    def __init__(self) -> None:
-        self.done = 0.0
-
-    def Event(self, *, enable_timing: bool) -> "Mark":
-        assert enable_timing
-        return Mark(self)
-
-    def current_stream(self, device: torch.device) -> "Queue":
-        assert device.type == "cuda"
-        return self
-
-
-class Mark:
-    def __init__(self, queue: Queue) -> None:
-        self.queue, self.at, self.waited = queue, -1.0, False
-
-    def record(self, stream: Queue) -> None:
-        self.at = stream.done
-
-    def synchronize(self) -> None:
-        self.waited = True
-
-    def elapsed_time(self, other: "Mark") -> float:
-        assert other.waited
-        return 1000 * (other.at - self.at)
-
-
-def test_the_watch_of_a_gpu_tells_the_queues_time(monkeypatch: pytest.MonkeyPatch):
-    queue = Queue()
-    monkeypatch.setattr(visits.torch, "cuda", queue)
-    queue.done = 3.0
-    watch = visits.Stopwatch(torch.device("cuda"))
-    queue.done = 5.5
-    watch.stop()
-    queue.done = 9.0
-    assert watch.seconds == 2.5
-
-
-def test_the_watch_of_a_cpu_stops():
-    watch = visits.Stopwatch(torch.device("cpu"))
-    watch.stop()
-    assert 0 <= watch.seconds == watch.seconds
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,22 @@
 """open_clip's fused attention taken apart, calibrated, and put together again."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, assert_identical, assert_same, distance, run_fast, settings_of
+from calibrations import PAPER, assert_identical, assert_same, distance, run_fast
 from oracle import Knobs
 from safetensors.torch import save_file
-from tiny_models import Suite, blocks_of, clip_suite, normal
+from tiny_models import Suite, clip_suite, normal
 from tiny_open_clip import ImageEncoder, Tower, TwoTowers, converted, tower_suite
-from torch import Tensor, nn
+from torch import nn
 
-from fusion_bench_featcal import CalibrationError, InMemoryExpert, SafetensorsExpert, calibrate
+from fusion_bench_featcal import CalibrationError, InMemoryExpert, SafetensorsExpert
 from fusion_bench_featcal.families import OPEN_CLIP, resolve_family
-from fusion_bench_featcal.families.unfused import UnfusedAttention, UnfusedView
+from fusion_bench_featcal.families.unfused import UnfusedAttention
 
 BLOCKS = ["transformer.resblocks.0", "transformer.resblocks.1"]
 VIEW = OPEN_CLIP.view
@@ -98,8 +100,7 @@ def test_experts_stream_from_files_as_open_clip_writes_them(tmp_path: Path, pref
         tensors = {f"{prefix}{name}": tensor for name, tensor in expert.state_dict().items()}
         save_file(tensors, tmp_path / f"{task}.safetensors")
         sources[task] = SafetensorsExpert(tmp_path / f"{task}.safetensors")
-    settings = settings_of(PAPER, suite)
-    found = calibrate(suite.merged, suite.base, sources, suite.inputs, settings, progress=False)
+    found = run_fast(replace(suite, experts=sources))
     assert_identical(found.model, run_fast(suite).model)
     read = {r["expert_bytes"] for r in found.log.records if r["kind"] == "task"}
     block = suite.base.get_submodule(BLOCKS[0])
@@ -107,34 +108,22 @@ def test_experts_stream_from_files_as_open_clip_writes_them(tmp_path: Path, pref
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("knobs", [PAPER, Knobs(alpha=1.0, lam=1e-3, rho=1.0)], ids=str)
-def test_open_clip_calibrates_as_its_transformers_twin(knobs: Knobs, batch_first: bool):
+@pytest.mark.parametrize(
+    "knobs",
+    [PAPER, Knobs(alpha=1.0, lam=1e-3, rho=2.2, demo_last_block=True)],
+    ids=["paper", "demo weights"],
+)
+def test_open_clip_calibrates_and_drifts_as_its_transformers_twin(knobs: Knobs, batch_first: bool):
     ours, theirs = twins(4, batch_first=batch_first)
-    wanted = converted(run_fast(ours, knobs).model, batch_first=batch_first)
-    found = run_fast(theirs, knobs).model
-    assert distance(found, theirs.merged) > 1e-3
-    assert_same(found, wanted)
-    assert type(found) is Tower
-    assert str(found) == str(theirs.merged)
-
-
-def test_demo_weights_meet_the_class_token_wherever_the_batch_is():
-    knobs = Knobs(alpha=0.25, rho=2.2, demo_last_block=True)
-    ours, theirs = twins(5, batch_first=False)
-    wanted = converted(run_fast(ours, knobs).model, batch_first=False)
-    assert_same(run_fast(theirs, knobs).model, wanted)
-
-
-def test_drift_in_the_log_is_that_of_the_twin():
-    ours, theirs = twins(6, batch_first=False)
-    records = [
-        [(r["task"], r["rows"], r["drift_before"], r["drift_after"]) for r in log if "rows" in r]
-        for log in (run_fast(suite).log.records for suite in (ours, theirs))
-    ]
-    assert len(records[0]) == 6
-    for wanted, found in zip(*records, strict=True):
-        assert found[:2] == wanted[:2]
-        assert found[2:] == pytest.approx(wanted[2:], rel=1e-9)
+    wanted, found = run_fast(ours, knobs), run_fast(theirs, knobs)
+    assert distance(found.model, theirs.merged) > 1e-3
+    assert_same(found.model, converted(wanted.model, batch_first=batch_first))
+    assert type(found.model) is Tower and str(found.model) == str(theirs.merged)
+    visits = [result.log.of_kind("task") for result in (found, wanted)]
+    for ours_, theirs_ in zip(*visits, strict=True):
+        assert (ours_["task"], ours_["rows"]) == (theirs_["task"], theirs_["rows"])
+        for name in ("drift_before", "drift_after"):
+            assert ours_[name] == pytest.approx(theirs_[name], rel=1e-9)
 
 
 def wrapped(suite: Suite, wrap: type[nn.Module]) -> Suite:
@@ -163,17 +152,6 @@ def test_wrappers_calibrate_as_the_tower_alone_and_the_text_tower_stays():
         inner = prefix.removesuffix("visual") + "transformer"
         assert_identical(found.get_submodule(inner), text)
         assert str(found) == str(outer.merged)
-
-
-def test_images_may_come_under_any_name():
-    suite = tower_suite(seed=8)
-    wanted = run_fast(suite).model
-    named = copy.copy(suite)
-    named.inputs = {
-        task: [{"pixel_values": batch} for batch in batches]
-        for task, batches in suite.inputs.items()
-    }
-    assert_identical(run_fast(named).model, wanted)
 
 
 def test_modes_and_gradient_flags_are_the_merged_models():
@@ -205,58 +183,46 @@ class Odd(nn.MultiheadAttention):
     """Attention with something more to it."""
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [
-        Odd(12, 3, batch_first=True),
-        nn.MultiheadAttention(12, 3, kdim=5, batch_first=True),
-        nn.MultiheadAttention(12, 3, add_bias_kv=True, batch_first=True),
-        nn.MultiheadAttention(12, 3, add_zero_attn=True, batch_first=True),
-        nn.Linear(12, 12),
-    ],
-    ids=["subclass", "kdim", "bias_kv", "zero_attn", "other"],
-)
-def test_attention_of_another_kind_is_refused(attention: nn.Module):
+def with_attention(attention: nn.Module) -> nn.Module:
     model = Tower()
     model.transformer.resblocks[1].attn = attention
-    with pytest.raises(
-        CalibrationError, match=r"resblocks\.1\.attn is a .*replay.*method\.modules"
-    ):
-        VIEW.shown(model)
+    return model
 
 
-def test_batch_in_second_place_needs_a_transformer_that_can_change_it():
+def without_switch() -> nn.Module:
     model = Tower(batch_first=False)
     del model.transformer.batch_first
-    with pytest.raises(CalibrationError, match=r"batch in second place.*open_clip_torch 2\.26"):
-        VIEW.shown(model)
+    return model
 
 
-def test_models_that_are_no_open_clip_are_refused():
-    with pytest.raises(CalibrationError, match=r"Linear has no open_clip vision transformer"):
-        OPEN_CLIP.stages(nn.Linear(2, 2))
-    text_only = TwoTowers(nn.Identity())
-    with pytest.raises(CalibrationError, match="no open_clip vision transformer"):
-        OPEN_CLIP.stages(text_only)
-    with pytest.raises(ValueError, match=r"family=auto does not know TwoTowers.*open_clip"):
-        resolve_family("auto", text_only)
-
-
-def test_family_is_found_by_the_blocks():
-    assert resolve_family("auto", Tower()) is OPEN_CLIP
-    assert resolve_family("open_clip", Tower()) is OPEN_CLIP
-    assert OPEN_CLIP.stages(Tower()) == [BLOCKS]
-    assert isinstance(VIEW, UnfusedView)
-
-
-def test_every_position_counts():
-    pixels: Tensor = normal(0, 2, 3, 8, 8)
-    assert OPEN_CLIP.row_weights({"pixel_values": pixels}, 0, "all") is None
-    assert OPEN_CLIP.other_rows(pixels, 0) == {}
-
-
-def test_twins_are_cut_into_the_same_blocks():
-    ours, theirs = twins(11)
-    assert len(blocks_of(ours.merged, "CLIPEncoderLayer")) == len(
-        OPEN_CLIP.stages(theirs.merged)[0]
-    )
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *(
+            (
+                lambda a=a: VIEW.shown(with_attention(a)),
+                r"resblocks\.1\.attn is a .*replay.*modules",
+            )
+            for a in (
+                Odd(12, 3, batch_first=True),
+                nn.MultiheadAttention(12, 3, kdim=5, batch_first=True),
+                nn.MultiheadAttention(12, 3, add_bias_kv=True, batch_first=True),
+                nn.MultiheadAttention(12, 3, add_zero_attn=True, batch_first=True),
+                nn.Linear(12, 12),
+            )
+        ),
+        (
+            lambda: VIEW.shown(without_switch()),
+            r"batch in second place.*open_clip_torch 2\.26",
+        ),
+        (lambda: OPEN_CLIP.stages(nn.Linear(2, 2)), r"Linear has no open_clip vision transformer"),
+        (lambda: OPEN_CLIP.stages(TwoTowers(nn.Identity())), "no open_clip vision transformer"),
+        (
+            lambda: resolve_family("auto", TwoTowers(nn.Identity())),
+            r"family=auto does not know TwoTowers.*open_clip",
+        ),
+    ],
+)
+def test_what_is_no_open_clip_is_refused(call: Any, message: str):
+    with pytest.raises((CalibrationError, ValueError), match=message):
+        call()

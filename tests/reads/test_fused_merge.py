@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, assert_identical, cast, replay, settings_of
+from calibrations import PAPER, assert_identical, cast, settings_of
 from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from oracle import Knobs
@@ -61,9 +61,9 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "clip without features": (small_clip, CALM),
     "t5, tied": (small_t5, {}),
     "t5, untied": (lambda: small_t5(untied=True), {}),
-    "gpt2": (gpt2_suite, {"family": replay(gpt2_suite())}),
+    "gpt2": (gpt2_suite, {}),
     "open_clip": (tower_suite, {}),
-    "integers": (counting_suite, {"family": replay(residual_suite())}),
+    "integers": (counting_suite, {}),
 }
 
 

@@ -28,7 +28,7 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "clip": (small_clip, {}),
     "clip without features": (small_clip, NO_FEATURES),
     "replay": (small_clip, {"family": replay(clip_suite())}),
-    "gpt2": (gpt2_suite, {"family": replay(gpt2_suite()), "modules": ["h.1.*"]}),
+    "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}),
     "open_clip": (tower_suite, {}),
     "t5": (lambda: t5_suite(depths=(1, 1), tasks=2), {}),
 }

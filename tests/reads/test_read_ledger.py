@@ -36,7 +36,7 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
         small_clip,
         {"family": replay(clip_suite()), "mix_alpha": 0.0, "log_drift": False},
     ),
-    "gpt2": (gpt2_suite, {"family": replay(gpt2_suite()), "modules": ["h.1.*"]}),
+    "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}),
     "open_clip": (tower_suite, {}),
     "t5": (lambda: t5_suite(depths=(1, 1)), {}),
     "t5, no features": (lambda: t5_suite(depths=(1, 1)), {"mix_alpha": 0.0, "log_drift": False}),

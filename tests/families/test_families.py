@@ -1,0 +1,300 @@
+"""Running a model of a family block by block is the model's own forward pass."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoders import MAKES, NO_TARGET, decoder_model, sentences
+from tiny_models import clip_model, normal, scatter
+from tiny_t5 import REPLAY, t5_batch, t5_model
+from torch import Tensor, nn
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+    T5EncoderModel,
+)
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.families import CLIP, OPEN_CLIP, T5, Family, resolve_family
+from fusion_bench_featcal.families.llama import LLAMA, MODEL_TYPES
+
+DECODER = ["model.layers.0", "model.layers.1"]
+SENTENCES: dict[str, Any] = t5_batch([3, 7, 5], [4, 1, 3], seed=0, pad=(1, 1))
+IMAGES = {"pixel_values": normal(0, 3, 3, 8, 8)}
+
+
+def clip(attention: str = "sdpa", **shape: Any) -> nn.Module:
+    model = scatter(clip_model(**shape), 5, 0.2).double()
+    model.set_attn_implementation(attention)  # pyright: ignore[reportCallIssue]
+    return model
+
+
+def decoder(make: str = "llama") -> nn.Module:
+    return scatter(decoder_model(make), 5, 0.2)
+
+
+def t5(**shape: Any) -> nn.Module:
+    return scatter(t5_model(**shape).double(), 5, 0.3)
+
+
+CASES: dict[str, tuple[Family, Callable[[], nn.Module], Any]] = {
+    "clip": (CLIP, partial(clip), IMAGES),
+    "clip, eager": (CLIP, partial(clip, "eager", width=8, heads=4, hidden=5, depth=3), IMAGES),
+    "clip, twelve blocks": (CLIP, partial(clip, width=4, heads=1, hidden=4, depth=12), IMAGES),
+    "t5, gated": (T5, partial(t5, untied=True), SENTENCES),
+    "t5": (T5, partial(t5, gated=False, depths=(1, 3)), SENTENCES),
+    "mt5": (T5, partial(t5, kind="mt5", depths=(3, 1), heads=1, width=5), SENTENCES),
+    "umt5": (T5, partial(t5, kind="umt5", gated=False, depths=(2, 3)), SENTENCES),
+}
+for _make in MAKES:
+    for _side in ("left", "right"):
+        CASES[f"{_make}, {_side}"] = (
+            LLAMA,
+            partial(decoder, _make),
+            sentences([5, 9, 7], 10, side=_side),
+        )
+
+
+def stepped(family: Any, model: nn.Module, inputs: Any) -> list[Tensor]:
+    """What each block returns, run one by one."""
+    found = []
+    with torch.no_grad():
+        for blocks in family.stages(model):
+            call = family.begin(model, inputs, blocks[0])
+            for block in blocks:
+                hidden, call = family.step(model, block, call)
+                found.append(hidden)
+    return found
+
+
+def assert_untouched(model: nn.Module) -> None:
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_those_of_the_models_own_pass(case: str):
+    family, make, inputs = CASES[case]
+    model = make()
+    stages = family.stages(model)
+    for stage in stages:
+        assert [int(name.rpartition(".")[2]) for name in stage] == list(range(len(stage)))
+    replay = REPLAY if family is T5 else {"name": "replay", "blocks": stages[0]}
+    assert resolve_family("auto", model) is resolve_family(family.name, model) is family
+    found, wanted = (stepped(f, model, inputs) for f in (family, resolve_family(replay, model)))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("case", ["clip", "llama, right", "mistral, left", "gemma2, right", "t5"])
+def test_stepping_leaves_its_inputs_and_the_model_alone(case: str):
+    family, make, inputs = CASES[case]
+    model = make()
+    asked = inputs if family is CLIP else inputs | {"use_cache": True}
+    for first_block, *_ in family.stages(model):
+        with torch.no_grad():
+            call = family.begin(model, asked, first_block)
+            before = call.hidden.clone()
+            first, following = family.step(model, first_block, call)
+            second, _ = family.step(model, first_block, call)
+        assert torch.equal(call.hidden, before) and torch.equal(first, second)
+        assert torch.equal(following.hidden, first)
+        assert_untouched(model)
+        for kwargs in call.kwargs.values() if family is LLAMA else [call.kwargs]:
+            assert kwargs.get("past_key_values") is None and not kwargs.get("use_cache")
+    assert asked.get("use_cache", True)  # the caller's inputs are its own
+
+
+def test_every_decoder_is_tried_here():
+    assert set(MODEL_TYPES) == set(MAKES)
+
+
+@pytest.mark.parametrize("make", ["qwen2", "qwen3", "gemma2"])
+def test_blocks_with_a_sliding_window_get_their_own_mask(make: str):
+    call = LLAMA.begin(decoder_model(make), sentences([6, 4], 6), DECODER[0])
+    first, second = (call.kwargs[block]["attention_mask"] for block in DECODER)
+    assert first.shape == second.shape and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_position_bias_of_the_first_block_is_handed_on(stage: int):
+    model = t5(depths=(3, 3))
+    blocks = T5.stages(model)[stage]
+    with torch.no_grad():
+        _, second = T5.step(model, blocks[0], T5.begin(model, SENTENCES, blocks[0]))
+        hidden, third = T5.step(model, blocks[1], second)
+        assert second.bias is not None and third.bias is second.bias
+        assert second.bias.shape == (1, 2, *hidden.shape[1:2] * 2)  # none for each sample
+        without, _ = T5.step(model, blocks[1], replace(second, bias=second.bias * 0))
+    assert (hidden - without).abs().max() > 1e-3
+
+
+def test_forward_that_a_library_replaced_is_back_afterwards():
+    model: Any = decoder_model()
+    block, ran = model.model.layers[0], []
+    plain = block.forward
+    block.forward = lambda *args, **kwargs: ran.append(1) or 2 * plain(*args, **kwargs)
+    replaced = block.forward
+    call = LLAMA.begin(model, sentences([3], 3), DECODER[0])
+    assert block.forward is replaced and not ran  # no block runs before its turn
+    found, _ = LLAMA.step(model, DECODER[0], call)
+    torch.testing.assert_close(found, 2 * plain(call.hidden, **call.kwargs[DECODER[0]]))
+
+
+def test_bare_decoder_and_plain_tensors_give_the_same():
+    model, inputs = decoder(), sentences([4, 4], 4)
+    wanted = stepped(LLAMA, model, inputs)
+    bare = model.get_submodule("model")
+    for again in (stepped(LLAMA, bare, inputs), stepped(LLAMA, model, inputs["input_ids"])):
+        for ours, theirs in zip(again, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_tower_with_a_projection_is_a_clip():
+    config = CLIPVisionConfig(**SMALL, image_size=8, patch_size=4, projection_dim=8)
+    assert len(CLIP.stages(CLIPVisionModelWithProjection(config))[0]) == 1
+
+
+def test_images_count_at_every_position():
+    for family in (CLIP, OPEN_CLIP):
+        assert family.row_weights(IMAGES, 0, "all") is None
+        assert family.other_rows(IMAGES, 0) == {}
+
+
+@pytest.mark.parametrize("rows", ["all", "targets"])
+def test_t5_counts_its_mask_and_its_labels(rows: Any):
+    mask = SENTENCES["attention_mask"]
+    targets = SENTENCES["labels"] != -100
+    assert T5.row_weights(SENTENCES, 0, rows) is mask
+    counted = T5.row_weights(SENTENCES, 1, rows)
+    assert counted is not None and torch.equal(counted > 0, targets)
+    fed = T5.other_rows(SENTENCES, 1)
+    assert T5.other_rows(SENTENCES, 0) == {}
+    assert fed == dict.fromkeys(["EncDecAttention.k", "EncDecAttention.v"], mask)
+    given: Any = SENTENCES | dict.fromkeys(
+        ["decoder_input_ids", "decoder_attention_mask"], torch.ones(3, 5, dtype=torch.long)
+    )
+    counted = T5.row_weights(given, 1, rows)
+    wanted = targets if rows == "targets" else given["decoder_attention_mask"]
+    assert counted is not None and torch.equal(counted > 0, wanted > 0)
+    del given["labels"], given["decoder_attention_mask"]
+    if rows == "all":
+        assert T5.row_weights(given, 1, rows) is None
+
+
+def test_decoders_count_their_mask_or_what_predicts_a_label():
+    skip = NO_TARGET
+    inputs = {
+        "input_ids": torch.ones(4, 5, dtype=torch.long),
+        "attention_mask": torch.tensor(
+            [[1, 1, 1, 1, 0], [0, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
+        ),
+        "labels": torch.tensor(
+            [
+                [skip, skip, 7, 8, skip],  # padded on the right
+                [skip, skip, skip, 7, 8],  # padded on the left
+                [skip, skip, 6, 7, 8],  # no prompt: nothing predicts the first word
+                [9, skip, skip, skip, 0],  # token 0 is a target like any other
+            ]
+        ),
+    }
+    wanted = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 0]])
+    replay = resolve_family({"name": "replay", "blocks": ["h.*"]}, nn.Module())
+    for family in (LLAMA, replay):
+        assert family.row_weights(inputs, 0, "all") is inputs["attention_mask"]
+        found = family.row_weights(inputs, 0, "targets")
+        assert found is not None and torch.equal(found.long(), wanted)
+        assert family.row_weights(inputs["input_ids"], 0, "all") is None
+    without = {name: inputs[name] for name in ("input_ids", "labels")}
+    assert LLAMA.row_weights(without, 0, "all") is None
+    found = LLAMA.row_weights(without, 0, "targets")
+    assert found is not None and found[2].tolist() == [0, 1, 1, 1, 0]
+
+
+class Odd(nn.Module):
+    """A block that is called without names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Bilinear(3, 3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x, x)
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+TEXT = {"vocab_size": 10, "max_position_embeddings": 4}
+TEXT |= dict.fromkeys(["eos_token_id", "bos_token_id", "pad_token_id"], 0)
+BOTH = CLIPConfig(
+    text_config=SMALL | TEXT, vision_config=SMALL | {"image_size": 8, "patch_size": 4}
+)
+MASK = torch.ones(2, 1, 5, 5)
+IDS = {"input_ids": torch.ones(2, 3, dtype=torch.long)}
+NO_LABELS: dict[str, Any] = IDS | {"decoder_input_ids": IDS["input_ids"]}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: CLIP.stages(CLIPModel(BOTH)), r"CLIPModel has a text tower.*vision_model"),
+        (lambda: CLIP.stages(nn.Linear(2, 2)), r"Linear has no vision encoder layers.*family"),
+        (lambda: LLAMA.stages(clip_model()), r"CLIPVisionModel has no decoder layers.*family"),
+        (
+            lambda: T5.stages(T5EncoderModel(t5_model().config)),  # type: ignore[arg-type]
+            r"T5EncoderModel has no.*decoder\.block.*replay",
+        ),
+        (
+            lambda: LLAMA.begin(Odd(), torch.ones(1, 3), "layers.0"),
+            r"layers\.0 of Odd.*2 arguments.*replay",
+        ),
+        (
+            lambda: T5.begin(t5(), IDS | {"labels": None}, "encoder.block.0"),
+            r"labels, or decoder_input_ids",
+        ),
+        (
+            lambda: T5.begin(t5(), IDS["input_ids"], "encoder.block.0"),
+            r"labels, or decoder_input_ids",
+        ),
+        (
+            lambda: LLAMA.row_weights(IDS, 0, "targets"),
+            r"method\.decoder_rows=targets.*labels.*input_ids",
+        ),
+        (
+            lambda: LLAMA.row_weights(IDS["input_ids"], 0, "targets"),
+            r"method\.decoder_rows=targets.*Tensor",
+        ),
+        (
+            lambda: T5.row_weights(NO_LABELS, 1, "targets"),
+            r"method\.decoder_rows=targets.*labels.*=all",
+        ),
+        (
+            lambda: LLAMA.row_weights({"attention_mask": MASK}, 0, "all"),
+            r"attention_mask.*\(2, 1, 5, 5\)",
+        ),
+    ],
+)
+def test_models_and_inputs_that_do_not_fit_are_refused(call: Any, message: str):
+    with pytest.raises(CalibrationError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("case", "inputs", "error"),
+    [
+        ("clip", {"pixel_values": torch.zeros(1, 3, 16, 16)}, ValueError),
+        ("llama, right", {"input_ids": torch.full((1, 3), 99)}, IndexError),
+    ],
+)
+def test_failing_forward_pass_is_not_swallowed(case: str, inputs: Any, error: type[Exception]):
+    family, make, _ = CASES[case]
+    model = make()
+    with pytest.raises(error):
+        family.begin(model, inputs, family.stages(model)[0][0])
+    assert_untouched(model)
