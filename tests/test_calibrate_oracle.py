@@ -1,6 +1,5 @@
 """The fast calibration equals a slow replay of whole forward passes, block by block."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from calibrations import (
     assert_identical,
     assert_same,
     distance,
-    replay,
     run_fast,
     run_slow,
 )
@@ -92,8 +90,8 @@ def test_at_rho_1_a_base_changes_nothing(knobs: Knobs):
 
 
 def test_drift_in_the_log_is_that_of_the_oracle():
-    for suite, family in ((clip_suite(seed=10), "auto"), (gpt2_suite(seed=4), None)):
-        log = run_fast(suite, family=family or replay(suite)).log
+    for suite in (clip_suite(seed=10), gpt2_suite(seed=4)):
+        log = run_fast(suite).log
         wanted = run_slow(suite).drift
         found = {(r["block"], r["task"]): r for r in log.records if r["kind"] == "task"}
         assert set(found) == set(wanted)
@@ -121,19 +119,6 @@ def test_comparison_notices_another_setting(change: dict[str, Any]):
     wanted = run_slow(suite, Knobs(**change)).model
     with pytest.raises(AssertionError, match="relative distance"):
         assert_same(run_fast(suite, Knobs()).model, wanted, 1e-6)
-
-
-def test_comparison_notices_a_swapped_expert_and_another_order_of_blocks():
-    suite = clip_suite(seed=12)
-    found = run_fast(suite).model
-    swapped = copy.copy(suite)
-    names = list(suite.experts)
-    swapped.experts = dict(zip(names, reversed(suite.experts.values()), strict=True))
-    backwards = copy.copy(suite)
-    backwards.blocks = suite.blocks[::-1]
-    for wrong in (swapped, backwards):
-        with pytest.raises(AssertionError, match="relative distance"):
-            assert_same(found, run_slow(wrong).model, 1e-6)
 
 
 TRICKY = [

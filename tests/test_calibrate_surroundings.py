@@ -11,16 +11,12 @@ import pytest
 import torch
 from calibrations import (
     EXACT,
-    PAPER,
     assert_identical,
     assert_same,
-    cast,
     distance,
-    replay,
     run_fast,
     run_slow,
     samples_in,
-    settings_of,
 )
 from safetensors.torch import save_file
 from tiny_models import Suite, clip_suite, gpt2_suite
@@ -28,7 +24,7 @@ from torch import nn
 from transformers import CLIPVisionModel
 from tricky_models import stack_suite
 
-from fusion_bench_featcal import SafetensorsExpert, calibrate
+from fusion_bench_featcal import SafetensorsExpert
 from fusion_bench_featcal.core import extrapolate_anchor, linear_moments, solve_bias, solve_linear
 
 
@@ -72,31 +68,16 @@ def test_streamed_experts_equal_experts_in_memory_bit_for_bit(tmp_path: Path, la
     sources = save_experts(suite, tmp_path, layout)
     if layout == "shards":
         assert len(list((tmp_path / layout / "task_0").glob("*.safetensors"))) > 1
-    inputs = cast(suite.inputs, torch.float32)
-    settings = settings_of(PAPER, suite)
-    streamed = calibrate(suite.merged, suite.base, sources, inputs, settings, progress=False)
-    loaded = run_fast(suite)
-    assert_identical(streamed.model, loaded.model)
+    save_file(suite.base.state_dict(), tmp_path / "base.safetensors")
+    base: Any = SafetensorsExpert(tmp_path / "base.safetensors")
+    streamed = run_fast(replace(suite, base=base, experts=sources))  # type: ignore[arg-type]
+    assert_identical(streamed.model, run_fast(suite).model)
     for block in suite.blocks:
         weights = suite.merged.get_submodule(block).parameters()
         size = sum(p.numel() * p.element_size() for p in weights)
         records = [r for r in streamed.log.records if r["kind"] == "task" and r["block"] == block]
         # each block of each expert is read exactly once
         assert [record["expert_bytes"] for record in records] == [size] * len(sources)
-
-
-def test_streamed_base_equals_base_in_memory_bit_for_bit(tmp_path: Path):
-    suite = clip_suite(seed=10).to(torch.float32)
-    save_file(suite.base.state_dict(), tmp_path / "base.safetensors")
-    streamed = calibrate(
-        suite.merged,
-        SafetensorsExpert(tmp_path / "base.safetensors"),
-        suite.experts,
-        cast(suite.inputs, torch.float32),
-        settings_of(PAPER, suite),
-        progress=False,
-    )
-    assert_identical(streamed.model, run_fast(suite).model)
 
 
 def test_autocast_wraps_forward_passes_and_statistics_stay_wide():
@@ -109,15 +90,7 @@ def test_autocast_wraps_forward_passes_and_statistics_stay_wide():
         with torch.autocast("cpu", torch.bfloat16):
             yield
 
-    result = calibrate(
-        suite.merged,
-        suite.base,
-        suite.experts,
-        cast(suite.inputs, torch.float32),
-        settings_of(PAPER, suite),
-        autocast=autocast,
-        progress=False,
-    )
+    result = run_fast(suite, autocast=autocast)
     assert entered
     assert {p.dtype for p in result.model.parameters()} == {torch.float32}
     exact = run_fast(suite).model
@@ -133,15 +106,7 @@ def test_every_pass_through_a_block_is_inside_autocast():
             model.get_submodule(block).register_forward_pre_hook(
                 lambda *_: inside.append(torch.is_autocast_enabled("cpu"))
             )
-    calibrate(
-        suite.merged,
-        suite.base,
-        suite.experts,
-        cast(suite.inputs, torch.float32),
-        settings_of(PAPER, suite),
-        autocast=lambda: torch.autocast("cpu", torch.bfloat16),
-        progress=False,
-    )
+    run_fast(suite, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
     batches = sum(len(parts) for parts in suite.inputs.values())
     assert len(inside) >= 3 * batches * len(suite.blocks)  # both sides, and the updated block
     assert all(inside)
@@ -169,7 +134,7 @@ class Biased(nn.Module):
 def test_biases_make_up_for_the_rounding_of_the_weights_that_are_stored():
     suite = stack_suite(Biased, tasks=1, seed=3).to(torch.bfloat16)
     inputs = torch.cat(suite.inputs["task_0"]).bfloat16()
-    found = run_fast(suite, PAPER, replay(suite), ridge_lambda=1e-3).model
+    found = run_fast(suite, ridge_lambda=1e-3).model
     rows, expert_rows = (
         model.get_submodule("embed")(inputs).detach().double()
         for model in (suite.merged, suite.experts["task_0"])

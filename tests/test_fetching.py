@@ -19,7 +19,7 @@ from torch import Tensor
 from fusion_bench_featcal import InMemoryExpert, SafetensorsExpert
 from fusion_bench_featcal.checkpoints.sources import WatchedSource
 from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.experts.fetching import copied_to, joined
+from fusion_bench_featcal.experts.fetching import copied_to
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.families.unfused import UnfusedSource
@@ -63,10 +63,6 @@ def test_asks_for_exactly_the_bytes_of_the_named_tensors(asked, tmp_path, names)
     assert found == b"".join(TENSORS[name].numpy().tobytes() for name in order)
     # more than a device's read-ahead in one request is not read
     assert all(0 < size <= 128 * 1024 for _, _, size in asked)
-
-
-def test_neighbours_are_asked_for_together():
-    assert joined([(8, 4), (0, 8), (20, 5), (12, 0), (25, 1)]) == [(0, 12), (20, 6)]
 
 
 def test_sharded_checkpoint_asks_in_every_file(asked, tmp_path):
@@ -212,51 +208,6 @@ def test_every_visit_was_expected_during_the_one_before(make: Callable[[], Suite
     # nothing comes before the first task's inputs, or first block where there are none to run
     assert set(surprises) <= {next(iter(suite.experts))}
     assert not wasted and not any(told.values())
-
-
-GPU = torch.device("cuda")
-
-
-class StandIn:
-    """Writes down what is asked of a tensor on the host, or of what became of it on a GPU."""
-
-    def __init__(
-        self, device: str = "cpu", dtype: torch.dtype = torch.float16, nbytes: int = 2
-    ) -> None:
-        self.device, self.dtype, self.nbytes = torch.device(device), dtype, nbytes
-        self.asked: list[Any] = []
-
-    def pin_memory(self) -> "StandIn":
-        self.asked.append("pinned")
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> "StandIn":
-        self.asked.append((*args, *kwargs.items()))
-        return self
-
-
-@pytest.mark.parametrize(
-    ("stored", "size", "asked"),
-    [
-        (torch.float16, 100, ["pinned", (GPU, ("non_blocking", True)), (torch.bfloat16,)]),
-        (
-            torch.float32,
-            100,
-            [(torch.bfloat16,), "pinned", (GPU, ("non_blocking", True)), (torch.bfloat16,)],
-        ),
-        (torch.float16, 2**30, [(("device", GPU), ("dtype", torch.bfloat16))]),
-    ],
-)
-def test_tensors_go_to_a_gpu_without_waiting(stored: torch.dtype, size: int, asked: list[Any]):
-    tensor = StandIn(dtype=stored, nbytes=size)
-    copied_to(tensor, GPU, torch.bfloat16)  # pyright: ignore[reportArgumentType]
-    assert tensor.asked == asked
-
-
-def test_tensors_on_a_gpu_stay_there():
-    gpu, there = GPU, StandIn("cuda")
-    copied_to(there, gpu, torch.bfloat16)  # pyright: ignore[reportArgumentType]
-    assert there.asked == [(("device", gpu), ("dtype", torch.bfloat16))]
 
 
 def test_a_tensor_that_is_where_it_should_be_is_not_copied():

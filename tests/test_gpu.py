@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, assert_identical, cast, distance, settings_of
+from calibrations import assert_identical, distance, run_fast
 from tiny_decoders import decoder_suite
 from tiny_models import Suite, clip_suite
 from tiny_t5 import t5_suite
 
-from fusion_bench_featcal import CalibrationResult, calibrate, calibration
+from fusion_bench_featcal import CalibrationResult
+from fusion_bench_featcal.engine import loop
 
 pytestmark = pytest.mark.gpu
 
@@ -24,16 +25,7 @@ BOUNDS = {"clip": 1e-9, "llama": 2e-6, "t5": 2e-6}
 
 def run(suite: Suite, device: torch.device, **more: Any) -> CalibrationResult:
     """A calibration on a device of models that lie on the CPU."""
-    inputs = cast(suite.inputs, next(suite.merged.parameters()).dtype)
-    return calibrate(
-        suite.merged,
-        suite.base,
-        suite.experts,
-        inputs,
-        settings_of(PAPER, suite, **more),
-        device=device,
-        progress=False,
-    )
+    return run_fast(suite, device=device, **more)
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -63,8 +55,8 @@ def test_nothing_waits_while_tasks_visit_a_block(name: str, monkeypatch: pytest.
 
     suite = SUITES[name]()
     run(suite, GPU)  # libraries wait when they are used first
-    for work in ("collect", "advance"):
-        monkeypatch.setattr(calibration, work, watched(getattr(calibration, work)))
+    for work in ("_collect", "_advance"):
+        monkeypatch.setattr(loop.BlockLoop, work, watched(getattr(loop.BlockLoop, work)))
     run(suite, GPU)
 
 

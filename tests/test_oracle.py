@@ -1,6 +1,5 @@
 """The oracle is worth something only while it shares nothing with what it judges."""
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -30,20 +29,6 @@ assert all(moved), moved
 assert not any(name.startswith("fusion_bench") for name, m in sys.modules.items() if m)
 print("independent")
 """
-
-
-def test_oracle_imports_only_torch_and_the_standard_library():
-    imported = set()
-    for node in ast.walk(ast.parse(ORACLE.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            imported.add(str(node.module).split(".")[0])
-        elif isinstance(node, ast.Name | ast.Attribute):
-            name = node.id if isinstance(node, ast.Name) else node.attr
-            assert name not in {"__import__", "import_module", "exec", "compile"}
-    assert imported <= ALLOWED
 
 
 def test_oracle_runs_where_the_package_cannot_be_imported():

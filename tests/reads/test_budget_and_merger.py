@@ -11,7 +11,6 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import known_bytes
-from fusion_bench_featcal.experts.read_plan import budget_left
 from fusion_bench_featcal.fusionbench.plan_run import run_request
 from fusion_bench_featcal.fusionbench.pool_models import file_source
 from fusion_bench_featcal.plan.estimate import estimate
@@ -119,30 +118,6 @@ def test_merged_model_of_the_pool_is_no_expert_read(tmp_path: Path) -> None:
     assert totals["merged_read"] == file_bytes(pool, "_merged_")
     assert totals["upstream_experts_read"] == 0
     assert 0 < totals["all_experts_read"] <= all_experts(pool) // 2
-
-
-def test_totals_have_the_reads_of_a_merger_without_a_budget() -> None:
-    pool = suite_pool()
-    totals = reads_of(pool, AVERAGE, fuse_merge=False)["totals"]
-    assert totals["upstream_experts_read"] == all_experts(pool)
-    assert totals["all_experts_read"] == all_experts(pool) + totals["experts_read"]
-    assert totals["upstream_base_read"] == 0
-
-
-@pytest.mark.parametrize(
-    ("budget", "fused", "left"),
-    [("100%", True, "100%"), (1000, True, 1000), ("1KB", True, "1KB"), (1001, False, 1)],
-)
-def test_what_a_merger_of_1000_bytes_leaves(budget: Any, fused: bool, left: Any) -> None:
-    assert budget_left(budget, 1000, "ties", fused=fused) == left
-
-
-@pytest.mark.parametrize(
-    ("budget", "fused"), [("99%", True), (999, True), ("100%", False), (1000, False), ("1%", False)]
-)
-def test_what_a_merger_of_1000_bytes_exceeds(budget: Any, fused: bool) -> None:
-    with pytest.raises(CalibrationError, match=f"={budget} cannot be kept: ties reads"):
-        budget_left(budget, 1000, "ties", fused=fused)
 
 
 def test_plan_offers_no_budget_that_would_be_refused() -> None:

@@ -1,14 +1,13 @@
 """Calibration under a read budget: within it, by its definition, and nothing changed at full."""
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from calibrations import EXACT, assert_identical, assert_same, replay, run_fast, run_slow
+from calibrations import assert_identical, replay, run_fast
 from test_resume import interrupt, records, run
 from tiny_models import Suite, clip_suite, gpt2_suite
 from tiny_open_clip import tower_suite
@@ -46,7 +45,7 @@ def with_merged_parts(suite: Suite, omitted: dict[str, list[str]]) -> Suite:
     return changed
 
 
-@pytest.mark.parametrize("name", ["clip", "clip without features", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["clip", "gpt2", "t5"])
 def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str):
     make, more = SUITES[name]
     suite = make()
@@ -57,16 +56,9 @@ def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str):
     assert_identical(found.model, wanted.model)
 
 
-def test_budgeted_run_is_the_definition():
-    suite = small_clip()
-    found = run_fast(suite, expert_read_budget="50%")
-    changed = with_merged_parts(suite, found.reads["plan"]["omitted"])
-    assert_same(found.model, run_slow(changed).model, EXACT)
-
-
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("clip", 30), ("clip", 90), ("clip without features", 20), *((n, 60) for n in SUITES)],
+    [("clip", 30), ("clip without features", 20), *((n, 60) for n in SUITES)],
 )
 def test_no_more_is_read_than_allowed_and_what_was_planned(name: str, share: float):
     make, more = SUITES[name]
@@ -77,12 +69,6 @@ def test_no_more_is_read_than_allowed_and_what_was_planned(name: str, share: flo
     assert totals["merged_stood_in"] > 0
     for places in found.reads["experts"].values():
         assert all(place["read"] == place["planned"] for place in places.values())
-
-
-def test_same_budget_gives_the_same_model_and_manifest():
-    found, again = (run_fast(small_clip(), expert_read_budget="50%") for _ in range(2))
-    assert_identical(found.model, again.model)
-    assert json.dumps(found.reads) == json.dumps(again.reads)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +149,7 @@ def test_budget_in_bytes(budget: Any, wanted: int):
     assert budget_in_bytes(kept, 1001) == wanted
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("clip", 1), ("clip without features", 1), ("t5", 1)])
+@pytest.mark.parametrize(("name", "blocks"), [("clip without features", 1), ("t5", 1)])
 def test_budgeted_run_resumes(name: str, blocks: int, tmp_path: Path, monkeypatch):
     make, more = SUITES[name]
     suite, more = make(), {**more, "expert_read_budget": "65%"}
