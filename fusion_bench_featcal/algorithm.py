@@ -35,11 +35,8 @@ from fusion_bench_featcal.fusionbench.options import (
     take_fusion_bench_keys,
 )
 from fusion_bench_featcal.fusionbench.pool_calibration import calibrate_pool
-from fusion_bench_featcal.fusionbench.pool_checks import (
-    check_experts,
-    check_pool_models,
-    check_pool_settings,
-)
+from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
+from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.fusionbench.program import check_upstream, prepare_run

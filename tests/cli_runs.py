@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -64,14 +64,20 @@ class Screen(NamedTuple):
         return self.lines[starts[0] :]
 
 
-def screen(arguments: Sequence[str], cwd: Path, *, fresh: bool = False, **more: str) -> Screen:
+def screen(
+    arguments: Sequence[str],
+    cwd: Path,
+    *,
+    fresh: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Screen:
     """Run `fusion_bench` as a person would, stdout and stderr together."""
     # An editable install holds a copy of the Hydra plugin, of the day it was made.
     plugin = cwd / "plugin" / "hydra_plugins" / "fusion_bench_featcal"
     if (SOURCE / "_hydra_plugin").is_dir() and not plugin.exists():
         shutil.copytree(SOURCE / "_hydra_plugin", plugin)
     out = cwd / "plugin" / "screen"
-    code = _run(arguments, cwd, "80", out, out, more, fresh=fresh)
+    code = _run(arguments, cwd, "80", out, out, environment or {}, fresh=fresh)
     text = out.read_text()
     rows = [line[at : at + 80] for line in text.splitlines() for at in _starts(line)]
     return Screen(code, text, rows)
@@ -107,7 +113,7 @@ def _run(
     columns: str,
     out: Path,
     err: Path,
-    more: dict[str, str],
+    more: Mapping[str, str],
     *,
     fresh: bool,
 ) -> int:
@@ -115,7 +121,7 @@ def _run(
     for file in (out, err):
         file.write_text("")
     paths = [str(cwd / "plugin"), str(SOURCE.parent)]
-    environment = _environment(columns) | {"PYTHONPATH": os.pathsep.join(paths)} | more
+    environment = _environment(columns) | {"PYTHONPATH": os.pathsep.join(paths), **more}
     if fresh:
         with out.open("a") as stdout, err.open("a") as stderr:
             words = [sys.executable, "-m", COMMAND, *arguments]

@@ -39,11 +39,8 @@ from fusion_bench_featcal.comparison import ComparisonAlgorithm
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.families.suggest import suggested_families
-from fusion_bench_featcal.fusionbench.pool_checks import (
-    check_pool_models,
-    check_pool_settings,
-    check_precision,
-)
+from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models, check_precision
+from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import file_source, load_pool_model
 from fusion_bench_featcal.fusionbench.program import take_default_taskpool
 from fusion_bench_featcal.methods.standalone import RegMeanAlgorithm, RidgeSurgeryAlgorithm

@@ -22,7 +22,8 @@ from fusion_bench_featcal.files import (
     remove_orphans,
     temporary_neighbour,
 )
-from fusion_bench_featcal.fusionbench.saving import CompleteSaver, check_save_target
+from fusion_bench_featcal.fusionbench.save_target import check_save_target
+from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.results import ReportError
 
 Usage = namedtuple("Usage", "total used free")

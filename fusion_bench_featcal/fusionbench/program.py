@@ -24,7 +24,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     pool_for_merging,
 )
 from fusion_bench_featcal.fusionbench.run_results import method_name
-from fusion_bench_featcal.fusionbench.saving import check_save_target
+from fusion_bench_featcal.fusionbench.save_target import check_save_target
 from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 

@@ -1,49 +1,39 @@
 """Saving a model with its processor or tokenizer, whole or not at all."""
 
 import copy
-import inspect
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool
-from omegaconf import DictConfig
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from fusion_bench_featcal.files import (
-    clear_leftovers,
-    remove,
     replacing,
-    temporary_neighbour,
     write_atomic,
 )
 from fusion_bench_featcal.fusionbench.model_card import CARD, CardFacts, is_our_card, model_card
-from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import (
-    BASE_MODEL,
-    adapter_paths,
-    checkpoint_path,
     reason,
 )
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.results import Report, prepare_directory
+from fusion_bench_featcal.fusionbench.save_target import (
+    MODEL_FILES,
+    OPTIONS,
+    SAVE_PATH,
+    free_space,
+    save_options,
+    save_target,
+    stored_bytes,
+)
+from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
-
-
-SAVE_PATH, OPTIONS = "merged_model_save_path", "merged_model_save_kwargs"
-# Weights that would be loaded in place of, or together with, those of a new model.
-_WEIGHTS = (
-    "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*",
-    "flax_model*", "adapter_*", "open_clip_*", "*_corrections.safetensors", "*_corrections.json",
-)  # fmt: skip
 
 
 class CompleteSaver:
@@ -91,7 +81,7 @@ class CompleteSaver:
         if kwargs.get("model_dtype") is not None:  # FusionBench's pools convert the model in place
             model = copy.deepcopy(model)
         try:
-            with replacing(target, _WEIGHTS) as new:
+            with replacing(target, MODEL_FILES) as new:
                 self._save_model(model, str(new), **kwargs)
                 files = self._complete(model, new, target, card) if new.is_dir() else [""]
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -113,18 +103,6 @@ class CompleteSaver:
             (new / CARD).write_text(card, encoding="utf-8")
             files.append(CARD)
         return files
-
-
-def stored_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of some tensors, those that share memory counted once."""
-    return sum({t.data_ptr() or id(t): t.nbytes for t in tensors if t is not None}.values())
-
-
-def free_space(folder: Path) -> int:
-    """Return the free bytes of the disk that a folder is on or, if it is missing, will be on."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def _cannot_save(target: Path, needed: int, why: str) -> CalibrationError:
@@ -156,142 +134,6 @@ def keep_untied(model: Any, folder: Path) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
     config["tie_word_embeddings"] = False
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-_UPLOAD = ("token", "private", "commit_message", "commit_description", "revision", "create_pr")
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """Options in `merged_model_save_kwargs`."""
-
-    card: bool  # whether a model card is written
-    repo_id: str | None  # the hub's repository to push to; None: the model stays local
-    upload: Mapping[str, Any]  # of the push
-    own: Mapping[str, Any]  # of the pool's own `save_model`
-
-
-def save_target(program: Any) -> Path | None:
-    """Return the absolute path that a program saves its model to; None: it saves none."""
-    path = getattr(program, SAVE_PATH, None)
-    if path is None:
-        return None
-    log_dir = getattr(program, "log_dir", None)
-    text = str(path) if log_dir is None else str(path).replace("{log_dir}", str(log_dir))
-    return Path(text).expanduser().resolve()
-
-
-def save_options(program: Any) -> SaveOptions:
-    """Return what a program's `merged_model_save_kwargs` ask for.
-
-    Raises:
-        ValueError: If a value is of the wrong type.
-    """
-    options = dict(plain(getattr(program, OPTIONS, None)) or {})
-    card, push = options.pop("model_card", True), options.pop("push_to_hub", False)
-    repo_id = options.pop("repo_id", None)
-    for name, value in (("model_card", card), ("push_to_hub", push)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{OPTIONS}.{name} must be true or false, got {value!r}")
-    upload = {name: options.pop(name) for name in _UPLOAD if push and name in options}
-    target = save_target(program)
-    name = str(repo_id or (target.name if target else ""))
-    return SaveOptions(card, name if push else None, upload, options)
-
-
-def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
-    """Refuse a place that the model could not be saved to; clear what dead processes left there.
-
-    Raises:
-        ValueError: If the path or an option cannot be meant, naming the setting.
-        ReportError: If the folder cannot be written.
-        CalibrationError: If the disk has too little room.
-    """
-    target = save_target(program)
-    if target is None:
-        return
-    _check_options(save_options(program), modelpool)
-    _check_path(target, str(program.merged_model_save_path), modelpool)
-    parent = prepare_directory(target.parent, SAVE_PATH)
-    _check_name(target)
-    clear_leftovers(target, _WEIGHTS)
-    needed, free = _base_bytes(modelpool), free_space(parent)
-    if needed > free:
-        raise CalibrationError(
-            f"{SAVE_PATH}: {parent} has {free / 1e9:.3g} GB free, and a model of the base's size "
-            f"takes {needed / 1e9:.3g} GB. Make room, or choose a folder on another disk"
-        )
-
-
-def _check_path(target: Path, text: str, modelpool: BaseModelPool) -> None:
-    here, why = Path.cwd(), ""
-    saves_file = type(modelpool).save_model is BaseModelPool.save_model
-    if not text.strip():
-        why = "is empty"
-    elif "{" in text.replace("{log_dir}", "") or "{log_dir}" in str(target):
-        why = "has braces that stand for nothing: only {log_dir}, the log directory, is replaced"
-    elif target == here or target in here.parents:
-        why = f"is the current folder or one above it ({target}), which would be replaced"
-    elif os.path.ismount(target):
-        why = "is a mount point, which cannot be replaced as a whole"
-    elif os.path.lexists(target) and not (target.is_dir() or saves_file):
-        why = "is a file, and the model is saved as a folder"
-    for name in modelpool.all_model_names:
-        for folder in _folders(modelpool._models[name]):
-            if target == folder or target in folder.parents or folder in target.parents:
-                why = why or f"lies in or above the folder of modelpool.models.{name} ({folder})"
-    if why:
-        raise ValueError(f"{SAVE_PATH}={text!r} {why}. Name a new folder")
-
-
-def _check_name(target: Path) -> None:
-    """Try the name, and that of the temporary folder beside it, which is longer."""
-    trial = temporary_neighbour(target)
-    try:
-        trial.mkdir()
-    except OSError as error:
-        raise ValueError(
-            f"{SAVE_PATH}: {target} cannot be made ({error.strerror or error}). Choose another "
-            "name: the temporary folder beside it needs 60 characters more"
-        ) from error
-    remove(trial)
-
-
-def _check_options(options: SaveOptions, modelpool: BaseModelPool) -> None:
-    if text_kind(modelpool) == "seq2seq":  # saved by its own `save_pretrained`, which takes any
-        return
-    signature = inspect.signature(modelpool.save_model)
-    try:
-        signature.bind(None, "", **options.own)
-    except TypeError as error:
-        raise ValueError(
-            f"{OPTIONS}: {type(modelpool).__name__} cannot save with {dict(options.own)} ({error})."
-            " It takes push_to_hub, repo_id, model_card and, of its own, "
-            f"{', '.join([*signature.parameters][2:]) or 'nothing'}"
-        ) from error
-
-
-def _folders(entry: Any) -> Iterator[Path]:
-    """Yield the local folders that a pool's entry names."""
-    if isinstance(entry, Mapping | DictConfig):
-        for value in plain(entry).values():
-            yield from _folders(value)
-    elif isinstance(entry, str) and Path(entry).is_dir():
-        yield Path(entry).resolve()
-
-
-def _base_bytes(modelpool: BaseModelPool) -> int:
-    """Return the bytes of the base model, or of the first one; 0 where it does not tell."""
-    name = BASE_MODEL if modelpool.has_pretrained else next(iter(modelpool.all_model_names), None)
-    if name is None:
-        return 0
-    entry = modelpool._models[name]
-    if isinstance(entry, nn.Module):
-        return stored_bytes(entry.state_dict().values())
-    adapter = adapter_paths(modelpool, name)
-    folder = adapter[0] if adapter else checkpoint_path(modelpool, name)
-    files = [] if folder is None else list(folder.glob("*.safetensors")) or folder.glob("*.bin")
-    return sum(file.stat().st_size for file in files)
 
 
 class RowSaver:

@@ -8,7 +8,7 @@ from torch import nn
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
-from fusion_bench_featcal.fusionbench.pool_checks import check_pool_settings
+from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.reads import check_read_budgets
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.settings import FeatCalSettings

@@ -8,7 +8,7 @@ from torch import nn
 from fusion_bench_featcal.calibration_data import samples_used
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
-from fusion_bench_featcal.fusionbench.pool_checks import check_pool_settings
+from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.methods.blockwise import LeastSquares
 from fusion_bench_featcal.methods.interface import MethodInputs

@@ -110,7 +110,7 @@ class LiveBytes(TorchDispatchMode):
     "changes",
     [
         {"samples_per_task": 64},
-        {"samples_per_task": 512},
+        {"samples_per_task": 192},
         {"samples_per_task": 64, "mix_alpha": 0.0, "log_drift": False},
         {"samples_per_task": 64, "ridge_lambda": 1e-4},
     ],
