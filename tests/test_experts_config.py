@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calibrations import PAPER, assert_identical, run_fast
-from tiny_models import clip_suite, gpt2_suite
+from calibrations import assert_identical, run_fast
+from tiny_models import Suite, clip_suite, gpt2_suite
 from transformers import CLIPConfig, CLIPVisionConfig, LlamaConfig, Qwen2Config, T5Config
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings, SafetensorsExpert, calibrate
+from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import check_same_function
 
@@ -116,38 +116,31 @@ def test_what_is_no_config_is_not_compared(config):
     assert refused(config, LlamaConfig()) == refused(LlamaConfig(), config) == ""
 
 
-def test_modules_in_memory_are_compared_with_the_merged_model():
+def change(model: Any, **changes: Any) -> None:
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+
+
+def test_models_in_memory_and_in_folders_are_compared_with_the_merged_model(tmp_path):
+    def refuse(suite: Suite, message: str) -> None:
+        with pytest.raises(CalibrationError, match=message):
+            run_fast(suite)
+
     suite = clip_suite()
-    suite.experts["task_1"].config.hidden_act = "relu"  # type: ignore[union-attr]
-    with pytest.raises(CalibrationError, match=r"expert 'task_1' .*hidden_act='relu' .there 'q"):
-        run_fast(suite, PAPER)
+    wanted = run_fast(suite)
+    change(suite.experts["task_1"], hidden_act="relu")
+    refuse(suite, r"expert 'task_1' .*hidden_act='relu' .there 'q")
+    ignored = run_fast(suite, ignore_config=["hidden_act"])  # it runs as the merged model does
+    assert_identical(ignored.model, wanted.model)
+    stored: Any = SafetensorsExpert(saved(suite.experts["task_1"], tmp_path, layer_norm_eps=0.5))
+    suite.experts["task_1"] = stored
+    refuse(suite, r"'task_1'.*layer_norm_eps=0\.5 .there 1e-05")
     suite = clip_suite()
-    suite.base.config.layer_norm_eps = 0.1  # type: ignore[union-attr]
-    with pytest.raises(CalibrationError, match=r"base model .*layer_norm_eps=0.1"):
-        run_fast(suite, PAPER)
-
-
-def test_ignored_key_runs_experts_as_the_merged_model():
-    suite = clip_suite()
-    settings = FeatCalSettings(samples_per_task=7, ignore_config=["hidden_act"])
-    wanted = calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, settings, progress=False
-    )
-    suite.experts["task_1"].config.hidden_act = "relu"  # type: ignore[union-attr]
-    result = calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, settings, progress=False
-    )
-    assert_identical(result.model, wanted.model)
-
-
-def test_replayed_experts_run_in_the_merged_model_s_modules_and_are_compared():
-    suite = gpt2_suite()
-    suite.experts["task_0"].config.activation_function = "relu"  # type: ignore[union-attr]
-    settings = FeatCalSettings(
-        samples_per_task=7, family={"name": "replay", "blocks": ["h.*"]}, calibrate_norm=False
-    )
-    with pytest.raises(CalibrationError, match=r"'task_0'.*activation_function='relu'"):
-        calibrate(suite.merged, suite.base, suite.experts, suite.inputs, settings, progress=False)
+    change(suite.base, layer_norm_eps=0.1)
+    refuse(suite, r"base model .*layer_norm_eps=0.1")
+    suite = gpt2_suite()  # replayed experts run in the merged model's modules
+    change(suite.experts["task_0"], activation_function="relu")
+    refuse(suite, r"'task_0'.*activation_function='relu'")
 
 
 def saved(model: Any, folder: Path, **changes: Any) -> Path:
@@ -156,15 +149,6 @@ def saved(model: Any, folder: Path, **changes: Any) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return folder
-
-
-def test_folder_of_an_expert_is_compared_by_its_config(tmp_path):
-    suite = clip_suite()
-    folder = saved(suite.experts["task_1"], tmp_path, layer_norm_eps=0.5)
-    experts = {**suite.experts, "task_1": SafetensorsExpert(folder)}
-    settings = FeatCalSettings(samples_per_task=7)
-    with pytest.raises(CalibrationError, match=r"'task_1'.*layer_norm_eps=0\.5 .there 1e-05"):
-        calibrate(suite.merged, suite.base, experts, suite.inputs, settings, progress=False)  # type: ignore[arg-type]
 
 
 def test_config_of_a_lora_expert_is_its_base_s(tmp_path):

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, replay, run_fast, settings_of
+from calibrations import run_fast
 from tiny_models import clip_suite, residual_suite
 from torch import nn
 
-from fusion_bench_featcal import CalibrationError, calibrate
-from fusion_bench_featcal.engine.memory import free_bytes, is_out_of_memory
-from fusion_bench_featcal.engine.places import DiskPlace
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.engine.memory import is_out_of_memory
 
 ALLOCATOR = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
@@ -68,22 +67,13 @@ def test_features_on_disk_are_not_advised_twice(tmp_path: Path):
 def test_before_any_sample_was_seen_all_settings_are_named():
     suite = residual_suite()
 
-    class NoRoom(list):
+    class NoRoom:
         def __iter__(self) -> Iterator[Any]:
             raise MemoryError
 
-    settings = settings_of(PAPER, suite, samples_per_task=4)
-    inputs = {"task_0": NoRoom(), "task_1": NoRoom()}
+    suite.inputs = {"task_0": NoRoom(), "task_1": NoRoom()}
     with pytest.raises(CalibrationError, match=r"inputs · task_0.*samples_per_task"):
-        calibrate(
-            suite.merged,
-            suite.base,
-            suite.experts,
-            inputs,
-            settings,
-            replay(suite),
-            progress=False,
-        )
+        run_fast(suite, samples_per_task=4)
 
 
 def test_model_that_does_not_fit_twice(monkeypatch: Any):
@@ -117,13 +107,6 @@ def test_finished_blocks_stay_whole(tmp_path: Path):
     resumed = run_fast(clip_suite(), checkpoint_dir=tmp_path, resume=True).model
     for name, value in resumed.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name]), name
-
-
-def test_free_memory_is_told():
-    free = free_bytes(torch.device("cpu"))
-    assert free is not None and free > 0
-    assert free_bytes(torch.device("meta")) is None
-    assert DiskPlace(None).name == "files"
 
 
 _LIMITED = """

@@ -27,15 +27,7 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "clip": (small_clip, {}),
     "clip, anchor without base": (small_clip, {"anchor_rho": 1.0}),
     "clip, no features": (small_clip, {"mix_alpha": 0.0, "log_drift": False}),
-    "clip, some modules": (
-        small_clip,
-        {"mix_alpha": 0.0, "log_drift": False, "modules": ["fc1"], "calibrate_bias": False},
-    ),
     "replay": (small_clip, {"family": replay(clip_suite())}),
-    "replay, no features": (
-        small_clip,
-        {"family": replay(clip_suite()), "mix_alpha": 0.0, "log_drift": False},
-    ),
     "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}),
     "open_clip": (tower_suite, {}),
     "t5": (lambda: t5_suite(depths=(1, 1)), {}),
