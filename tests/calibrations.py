@@ -55,7 +55,8 @@ def run_fast(
 ) -> CalibrationResult:
     """Calibrate; `more` are settings, and what else `calibrate` takes."""
     dtype = next(suite.merged.parameters()).dtype
-    options = {name: more.pop(name) for name in OPTIONS & set(more)}
+    options: dict[str, Any] = {"progress": False}
+    options |= {name: more.pop(name) for name in OPTIONS & set(more)}
     return calibrate(
         suite.merged,
         suite.base if has_base else None,
@@ -63,7 +64,7 @@ def run_fast(
         cast(suite.inputs, dtype),
         settings_of(knobs, suite, **more),
         family=family or suite.family,
-        **({"progress": False} | options),
+        **options,
     )
 
 

@@ -4,6 +4,7 @@ import errno
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ def test_before_any_sample_was_seen_all_settings_are_named():
         def __iter__(self) -> Iterator[Any]:
             raise MemoryError
 
-    suite.inputs = {"task_0": NoRoom(), "task_1": NoRoom()}
+    inputs: Any = {"task_0": NoRoom(), "task_1": NoRoom()}
     with pytest.raises(CalibrationError, match=r"inputs · task_0.*samples_per_task"):
-        run_fast(suite, samples_per_task=4)
+        run_fast(replace(suite, inputs=inputs), samples_per_task=4)
 
 
 def test_model_that_does_not_fit_twice(monkeypatch: Any):

@@ -136,7 +136,8 @@ def step(model: nn.Module, *blocks: str) -> Any:
 
 
 def rows(stage: int, inputs: Any, **family: Any) -> Any:
-    return ReplayFamily(**({"blocks": ["h.*"]} | family)).row_weights(inputs, stage, "all")
+    settings: dict[str, Any] = {"blocks": ["h.*"]} | family
+    return ReplayFamily(**settings).row_weights(inputs, stage, "all")
 
 
 MASK = {"attention_mask": torch.ones(2, 2)}
