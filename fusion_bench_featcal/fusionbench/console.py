@@ -4,7 +4,6 @@ Hydra calls `Console`, which the methods' YAMLs bring. Other methods run as they
 """
 
 import copy
-import difflib
 import functools
 import logging
 import os
@@ -25,6 +24,7 @@ from tqdm.std import tqdm
 
 from fusion_bench_featcal.error_block import error_block
 from fusion_bench_featcal.fusionbench.hydra_job import is_helper
+from fusion_bench_featcal.nearest_names import nearest_hint
 
 log = logging.getLogger(__name__)
 
@@ -255,16 +255,11 @@ def explained(error: BaseException) -> ValueError:
     """An error of composing a config in fewer words, with the nearest name that exists."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
-        near = _nearest(Path(error.missing_cfg_file).name, error.options or ())
+        near = nearest_hint(Path(error.missing_cfg_file).name, error.options or ())
         return _ConfigError(f"there is no config {error.missing_cfg_file}{near}")
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         parent = cause.parent_node
         keys = [str(key) for key in parent] if isinstance(parent, DictConfig) else []
         if cause.key not in keys:
-            return _ConfigError(f"{cause.full_key} is no setting{_nearest(str(cause.key), keys)}")
+            return _ConfigError(f"{cause.full_key} is no setting{nearest_hint(cause.key, keys)}")
     return _ConfigError(" ".join(f"{error} {cause or ''}".split()))
-
-
-def _nearest(name: str, valid: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, valid, n=1)
-    return f" (nearest: {near[0]!r})" if near else ""

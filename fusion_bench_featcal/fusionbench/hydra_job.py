@@ -16,25 +16,8 @@ from fusion_bench_featcal.files import ReportError, prepare_directory
 Show = Callable[[], object]
 """Prints results."""
 
-_waiting: list[Show] = []
-_jobs: list[bool] = []
-
-
-def begin_job() -> None:
-    """Collect what is to be shown at the end of the job that begins."""
-    _waiting.clear()
-    _jobs[:] = [True]
-
-
-def end_job() -> None:
-    """Show what waits, in order."""
-    _jobs.clear()
-    shows = _waiting.copy()
-    _waiting.clear()
-    sys.stderr.flush()
-    for show in shows:
-        show()
-    sys.stdout.flush()
+_waiting: list[Show] | None = None  # results of the job that is under way
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
 def at_the_end(show: Show) -> bool:
@@ -43,12 +26,9 @@ def at_the_end(show: Show) -> bool:
     Returns:
         False, and nothing is kept, where no job with our Hydra callback is under way.
     """
-    if _jobs:
+    if _waiting is not None:
         _waiting.append(show)
-    return bool(_jobs)
-
-
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    return _waiting is not None
 
 
 class LogDirectoryCheck(Callback):
@@ -85,17 +65,17 @@ class LogDirectoryCheck(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Let results wait for the end of the job."""
-        begin_job()
+        global _waiting
+        _waiting = []
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Show the results, below everything that FusionBench printed.
-
-        Args:
-            config: The whole config.
-            job_return: The job's status.
-            **kwargs: What else Hydra tells.
-        """
-        end_job()
+        """Show the results, below everything that FusionBench printed."""
+        global _waiting
+        shows, _waiting = _waiting or [], None
+        sys.stderr.flush()
+        for show in shows:
+            show()
+        sys.stdout.flush()
 
 
 def is_helper(environment: Mapping[str, str]) -> bool:
