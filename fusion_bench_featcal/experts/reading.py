@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.experts.expert_model import ExpertModel, known_bytes
+from fusion_bench_featcal.experts.expert_model import ExpertModel
 from fusion_bench_featcal.experts.fetching import tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -71,9 +71,10 @@ class CountedSource:
     def count(self, name: str, tensor: Tensor) -> None:
         """Count a tensor as read now."""
         try:
-            self._count(known_bytes(self._source, name))
-        except CalibrationError:  # the source does not tell what a read takes
-            self._count(tensor.nbytes)
+            size = int(self._source.nbytes(name))
+        except (AttributeError, CalibrationError):  # it, or a source that it wraps, does not tell
+            size = tensor.nbytes
+        self._count(size)
 
 
 class Reads:
