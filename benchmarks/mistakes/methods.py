@@ -48,9 +48,9 @@ MUTATIONS = [
     ),
     Mutation(
         "RegMean++ on the experts' own features",
-        "methods/regmean_plusplus.py",
-        'stream="merged"',
-        'stream="expert"',
+        "methods/blockwise.py",
+        'stream="merged", anchor="mean"',
+        'stream="expert", anchor="mean"',
         "methods/test_mergers.py",
     ),
     Mutation(
@@ -62,9 +62,9 @@ MUTATIONS = [
     ),
     Mutation(
         "LOT leaves unseen directions at the mean",
-        "methods/lot.py",
-        'anchor="base"',
-        'anchor="mean"',
+        "methods/blockwise.py",
+        'anchor="base", weighs',
+        'anchor="mean", weighs',
         "methods/test_mergers.py",
     ),
     Mutation(

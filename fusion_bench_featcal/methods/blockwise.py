@@ -258,3 +258,62 @@ def _grafted(model: nn.Module, expert: ExpertModel, names: list[str]) -> Iterato
     finally:
         for name, tensor in own.items():
             tensors[name].copy_(tensor)
+
+
+def regmean(
+    *models: Any, off_diagonal: float = 0.95, task_weights: Any = "equal", **how: Any
+) -> nn.Module:
+    """RegMean (Jin et al., ICLR 2023): regression on the experts' own features.
+
+    `W = (sum_i W_i G_i) (sum_i G_i)^-1` for the linear modules of the blocks, with `G_i` the mean
+    Gram matrix of expert i's own inputs, shrunk off its diagonal; everything else is the experts'
+    mean. In input directions that no sample has, where the formula has no value, the mean stays
+    too.
+
+    Args:
+        *models: `base`, `experts`, `batches` and `settings`, as `merge_blockwise` takes them.
+        off_diagonal: Factor of the Gram matrices' entries off the diagonal (the paper's `a`).
+        task_weights: `equal` (the paper's), or `unit_gram`: Gram matrices scaled as FeatCal does.
+        **how: `device`, `autocast` and `progress`, as `merge_blockwise` takes them.
+
+    Returns:
+        The merged model.
+
+    Raises:
+        CalibrationError: If the run cannot go on.
+        ValueError: If an option is out of range.
+    """
+    method = LeastSquares(
+        stream="expert", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
+    )
+    return merge_blockwise(*models, method, **how)
+
+
+def regmean_plusplus(
+    *models: Any, off_diagonal: float = 0.95, task_weights: Any = "equal", **how: Any
+) -> nn.Module:
+    """RegMean++ (Nguyen et al., TMLR 2026): RegMean on features of the blocks merged so far.
+
+    Each expert's block runs on the output of the merged blocks before it; the merged block then
+    feeds the next one. The method's FusionBench version keeps the base's values behind the last
+    block, this one has the experts' mean. Arguments as for `regmean`.
+    """
+    method = LeastSquares(
+        stream="merged", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
+    )
+    return merge_blockwise(*models, method, **how)
+
+
+def lot(*models: Any, **how: Any) -> nn.Module:
+    """LOT Merging (Sun et al., NeurIPS 2025): the layer-wise optimal task vector.
+
+    With task vectors `T_i = W_i - W_0` and Gram matrices `G_i` of expert i's own inputs (which of
+    the models gives them is our reading of the paper), a linear weight of the blocks is
+    `W_0 + (sum_i T_i G_i) (sum_i G_i)^+`: RegMean without shrinkage, but directions that no sample
+    has stay at the base. A LayerNorm's gain is, channel by channel, the mean of task vectors
+    weighted by the energy of the normalised input; everything else is the experts' mean. The paper
+    uses 16 to 64 samples a task. Arguments as for `regmean`.
+    """
+    return merge_blockwise(
+        *models, LeastSquares(stream="expert", anchor="base", weighs_gains=True), **how
+    )

@@ -10,11 +10,8 @@ from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.methods.blockwise import LeastSquares
+from fusion_bench_featcal.methods.blockwise import LeastSquares, lot, regmean, regmean_plusplus
 from fusion_bench_featcal.methods.interface import MethodInputs
-from fusion_bench_featcal.methods.lot import lot
-from fusion_bench_featcal.methods.regmean import regmean
-from fusion_bench_featcal.methods.regmean_plusplus import regmean_plusplus
 from fusion_bench_featcal.settings import FeatCalSettings
 
 MERGER_SETTINGS = (

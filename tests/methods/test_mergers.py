@@ -26,9 +26,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
 from fusion_bench_featcal.methods import RegMeanAlgorithm, RegMeanPlusPlusAlgorithm
 from fusion_bench_featcal.methods.anchor_only import anchor_only
-from fusion_bench_featcal.methods.lot import lot
-from fusion_bench_featcal.methods.regmean import regmean
-from fusion_bench_featcal.methods.regmean_plusplus import regmean_plusplus
+from fusion_bench_featcal.methods.blockwise import lot, regmean, regmean_plusplus
 
 MERGERS = pytest.mark.parametrize("merge", [regmean, regmean_plusplus, lot])
 
