@@ -286,7 +286,8 @@ def regmean(
     method = LeastSquares(
         stream="expert", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
     )
-    return merge_blockwise(*models, method, **how)
+    base, experts, batches, settings = models
+    return merge_blockwise(base, experts, batches, settings, method, **how)
 
 
 def regmean_plusplus(
@@ -301,7 +302,8 @@ def regmean_plusplus(
     method = LeastSquares(
         stream="merged", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
     )
-    return merge_blockwise(*models, method, **how)
+    base, experts, batches, settings = models
+    return merge_blockwise(base, experts, batches, settings, method, **how)
 
 
 def lot(*models: Any, **how: Any) -> nn.Module:
@@ -314,6 +316,6 @@ def lot(*models: Any, **how: Any) -> nn.Module:
     weighted by the energy of the normalised input; everything else is the experts' mean. The paper
     uses 16 to 64 samples a task. Arguments as for `regmean`.
     """
-    return merge_blockwise(
-        *models, LeastSquares(stream="expert", anchor="base", weighs_gains=True), **how
-    )
+    base, experts, batches, settings = models
+    method = LeastSquares(stream="expert", anchor="base", weighs_gains=True)
+    return merge_blockwise(base, experts, batches, settings, method, **how)
