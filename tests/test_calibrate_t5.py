@@ -15,6 +15,7 @@ from tiny_t5 import REPLAY, ROUNDING, run_slow_t5, t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal.engine.block import BlockSums
+from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.families import T5
 from fusion_bench_featcal.plan.counting import count_work, example_inputs
@@ -204,3 +205,11 @@ def test_first_inputs_of_a_stage_need_no_block_and_no_head(tmp_path: Path):
         sum(size for name, size in sizes.items() if ".block." not in name) - sizes["lm_head.weight"]
     )
     assert found == [rest, rest]
+
+
+def test_loaded_tied_tensors_are_let_go():
+    model = t5_suite(seed=12).merged
+    expert = ExpertModel("task", InMemoryExpert(model), model)
+    with expert.loaded(list(model.state_dict())) as loaded:
+        assert not any(p.is_meta for p in loaded.parameters())
+    assert all(p.is_meta for p in expert.module.parameters())

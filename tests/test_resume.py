@@ -188,3 +188,12 @@ def test_autocast_is_told_apart(tmp_path: Path):
     with pytest.raises(CalibrationError, match=r"precision: autocast \(null then, .*bfloat16"):
         autocast = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)}
         run(suite, tmp_path, resume=True, **autocast)
+
+
+def test_keeping_blocks_changes_neither_model_nor_reads(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.chdir(tmp_path)
+    suite = clip_suite()
+    wanted, found = run_fast(suite), run(suite, tmp_path / "kept")
+    assert_identical(found.model, wanted.model)
+    assert found.log.expert_bytes == wanted.log.expert_bytes
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.families import t5
+from fusion_bench_featcal.families import llama, t5
 from fusion_bench_featcal.families.base import BlockCall, ChainFamily, Family
 from fusion_bench_featcal.families.clip import CLIP
-from fusion_bench_featcal.families.llama import LLAMA, MODEL_TYPES
+from fusion_bench_featcal.families.llama import LLAMA
 from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
 from fusion_bench_featcal.families.replay import ReplayFamily
 from fusion_bench_featcal.families.suggest import suggested_families
@@ -27,12 +27,15 @@ __all__ = [
     "resolve_family",
 ]
 
-_BY_MODEL_TYPE: Mapping[str, Family] = {
-    "clip_vision_model": CLIP,
-    **dict.fromkeys(MODEL_TYPES, LLAMA),
-    **dict.fromkeys(t5.MODEL_TYPES, T5),
+# Every family with the model types that `auto` finds it by: a new one is one line here.
+_MODEL_TYPES: Mapping[Family, tuple[str, ...]] = {
+    CLIP: ("clip_vision_model",),
+    LLAMA: llama.MODEL_TYPES,
+    OPEN_CLIP: (),
+    T5: t5.MODEL_TYPES,
 }
-_BY_NAME: Mapping[str, Family] = {family.name: family for family in (CLIP, LLAMA, OPEN_CLIP, T5)}
+_BY_MODEL_TYPE = {kind: family for family, kinds in _MODEL_TYPES.items() for kind in kinds}
+_BY_NAME = {family.name: family for family in _MODEL_TYPES}
 
 
 _MEMBERS = ["name", *(name for name in vars(Family) if not name.startswith("_"))]

@@ -1,4 +1,4 @@
-"""CLIP's vision tower as transformers builds it (also SigLIP-style `encoder.layers` towers)."""
+"""CLIP's vision tower as transformers builds it; fits other `encoder.layers` towers too."""
 
 import re
 

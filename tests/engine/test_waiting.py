@@ -182,3 +182,44 @@ def test_features_of_other_positions_than_the_mask_are_refused():
 def test_unusable_masks_are_refused(mask: list[list[float]], message: str):
     with pytest.raises(CalibrationError, match=message):
         CountedRows.of_mask(torch.tensor(mask))
+
+
+class Queue:
+    """A GPU's queue of work, and its marks, which pass when the work before them is done."""
+
+    def __init__(self) -> None:
+        self.done = 0.0
+
+    def Event(self, *, enable_timing: bool) -> "Mark":
+        assert enable_timing
+        return Mark(self)
+
+    def current_stream(self, device: torch.device) -> "Queue":
+        assert device.type == "cuda"
+        return self
+
+
+class Mark:
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.at, self.waited = queue, -1.0, False
+
+    def record(self, stream: Queue) -> None:
+        self.at = stream.done
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, other: "Mark") -> float:
+        assert other.waited
+        return 1000 * (other.at - self.at)
+
+
+def test_the_watch_of_a_gpu_tells_the_queues_time(monkeypatch: pytest.MonkeyPatch):
+    queue = Queue()
+    monkeypatch.setattr(visits.torch, "cuda", queue)
+    queue.done = 3.0
+    watch = visits.Stopwatch(torch.device("cuda"))
+    queue.done = 5.5
+    watch.stop()
+    queue.done = 9.0
+    assert watch.seconds == 2.5
