@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.core.drift import drift_norm_sum
-from fusion_bench_featcal.engine import block, loop, team
+from fusion_bench_featcal.engine import block, loop, team, visits
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.experts import ExpertModel
 
