@@ -19,7 +19,7 @@ from fusion_bench_featcal.fusionbench.options import checked_choices
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.run_results import RunResults, method_name
 from fusion_bench_featcal.fusionbench.saving import CompleteSaver
-from fusion_bench_featcal.methods import FeatCal
+from fusion_bench_featcal.methods import FeatCal, MethodInputs
 from fusion_bench_featcal.results import Cost
 from fusion_bench_featcal.suites import image
 
@@ -214,10 +214,8 @@ def test_read_budget_is_refused_where_an_expert_is_loaded_whole(tmp_path: Path) 
     presets = {"half": {"expert_read_budget": "50%"}}
     with pytest.raises(CalibrationError, match=refusal):
         FeatCalAlgorithm(base_method=merger, presets=presets).run(suite_pool(models=models))
-    inputs: Any = SimpleNamespace(
-        modelpool=suite_pool(models=models), processor=image.load_processor(),
-        fabric=SimpleNamespace(device=torch.device("cpu")), images=None,
-    )  # fmt: skip
+    fabric = SimpleNamespace(device=torch.device("cpu"))
+    inputs = MethodInputs(suite_pool(models=models), None, fabric)
     with pytest.raises(CalibrationError, match=refusal):
         FeatCal(expert_read_budget="50%", samples_per_task=4).check(inputs)
 

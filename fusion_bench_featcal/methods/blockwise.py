@@ -297,7 +297,13 @@ def regmean_plusplus(
 
     Each expert's block runs on the output of the merged blocks before it; the merged block then
     feeds the next one. The method's FusionBench version keeps the base's values behind the last
-    block, this one has the experts' mean. Arguments as for `regmean`.
+    block, this one has the experts' mean.
+
+    Args:
+        *models: As for `regmean`.
+        off_diagonal: Factor of the Gram matrices' entries off the diagonal (the paper's `a`).
+        task_weights: `equal` (the paper's), or `unit_gram`: Gram matrices scaled as FeatCal does.
+        **how: As for `regmean`.
     """
     method = LeastSquares(
         stream="merged", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
