@@ -139,7 +139,9 @@ def test_a_child_that_no_sample_saw_is_not_passed_over_as_exact(monkeypatch):
         ((None, None, None), True, (UNAVAILABLE, UNAVAILABLE)),
     ],
 )
-def test_the_best_reading_is_chosen_and_named(readings: Any, had_children: bool, expected: tuple):
+def test_the_best_reading_is_chosen_and_named(
+    readings: tuple[Any, Any, Any], had_children: bool, expected: tuple[Any, Any]
+):
     assert best_reading(*readings, had_children) == expected
 
 
