@@ -1,6 +1,6 @@
 """Reads of a calibration: the sources that count them, in which order they come, and where."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -101,7 +101,7 @@ class Reads:
         self.experts: Mapping[str, ExpertModel] = {}
         self.on_enter: Callable[[str], None] | None = None
         self._place = ""
-        self._bytes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._bytes: dict[str, Counter[str]] = defaultdict(Counter)
 
     def counted(self, model: str, source: Any) -> CountedSource:
         """A model's source, whose reads are counted from now on."""
@@ -120,7 +120,7 @@ class Reads:
 
     def read(self, model: str, place: str | None = None) -> int:
         """Bytes that were read of a model, at one place or at all."""
-        places = self._bytes.get(model, {})
+        places = self._bytes.get(model, Counter())
         return sum(places.values()) if place is None else places.get(place, 0)
 
     def places(self, model: str) -> list[str]:
