@@ -3,6 +3,7 @@
 Algorithm 1 itself, which this prepares and runs, is `engine.loop.BlockLoop`.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
 from fusion_bench_featcal.engine.loop import BlockLoop
 from fusion_bench_featcal.engine.memory import naming_memory
 from fusion_bench_featcal.engine.planned_reads import PlannedReads
+from fusion_bench_featcal.engine.precision import coarse_sums_warning
 from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
 from fusion_bench_featcal.engine.processes import OneProcess, Processes, announced
 from fusion_bench_featcal.engine.rules import FeatCalRule
@@ -32,6 +34,8 @@ from fusion_bench_featcal.experts.reading import BASE
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,9 @@ def calibrate(
         in_place=in_place,
         watched=kept.watched,
     )
+    warning = coarse_sums_warning(settings, len(problem.tasks), device)
+    if warning and processes.rank == 0:
+        log.warning(warning)
     visits = len(problem.modules) * len(shares.mine)
     bar = progress_bar(total=visits, unit="visit", show=progress and processes.rank == 0)
     reporter = Reporter(CalibrationLog(family=family.name), bar, processes)

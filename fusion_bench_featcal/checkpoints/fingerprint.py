@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +173,16 @@ def digest_code(names: Iterable[str]) -> str:
 @cache
 def _describe_software() -> dict[str, str]:
     """Versions of the packages that compute, and a digest of this package's own code."""
-    versions = {package: version(package) for package in _PACKAGES}
+    versions = {package: _version(package) for package in _PACKAGES}
     return versions | {"code": digest_code(_CODE)}
+
+
+def _version(package: str) -> str:
+    """Version of a package; a checkout that is not installed is told by its code alone."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _describe_machine(device: torch.device) -> dict[str, Any]:

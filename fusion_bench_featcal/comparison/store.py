@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fusion_bench_featcal.comparison.fingerprint import digest_file
-from fusion_bench_featcal.files import remove, remove_orphans, replacing, write_atomic
+from fusion_bench_featcal.files import OLD, orphans, remove, replacing, write_atomic
 from fusion_bench_featcal.json_files import plain, read_json, sealed_json
 from fusion_bench_featcal.results import ReportError, load_items, prepare_directory, save_items
 from fusion_bench_featcal.results.curves import Curves, as_curves
@@ -73,7 +73,10 @@ class ResultStore:
         # The folder may hold others' files: only names of our own temporary ones are removed.
         for pattern in ("", "*", "cells/*", "upstreams/*"):
             for folder in self.folder.glob(pattern) if pattern else [self.folder]:
-                remove_orphans(folder, ".")
+                for left in orphans(folder, "."):
+                    # Saving to that place again finishes what is half replaced.
+                    if not left.with_suffix(OLD).exists():
+                        remove(left)
 
     def result(self, name: str, key: str) -> CellResult | None:
         """A finished cell by its name and fingerprint; None if there is none that is whole."""

@@ -133,7 +133,7 @@ class WaitingBatch(Batch):
 
 
 class Activations:
-    """Chooses where a batch's features wait, once a stage; a context that leaves no file behind."""
+    """Chooses where a batch's features wait; a context that leaves no file behind."""
 
     def __init__(self, *rooms: tuple[Store | None, float]) -> None:
         """Prepare.
@@ -145,6 +145,7 @@ class Activations:
         self._rooms = [store for store, _ in rooms]
         self._left = [float(size) for _, size in rooms]
         self._used: set[int] = {0}
+        self._booked: dict[int, tuple[int, float]] = {}  # by batch: room and size
         self._last: WaitingBatch | None = None
 
     def __enter__(self) -> "Activations":
@@ -167,29 +168,51 @@ class Activations:
             cal: Input of the calibrated model's next block.
             exp: Input of the expert's next block.
         """
-        number, size = 0, 0
-        if len(self._rooms) > 1:
-            size = tensor_bytes(cal) + 2 * tensor_bytes(exp)  # the expert's output waits too
-            number = next((n for n, left in enumerate(self._left) if size <= left), -1)
-            number %= len(self._rooms)
+        batch = Batch(inputs, samples, index, cal=cal, exp=exp)
+        return batch if self._rooms[0] is None and len(self._rooms) == 1 else self._placed(batch)
+
+    def settled(self, batch: Batch) -> Batch:
+        """The batch, booked with its present size; or one that waits elsewhere if it has outgrown.
+
+        What a batch carries may grow, as by the position bias of T5's first block.
+        """
+        if len(self._rooms) == 1 or isinstance(batch, WaitingBatch):
+            return batch
+        self.release(batch)
+        return self._placed(batch)
+
+    def release(self, batch: Batch) -> None:
+        """Give back the room of a batch whose features are gone."""
+        number, size = self._booked.pop(id(batch), (0, 0))
+        self._left[number] += size
+
+    def _placed(self, batch: Batch) -> Batch:
+        """Book a place for a batch, and put its features there."""
+        # An expert's output, of the size of its input, waits besides.
+        waiting = batch.cal, batch.exp, batch.exp_hidden
+        size = tensor_bytes(waiting) + (batch.exp_hidden is None) * _hidden_bytes(batch.exp)
+        number = next((n for n, left in enumerate(self._left) if size <= left), -1)
+        number %= len(self._rooms)
         store = self._rooms[number]
-        if store is None:
-            batch = Batch(inputs, samples, index, cal=cal, exp=exp)
-        else:
-            batch = WaitingBatch(store, inputs, samples, index)
-            batch.cal, batch.exp = cal, exp
+        placed = batch
+        if store is not None:
+            placed = WaitingBatch(store, batch.inputs, batch.samples, batch.index)
+            placed.cal, placed.exp, placed.exp_hidden = waiting
+            placed.valid, placed.other = batch.valid, batch.other
             if self._last is not None and self._last.store is store:
-                self._last.following = batch
-            self._last = batch
+                self._last.following = placed
+            self._last = placed
             if number not in self._used:
                 log.info("activations wait in %s too: there is no more room", store.place.name)
         self._used.add(number)
         self._left[number] -= size
-        weakref.finalize(batch, self._give_back, number, size)
-        return batch
+        self._booked[id(placed)] = number, size
+        return placed
 
-    def _give_back(self, number: int, size: float) -> None:
-        self._left[number] += size
+
+def _hidden_bytes(call: Any) -> int:
+    """Size of the hidden features in a block's inputs, as far as they can be told."""
+    return tensor_bytes(getattr(call, "hidden", None))
 
 
 def tensor_bytes(value: Any) -> int:

@@ -91,10 +91,7 @@ class BlockLoop:
         for index, stage in enumerate(self._problem.stages):
             self._reads.enter(stage_place(index))
             is_over = self._is_over(index)
-            if is_over:  # nothing has to run
-                streams = {task: list(batches) for task, batches in samples.items()}
-            else:
-                streams = self._begin_stage(index, samples)
+            streams = self._pass_by(samples) if is_over else self._begin_stage(index, samples)
             self._kept.start()
             for block in stage:
                 self._reads.enter(block)
@@ -131,13 +128,14 @@ class BlockLoop:
         visit = Visit(Stopwatch(problem.device))
         with rule.opened(task, block) as expert:
             sums = rule.task_sums(task, block, expert)
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 cal, exp = rule.record(block, expert, batch)
                 visit.count(batch, batch.cal.hidden if cal.hidden is None else cal.hidden)
                 if cal.hidden is not None:
                     visit.add_drift("before", cal.hidden, batch)
                 with summing_in(problem.settings.sums_precision, problem.device):
                     sums.add(problem.model, cal, exp, batch.valid, batch.other)
+                batches[number] = self._activations.settled(batch)
             with exact_products():
                 if self._team.combine(sums, problem.device):
                     into.add(sums, expert)
@@ -151,13 +149,14 @@ class BlockLoop:
         if not self._rule.runs_model:
             return
         last = block == self._problem.stages[-1][-1]
-        for batch in batches:
+        for number, batch in enumerate(batches):
             if last and (visit is None or not visit.drift):
                 break
             hidden, batch.cal = self._problem.step(self._problem.model, block, batch.cal)
             if visit is not None:
                 visit.add_drift("after", hidden, batch)
             batch.exp_hidden = None
+            batches[number] = self._activations.settled(batch)
 
     def _begin_stage(self, index: int, samples: Mapping[str, Iterable[Batch]]) -> Streams:
         """Run every task's samples up to a stage's first block, on the sides that the rule runs.
@@ -187,6 +186,7 @@ class BlockLoop:
         problem, rule = self._problem, self._rule
         ends = (batch.cal, batch.exp) if problem.family.hands_on else (None, None)
         batch.cal = batch.exp = None
+        self._activations.release(batch)
         inputs, cal, exp = to_device(batch.inputs, problem.device), None, None
         with naming_task(task):
             rows = find_rows(problem, inputs, index)
@@ -206,6 +206,16 @@ class BlockLoop:
         stages = self._problem.stages
         needed = stages[index:] if self._problem.family.hands_on else [stages[index]]
         return all(self._kept.has(block) for stage in needed for block in stage)
+
+    def _pass_by(self, samples: Mapping[str, Iterable[Batch]]) -> Streams:
+        """Take every task's samples past a stage that is over: nothing has to run."""
+        streams: dict[str, list[Batch]] = {}
+        for task, batches in samples.items():
+            streams[task] = []
+            for batch in batches:
+                batch.inputs = batch.inputs if len(self._problem.stages) > 1 else None
+                streams[task].append(batch)
+        return streams
 
     def _restore(self, block: str, streams: Streams) -> None:
         """Load what an earlier run made of a block, and run the samples through it as it did."""

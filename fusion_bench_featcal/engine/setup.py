@@ -1,6 +1,5 @@
 """Set up a block loop's problem: find the blocks, copy the model, pair the experts' weights."""
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,15 +8,12 @@ from torch import nn
 
 from fusion_bench_featcal.core.kernels import with_kernel
 from fusion_bench_featcal.engine.modules import find_all_modules
-from fusion_bench_featcal.engine.precision import coarse_sums_warning
 from fusion_bench_featcal.engine.problem import Autocast, Problem, copied
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.experts.reading import BASE, Reads
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.settings import FeatCalSettings
-
-log = logging.getLogger(__name__)
 
 
 def set_up(
@@ -79,7 +75,4 @@ def set_up(
         modules=modules,
         autocast=with_kernel(kernel, autocast),
     )
-    warning = coarse_sums_warning(settings, len(problem.tasks), device)
-    if warning:
-        log.warning(warning)
     return problem, reads

@@ -55,7 +55,8 @@ class CountedSource:
 
     def expect(self, names: Iterable[str]) -> None:
         """Pass on which tensors will be read next."""
-        tell_expected(self._source, [n for n in names if n not in {*self.held, *self.stand_ins}])
+        at_hand = {*self.held, *self.stand_ins}
+        tell_expected(self._source, [name for name in names if name not in at_hand])
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, read and counted, or held, or its stand-in."""

@@ -92,7 +92,9 @@ def merge_blockwise(
         CalibrationError: If the run cannot go on; the message names the place and the setting.
         ValueError: If the family is unknown.
     """
-    settings = settings.replace(calibrate_norm=method.weighs_gains, anchor_rho=1.0)
+    settings = settings.replace(
+        calibrate_norm=method.weighs_gains, anchor_rho=1.0, sums_precision="auto"
+    )
     check_inputs(base, experts, batches, settings)
     family = resolve_family(settings.family, base)
     shown, home = family.view.shown(base), device_of(base)

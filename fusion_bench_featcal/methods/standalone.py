@@ -127,7 +127,7 @@ class _Standalone(LightningFabricMixin, BaseAlgorithm):
             settings=settings,
             cost=cost,
             samples=samples(model),
-            seed=seed_of(settings),
+            seed=seed_of(self.method.settings),
         )
         results.finish(program, model, name, saver.folder)
         saver.finish(results.report)

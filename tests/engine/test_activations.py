@@ -23,6 +23,8 @@ from fusion_bench_featcal.engine.activations import (
     open_activations,
 )
 from fusion_bench_featcal.engine.places import DiskPlace, HostPlace
+from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.engine.transfers import PlainTransfers
 from fusion_bench_featcal.families.base import BlockCall
@@ -95,9 +97,41 @@ def test_auto_takes_the_first_place_with_room(tmp_path: Path, monkeypatch: Any):
         assert isinstance(second, WaitingBatch)
         assert torch.equal(first.cal, normal(0, 100))
         assert torch.equal(second.cal, normal(1, 100))
-        del first
+        opened.release(first)
         assert not isinstance(opened.batch(None, 1, 2, normal(2, 100), None), WaitingBatch)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_that_outgrows_its_room_waits_elsewhere(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(activations, "free_bytes", lambda _: 1000)
+    settings = FeatCalSettings(activations_dir=str(tmp_path))
+    with open_activations(settings, CPU) as opened:
+        batch = opened.batch(None, 1, 0, normal(0, 100), None)
+        assert opened.settled(batch) is batch
+        batch.cal, rows = normal(1, 200), CountedRows.of_mask(torch.ones(1, 2))
+        batch.valid = rows
+        moved = opened.settled(batch)
+        assert isinstance(moved, WaitingBatch)
+        assert torch.equal(moved.cal, normal(1, 200))
+        assert moved.valid is rows
+        again = opened.batch(None, 1, 1, normal(2, 100), None)
+        assert not isinstance(again, WaitingBatch)  # the room was given back
+
+
+@pytest.mark.parametrize("room", [0.4, 0.7, 1.2])
+def test_little_room_has_no_part_in_the_result(room: float, monkeypatch: Any):
+    sizes: list[int] = []
+    original = activations.tensor_bytes
+
+    def size(value: Any) -> int:
+        sizes.append(original(value))
+        return sizes[-1]
+
+    monkeypatch.setattr(activations, "tensor_bytes", size)
+    wanted = run("t5")
+    monkeypatch.setattr(activations, "free_bytes", lambda _: 4 * room * max(sizes))
+    monkeypatch.setattr(Problem, "room_of_a_visit", lambda _: 0)
+    assert_identical(run("t5"), wanted)
 
 
 @pytest.mark.parametrize(
