@@ -1,4 +1,4 @@
-"""Training curves and drift, which figures of a run show: JSON lines beside its report."""
+"""Training curves and drift, the content of a run's figures besides its report, as JSON lines."""
 
 import math
 from collections.abc import Mapping
