@@ -93,7 +93,7 @@ class _Standalone(LightningFabricMixin, BaseAlgorithm):
 
     @property
     def _is_run(self) -> bool:
-        """Whether the program runs this method; else it is a part of another, which reports."""
+        """True if the program runs this method; else it is a part of another, which reports."""
         return getattr(self._program, "method", None) is self
 
     def _results(self, modelpool: BaseModelPool, upstream: str) -> RunResults:

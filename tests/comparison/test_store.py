@@ -141,9 +141,14 @@ def test_leftovers_are_swept_but_not_those_of_a_living_process(store: ResultStor
     living.touch()
     others = store.folder / ".download.part"
     others.touch()
+    # A save that ended between its two renames: the only whole copies of the model.
+    halves = [f".merged.{host}-{dead.pid}-0{end}" for end in (".old", ".part")]
+    for half in halves:
+        (store.folder / half).mkdir()
     ResultStore(store.folder)
     assert list(folder.iterdir()) == [living]
-    assert sorted(path.name for path in store.folder.iterdir()) == [".download.part", "cells"]
+    left = sorted(path.name for path in store.folder.iterdir())
+    assert left == [".download.part", *halves, "cells"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
