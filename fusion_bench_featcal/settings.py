@@ -184,6 +184,11 @@ class FeatCalSettings:
         """
         return dataclasses.replace(self, **changes)
 
+    @property
+    def runs_experts(self) -> bool:
+        """Return whether experts run: a target without their features needs only their weights."""
+        return self.mix_alpha > 0 or self.log_drift
+
     def of_the_model(self) -> "FeatCalSettings":
         """Copy in which everything without a part in the model has its default."""
         return self.replace(

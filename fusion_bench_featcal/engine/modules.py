@@ -54,6 +54,19 @@ class BlockModules:
     sites: tuple[Site, ...]
     left: tuple[str, ...]
 
+    def calibrated(self, *, biased: bool) -> list[str]:
+        """Names of the parameters that get new values.
+
+        Args:
+            biased: Whether biases of linear modules do, too.
+        """
+        return [
+            name
+            for site in self.sites
+            for name in site.names
+            if site.kind == "norm" or name == site.weight_name or biased
+        ]
+
 
 def find_modules(
     model: nn.Module, block: str, patterns: Sequence[str] | None, *, calibrate_norm: bool

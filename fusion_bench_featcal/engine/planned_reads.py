@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.engine.problem import Problem
-from fusion_bench_featcal.engine.rules import calibrated_in
 from fusion_bench_featcal.engine.team import Alone, Team
 from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.experts.read_plan import (
@@ -129,7 +128,7 @@ class PlannedReads:
         parameters = [
             problem.model.get_parameter(name)
             for block in problem.modules
-            for name in calibrated_in(problem, block)
+            for name in problem.calibrated_in(block)
         ]
         base = None if problem.base is None else self._places(BASE, self._planned_of_base())
         return {
@@ -171,8 +170,7 @@ class PlannedReads:
 
     def _stale_from(self, plan: ReadPlan) -> dict[str, str]:
         """The first block that an expert's own features do not pass whole, where it runs at all."""
-        settings = self._problem.settings
-        runs = settings.mix_alpha > 0 or settings.log_drift
+        runs = self._problem.settings.runs_experts
         stale: dict[str, str] = {}
         for expert, names in plan.omitted.items() if runs else ():
             for block in chain.from_iterable(self._problem.stages):

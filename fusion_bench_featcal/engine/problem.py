@@ -78,6 +78,10 @@ class Problem:
         with self.autocast():
             return self.family.step(model, block, call)
 
+    def calibrated_in(self, block: str) -> list[str]:
+        """Names of a block's parameters that get new values."""
+        return self.modules[block].calibrated(biased=self.settings.calibrate_bias)
+
     def tensors_of(self, block: str) -> list[str]:
         """Names of the tensors that running a block needs."""
         return tensors_of_block(self.model, self.family, block)

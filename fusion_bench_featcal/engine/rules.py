@@ -61,9 +61,7 @@ class FeatCalRule:
         """Apply to a problem."""
         self._problem = problem
         self._recorder = Recorder()
-        settings = problem.settings
-        # A target without their share needs only the experts' weights.
-        self.runs_experts = settings.mix_alpha > 0 or settings.log_drift
+        self.runs_experts = problem.settings.runs_experts
         self._last = problem.stages[-1][-1]
         # No block needs what these blocks of an expert give.
         closing = problem.stages[-1:] if problem.family.hands_on else problem.stages
@@ -72,7 +70,7 @@ class FeatCalRule:
     def tensors(self, block: str) -> list[str]:
         """All of the block where experts run, else those of the calibrated modules."""
         problem = self._problem
-        return problem.tensors_of(block) if self.runs_experts else calibrated_in(problem, block)
+        return problem.tensors_of(block) if self.runs_experts else problem.calibrated_in(block)
 
     def opened(self, task: str, block: str) -> AbstractContextManager[nn.Module]:
         """The expert with what the visit needs."""
@@ -125,14 +123,3 @@ class FeatCalRule:
     def block_sums(self, block: str) -> BlockSums:
         """FeatCal's running sums."""
         return BlockSums(self._problem, block)
-
-
-def calibrated_in(problem: Problem, block: str) -> list[str]:
-    """Names of a block's parameters that get new values."""
-    biased = problem.settings.calibrate_bias
-    return [
-        name
-        for site in problem.modules[block].sites
-        for name in site.names
-        if site.kind == "norm" or name == site.weight_name or biased
-    ]

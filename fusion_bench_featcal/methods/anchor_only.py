@@ -87,17 +87,11 @@ def anchor_only(
     source = family.view.source(source_of(base))
     start = ExpertModel("_pretrained_", source, model, role="base model")
     for block, found in modules.items():
-        names = [site.weight_name for site in found.sites]
-        names += [
-            site.bias_name
-            for site in found.sites
-            if site.has_bias and (site.kind == "norm" or settings.calibrate_bias)
-        ]
         anchors = {
             name: extrapolate_anchor(
                 model.get_parameter(name).detach(), start.tensor(name), settings.anchor_rho
             )
-            for name in names
+            for name in found.calibrated(biased=settings.calibrate_bias)
         }
         load_updates(model, block, anchors)
     return family.view.restored(model)

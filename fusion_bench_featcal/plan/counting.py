@@ -101,7 +101,7 @@ def count_work(model: nn.Module, inputs: Any, settings: FeatCalSettings) -> Work
     model = family.view.shown(model)
     blocks = family.stages(model)
     modules = find_all_modules(model, blocks, settings)
-    runs = settings.mix_alpha > 0 or settings.log_drift
+    runs = settings.runs_experts
     stages: list[tuple[Place, ...]] = []
     call: Any = None
     for index, stage in enumerate(blocks):
@@ -116,9 +116,8 @@ def count_work(model: nn.Module, inputs: Any, settings: FeatCalSettings) -> Work
             kind = _kind(model, name, modules[name])
             if kind not in known:
                 known[kind], call = _count_block(model, family, name, call, modules[name])
-            needed = (
-                tensors_of_block(model, family, name) if runs else _solved(modules[name], settings)
-            )
+            needed = modules[name].calibrated(biased=settings.calibrate_bias)
+            needed = tensors_of_block(model, family, name) if runs else needed
             places.append(replace(known[kind], name=name, needed=needed))
             if len(places) == 2 or family.whole_model:  # a stage's first block may do more
                 known.clear()
@@ -135,15 +134,6 @@ def count_work(model: nn.Module, inputs: Any, settings: FeatCalSettings) -> Work
         dtype=next(model.parameters()).dtype,
         whole_model=family.whole_model,
     )
-
-
-def _solved(modules: BlockModules, settings: FeatCalSettings) -> list[str]:
-    return [
-        name
-        for site in modules.sites
-        for name in site.names
-        if site.kind == "norm" or name == site.weight_name or settings.calibrate_bias
-    ]
 
 
 def _kind(model: nn.Module, block: str, modules: BlockModules) -> Any:

@@ -49,7 +49,7 @@ def predict_memory(
 
 def _carried(place: Place, work: Work, settings: FeatCalSettings) -> int:
     """Bytes that one batch keeps after a place."""
-    both = settings.mix_alpha > 0 or settings.log_drift
+    both = settings.runs_experts
     if work.whole_model:  # both sides begin from the inputs each time
         return work.inputs + settings.log_drift * place.hidden
     return (1 + both) * place.carried + (len(work.stages) > 1) * work.inputs
