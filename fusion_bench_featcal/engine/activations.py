@@ -145,7 +145,6 @@ class Activations:
         self._rooms = [store for store, _ in rooms]
         self._left = [float(size) for _, size in rooms]
         self._used: set[int] = {0}
-        self._booked: dict[int, tuple[int, float]] = {}  # by batch: room and size
         self._last: WaitingBatch | None = None
 
     def __enter__(self) -> "Activations":
@@ -183,14 +182,16 @@ class Activations:
 
     def release(self, batch: Batch) -> None:
         """Give back the room of a batch whose features are gone."""
-        number, size = self._booked.pop(id(batch), (0, 0))
+        number, size = batch.booked
         self._left[number] += size
+        batch.booked = (0, 0)
 
     def _placed(self, batch: Batch) -> Batch:
         """Book a place for a batch, and put its features there."""
-        # An expert's output, of the size of its input, waits besides.
         waiting = batch.cal, batch.exp, batch.exp_hidden
-        size = tensor_bytes(waiting) + (batch.exp_hidden is None) * _hidden_bytes(batch.exp)
+        size = tensor_bytes(waiting)
+        if batch.exp_hidden is None:  # it will wait besides, and is of the size of what goes in
+            size += tensor_bytes(getattr(batch.exp, "hidden", None))
         number = next((n for n, left in enumerate(self._left) if size <= left), -1)
         number %= len(self._rooms)
         store = self._rooms[number]
@@ -206,13 +207,8 @@ class Activations:
                 log.info("activations wait in %s too: there is no more room", store.place.name)
         self._used.add(number)
         self._left[number] -= size
-        self._booked[id(placed)] = number, size
+        placed.booked = number, size
         return placed
-
-
-def _hidden_bytes(call: Any) -> int:
-    """Size of the hidden features in a block's inputs, as far as they can be told."""
-    return tensor_bytes(getattr(call, "hidden", None))
 
 
 def tensor_bytes(value: Any) -> int:

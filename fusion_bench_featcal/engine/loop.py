@@ -126,7 +126,7 @@ class BlockLoop:
         self._reporter.at(f"{block} · {task}")
         self._reads.expect_after(block, task)
         visit = Visit(Stopwatch(problem.device))
-        with rule.opened(task, block) as expert:
+        with rule.opened(task, self._reads.visits[block]) as expert:
             sums = rule.task_sums(task, block, expert)
             for number, batch in enumerate(batches):
                 cal, exp = rule.record(block, expert, batch)
@@ -223,7 +223,7 @@ class BlockLoop:
         for task, batches in streams.items():
             self._reporter.at(f"{block} · {task} (restored)")
             if self._rule.runs_experts:
-                with self._rule.opened(task, block) as expert:
+                with self._rule.opened(task, self._reads.visits[block]) as expert:
                     for batch in batches:
                         self._rule.follow(block, expert, batch)
             self._advance(block, batches)

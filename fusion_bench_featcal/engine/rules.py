@@ -1,5 +1,6 @@
 """Rules: whose features a block's sums are made of, and what the sums become."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -29,8 +30,8 @@ class Rule(Protocol):
         """Names of the expert's tensors that a visit to a block needs."""
         ...
 
-    def opened(self, task: str, block: str) -> AbstractContextManager[nn.Module]:
-        """Context with a model that holds the expert's parameters of a block."""
+    def opened(self, task: str, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
+        """Context with a model that holds some of the expert's tensors, as `tensors` named them."""
         ...
 
     def task_sums(self, task: str, block: str, expert: nn.Module) -> TaskSums:
@@ -43,8 +44,8 @@ class Rule(Protocol):
         """Run a batch through a block; the inputs to sum, and the expert's where they are used."""
         ...
 
-    def follow(self, block: str, expert: nn.Module, batch: Batch) -> None:
-        """Run a batch through the expert's block alone, where the block is restored."""
+    def follow(self, block: str, expert: nn.Module, batch: Batch) -> Recording:
+        """Run a batch through the expert's block alone."""
         ...
 
     def block_sums(self, block: str) -> Solvable:
@@ -72,9 +73,9 @@ class FeatCalRule:
         problem = self._problem
         return problem.tensors_of(block) if self.runs_experts else problem.calibrated_in(block)
 
-    def opened(self, task: str, block: str) -> AbstractContextManager[nn.Module]:
+    def opened(self, task: str, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """The expert with what the visit needs."""
-        return self._problem.experts[task].loaded(self.tensors(block))
+        return self._problem.experts[task].loaded(names)
 
     def task_sums(self, task: str, block: str, expert: nn.Module) -> TaskSums:
         """Sums in the precision that lambda asks for."""
@@ -97,16 +98,16 @@ class FeatCalRule:
         cal = self._run(self._problem.model, block, batch.cal, to_end=False)
         if not self.runs_experts:
             return cal, None
-        exp = self._run(expert, block, batch.exp, to_end=block not in self._closing)
-        batch.exp = exp.following
+        exp = self.follow(block, expert, batch)
         if self._problem.settings.log_drift:
             batch.exp_hidden = exp.hidden
         return cal, exp
 
-    def follow(self, block: str, expert: nn.Module, batch: Batch) -> None:
+    def follow(self, block: str, expert: nn.Module, batch: Batch) -> Recording:
         """Run the expert's block, with hooks, as some modules compute otherwise with them."""
-        to_end = block not in self._closing
-        batch.exp = self._run(expert, block, batch.exp, to_end=to_end).following
+        exp = self._run(expert, block, batch.exp, to_end=block not in self._closing)
+        batch.exp = exp.following
+        return exp
 
     def _run(self, model: nn.Module, block: str, call: Any, *, to_end: bool) -> Recording:
         """Run a block; `to_end` False: only its modules' inputs, and what is logged, are needed."""

@@ -31,6 +31,7 @@ class Batch:
         exp_hidden: The expert's output of the block in hand, where the drift is logged.
         valid: The positions that count; None: all do.
         other: The same for modules that receive other rows, by the end of their names.
+        booked: The place where its features wait, as `Activations` numbers them, and their bytes.
     """
 
     inputs: Any
@@ -41,6 +42,7 @@ class Batch:
     exp_hidden: Any = None
     valid: CountedRows | None = None
     other: Mapping[str, CountedRows | None] = field(default_factory=dict)
+    booked: tuple[int, float] = (0, 0)
 
 
 def find_rows(

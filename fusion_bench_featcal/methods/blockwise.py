@@ -1,7 +1,7 @@
 """Merging block by block in closed form: RegMean, RegMean++ and LOT as rules of the block loop."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -155,12 +155,12 @@ class LeastSquaresRule:
             return self._problem.tensors_of(block)
         return names_under(self._problem.model.state_dict(), [block])
 
-    def opened(self, task: str, block: str) -> AbstractContextManager[nn.Module]:
+    def opened(self, task: str, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """The expert, or the merged model with the expert's block."""
         expert = self._problem.experts[task]
         if self.runs_experts:
-            return expert.loaded(self.tensors(block))
-        return _grafted(self._problem.model, expert, self.tensors(block))
+            return expert.loaded(names)
+        return _grafted(self._problem.model, expert, names)
 
     def task_sums(self, task: str, block: str, expert: nn.Module) -> TaskSums:
         """Sums of the expert's inputs."""
@@ -169,7 +169,11 @@ class LeastSquaresRule:
     def record(
         self, block: str, expert: nn.Module, batch: Batch
     ) -> tuple[Recording, Recording | None]:
-        """Run the expert's block on the stream that the method names."""
+        """Run the expert's block alone: its inputs are what is summed."""
+        return self.follow(block, expert, batch), None
+
+    def follow(self, block: str, expert: nn.Module, batch: Batch) -> Recording:
+        """Run the expert's block on the features that the method names."""
         names = [site.name for site in self._problem.modules[block].sites]
         call = batch.cal if self.runs_model else batch.exp
         recording = self._recorder.record(
@@ -177,11 +181,7 @@ class LeastSquaresRule:
         )
         if self.runs_experts:
             batch.exp = recording.following
-        return recording, None
-
-    def follow(self, block: str, expert: nn.Module, batch: Batch) -> None:
-        """Nothing is restored: these methods keep no blocks."""
-        raise NotImplementedError
+        return recording
 
     def block_sums(self, block: str) -> "LeastSquaresSums":
         """Sums over the experts."""
@@ -249,7 +249,7 @@ class LeastSquaresSums:
 
 
 @contextmanager
-def _grafted(model: nn.Module, expert: ExpertModel, names: list[str]) -> Iterator[nn.Module]:
+def _grafted(model: nn.Module, expert: ExpertModel, names: Sequence[str]) -> Iterator[nn.Module]:
     """The model with some of an expert's tensors in place of its own, which come back after."""
     tensors = model.state_dict()
     own = {name: tensors[name].clone() for name in names}
