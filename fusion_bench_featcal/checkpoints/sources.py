@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
-from fusion_bench_featcal.experts.fetching import tell_expected
+from fusion_bench_featcal.experts import SourceView
 
 
-class WatchedSource:
+class WatchedSource(SourceView):
     """An `ExpertSource` that knows the digest of every tensor that was read from it.
 
     A tensor is digested when it is read for the first time: it is in memory then anyway.
@@ -21,21 +21,9 @@ class WatchedSource:
         Args:
             source: The `ExpertSource`.
         """
-        self._source = source
+        super().__init__(source)
         self._digests: dict[str, str] = {}
         self._recent: set[str] = set()
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return self._source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
-        return self._source.shape(name)
-
-    def nbytes(self, name: str) -> int:
-        """Bytes that reading a tensor takes."""
-        return self._source.nbytes(name)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as the source gives it."""
@@ -44,10 +32,6 @@ class WatchedSource:
             self._digests[name] = digest_tensor(tensor)
         self._recent.add(name)
         return tensor
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Tell the source which tensors will be read next."""
-        tell_expected(self._source, names)
 
     def take_recent(self) -> dict[str, str]:
         """Name -> digest of the tensors read since this was last asked."""

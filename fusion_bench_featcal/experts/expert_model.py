@@ -1,90 +1,20 @@
-"""Sources of expert weights, and experts that hold one block's weights at a time."""
+"""Experts that hold one block's weights at a time, paired with the merged model's names."""
 
 import copy
-from collections.abc import Iterable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
-from fusion_bench_featcal.experts.fetching import copied_to, tell_expected
-from fusion_bench_featcal.experts.pairing import aliases, pair_names
+from fusion_bench_featcal.experts.fetching import copied_to
+from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, tell_expected
 from fusion_bench_featcal.settings import CalibrationError
 
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
-
-
-class ExpertSource(Protocol):
-    """A readable set of named tensors: one model's weights.
-
-    A source may have a method `expect(names)` besides: it is told which tensors will be read next.
-    `nbytes(name)`, how many bytes reading a tensor takes, is needed for read budgets only. An
-    attribute `config`, the model's transformers config or the content of its config.json, is
-    compared with the merged model's.
-    """
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor, without reading it where that is possible."""
-        ...
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, as it is stored. It must not be written to."""
-        ...
-
-
-class InMemoryExpert:
-    """Weights of a module that is in memory anyway; nothing is copied."""
-
-    def __init__(self, module: nn.Module) -> None:
-        """Refer to a module's parameters and persistent buffers.
-
-        Args:
-            module: The expert; it is neither moved nor changed.
-        """
-        self.config = getattr(module, "config", None)
-        self._tensors = module.state_dict()
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
-        return tuple(self._tensors[name].shape)
-
-    def nbytes(self, name: str) -> int:
-        """Size of one tensor in memory."""
-        return self._tensors[name].numel() * self._tensors[name].element_size()
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor of the module itself."""
-        return self._tensors[name]
-
-
-def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
-    """A model's weights as a source: a module's own, or the source itself."""
-    return InMemoryExpert(model) if isinstance(model, nn.Module) else model
-
-
-def known_bytes(source: ExpertSource, name: str) -> int:
-    """Bytes that reading a tensor takes.
-
-    Raises:
-        CalibrationError: If the source does not tell.
-    """
-    try:
-        return int(source.nbytes(name))  # type: ignore[attr-defined]
-    except AttributeError as error:  # of this source, or of one that it wraps
-        raise CalibrationError(
-            f"{error}: it would tell how many bytes a tensor takes, by which "
-            "method.expert_read_budget plans what to read; add it, or set that to null"
-        ) from error
 
 
 class ExpertModel:
@@ -206,9 +136,7 @@ class ExpertModel:
                 slot[leaf] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
             yield self.module
         finally:
-            for slot, leaf, empty in reversed(
-                replaced
-            ):  # modules may share a slot (T5's embedding)
+            for slot, leaf, empty in reversed(replaced):  # T5's embedding is in several slots
                 slot[leaf] = empty
 
 
@@ -231,3 +159,59 @@ def hollow_copy(model: nn.Module) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
     return copy.deepcopy(model, dict(stand_ins)).eval()
+
+
+def aliases(model: nn.Module) -> dict[str, list[str]]:
+    """For each tensor name, the other names of the same (tied) parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return {name: [n for n in group if n != name] for group in groups.values() for name in group}
+
+
+def pair_names(
+    model_name: str,
+    role: str,
+    source: Any,
+    wanted: Mapping[str, Tensor],
+    tied: Mapping[str, list[str]],
+) -> dict[str, str]:
+    """Source name of each of the model's tensors, with all shapes checked."""
+    available = source.names()
+    rename = _renaming(available, set(wanted))
+    keys: dict[str, str] = {}
+    for name, tensor in wanted.items():
+        stored = [n for n in map(rename, [name, *tied[name]]) if n in available]
+        if not stored:
+            nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
+            raise CalibrationError(
+                f"{role} {model_name!r} has no tensor {name!r}"
+                + (f"; its nearest is {nearest[0]!r}" if nearest else "")
+                + f". Check modelpool.models.{model_name}, or set method.stream_experts=false if "
+                "transformers renames this architecture's tensors when it loads them"
+            )
+        if source.shape(stored[0]) != tuple(tensor.shape):
+            raise CalibrationError(
+                f"{role} {model_name!r}: tensor {name!r} has shape {source.shape(stored[0])}, the "
+                f"merged model's has {tuple(tensor.shape)}. Check modelpool.models.{model_name}"
+            )
+        keys[name] = stored[0]
+    return keys
+
+
+def _renaming(available: set[str], wanted: set[str]) -> Callable[[str], str]:
+    """Find how the source spells the model's names: as they are, or with a prefix more or less.
+
+    The same weights are `vision_model.x` in a file and, from transformers 5.6 on, `x` in memory.
+    """
+    prefixes = {name.split(".")[0] + "." for name in available | wanted}
+    choices = [("", "")] + [(p, "") for p in sorted(prefixes)] + [("", p) for p in sorted(prefixes)]
+
+    def rename(name: str, added: str, removed: str) -> str:
+        return added + name.removeprefix(removed)
+
+    def covered(choice: tuple[str, str]) -> int:
+        return sum(rename(name, *choice) in available for name in wanted)
+
+    best = max(choices, key=covered)  # the first of equals: names as they are
+    return lambda name: rename(name, *best)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +18,6 @@ _REQUEST = 128 * 1024
 
 MOST_PINNED = 256 * 2**20
 """Bytes of the largest tensor that goes to a GPU through pinned memory."""
-
-
-def tell_expected(source: Any, names: Iterable[str]) -> None:
-    """Tell a source which of its tensors will be read next, where it has a method `expect`."""
-    expect = getattr(source, "expect", None)
-    if expect is not None:
-        expect(names)
 
 
 class TensorRanges:

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.experts import ExpertSource, known_bytes
-from fusion_bench_featcal.experts.fetching import tell_expected
+from fusion_bench_featcal.experts import ExpertSource, SourceView
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -31,7 +30,7 @@ _WITHOUT_EFFECT = {
 _PLAIN_STARTS = (True, False, "gaussian")
 
 
-class LoraExpert:
+class LoraExpert(SourceView):
     """Weights of a base model with a LoRA adapter added, as PEFT merges them."""
 
     def __init__(self, base: ExpertSource, adapter: str | Path) -> None:
@@ -46,35 +45,22 @@ class LoraExpert:
             CalibrationError: If the adapter is of another kind than plain LoRA, or does not fit
                 the base.
         """
-        self._base = base
+        super().__init__(base)
         self._folder = Path(adapter)
         self._config = _read_config(self._folder)
         self._weights = SafetensorsExpert(self._folder / "adapter_model.safetensors")
         self._adapted = self._pair()
-
-    @property
-    def config(self) -> Any:
-        """The base's config, if it has one."""
-        return getattr(self._base, "config", None)
-
-    def names(self) -> set[str]:
-        """Names of all tensors: the base's."""
-        return self._base.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
-        return self._base.shape(name)
 
     def nbytes(self, name: str) -> int:
         """Bytes of one tensor of the base and, where it is adapted, of the adapter's two."""
         module = self._adapted.get(name)
         ends = () if module is None else (_A, _B)
         adapter = sum(self._weights.nbytes(f"{_PREFIX}{module}{end}") for end in ends)
-        return adapter + known_bytes(self._base, name)
+        return adapter + super().nbytes(name)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, with the adapter's share where it has one; in the base's dtype."""
-        stored = self._base.tensor(name)
+        stored = super().tensor(name)
         module = self._adapted.get(name)
         if module is None:
             return stored
@@ -88,7 +74,7 @@ class LoraExpert:
     def expect(self, names: Iterable[str]) -> None:
         """Tell the base which of its tensors will be read next, and fetch the adapter's share."""
         names = set(names)
-        tell_expected(self._base, names)
+        super().expect(names)
         modules = [self._adapted[name] for name in names if name in self._adapted]
         self._weights.expect(_PREFIX + module + end for module in modules for end in (_A, _B))
 
@@ -111,7 +97,7 @@ class LoraExpert:
         return {f"{module}.weight": module for module in modules}
 
     def _check_shape(self, module: str) -> None:
-        if f"{module}.weight" not in self._base.names():
+        if f"{module}.weight" not in self.names():
             raise self._unusable(f"the base has no module {module!r}; the adapter is for another")
         rank, inputs = self._weights.shape(_PREFIX + module + _A)
         outputs, other = self._weights.shape(_PREFIX + module + _B)
@@ -121,11 +107,9 @@ class LoraExpert:
                 f"{module!r} has ranks {rank} and {other}, not {wanted} as its config"
             )
         shape = (inputs, outputs) if self._config.get("fan_in_fan_out") else (outputs, inputs)
-        if self._base.shape(f"{module}.weight") != shape:
-            raise self._unusable(
-                f"{module!r} changes a weight {shape}, the base's is "
-                f"{self._base.shape(f'{module}.weight')}"
-            )
+        stored = self.shape(f"{module}.weight")
+        if stored != shape:
+            raise self._unusable(f"{module!r} changes a weight {shape}, the base's is {stored}")
 
     def _unusable(self, reason: str) -> CalibrationError:
         return CalibrationError(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.experts.expert_model import ExpertModel
-from fusion_bench_featcal.experts.fetching import tell_expected
+from fusion_bench_featcal.experts.source import SourceView
 from fusion_bench_featcal.settings import CalibrationError
 
 BASE = "_pretrained_"
@@ -19,7 +19,7 @@ def stage_place(index: int) -> str:
     return f"stage {index}"
 
 
-class CountedSource:
+class CountedSource(SourceView):
     """An `ExpertSource` whose reads are counted; other tensors may stand in for some of its own.
 
     Attributes:
@@ -35,28 +35,20 @@ class CountedSource:
             source: The `ExpertSource`.
             count: Called with the bytes of every read.
         """
-        self._source = source
+        super().__init__(source)
         self._count = count
         self.stand_ins: Mapping[str, Tensor] = {}
         self.held: dict[str, Tensor] = {}
         self.stood_in = 0
 
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return self._source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
-        return self._source.shape(name)
-
     def nbytes(self, name: str) -> int:
         """Bytes that reading a tensor takes: none where another stands in."""
-        return 0 if name in self.stand_ins else self._source.nbytes(name)
+        return 0 if name in self.stand_ins else super().nbytes(name)
 
     def expect(self, names: Iterable[str]) -> None:
         """Pass on which tensors will be read next."""
         at_hand = {*self.held, *self.stand_ins}
-        tell_expected(self._source, [name for name in names if name not in at_hand])
+        super().expect([name for name in names if name not in at_hand])
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, read and counted, or held, or its stand-in."""
@@ -72,8 +64,8 @@ class CountedSource:
     def count(self, name: str, tensor: Tensor) -> None:
         """Count a tensor as read now."""
         try:
-            size = int(self._source.nbytes(name))
-        except (AttributeError, CalibrationError):  # it, or a source that it wraps, does not tell
+            size = super().nbytes(name)
+        except CalibrationError:  # the source does not tell
             size = tensor.nbytes
         self._count(size)
 

@@ -1,19 +1,15 @@
 """Experts with more rows in their vocabulary matrices than the other models have."""
 
-from collections.abc import Iterable
-from typing import Any
-
 from torch import Tensor, nn
 
-from fusion_bench_featcal.experts import ExpertSource, known_bytes
-from fusion_bench_featcal.experts.fetching import tell_expected
+from fusion_bench_featcal.experts import ExpertSource, SourceView
 from fusion_bench_featcal.settings import CalibrationError
 
 # Matrices with one row a token, as the model classes of transformers call them.
 _ENDINGS = ("embed_tokens.weight", "lm_head.weight", "shared.weight", "wte.weight")
 
 
-class CommonRows:
+class CommonRows(SourceView):
     """A model's weights, of whose vocabulary matrices only the first rows are seen.
 
     A row is a token's: the tokenizer gives the common tokens the same numbers everywhere, and no
@@ -27,17 +23,8 @@ class CommonRows:
             source: The weights.
             rows: Number of tokens that all models know.
         """
-        self._source = source
+        super().__init__(source)
         self._rows = rows
-
-    @property
-    def config(self) -> Any:
-        """The source's config, if it has one."""
-        return getattr(self._source, "config", None)
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return self._source.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, as it is seen."""
@@ -48,7 +35,7 @@ class CommonRows:
 
     def nbytes(self, name: str) -> int:
         """Size of one tensor, as it is seen."""
-        stored = known_bytes(self._source, name)
+        stored = super().nbytes(name)
         if not self._is_cut(name):
             return stored
         return stored * self.shape(name)[0] // self._source.shape(name)[0]
@@ -57,10 +44,6 @@ class CommonRows:
         """One tensor, as it is seen."""
         tensor = self._source.tensor(name)
         return tensor[: self._rows] if self._is_cut(name) else tensor
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Tell the source which tensors will be read next."""
-        tell_expected(self._source, names)
 
     def _is_cut(self, name: str) -> bool:
         return name.endswith(_ENDINGS)
