@@ -17,11 +17,13 @@ import torch
 from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal.data.pictures import to_pixels
-from fusion_bench_featcal.methods import SurgerySettings
-from fusion_bench_featcal.methods.feature_correction import all_features
+from fusion_bench_featcal.methods import Surgery, SurgeryModule
 from fusion_bench_featcal.methods.projection import ProjectedFeatures
-from fusion_bench_featcal.methods.surgery import SurgeryModule, initial_surgery, train_surgery
-from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
+from fusion_bench_featcal.methods.training import (
+    initial_surgery,
+    shuffled_batches,
+    task_generator,
+)
 from fusion_bench_featcal.suites import image
 
 TASK = "mini_mnist"
@@ -39,23 +41,23 @@ def main() -> None:
     """Print seconds of both ways and how far their modules are apart."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    settings = SurgerySettings(steps=parser.parse_args().steps)
+    method = Surgery(steps=parser.parse_args().steps)
     base, expert = (
         CLIPVisionModel.from_pretrained(place).eval() for place in (image.path(), image.path(TASK))
     )
     projection = CLIPModel.from_pretrained(image.path()).visual_projection.requires_grad_(False)
-    pixels, device = pictures(), torch.device("cpu")
+    pixels, site = pictures(), ProjectedFeatures(projection)
 
     def features(model: torch.nn.Module, chosen: torch.Tensor) -> torch.Tensor:
-        batches = [{"pixel_values": part} for part in chosen.split(settings.batch_size)]
-        site = ProjectedFeatures(projection)
-        return all_features(model, site, batches, normalize="none", device=device)
+        parts = chosen.split(method.batch_size)
+        return torch.cat([method.features(model, site, {"pixel_values": part}) for part in parts])
 
     def at_every_update() -> SurgeryModule:
-        module = initial_surgery(projection.out_features, settings, TASK)
-        optimizer = torch.optim.Adam(module.parameters(), lr=settings.learning_rate)
-        generator = task_generator(settings.seed, TASK, "batches")
-        for rows in shuffled_batches(SAMPLES, settings.batch_size, settings.steps, generator):
+        weights = task_generator(method.seed, TASK, "weights")
+        module = initial_surgery(projection.out_features, method.rank, weights)
+        optimizer = torch.optim.Adam(module.parameters(), lr=method.learning_rate)
+        generator = task_generator(method.seed, TASK, "batches")
+        for rows in shuffled_batches(SAMPLES, method.batch_size, method.steps, generator):
             corrected = module(features(base, pixels[rows]))
             optimizer.zero_grad()
             (corrected - features(expert, pixels[rows])).abs().mean().backward()
@@ -63,7 +65,7 @@ def main() -> None:
         return module
 
     def once() -> SurgeryModule:
-        return train_surgery(features(base, pixels), features(expert, pixels), settings, task=TASK)
+        return method.fit(features(base, pixels), features(expert, pixels), TASK)
 
     modules, seconds = [], []
     for train in (at_every_update, once):
@@ -76,7 +78,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}\n")
     print("| updates | at every update, s | once, s | largest relative difference |")
     print("|--:|--:|--:|--:|")
-    print(f"| {settings.steps} | {seconds[0]:.1f} | {seconds[1]:.2f} | {apart:.1e} |")
+    print(f"| {method.steps} | {seconds[0]:.1f} | {seconds[1]:.2f} | {apart:.1e} |")
 
 
 if __name__ == "__main__":

@@ -55,11 +55,10 @@ def settings_of(
     source: Any,
     values: Mapping[str, str],
     names: Iterable[str] | None = None,
-    meanings: Mapping[str, str] | None = None,
 ) -> list[Setting]:
     """Settings that a dataclass's fields or a callable's parameters describe."""
     section = "Attributes" if isinstance(source, type) else "Args"
-    descriptions = documented(source.__doc__, section) | dict(meanings or {})
+    descriptions = documented(source.__doc__, section)
     parameters = inspect.signature(source).parameters
     chosen = [n for n in parameters if n in descriptions] if names is None else names
     return [
@@ -105,17 +104,16 @@ def _compare() -> list[Setting]:
 def _correction(name: str) -> Callable[[], list[Setting]]:
     def settings() -> list[Setting]:
         from fusion_bench_featcal import methods
-        from fusion_bench_featcal.methods.feature_correction import SITE_SETTINGS
 
         method = getattr(methods, name)
-        source = method.kind
         meanings: dict[str, str] = {}
-        for kind in reversed(source.__mro__):
+        for kind in reversed(method.__mro__):
             meanings |= documented(kind.__doc__, "Attributes")
-        values = {key: wanted for key, (wanted, _) in source.checks.items()}
-        names = [key for key in method._config_mapping if key not in method.site]
-        site = {key: SITE_SETTINGS[key] for key in method.site}
-        return [*_fixed(_BASE_METHOD | site), *settings_of(source, values, names, meanings)]
+        own = [
+            Setting(key, getattr(method, key), method.checks[key][0], meanings[key])
+            for key in method._config_mapping
+        ]
+        return [*_fixed(_BASE_METHOD), *own]
 
     return settings
 
@@ -134,10 +132,12 @@ def _fixed(keys: Mapping[str, str]) -> list[Setting]:
 def _merger(name: str) -> Callable[[], list[Setting]]:
     def settings() -> list[Setting]:
         from fusion_bench_featcal import methods
+        from fusion_bench_featcal.methods.blockwise import LeastSquares
         from fusion_bench_featcal.methods.mergers import MERGER_SETTINGS
 
-        merger = getattr(methods, name)
-        return [*_fields(MERGER_SETTINGS), *settings_of(merger.function, {}, merger.options)]
+        accepted = {key: wanted for key, (wanted, _) in LeastSquares.checks.items()}
+        options = settings_of(LeastSquares, accepted, getattr(methods, name).options)
+        return [*_fields(MERGER_SETTINGS), *options]
 
     return settings
 

@@ -39,7 +39,7 @@ from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.cli import main as featcal
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
-from fusion_bench_featcal.methods.ridge_surgery import AffineModule
+from fusion_bench_featcal.methods.corrected_model import AffineModule
 from fusion_bench_featcal.results.curves import write_curves
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.checksums import CHECKSUM_FILE, write_checksums

@@ -6,30 +6,22 @@ MUTATIONS = [
     Mutation(
         "Surgery adds its drift",
         "methods/corrected_model.py",
-        """self.up)
-
-    def forward(self, features: Tensor) -> Tensor:
-        \"\"\"Correct features `[..., d]`.\"\"\"
-        return features - self.drift(features)""",
-        """self.up)
-
-    def forward(self, features: Tensor) -> Tensor:
-        \"\"\"Correct features `[..., d]`.\"\"\"
-        return features + self.drift(features)""",
+        "return features - functional.linear(hidden, self.up)",
+        "return features + functional.linear(hidden, self.up)",
         "methods/test_trained_corrections.py",
     ),
     Mutation(
         "Surgery trained on squared errors",
         "methods/surgery.py",
-        "return functional.l1_loss(module(merged), expert)",
-        "return functional.mse_loss(module(merged), expert)",
+        "return functional.l1_loss(module(before), target)",
+        "return functional.mse_loss(module(before), target)",
         "methods/test_surgery_agreement.py methods/test_trained_corrections.py",
     ),
     Mutation(
         "Surgery's bottleneck is linear",
         "methods/corrected_model.py",
-        "functional.linear(torch.relu(functional.linear(features, self.down)), self.up)",
-        "functional.linear(functional.linear(features, self.down), self.up)",
+        "hidden = torch.relu(functional.linear(features, self.down))",
+        "hidden = functional.linear(features, self.down)",
         "methods/test_trained_corrections.py",
     ),
     Mutation(
@@ -63,8 +55,8 @@ MUTATIONS = [
     Mutation(
         "LOT leaves unseen directions at the mean",
         "methods/blockwise.py",
-        'anchor="base", weighs',
-        'anchor="mean", weighs',
+        'anchor="base", off_diagonal=1.0, weighs',
+        'anchor="mean", off_diagonal=1.0, weighs',
         "methods/test_mergers.py",
     ),
     Mutation(
@@ -98,8 +90,8 @@ MUTATIONS = [
     Mutation(
         "Surgery sees the labels of test texts",
         "methods/feature_correction.py",
-        'calibration_targets="generated" if answers else settings.calibration_targets',
-        "calibration_targets=settings.calibration_targets",
+        'calibration_targets="generated" if answers else self.calibration_targets',
+        "calibration_targets=self.calibration_targets",
         "methods/test_text_post_merging.py",
     ),
     Mutation(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.fusionbench.evaluation import task_names
-from fusion_bench_featcal.methods.projection import pooled_output, project, to_unit_norm
+from fusion_bench_featcal.methods.projection import project, to_unit_norm
 from fusion_bench_featcal.results import UNAVAILABLE
 from fusion_bench_featcal.tasks.text_generation import GREEDY, padded_left
 from fusion_bench_featcal.tasks.text_pool import TextTaskPool, surgery_task
@@ -107,7 +107,7 @@ def _final_features(model: Any, projection: nn.Module, pixels: Tensor, task: str
     """Features that a classifier compares with the text's."""
 
     def uncorrected(tower: nn.Module) -> Tensor:
-        return to_unit_norm(project(pooled_output(tower(pixels), tower), projection))
+        return to_unit_norm(project(tower(pixels), tower, projection))
 
     if not getattr(model, "is_surgery_model", False):
         return uncorrected(model)

@@ -10,11 +10,10 @@ _MODULES = {
     "corrected_language_model": ["CorrectedLanguageModel"],
     "corrected_model": ["AffineModule", "SurgeryModule"],
     "featcal": ["FeatCal"],
-    "feature_correction": ["check_post_merging", "post_merge"],
     "interface": ["Chain", "MethodInputs", "PostMerging"],
     "mergers": ["Lot", "RegMean", "RegMeanPlusPlus"],
-    "prob_surgery": ["ProbSurgery", "ProbSurgerySettings", "train_prob_surgery"],
-    "ridge_surgery": ["RidgeSurgery", "RidgeSurgerySettings", "fit_ridge_surgery"],
+    "prob_surgery": ["ProbSurgery"],
+    "ridge_surgery": ["RidgeSurgery"],
     "standalone": [
         "AnchorOnlyAlgorithm",
         "LotAlgorithm",
@@ -25,8 +24,8 @@ _MODULES = {
         "SurgeryAlgorithm",
         "SurgeryV2Algorithm",
     ],
-    "surgery": ["Surgery", "SurgerySettings", "train_surgery"],
-    "surgery_v2": ["SurgeryV2", "train_surgery_v2"],
+    "surgery": ["Surgery"],
+    "surgery_v2": ["SurgeryV2"],
 }
 _EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 

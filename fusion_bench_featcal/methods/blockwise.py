@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,39 +25,62 @@ from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.least_squares import GainMean, LinearMean, shrink_off_diagonal
 from fusion_bench_featcal.progress import progress_bar
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings import (
+    Check,
+    FeatCalSettings,
+    is_number,
+    one_of,
+    problems_of,
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeastSquares:
-    """Choices that tell one closed-form merger from another.
+    """Choices that tell one closed-form merger from another; those of the three follow below.
 
     Attributes:
         stream: Whose hidden features each expert's block receives: those of the `expert` itself,
             or those of the `merged` blocks before it.
         anchor: The weight that input directions without energy keep: the experts' `mean`, or the
             `base`.
-        off_diagonal: Factor of each gram's entries off the diagonal, 0 to 1.
-        task_weights: `equal`, or `unit_gram`: each gram has Frobenius norm 1 (FeatCal's, Eq. 14).
+        off_diagonal: Factor of the Gram matrices' entries off the diagonal (RegMean's `a`), 0 to 1.
+        task_weights: `equal` (the papers'), or `unit_gram`: Gram matrices scaled as FeatCal does.
         weighs_gains: Whether a LayerNorm's gain is weighted by each channel's energy; else it is
             the experts' mean, as biases, shifts and everything outside the blocks always are.
     """
 
     stream: Literal["expert", "merged"]
     anchor: Literal["mean", "base"]
-    off_diagonal: float = 1.0
-    task_weights: Literal["equal", "unit_gram"] = "equal"
+    off_diagonal: float = 0.95
+    task_weights: str = "equal"
     weighs_gains: bool = False
 
+    checks: ClassVar[dict[str, Check]] = {
+        "off_diagonal": ("a number in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1),
+        "task_weights": one_of(("equal", "unit_gram")),
+    }
+
     def __post_init__(self) -> None:
-        if not 0 <= self.off_diagonal <= 1:
-            raise ValueError(f"method.off_diagonal must be in [0, 1], got {self.off_diagonal!r}")
-        if self.task_weights not in ("equal", "unit_gram"):
-            raise ValueError(
-                f"method.task_weights must be equal or unit_gram, got {self.task_weights!r}"
-            )
+        if problems := problems_of(self, self.checks):
+            raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+
+
+# Jin et al., ICLR 2023: `W = (sum_i W_i G_i) (sum_i G_i)^-1` with `G_i` the mean Gram matrix of
+# expert i's own inputs, shrunk off its diagonal. In input directions that no sample has, where the
+# formula has no value, the experts' mean stays.
+REGMEAN = LeastSquares(stream="expert", anchor="mean")
+
+# Nguyen et al., TMLR 2026: each expert's block runs on the output of the merged blocks before it.
+# FusionBench's version keeps the base's values behind the last block, this one the experts' mean.
+REGMEAN_PLUSPLUS = LeastSquares(stream="merged", anchor="mean")
+
+# Sun et al., NeurIPS 2025: with task vectors `T_i = W_i - W_0` and Gram matrices `G_i` of expert
+# i's own inputs (which of the models gives them is our reading of the paper) a linear weight is
+# `W_0 + (sum_i T_i G_i) (sum_i G_i)^+`: RegMean without shrinkage, but directions that no sample
+# has stay at the base. The paper uses 16 to 64 samples a task.
+LOT = LeastSquares(stream="expert", anchor="base", off_diagonal=1.0, weighs_gains=True)
 
 
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
@@ -80,7 +103,7 @@ def merge_blockwise(
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, as `calibrate` takes them.
         settings: `samples_per_task`, `modules`, `family` and, for `unit_gram`, `eps` are used.
-        method: The method.
+        method: `REGMEAN`, `REGMEAN_PLUSPLUS`, `LOT`, or one of those with other choices.
         device: Where to compute; None: where the base is.
         autocast: Makes the context for forward passes; statistics are never inside it.
         progress: Whether to show a progress bar.
@@ -260,70 +283,3 @@ def _grafted(model: nn.Module, expert: ExpertModel, names: Sequence[str]) -> Ite
     finally:
         for name, tensor in own.items():
             tensors[name].copy_(tensor)
-
-
-def regmean(
-    *models: Any, off_diagonal: float = 0.95, task_weights: Any = "equal", **how: Any
-) -> nn.Module:
-    """RegMean (Jin et al., ICLR 2023): regression on the experts' own features.
-
-    `W = (sum_i W_i G_i) (sum_i G_i)^-1` for the linear modules of the blocks, with `G_i` the mean
-    Gram matrix of expert i's own inputs, shrunk off its diagonal; everything else is the experts'
-    mean. In input directions that no sample has, where the formula has no value, the mean stays
-    too.
-
-    Args:
-        *models: `base`, `experts`, `batches` and `settings`, as `merge_blockwise` takes them.
-        off_diagonal: Factor of the Gram matrices' entries off the diagonal (the paper's `a`).
-        task_weights: `equal` (the paper's), or `unit_gram`: Gram matrices scaled as FeatCal does.
-        **how: `device`, `autocast` and `progress`, as `merge_blockwise` takes them.
-
-    Returns:
-        The merged model.
-
-    Raises:
-        CalibrationError: If the run cannot go on.
-        ValueError: If an option is out of range.
-    """
-    method = LeastSquares(
-        stream="expert", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
-    )
-    base, experts, batches, settings = models
-    return merge_blockwise(base, experts, batches, settings, method, **how)
-
-
-def regmean_plusplus(
-    *models: Any, off_diagonal: float = 0.95, task_weights: Any = "equal", **how: Any
-) -> nn.Module:
-    """RegMean++ (Nguyen et al., TMLR 2026): RegMean on features of the blocks merged so far.
-
-    Each expert's block runs on the output of the merged blocks before it; the merged block then
-    feeds the next one. The method's FusionBench version keeps the base's values behind the last
-    block, this one has the experts' mean.
-
-    Args:
-        *models: As for `regmean`.
-        off_diagonal: Factor of the Gram matrices' entries off the diagonal (the paper's `a`).
-        task_weights: `equal` (the paper's), or `unit_gram`: Gram matrices scaled as FeatCal does.
-        **how: As for `regmean`.
-    """
-    method = LeastSquares(
-        stream="merged", anchor="mean", off_diagonal=off_diagonal, task_weights=task_weights
-    )
-    base, experts, batches, settings = models
-    return merge_blockwise(base, experts, batches, settings, method, **how)
-
-
-def lot(*models: Any, **how: Any) -> nn.Module:
-    """LOT Merging (Sun et al., NeurIPS 2025): the layer-wise optimal task vector.
-
-    With task vectors `T_i = W_i - W_0` and Gram matrices `G_i` of expert i's own inputs (which of
-    the models gives them is our reading of the paper), a linear weight of the blocks is
-    `W_0 + (sum_i T_i G_i) (sum_i G_i)^+`: RegMean without shrinkage, but directions that no sample
-    has stay at the base. A LayerNorm's gain is, channel by channel, the mean of task vectors
-    weighted by the energy of the normalised input; everything else is the experts' mean. The paper
-    uses 16 to 64 samples a task. Arguments as for `regmean`.
-    """
-    base, experts, batches, settings = models
-    method = LeastSquares(stream="expert", anchor="base", weighs_gains=True)
-    return merge_blockwise(base, experts, batches, settings, method, **how)

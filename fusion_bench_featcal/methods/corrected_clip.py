@@ -10,14 +10,8 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import hidden_output
-from fusion_bench_featcal.methods.corrected_model import (
-    VARIANT,
-    Corrected,
-    SavedCorrections,
-    SurgeryModule,
-    load_corrections,
-)
-from fusion_bench_featcal.methods.projection import pooled_output, project, to_unit_norm
+from fusion_bench_featcal.methods.corrected_model import VARIANT, Corrected
+from fusion_bench_featcal.methods.projection import project, to_unit_norm
 from fusion_bench_featcal.settings import CalibrationError
 
 NORMALIZE = ("none", "pre")
@@ -35,11 +29,9 @@ class _CorrectedTower(Corrected):
         model: nn.Module,
         projection: nn.Linear,
         corrections: Mapping[str, nn.Module],
-        *,
-        samples: Mapping[str, Mapping[str, Any]] | None = None,
-        curves: Mapping[str, Any] | None = None,
+        **record: Any,
     ) -> None:
-        super().__init__(model, corrections, samples, curves)
+        super().__init__(model, corrections, **record)
         self.projection = projection.requires_grad_(False)
 
     def compute_surgery_features(
@@ -75,18 +67,12 @@ class _CorrectedTower(Corrected):
         Raises:
             CalibrationError: If the folder holds no such model.
         """
-        saved = load_corrections(folder, cls.stem)
-        weight = saved.tensors["projection.weight"]
+        tensors, options = cls._saved(folder)
+        weight = tensors["projection.weight"]
         projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
         projection.weight = nn.Parameter(weight)
         model = CLIPVisionModel.from_pretrained(folder, variant=VARIANT, **kwargs)
-        names = ("samples", "curves", *saved.description.keys() & {"normalize"})
-        options = {name: saved.description[name] for name in names}
-        return cls(model, projection, cls._modules_from(saved, model), **options)
-
-    @classmethod
-    def _modules_from(cls, saved: SavedCorrections, model: nn.Module) -> Mapping[str, nn.Module]:
-        return saved.modules(cls.stem)
+        return cls(model, projection, **options)
 
 
 class CorrectedModel(_CorrectedTower):
@@ -100,6 +86,7 @@ class CorrectedModel(_CorrectedTower):
     """
 
     stem = "feature_corrections"
+    described = (*Corrected.described, "normalize")
 
     def __init__(self, *args: Any, normalize: str = "none", **kwargs: Any) -> None:
         """Take merged model, projection and corrections, which are frozen; nothing is copied.
@@ -117,16 +104,8 @@ class CorrectedModel(_CorrectedTower):
         """Run the merged model."""
         output = self.model(*args, **kwargs)
         if self.normalize == "none":
-            self._projected = project(pooled_output(output, self.model), self.projection)
+            self._projected = project(output, self.model, self.projection)
         return output
-
-    def correct(self, features: Tensor, task: str) -> Tensor:
-        """Correct features `[batch, d]`, which are of norm 1 if `normalize` is `pre`.
-
-        Raises:
-            CalibrationError: If there is no correction for the task.
-        """
-        return self.correction(task)(features)
 
     def features(self, task: str, *args: Any, **kwargs: Any) -> Tensor:
         """Corrected projected features `[batch, d]` of the model's inputs, not normalised.
@@ -134,13 +113,9 @@ class CorrectedModel(_CorrectedTower):
         Raises:
             CalibrationError: If there is no correction for the task.
         """
-        output = self.model(*args, **kwargs)
-        features = project(pooled_output(output, self.model), self.projection)
-        return self.correct(to_unit_norm(features) if self.normalize == "pre" else features, task)
-
-    def description(self) -> dict[str, Any]:
-        """Values beside the tensors that `from_pretrained` needs."""
-        return {"normalize": self.normalize}
+        features = project(self.model(*args, **kwargs), self.model, self.projection)
+        correction = self.correction(task)
+        return correction(to_unit_norm(features) if self.normalize == "pre" else features)
 
     def _corrected(self, features: Tensor, task: str) -> Tensor:
         correction = self.correction(task)
@@ -160,20 +135,6 @@ class CorrectedModel(_CorrectedTower):
             "normalised: pass the images through this model just before its features are "
             "corrected, with the visual projection that it was fitted with"
         )
-
-
-class LayerSurgery(nn.Module):
-    """One task's corrections: one behind each block, for all tokens, and one of final features.
-
-    Attributes:
-        blocks: In forward order.
-        final: Of the final features.
-    """
-
-    def __init__(self, blocks: Iterable[SurgeryModule], final: SurgeryModule) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.final = final
 
 
 class LayerCorrectedModel(_CorrectedTower):
@@ -204,7 +165,7 @@ class LayerCorrectedModel(_CorrectedTower):
         surgery = self.correction(task)
         with corrected_blocks(self.model, self._blocks, surgery.blocks):
             output = self.model(*args, **kwargs)
-        return surgery.final(project(pooled_output(output, self.model), self.projection))
+        return surgery.final(project(output, self.model, self.projection))
 
     def _corrected(self, features: Tensor, task: str) -> Tensor:
         if self._last is None:
@@ -220,11 +181,6 @@ class LayerCorrectedModel(_CorrectedTower):
                 f"through this model, which give {tuple(corrected.shape)}"
             )
         return corrected
-
-    @classmethod
-    def _modules_from(cls, saved: SavedCorrections, model: nn.Module) -> Mapping[str, nn.Module]:
-        count = len(clip_blocks(model))
-        return {task: _layer_surgery(part, task, count) for task, part in saved.by_task.items()}
 
 
 def clip_blocks(model: nn.Module) -> Sequence[str]:
@@ -265,14 +221,3 @@ def corrected_blocks(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _layer_surgery(tensors: Mapping[str, Tensor], task: str, count: int) -> LayerSurgery:
-    def module(name: str) -> SurgeryModule:
-        return SurgeryModule(tensors[f"{name}.down"], tensors[f"{name}.up"])
-
-    try:
-        return LayerSurgery([module(f"blocks.{index}") for index in range(count)], module("final"))
-    except KeyError as error:
-        stem = LayerCorrectedModel.stem
-        raise CalibrationError(f"{stem}.safetensors lacks {error} for task {task!r}") from error

@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fusion_bench_featcal.fusionbench.saving import keep_untied
-from fusion_bench_featcal.methods.corrected_model import (
-    VARIANT,
-    Corrected,
-    Correction,
-    load_corrections,
-)
+from fusion_bench_featcal.methods.corrected_model import VARIANT, Corrected
 from fusion_bench_featcal.methods.final_states import hooked, no_final_norm
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -31,15 +26,14 @@ class CorrectedLanguageModel(Corrected):
     """
 
     stem = "state_corrections"
+    described = (*Corrected.described, "final_norm")
 
     def __init__(
         self,
         model: nn.Module,
         final_norm: str,
-        corrections: Mapping[str, Correction],
-        *,
-        samples: Mapping[str, Mapping[str, Any]] | None = None,
-        curves: Mapping[str, Any] | None = None,
+        corrections: Mapping[str, nn.Module],
+        **record: Any,
     ) -> None:
         """Put the parts together and freeze them.
 
@@ -48,7 +42,7 @@ class CorrectedLanguageModel(Corrected):
         """
         if final_norm not in dict(model.named_modules()):
             raise no_final_norm(type(model).__name__, final_norm)
-        super().__init__(model, corrections, samples, curves)
+        super().__init__(model, corrections, **record)
         self.final_norm = final_norm
         self._task: str | None = None
 
@@ -72,28 +66,10 @@ class CorrectedLanguageModel(Corrected):
         finally:
             self.task = before
 
-    @property
-    def config(self) -> Any:
-        """The merged model's."""
-        return self.model.config
-
-    @property
-    def generation_config(self) -> Any:
-        """The merged model's."""
-        return self.model.generation_config
-
-    @property
-    def device(self) -> Any:
-        """The merged model's."""
-        return self.model.device
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The merged model's."""
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The merged model's head."""
-        return self.model.get_output_embeddings()
+    def __getattr__(self, name: str) -> Any:
+        if name in ("config", "generation_config", "device") or name.endswith("put_embeddings"):
+            return getattr(self.model, name)
+        return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the merged model and correct its output; a CalibrationError if no task is set."""
@@ -109,10 +85,6 @@ class CorrectedLanguageModel(Corrected):
         """Correct final states `[..., d]` of a task, in float32, in their own dtype again."""
         return self.correction(task)(states.float()).to(states.dtype)
 
-    def description(self) -> dict[str, Any]:
-        """Values beside the tensors that `from_pretrained` needs."""
-        return {"final_norm": self.final_norm}
-
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the merged model and the corrections; `from_pretrained` reads them."""
         super().save_pretrained(folder, **kwargs)
@@ -125,12 +97,11 @@ class CorrectedLanguageModel(Corrected):
         Raises:
             CalibrationError: If the folder holds no corrected language model.
         """
-        saved = load_corrections(folder, cls.stem)
+        _, options = cls._saved(folder)
         two_sided = AutoConfig.from_pretrained(folder).is_encoder_decoder
         loader: Any = AutoModelForSeq2SeqLM if two_sided else AutoModelForCausalLM
         model = loader.from_pretrained(folder, variant=VARIANT, **kwargs)
-        options = {key: saved.description[key] for key in ("final_norm", "samples", "curves")}
-        return cls(model, corrections=saved.modules(cls.stem), **options)
+        return cls(model, **options)
 
     @contextmanager
     def _correcting(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
 """A merged model together with its tasks' corrections: its parts, its folder on disk."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,50 +23,44 @@ _WEIGHTS = "weights"  # key of the digest of the corrections' file in the descri
 
 
 class SurgeryModule(nn.Module):
-    """One task's correction: `f - U relu(D f)`, without biases.
-
-    Attributes:
-        down: D, `[rank, d]`.
-        up: U, `[d, rank]`.
-    """
+    """One task's correction `f - U relu(D f)`: D is `down`, `[rank, d]`, U is `up`, `[d, rank]`."""
 
     def __init__(self, down: Tensor, up: Tensor) -> None:
         super().__init__()
         self.down = nn.Parameter(down)
         self.up = nn.Parameter(up)
 
-    def drift(self, features: Tensor) -> Tensor:
-        """Correction to subtract from features `[..., d]`."""
-        return functional.linear(torch.relu(functional.linear(features, self.down)), self.up)
-
     def forward(self, features: Tensor) -> Tensor:
         """Correct features `[..., d]`."""
-        return features - self.drift(features)
+        hidden = torch.relu(functional.linear(features, self.down))
+        return features - functional.linear(hidden, self.up)
 
 
 class AffineModule(nn.Module):
-    """One task's correction: `f - (A f + b)`.
-
-    Attributes:
-        matrix: A, `[d, d]`.
-        shift: b, `[d]`.
-    """
+    """One task's correction `f - (A f + b)`: A is `matrix`, `[d, d]`, b is `shift`, `[d]`."""
 
     def __init__(self, matrix: Tensor, shift: Tensor) -> None:
         super().__init__()
         self.matrix = nn.Parameter(matrix, requires_grad=False)
         self.shift = nn.Parameter(shift, requires_grad=False)
 
-    def drift(self, features: Tensor) -> Tensor:
-        """Correction to subtract from features `[..., d]`."""
-        return functional.linear(features, self.matrix, self.shift)
-
     def forward(self, features: Tensor) -> Tensor:
         """Correct features `[..., d]`."""
-        return features - self.drift(features)
+        return features - functional.linear(features, self.matrix, self.shift)
 
 
-Correction = SurgeryModule | AffineModule
+class LayerSurgery(nn.Module):
+    """One task's corrections: one behind each block, for all tokens, and one of final features.
+
+    Attributes:
+        blocks: In forward order.
+        final: Of the final features.
+    """
+
+    def __init__(self, blocks: Iterable[SurgeryModule], final: SurgeryModule) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.final = final
 
 
 class Corrected(nn.Module):
@@ -81,14 +75,17 @@ class Corrected(nn.Module):
     """
 
     is_surgery_model = True  # FusionBench's protocol
-    stem: str  # name of the files beside the merged model's
+    stem: ClassVar[str]  # name of the files beside the merged model's
+    # What is saved beside the tensors: the constructor's arguments of these names.
+    described: ClassVar[tuple[str, ...]] = ("samples", "curves")
 
     def __init__(
         self,
         model: nn.Module,
         corrections: Mapping[str, nn.Module],
-        samples: Mapping[str, Mapping[str, Any]] | None,
-        curves: Mapping[str, Any] | None,
+        *,
+        samples: Mapping[str, Mapping[str, Any]] | None = None,
+        curves: Mapping[str, Any] | None = None,
     ) -> None:
         """Put the parts together and freeze them.
 
@@ -127,14 +124,6 @@ class Corrected(nn.Module):
         }
         return {name: count for name, count in counts.items() if count}
 
-    def added_parameters(self) -> int:
-        """Numbers that deployment needs beyond the merged model's, over all tasks."""
-        return sum(self.added().values())
-
-    def description(self) -> dict[str, Any]:
-        """Values beside the tensors that `from_pretrained` needs."""
-        return {}
-
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Save the merged model, by its own `save_pretrained`, and the corrections beside it."""
         target = Path(folder)
@@ -147,64 +136,61 @@ class Corrected(nn.Module):
         }
         weights = target / f"{self.stem}.safetensors"
         save_file(tensors, weights)
-        content = {name: getattr(self, name) for name in ("tasks", "samples", "curves")}
-        content |= self.description() | {_WEIGHTS: _digest(weights.read_bytes())}
+        content = {name: getattr(self, name) for name in ("tasks", *self.described)}
+        content[_WEIGHTS] = _digest(weights.read_bytes())
         text = sealed_json(plain(content, f"{self.stem}.json"))
         (target / f"{self.stem}.json").write_text(text, encoding="utf-8")
 
+    @classmethod
+    def _saved(cls, folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All tensors that lie beside a merged model, and the constructor's keyword arguments.
 
-class SavedCorrections(NamedTuple):
-    """Corrections that lie beside a merged model: tensors by name, those of each task, the rest."""
-
-    tensors: dict[str, Tensor]
-    by_task: dict[str, dict[str, Tensor]]
-    description: dict[str, Any]
-
-    def modules(self, stem: str) -> dict[str, Correction]:
-        """Task -> its correction of final features; an error if one is of no known kind."""
-        return {task: _module(tensors, task, stem) for task, tensors in self.by_task.items()}
-
-
-def load_corrections(folder: str | Path, stem: str) -> SavedCorrections:
-    """Load the corrections that lie in a folder, in files named by a stem, beside a merged model.
-
-    Raises:
-        CalibrationError: If the folder holds no such model, or a file is damaged.
-    """
-    weights, text = (Path(folder) / f"{stem}.{kind}" for kind in ("safetensors", "json"))
-    if not (weights.is_file() and text.is_file()):
-        raise CalibrationError(
-            f"{folder} holds no corrected model: {weights.name} or {text.name} is missing"
-        )
-    try:
-        description, content = read_json(text), weights.read_bytes()
-        digest = description.pop(_WEIGHTS, None)  # which earlier versions did not write
-        if digest not in (None, _digest(content)):
-            raise CalibrationError(f"{weights} is damaged: its digest is another. Save it again")
-        tensors = load(content)
-    except (OSError, ReportError, SafetensorError) as error:
-        raise CalibrationError(f"the corrected model in {folder} is damaged: {error}") from error
-    by_task = {
-        task: {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
+        Raises:
+            CalibrationError: If the folder holds no such model, or a file is damaged.
+        """
+        weights, text = (Path(folder) / f"{cls.stem}.{kind}" for kind in ("safetensors", "json"))
+        if not (weights.is_file() and text.is_file()):
+            raise CalibrationError(
+                f"{folder} holds no corrected model: {weights.name} or {text.name} is missing"
+            )
+        try:
+            description, content = read_json(text), weights.read_bytes()
+            digest = description.get(_WEIGHTS)  # which earlier versions did not write
+            if digest not in (None, _digest(content)):
+                raise CalibrationError(
+                    f"{weights} is damaged: its digest is another. Save it again"
+                )
+            tensors = load(content)
+        except (OSError, ReportError, SafetensorError) as error:
+            raise CalibrationError(
+                f"the corrected model in {folder} is damaged: {error}"
+            ) from error
+        options = {name: description.get(name) for name in cls.described}
+        curves = options["curves"] or {}  # not in folders of earlier versions
+        options["curves"] = {t: [tuple(point) for point in c] for t, c in curves.items()}
+        options["corrections"] = {
+            task: _correction(tensors, task, weights.name) for task in description["tasks"]
         }
-        for task in description["tasks"]
-        for prefix in [f"corrections.{_key(task)}."]
-    }
-    # Folders of earlier versions do not tell how the training went.
-    curves = description.get("curves", {})
-    description["curves"] = {t: [tuple(point) for point in c] for t, c in curves.items()}
-    return SavedCorrections(tensors, by_task, description)
+        return tensors, options
 
 
-def _module(tensors: Mapping[str, Tensor], task: str, stem: str) -> Correction:
-    if set(tensors) == {"down", "up"}:
-        return SurgeryModule(tensors["down"], tensors["up"])
-    if set(tensors) == {"matrix", "shift"}:
-        return AffineModule(tensors["matrix"], tensors["shift"])
-    raise CalibrationError(f"{stem}.safetensors has no correction for task {task!r}")
+def _correction(tensors: Mapping[str, Tensor], task: str, file: str) -> nn.Module:
+    """A task's correction, of the kind that its tensors' names tell."""
+    modules: dict[str, dict[str, Tensor]] = {}
+    prefix = f"corrections.{_key(task)}."
+    for name, tensor in tensors.items():
+        if name.startswith(prefix):
+            module, _, leaf = name.removeprefix(prefix).rpartition(".")
+            modules.setdefault(module, {})[leaf] = tensor
+    try:
+        if "" not in modules:  # corrections behind blocks have modules of their own
+            final = SurgeryModule(**modules.pop("final"))
+            blocks = [SurgeryModule(**modules[f"blocks.{i}"]) for i in range(len(modules))]
+            return LayerSurgery(blocks, final)
+        kind = SurgeryModule if "down" in modules[""] else AffineModule
+        return kind(**modules[""])
+    except (KeyError, TypeError) as error:
+        raise CalibrationError(f"{file} has no whole correction for task {task!r}") from error
 
 
 def _key(task: str) -> str:

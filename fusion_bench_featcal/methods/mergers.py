@@ -1,6 +1,7 @@
 """RegMean, RegMean++ and LOT Merging on the experts and samples of a model pool."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -10,7 +11,13 @@ from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.methods.blockwise import LeastSquares, lot, regmean, regmean_plusplus
+from fusion_bench_featcal.methods.blockwise import (
+    LOT,
+    REGMEAN,
+    REGMEAN_PLUSPLUS,
+    LeastSquares,
+    merge_blockwise,
+)
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -28,12 +35,15 @@ MERGER_SETTINGS = (
 
 
 class Merger:
-    """A merger that starts from the pool's experts; a subclass names its function and options."""
+    """A merger that starts from the pool's experts, on FeatCal's samples, for any model family.
+
+    Its settings are `MERGER_SETTINGS` and, of its choices, `options`.
+    """
 
     name: ClassVar[str]
-    function: ClassVar[Callable[..., nn.Module]]
+    choices: ClassVar[LeastSquares]
+    options: ClassVar[tuple[str, ...]] = ()
     older_names: ClassVar = ()
-    options: ClassVar[dict[str, Any]] = {}  # name -> default, of the function's own
     _config_mapping: ClassVar[dict[str, str]]
 
     def __init_subclass__(cls) -> None:
@@ -42,23 +52,21 @@ class Merger:
     def __init__(self, **keys: Any) -> None:
         """Check the settings.
 
-        Args:
-            **keys: `MERGER_SETTINGS` and the function's own options.
-
         Raises:
             ValueError: If one is unknown or out of range.
         """
-        self._options = {name: keys.pop(name, default) for name, default in self.options.items()}
+        chosen = {name: keys.pop(name) for name in self.options if name in keys}
+        self._choices = replace(self.choices, **chosen)
         self._settings: FeatCalSettings = checked_settings(
-            keys, names=MERGER_SETTINGS, others=tuple(self.options), owner=self.name
+            keys, names=MERGER_SETTINGS, others=self.options, owner=self.name
         )
         check_family(self._settings.family)
 
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, defaults included."""
-        values = self._settings.as_dict()
-        return self._options | {name: values[name] for name in MERGER_SETTINGS}
+        values = asdict(self._choices) | self._settings.as_dict()
+        return {name: values[name] for name in self._config_mapping}
 
     def check(self, inputs: MethodInputs) -> None:
         """Refuse a pool without a base, and models that the settings do not fit.
@@ -76,14 +84,14 @@ class Merger:
             CalibrationError: If models or data are missing, or the merging cannot go on.
         """
         batches = inputs.batches(self._settings)
-        return type(self).function(
+        return merge_blockwise(
             load_pool_model(inputs.modelpool, BASE_MODEL),
             inputs.experts(self._settings),
             batches,
             self._settings,
+            self._choices,
             device=inputs.fabric.device,
             autocast=inputs.fabric.autocast,
-            **self._options,
         )
 
     def samples(self, inputs: MethodInputs, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -93,26 +101,22 @@ class Merger:
 
 
 class RegMean(Merger):
-    """RegMean on FeatCal's samples, for any model family."""
+    """RegMean (Jin et al., ICLR 2023)."""
 
     name = "regmean"
-    function = staticmethod(regmean)
-    options: ClassVar = {"off_diagonal": 0.95, "task_weights": "equal"}
-
-    def __init__(self, **keys: Any) -> None:
-        super().__init__(**keys)
-        LeastSquares(stream="expert", anchor="mean", **self._options)  # checks them
+    choices = REGMEAN
+    options = ("off_diagonal", "task_weights")
 
 
 class RegMeanPlusPlus(RegMean):
-    """RegMean++ on FeatCal's samples, for any model family."""
+    """RegMean++ (Nguyen et al., TMLR 2026)."""
 
     name = "regmean_plusplus"
-    function = staticmethod(regmean_plusplus)
+    choices = REGMEAN_PLUSPLUS
 
 
 class Lot(Merger):
-    """LOT Merging on FeatCal's samples, for any model family."""
+    """LOT Merging (Sun et al., NeurIPS 2025)."""
 
     name = "lot"
-    function = staticmethod(lot)
+    choices = LOT

@@ -6,8 +6,6 @@ where a coordinate is about 0.04, and their KL weight holds it above the signal.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -15,19 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
-from fusion_bench_featcal.methods.feature_correction import (
-    CHECKS,
-    CorrectionSettings,
-    FeatureCorrection,
-    TaskFeatures,
-)
-from fusion_bench_featcal.methods.surgery import TRAINING_CHECKS
+from fusion_bench_featcal.methods.feature_correction import check_features
 from fusion_bench_featcal.methods.training import (
-    OnStep,
-    check_features,
+    TrainedCorrection,
     initial_weight,
     task_generator,
-    train,
 )
 from fusion_bench_featcal.settings import integer, is_number
 
@@ -39,27 +29,22 @@ _RELATIVE_NOISE = 0.145
 _NOISE_PER_WEIGHT = 1.25
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbSurgerySettings(CorrectionSettings):
-    """Settings of ProbSurgery; the defaults are its authors' code's.
+class ProbSurgery(TrainedCorrection):
+    """ProbSurgery over any merged CLIP vision model or language model.
+
+    The defaults are its authors' code's.
 
     Attributes:
         hidden: Width of each task's module, >= 1.
         kl_weight: Weight of the divergence from a standard normal, >= 0; or `scaled`: weight and
             initial variance follow the size of the expert's features (not the authors'). With
             `normalize: pre` the authors' number does harm.
-        learning_rate: Adam's step size, > 0.
-        steps: Updates of each task's module, >= 1.
     """
 
+    name = "prob_surgery"
     hidden: int = 128
     kl_weight: float | str = 1e-4
-    learning_rate: float = 1e-3
-    steps: int = 1000
-
-    checks: ClassVar = {
-        **CHECKS,
-        **TRAINING_CHECKS,
+    checks: ClassVar = TrainedCorrection.checks | {
         "hidden": integer(1),
         "kl_weight": (
             "a finite number >= 0, or scaled",
@@ -67,18 +52,41 @@ class ProbSurgerySettings(CorrectionSettings):
         ),
     }
 
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
     def fit(
-        self, features: TaskFeatures, task: str, on_step: OnStep | None = None
+        self,
+        merged: Tensor,
+        expert: Tensor,
+        task: str = "",
+        losses: list[Tensor] | None = None,
     ) -> SurgeryModule:
-        """Train one task's correction, without its variance."""
-        return train_prob_surgery(*features, self, task=task, on_step=on_step).deployed()
+        """Train one task's module: mean absolute difference under one draw of noise, plus KL term.
 
+        The result has no variance: at inference the mean is subtracted.
+        """
+        check_features(merged, expert, task)
+        term = kl_term(expert, self.kl_weight)
+        module = self.initial_module(merged.shape[1], task, term.log_variance).to(merged.device)
+        noise = task_generator(self.seed, task, "noise")
 
-class ProbSurgery(FeatureCorrection):
-    """ProbSurgery over any merged CLIP vision model or language model."""
+        def loss(before: Tensor, target: Tensor) -> Tensor:
+            mean, log_variance = module.distribution(before)
+            draw = torch.randn(mean.shape, generator=noise).to(mean)
+            corrected = before - (mean + (0.5 * log_variance).exp() * draw)
+            divergence = standard_normal_kl(mean, log_variance)
+            return functional.l1_loss(corrected, target) + term.weight * divergence
 
-    name = "prob_surgery"
-    kind = ProbSurgerySettings
+        self.train(module, loss, merged, expert, task, losses)
+        return module.deployed()
+
+    def initial_module(
+        self, width: int, task: str = "", log_variance: float = 0.0
+    ) -> "ProbSurgeryModule":
+        """A module before training: its mean is 0 everywhere, its log variance the given one."""
+        generator = task_generator(self.seed, task, "weights")
+        down = initial_weight(self.hidden, width, generator)
+        zeros = torch.zeros(width, self.hidden)
+        return ProbSurgeryModule(down, zeros, zeros.clone(), log_variance)
 
 
 class KlTerm(NamedTuple):
@@ -133,52 +141,3 @@ def kl_term(expert_features: Tensor, kl_weight: float | str) -> KlTerm:
     noise = _RELATIVE_NOISE * expert_features.double().square().mean().sqrt().item()
     width = expert_features.shape[-1]
     return KlTerm(noise / (_NOISE_PER_WEIGHT * width), 2 * math.log(max(noise, 1e-12)))
-
-
-def initial_prob_surgery(
-    width: int, settings: ProbSurgerySettings, task: str = "", log_variance: float = 0.0
-) -> ProbSurgeryModule:
-    """A module before training: its mean is 0 everywhere, its log variance the given one.
-
-    `hidden` and `seed` of the settings are used; seed and task seed P.
-    """
-    generator = task_generator(settings.seed, task, "weights")
-    down = initial_weight(settings.hidden, width, generator)
-    zeros = torch.zeros(width, settings.hidden)
-    return ProbSurgeryModule(down, zeros, zeros.clone(), log_variance)
-
-
-@torch.inference_mode(False)  # tensors made in inference mode cannot be trained
-def train_prob_surgery(
-    merged_features: Tensor,
-    expert_features: Tensor,
-    settings: ProbSurgerySettings,
-    *,
-    task: str = "",
-    batches: Iterable[Tensor] | None = None,
-    on_step: OnStep | None = None,
-) -> ProbSurgeryModule:
-    """Train one task's module: mean absolute difference under one draw of noise, plus the KL term.
-
-    Arguments and errors are those of `train_surgery`.
-
-    Returns:
-        The trained module, frozen, on the features' device; `.deployed()` is what corrects.
-    """
-    check_features(merged_features, expert_features, task)
-    term = kl_term(expert_features, settings.kl_weight)
-    width = merged_features.shape[1]
-    module = initial_prob_surgery(width, settings, task, term.log_variance)
-    module = module.to(merged_features.device)
-    noise = task_generator(settings.seed, task, "noise")
-
-    def loss(merged: Tensor, expert: Tensor) -> Tensor:
-        mean, log_variance = module.distribution(merged)
-        draw = torch.randn(mean.shape, generator=noise).to(mean)
-        corrected = merged - (mean + (0.5 * log_variance).exp() * draw)
-        divergence = standard_normal_kl(mean, log_variance)
-        return functional.l1_loss(corrected, expert) + term.weight * divergence
-
-    sides = merged_features, expert_features
-    train(module, loss, *sides, settings, task=task, batches=batches, on_step=on_step)
-    return module

@@ -31,7 +31,7 @@ class ProjectedFeatures:
             CalibrationError: If the model has no pooled output, or one of another width.
         """
         pixels = batch["pixel_values"].to(next(model.parameters()).dtype)
-        return project(pooled_output(model(pixels), model), self.projection)
+        return project(model(pixels), model, self.projection)
 
 
 def to_unit_norm(features: Tensor) -> Tensor:
@@ -39,11 +39,11 @@ def to_unit_norm(features: Tensor) -> Tensor:
     return features / features.norm(dim=-1, keepdim=True)
 
 
-def pooled_output(output: Any, model: nn.Module) -> Tensor:
-    """The pooled output `[batch, width]` among the outputs of a vision tower.
+def project(output: Any, model: nn.Module, projection: nn.Module) -> Tensor:
+    """What a vision tower returns as features `[batch, d]`, in the projection's dtype.
 
     Raises:
-        CalibrationError: If there is none, naming the model's class.
+        CalibrationError: If there is no pooled output, or the projection takes another width.
     """
     pooled = output if isinstance(output, Tensor) else getattr(output, "pooler_output", None)
     if pooled is None or pooled.ndim != 2:
@@ -51,15 +51,6 @@ def pooled_output(output: Any, model: nn.Module) -> Tensor:
             f"{type(model).__name__} has no pooled output, so there are no projected features to "
             "correct: surgery methods work on CLIP vision models"
         )
-    return pooled
-
-
-def project(pooled: Tensor, projection: nn.Module) -> Tensor:
-    """Pooled outputs `[batch, width]` as features `[batch, d]`, in the projection's dtype.
-
-    Raises:
-        CalibrationError: If the projection takes another width.
-    """
     weight = next(projection.parameters(), None)
     if weight is None:  # stands for the projection of models that project themselves
         return projection(pooled)
@@ -71,56 +62,43 @@ def project(pooled: Tensor, projection: nn.Module) -> Tensor:
     return projection(pooled.to(weight.dtype))
 
 
-def check_projection(modelpool: BaseModelPool, clip_model: nn.Module | str | None) -> None:
+def check_projection(modelpool: BaseModelPool, clip_model: str | None) -> None:
     """Find the projection of `load_projection` before any model is loaded, where files tell.
 
     Raises:
         CalibrationError: If there is none.
     """
-    if isinstance(clip_model, nn.Module):
-        _projection_of(clip_model)
-    elif clip_model is None:
+    if clip_model is None:
         location = _base_location(modelpool)
         source = pool_source(modelpool, BASE_MODEL, stream_experts="auto")
         if not isinstance(source, nn.Module) and _PROJECTION not in source.names():
             raise _no_projection(location)
 
 
-def load_projection(modelpool: BaseModelPool, clip_model: nn.Module | str | None) -> nn.Linear:
+def load_projection(modelpool: BaseModelPool, clip_model: str | None) -> nn.Linear:
     """CLIP's visual projection, which turns pooled outputs into features: a frozen float32 copy.
 
     Args:
         modelpool: The pool; its base model's checkpoint is the default.
-        clip_model: A CLIP model that has one, or the folder or hub id of its checkpoint; None: the
-            pool's base model's.
+        clip_model: Folder or hub id of the checkpoint of a CLIP model that has one.
 
     Raises:
         CalibrationError: If there is none.
     """
-    if isinstance(clip_model, nn.Module):
-        weight = _projection_of(clip_model).weight
-    else:
-        location = _base_location(modelpool) if clip_model is None else clip_model
-        try:
-            loaded: Any = CLIPModel.from_pretrained(location, output_loading_info=True)
-        except (OSError, ValueError) as error:
-            raise CalibrationError(
-                f"{location!r} cannot be loaded for its visual projection: {error}. Set "
-                "method.clip_model to a CLIP checkpoint"
-            ) from error
-        model, info = loaded
-        if _PROJECTION in info["missing_keys"]:
-            raise _no_projection(location)
-        weight = model.visual_projection.weight
+    location = _base_location(modelpool) if clip_model is None else clip_model
+    try:
+        loaded: Any = CLIPModel.from_pretrained(location, output_loading_info=True)
+    except (OSError, ValueError) as error:
+        raise CalibrationError(
+            f"{location!r} cannot be loaded for its visual projection: {error}. Set "
+            "method.clip_model to a CLIP checkpoint"
+        ) from error
+    model, info = loaded
+    if _PROJECTION in info["missing_keys"]:
+        raise _no_projection(location)
+    weight = model.visual_projection.weight
     projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     projection.weight = nn.Parameter(weight.detach().float().clone(), requires_grad=False)
-    return projection
-
-
-def _projection_of(clip_model: nn.Module) -> nn.Linear:
-    projection = getattr(clip_model, "visual_projection", None)
-    if not isinstance(projection, nn.Linear):
-        raise _no_projection(type(clip_model).__name__)
     return projection
 
 

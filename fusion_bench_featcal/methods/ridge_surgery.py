@@ -4,28 +4,21 @@ It asks how much of Surgery is its training: same features, same place, no steps
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fusion_bench_featcal.methods.corrected_model import AffineModule
-from fusion_bench_featcal.methods.feature_correction import (
-    CHECKS,
-    CorrectionSettings,
-    FeatureCorrection,
-    TaskFeatures,
-)
-from fusion_bench_featcal.methods.training import OnStep, check_features
+from fusion_bench_featcal.methods.feature_correction import FeatureCorrection, check_features
 from fusion_bench_featcal.settings import CalibrationError, is_number
 
 GRID = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
 """Values of `ridge_lambda` that `auto` tries: 1e-4 to 1e2, two a decade."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RidgeSurgerySettings(CorrectionSettings):
-    """Settings of ridge surgery: one affine correction a task, in closed form.
+class RidgeSurgery(FeatureCorrection):
+    """Ridge surgery over any merged CLIP vision model or language model.
 
     Attributes:
         ridge_lambda: Pull towards no correction, >= 0, relative to the features' mean variance; or
@@ -33,35 +26,59 @@ class RidgeSurgerySettings(CorrectionSettings):
             samples a task.
     """
 
+    name = "ridge_surgery"
     ridge_lambda: float | str = "auto"
     stream: str = "calibration"
-
-    checks: ClassVar = {
-        **CHECKS,
+    checks: ClassVar = FeatureCorrection.checks | {
         "ridge_lambda": (
             "a finite number >= 0, or auto",
             lambda value: value == "auto" or (is_number(value) and value >= 0),
         ),
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, **keys: Any) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: If one is unknown or out of range, or `auto` has no sample to leave out.
+        """
+        super().__init__(**keys)
         if self.ridge_lambda == "auto" and self.samples_per_task < 2:
             raise ValueError(
                 "method.ridge_lambda=auto leaves one sample out: method.samples_per_task must be "
                 f">= 2, got {self.samples_per_task}; or set method.ridge_lambda to a number"
             )
 
-    def fit(self, features: TaskFeatures, task: str, on_step: OnStep | None = None) -> AffineModule:
-        """Fit one task's correction; there are no steps."""
-        return fit_ridge_surgery(*features, self, task=task)
+    def fit(
+        self,
+        merged: Tensor,
+        expert: Tensor,
+        task: str = "",
+        losses: list[Tensor] | None = None,
+    ) -> AffineModule:
+        """Fit one task's affine correction: ridge regression of the drift on the merged features.
 
+        With x and e the features of the merged model and the expert it minimises
+        `sum |(x - e) - (A x + b)|^2 + lambda n v |A|^2`, v the mean variance of x's coordinates; b
+        is free. A large lambda leaves only the mean drift to be removed. It is solved in float64.
 
-class RidgeSurgery(FeatureCorrection):
-    """Ridge surgery over any merged CLIP vision model or language model."""
-
-    name = "ridge_surgery"
-    kind = RidgeSurgerySettings
+        Raises:
+            CalibrationError: If the features do not fit each other, do not vary, or `auto` has
+                fewer than two samples.
+        """
+        check_features(merged, expert, task)
+        features = merged.detach().double()
+        drift = features - expert.detach().double()
+        spectrum = _spectrum(features, drift, task)
+        strength = self.ridge_lambda
+        if isinstance(strength, str):
+            strength = _least_left_out(spectrum, task)
+        # Directions of energy zero have shrinkage 0/0 without a ridge: they are not fitted.
+        share = torch.nan_to_num(spectrum.shrinkage(strength))
+        inverse = torch.where(spectrum.values > 0, share / spectrum.values, 0)
+        matrix = (spectrum.right * inverse @ spectrum.target).T
+        shift = drift.mean(dim=0) - matrix @ features.mean(dim=0)
+        return AffineModule(matrix.to(merged.dtype), shift.to(merged.dtype)).eval()
 
 
 @dataclass(frozen=True)
@@ -81,47 +98,6 @@ class _Spectrum:
         return power / (power + ridge_lambda * self.scale)
 
 
-def fit_ridge_surgery(
-    merged_features: Tensor,
-    expert_features: Tensor,
-    settings: RidgeSurgerySettings,
-    *,
-    task: str = "",
-) -> AffineModule:
-    """Fit one task's affine correction: ridge regression of the drift on the merged features.
-
-    With x and e the features of the merged model and the expert it minimises
-    `sum |(x - e) - (A x + b)|^2 + lambda n v |A|^2`, v the mean variance of x's coordinates; b is
-    free. A large lambda leaves only the mean drift to be removed.
-
-    Args:
-        merged_features: Of the merged model, `[n, d]`.
-        expert_features: Of the task's expert on the same samples, `[n, d]`.
-        settings: `ridge_lambda` is used.
-        task: The task's name, for messages.
-
-    Returns:
-        The correction, in the features' dtype and on their device; solved in float64.
-
-    Raises:
-        CalibrationError: If the features do not fit each other, do not vary, or `auto` has fewer
-            than two samples.
-    """
-    check_features(merged_features, expert_features, task)
-    features = merged_features.detach().double()
-    drift = features - expert_features.detach().double()
-    spectrum = _spectrum(features, drift, task)
-    strength = settings.ridge_lambda
-    if isinstance(strength, str):
-        strength = _least_left_out(spectrum, task)
-    # Directions of energy zero have shrinkage 0/0 without a ridge: they are not fitted.
-    share = torch.nan_to_num(spectrum.shrinkage(strength))
-    inverse = torch.where(spectrum.values > 0, share / spectrum.values, 0)
-    matrix = (spectrum.right * inverse @ spectrum.target).T
-    shift = drift.mean(dim=0) - matrix @ features.mean(dim=0)
-    return AffineModule(matrix.to(merged_features.dtype), shift.to(merged_features.dtype)).eval()
-
-
 def _spectrum(features: Tensor, drift: Tensor, task: str) -> _Spectrum:
     centred = features - features.mean(dim=0)
     left, values, right = torch.linalg.svd(centred, full_matrices=False)
@@ -135,18 +111,6 @@ def _spectrum(features: Tensor, drift: Tensor, task: str) -> _Spectrum:
     centred_drift = drift - drift.mean(dim=0)
     scale = centred.square().sum() / features.shape[1]
     return _Spectrum(left, values, right.T, left.T @ centred_drift, centred_drift, scale)
-
-
-def left_out_errors(
-    merged_features: Tensor, expert_features: Tensor, task: str = ""
-) -> dict[float, float]:
-    """`ridge_lambda` of the grid -> squared error on samples left out one at a time, summed.
-
-    The ridge's absolute strength is the full fit's throughout.
-    """
-    features = merged_features.detach().double()
-    spectrum = _spectrum(features, features - expert_features.detach().double(), task)
-    return {value: _left_out_error(spectrum, value) for value in GRID}
 
 
 def _left_out_error(spectrum: _Spectrum, ridge_lambda: float) -> float:

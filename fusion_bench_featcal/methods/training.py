@@ -1,57 +1,75 @@
-"""Training of a task's correction module, on features that were computed once."""
+"""Training of a task's correction by Adam, on features that were computed once."""
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.methods.corrected_model import SurgeryModule
+from fusion_bench_featcal.methods.feature_correction import FeatureCorrection
+from fusion_bench_featcal.settings import CalibrationError, integer, is_number
 
-# Called after every update with its number, from 1, and its loss (0-dim, detached).
-OnStep = Callable[[int, Tensor], None]
 Loss = Callable[[Tensor, Tensor], Tensor]
-Curve = list[tuple[int, float]]
-"""Steps done and loss, in order; the first pair, of step 0, is from before training."""
-
-CURVE_WINDOW = 20
-"""Updates whose mean loss is one point of a curve."""
+"""From a batch of merged and of expert features, `[batch, d]` each, to a 0-dim loss."""
 
 
-class Losses:
-    """The losses of one training, an `OnStep`.
+class TrainedCorrection(FeatureCorrection):
+    """A correction whose modules are trained; a subclass trains them by `train`.
 
-    They stay where they are computed until training is over: reading each would wait for the
-    device.
+    Attributes:
+        learning_rate: Adam's step size, > 0.
+        steps: Updates of each task's module, >= 1.
     """
 
-    def __init__(self) -> None:
-        self._values: list[Tensor] = []
+    learning_rate: float = 1e-3
+    steps: int = 1000
 
-    def __call__(self, step: int, loss: Tensor) -> None:
-        """Keep the loss of an update."""
-        self._values.append(loss)
+    older_names: ClassVar = {"training_steps": "steps"}
+    checks: ClassVar = FeatureCorrection.checks | {
+        "learning_rate": ("a finite number > 0", lambda value: is_number(value) and value > 0),
+        "steps": integer(1),
+    }
 
-    def every(self) -> list[float]:
-        """The loss of every update; empty for what has no updates."""
-        return torch.stack(self._values).tolist() if self._values else []
+    def train(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        merged: Tensor,
+        expert: Tensor,
+        task: str,
+        losses: list[Tensor] | None,
+    ) -> None:
+        """Train a module in place by Adam (no weight decay, no schedule), then freeze it.
 
-    def curve(self) -> Curve:
-        """The losses, thinned; empty for what has no updates.
+        The other arguments are those of `fit`.
 
-        The point of step 0 is the loss of the first update's batch, which is computed before any
-        weight changes. Every further point is the mean over `CURVE_WINDOW` updates (the last may
-        have fewer), at the number of the last of them.
+        Raises:
+            CalibrationError: If the training diverges.
         """
-        values = self.every()
-        points = [(0, value) for value in values[:1]]
-        for start in range(0, len(values), CURVE_WINDOW):
-            window = values[start : start + CURVE_WINDOW]
-            points.append((start + len(window), math.fsum(window) / len(window)))
-        # Six digits show everything, and keep the files small.
-        return [(step, float(f"{value:.6g}")) for step, value in points]
+        generator = task_generator(self.seed, task, "batches")
+        batches = shuffled_batches(len(merged), self.batch_size, self.steps, generator)
+        # A caller may have switched gradients off, or hand over features made in inference mode.
+        with torch.inference_mode(False), torch.enable_grad():
+            merged, expert = merged.detach().clone(), expert.detach().clone()
+            module.train().requires_grad_(True)
+            optimizer = torch.optim.Adam(module.parameters(), lr=self.learning_rate)
+            for positions in batches:
+                rows = positions.to(merged.device)
+                value = loss(merged[rows], expert[rows])
+                optimizer.zero_grad()
+                value.backward()
+                optimizer.step()
+                if losses is not None:
+                    losses.append(value.detach())
+            module.eval().requires_grad_(False)
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
+            raise CalibrationError(
+                f"task {task!r}: training diverged, its weights are not finite. Lower "
+                f"method.learning_rate (now {self.learning_rate})"
+            )
 
 
 def task_generator(seed: int, task: str, purpose: str) -> torch.Generator:
@@ -72,6 +90,11 @@ def initial_weight(rows: int, columns: int, generator: torch.Generator) -> Tenso
     return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
 
 
+def initial_surgery(width: int, rank: int, generator: torch.Generator) -> SurgeryModule:
+    """A module before training, float32 on the CPU, which corrects nothing: U is zero."""
+    return SurgeryModule(initial_weight(rank, width, generator), torch.zeros(width, rank))
+
+
 def shuffled_batches(
     samples: int, batch_size: int, steps: int, generator: torch.Generator
 ) -> Iterator[Tensor]:
@@ -89,75 +112,3 @@ def shuffled_batches(
                 return
             done += 1
             yield positions
-
-
-def train(
-    module: nn.Module,
-    loss: Loss,
-    merged_features: Tensor,
-    expert_features: Tensor,
-    settings: Any,
-    *,
-    task: str,
-    batches: Iterable[Tensor] | None = None,
-    on_step: OnStep | None = None,
-) -> None:
-    """Train a module in place by Adam (no weight decay, no schedule), then freeze it.
-
-    Args:
-        module: The module.
-        loss: Takes a batch of merged and of expert features `[batch, d]`; gives a 0-dim tensor.
-        merged_features: `[n, d]`, floating point.
-        expert_features: `[n, d]`, of the same samples.
-        settings: `learning_rate`, `steps`, `batch_size` and `seed` are used.
-        task: The task's name, for seeds and messages.
-        batches: Positions of the samples of each update; None: shuffled, `settings.steps` of them.
-        on_step: Called after every update.
-
-    Raises:
-        CalibrationError: If the training diverges.
-    """
-    if batches is None:
-        generator = task_generator(settings.seed, task, "batches")
-        batches = shuffled_batches(
-            len(merged_features), settings.batch_size, settings.steps, generator
-        )
-    # A caller may have switched gradients off, or hand over features made in inference mode.
-    with torch.inference_mode(False), torch.enable_grad():
-        merged, expert = merged_features.detach().clone(), expert_features.detach().clone()
-        module.train().requires_grad_(True)
-        optimizer = torch.optim.Adam(module.parameters(), lr=settings.learning_rate)
-        for step, positions in enumerate(batches, start=1):
-            rows = positions.to(merged.device)
-            value = loss(merged[rows], expert[rows])
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-            if on_step is not None:
-                on_step(step, value.detach())
-        module.eval().requires_grad_(False)
-    if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
-        raise CalibrationError(
-            f"task {task!r}: training diverged, its weights are not finite. Lower "
-            f"method.learning_rate (now {settings.learning_rate})"
-        )
-
-
-def check_features(merged_features: Tensor, expert_features: Tensor, task: str) -> None:
-    """Check the two sides of a task's correction, `[n, d]` each.
-
-    Raises:
-        CalibrationError: If they differ in shape, are no matrices, are empty or not finite.
-    """
-    shapes = tuple(merged_features.shape), tuple(expert_features.shape)
-    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or 0 in shapes[0]:
-        raise CalibrationError(
-            f"task {task!r}: merged and expert features must be [samples, width] of the same "
-            f"samples, got {shapes[0]} and {shapes[1]}"
-        )
-    for owner, features in (("merged model", merged_features), ("expert", expert_features)):
-        if not bool(torch.isfinite(features).all()):
-            raise CalibrationError(
-                f"task {task!r}: the {owner}'s features are not finite. Look for NaN or infinite "
-                "values in its weights"
-            )

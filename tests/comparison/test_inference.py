@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.comparison import inference
 from fusion_bench_featcal.comparison.inference import BATCH, REPEATS, InferenceTimer
 from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
-from fusion_bench_featcal.methods.surgery import SurgeryModule
+from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.results import UNAVAILABLE
 
 FABRIC = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)

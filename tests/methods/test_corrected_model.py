@@ -13,9 +13,8 @@ from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
+from fusion_bench_featcal.methods.corrected_model import AffineModule, SurgeryModule
 from fusion_bench_featcal.methods.projection import load_projection
-from fusion_bench_featcal.methods.ridge_surgery import AffineModule
-from fusion_bench_featcal.methods.surgery import SurgeryModule
 
 WIDTH = 12
 PIXELS = normal(0, 5, 3, 28, 28)
@@ -61,7 +60,7 @@ def test_classifier_gets_the_task_s_corrected_features(models, kind, normalize):
         features = model.projection(model.model(PIXELS).pooler_output)
         if normalize == "pre":
             features = features / features.norm(dim=1, keepdim=True)
-        known = model.correct(features, task)
+        known = model.correction(task)(features)
         if normalize == "none":
             known = known / known.norm(dim=1, keepdim=True)
         torch.testing.assert_close(classify(models, model, task)[0], known)

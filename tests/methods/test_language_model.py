@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
 from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
+from fusion_bench_featcal.methods.corrected_model import AffineModule, SurgeryModule
 from fusion_bench_featcal.methods.final_states import FinalStates, target_rows
-from fusion_bench_featcal.methods.ridge_surgery import AffineModule
-from fusion_bench_featcal.methods.surgery import SurgeryModule
 
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
 WIDTH = 8

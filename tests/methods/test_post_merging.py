@@ -13,40 +13,35 @@ import torch
 from cli_runs import fusion_bench
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
-from tiny_pools import TASKS, cpu_fabric, pictures, tiny_pool, tiny_processor
+from tiny_pools import TASKS, cpu_fabric, inputs_of, pictures, tiny_pool, tiny_processor
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.calibration_data import draw_samples
 from fusion_bench_featcal.methods import (
-    ProbSurgerySettings,
-    RidgeSurgerySettings,
-    SurgerySettings,
-)
-from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
-from fusion_bench_featcal.methods.feature_correction import post_merge
-from fusion_bench_featcal.methods.standalone import (
+    ProbSurgery,
+    RidgeSurgery,
     RidgeSurgeryAlgorithm,
+    Surgery,
     SurgeryAlgorithm,
 )
+from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.tasks import ClipTaskPool
 
 SHORT: dict[str, Any] = {"steps": 5, "samples_per_task": 8, "batch_size": 4}
-SETTINGS = {
-    "surgery": SurgerySettings(**SHORT),
-    "prob_surgery": ProbSurgerySettings(**SHORT, hidden=5),
-    "ridge_surgery": RidgeSurgerySettings(samples_per_task=8, batch_size=3),
+METHODS = {
+    "surgery": Surgery(**SHORT),
+    "prob_surgery": ProbSurgery(**SHORT, hidden=5),
+    "ridge_surgery": RidgeSurgery(samples_per_task=8, batch_size=3),
 }
-METHODS = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 NAMES = ["circle", "square", "star"]
 
 
-def merge(models, settings, **options) -> Any:
-    pool = tiny_pool(models)
+def merge(models, method, pool=None) -> Any:
     merged = CLIPVisionModel.from_pretrained(models["_merged_"])
-    return post_merge(merged, pool, settings, tiny_processor(models), **options)
+    return method.post_merge(merged, inputs_of(pool or tiny_pool(models)))
 
 
 @pytest.fixture
@@ -58,7 +53,7 @@ def class_names(monkeypatch, tmp_path):
 
 
 def test_both_task_pools_evaluate_by_task_name(models, class_names):
-    model = merge(models, SETTINGS["surgery"])
+    model = merge(models, METHODS["surgery"])
     test_sets: Any = {task: pictures(task, "test", 10) for task in TASKS}
     options = {"processor": tiny_processor(models), "dataloader_kwargs": {"batch_size": 4}}
     clip_model = CLIPModel.from_pretrained(models["_pretrained_"])
@@ -84,7 +79,7 @@ def pixels_of(models, items):
 def features_of(models, model, task, items):
     pixels = pixels_of(models, items)
     with torch.no_grad():
-        return model.correct(model.projection(model.model(pixels).pooler_output), task)
+        return model.features(task, pixels)
 
 
 def zero_shot(models, features, items):
@@ -98,63 +93,60 @@ def zero_shot(models, features, items):
     return (found == torch.tensor([item["label"] for item in items])).double().mean().item()
 
 
-@METHODS
-def test_features_come_nearer_to_the_expert_s_and_a_repeated_run_is_equal(models, settings):
-    model, again = merge(models, settings), merge(models, settings)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_features_come_nearer_to_the_expert_s_and_a_repeated_run_is_equal(models, method):
+    model, again = merge(models, method), merge(models, method)
     for name, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name])
     known = CLIPVisionModel.from_pretrained(models["_merged_"]).state_dict()
     assert all(torch.equal(model.model.state_dict()[name], known[name]) for name in known)
-    pixels = pixels_of(models, pictures(TASKS[0], settings.split, 10))
+    pixels = pixels_of(models, pictures(TASKS[0], method.split, 10))
     expert = CLIPVisionModel.from_pretrained(models[TASKS[0]])
     with torch.no_grad():
-        features, target = (model.projection(m(pixels).pooler_output) for m in (model, expert))
-    before = (features - target).abs().mean()
-    assert (model.correct(features, TASKS[0]) - target).abs().mean() < before
+        before, target = (model.projection(m(pixels).pooler_output) for m in (model, expert))
+        after = model.features(TASKS[0], pixels)
+    assert (after - target).abs().mean() < (before - target).abs().mean()
 
 
-def test_streams_use_their_split_and_featcals_draw(models):
-    drawn = []
-    for stream, split, number in (("calibration", "train", 12), ("test_tta", "test", 10)):
-        settings = RidgeSurgerySettings(samples_per_task=8, stream=stream)
-        model = merge(models, settings)
-        assert model.samples == {task: {"samples": 8, "split": split} for task in TASKS}
-        indices = draw_samples(number, TASKS[0], FeatCalSettings(samples_per_task=8))
-        items = pictures(TASKS[0], split, number)
-        pool = tiny_pool(models)
-        setattr(pool, f"load_{split}_dataset", lambda _: [items[i] for i in indices])  # noqa: B023
-        merged = CLIPVisionModel.from_pretrained(models["_merged_"])
-        known = post_merge(merged, pool, settings, tiny_processor(models))
-        drawn.append((model.corrections["task_one"], known.corrections["task_one"]))
-    for value, known in drawn:
-        torch.testing.assert_close(value.matrix, known.matrix, rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize(("stream", "split", "number"), [
+    ("calibration", "train", 12), ("test_tta", "test", 10)])  # fmt: skip
+def test_streams_use_their_split_and_featcals_draw(models, stream, split, number):
+    method = RidgeSurgery(samples_per_task=8, stream=stream)
+    model = merge(models, method)
+    assert model.samples == {task: {"samples": 8, "split": split} for task in TASKS}
+    indices = draw_samples(number, TASKS[0], FeatCalSettings(samples_per_task=8))
+    items = pictures(TASKS[0], split, number)
+    pool = tiny_pool(models)
+    setattr(pool, f"load_{split}_dataset", lambda _: [items[i] for i in indices])
+    value, known = (m.corrections["task_one"] for m in (model, merge(models, method, pool)))
+    torch.testing.assert_close(value.matrix, known.matrix, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("stream", "used"), [("test_tta", 10), ("calibration", 12)])
 def test_short_stream_is_taken_whole_with_a_warning(models, stream, used, caplog):
-    model = merge(models, SurgerySettings(steps=2, samples_per_task=99, stream=stream))
+    model = merge(models, RidgeSurgery(samples_per_task=99, stream=stream))
     split = "test" if stream == "test_tta" else "train"
     assert model.samples[TASKS[0]] == {"samples": used, "split": split}
     assert f"task one has {used} samples, fewer than method.samples_per_task = 99" in caplog.text
 
 
 def test_losses_of_every_step_are_kept(models):
-    losses = {}
-    model = merge(models, SETTINGS["surgery"], losses=losses)
-    assert {task: len(values) for task, values in losses.items()} == dict.fromkeys(TASKS, 5)
+    method = METHODS["surgery"]
+    model = merge(models, method)
+    assert {task: len(values) for task, values in method.losses.items()} == dict.fromkeys(TASKS, 5)
     for task, curve in model.curves.items():
-        wanted = [(0, losses[task][0]), (5, sum(losses[task]) / 5)]
+        losses = method.losses[task]
+        wanted = [(0, losses[0]), (5, sum(losses) / 5)]
         assert curve == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in wanted]
-    assert list(model.curves) == list(losses)
-    assert not merge(models, SETTINGS["ridge_surgery"], losses=(none := {})).curves
-    assert none == {}
+    assert list(model.curves) == list(TASKS)
+    assert not merge(models, METHODS["ridge_surgery"]).curves
+    assert METHODS["ridge_surgery"].losses == {}
 
 
 def test_projection_comes_from_the_model_that_is_named(models):
-    clip_model = CLIPModel.from_pretrained(models["one"])
-    for named in (clip_model, models["one"]):
-        model = merge(models, SETTINGS["ridge_surgery"], clip_model=named)
-        assert torch.equal(model.projection.weight, clip_model.visual_projection.weight)
+    model = merge(models, RidgeSurgery(samples_per_task=8, clip_model=models["one"]))
+    known = CLIPModel.from_pretrained(models["one"]).visual_projection.weight
+    assert torch.equal(model.projection.weight, known)
 
 
 def refusing(models, **options):
@@ -164,24 +156,28 @@ def refusing(models, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "settings", "message"),
+    ("options", "algorithm", "message"),
     [
-        ({"test": 0}, SETTINGS["surgery"], r"method\.stream=test_tta.*test_datasets\.one.*none"),
-        ({"train": 0}, SETTINGS["ridge_surgery"], r"method\.stream=calibration.*=train.*\.one"),
+        (
+            {"test": 0},
+            SurgeryAlgorithm(),
+            r"method\.stream=test_tta.*test_datasets\.one.*none",
+        ),
+        (
+            {"train": 0},
+            RidgeSurgeryAlgorithm(),
+            r"method\.stream=calibration.*=train.*\.one",
+        ),
         (
             {},
-            SurgerySettings(stream="calibration", calibration_split="val"),
+            SurgeryAlgorithm(stream="calibration", calibration_split="val"),
             r"method\.calibration_split=val.*modelpool\.val_datasets\.one",
         ),
     ],
 )
-def test_stream_that_the_pool_lacks_is_refused_before_merging(models, options, settings, message):
-    algorithm = {SurgerySettings: SurgeryAlgorithm, RidgeSurgerySettings: RidgeSurgeryAlgorithm}[
-        type(settings)
-    ]
-    keys = {"stream": settings.stream, "calibration_split": settings.calibration_split}
+def test_stream_that_the_pool_lacks_is_refused_before_merging(models, options, algorithm, message):
     with pytest.raises(CalibrationError, match=message):
-        algorithm(**keys).run(refusing(models, **options))
+        algorithm.run(refusing(models, **options))
 
 
 def test_missing_upstream_is_refused_before_merging(models):
@@ -205,7 +201,7 @@ def test_pool_of_models_in_memory_must_name_the_projection(models):
     with pytest.raises(CalibrationError, match=r"is no checkpoint.*method\.clip_model"):
         RidgeSurgeryAlgorithm(samples_per_task=8).run(pool)
     named = RidgeSurgeryAlgorithm(samples_per_task=8, clip_model=models["_pretrained_"])
-    known = merge(models, RidgeSurgerySettings(samples_per_task=8))
+    known = merge(models, RidgeSurgery(samples_per_task=8))
     for name, value in named.run(pool).state_dict().items():
         assert torch.equal(value, known.state_dict()[name])
 
@@ -214,7 +210,7 @@ def test_output_without_pooled_features_is_refused(models):
     text: Any = CLIPModel.from_pretrained(models["_pretrained_"])
     text.forward = lambda pixels: SimpleNamespace(last_hidden_state=pixels)
     with pytest.raises(CalibrationError, match="CLIPModel has no pooled output"):
-        post_merge(text, tiny_pool(models), SETTINGS["surgery"], tiny_processor(models))
+        METHODS["surgery"].post_merge(text, inputs_of(tiny_pool(models)))
 
 
 def test_tower_of_another_width_than_the_projection_is_refused(models, tmp_path):
@@ -222,7 +218,7 @@ def test_tower_of_another_width_than_the_projection_is_refused(models, tmp_path)
     config.hidden_size, config.num_attention_heads = 8, 2
     CLIPVisionModel(config).save_pretrained(tmp_path / "narrow")
     with pytest.raises(CalibrationError, match=r"is 8 wide, .* takes 16: check modelpool\.models"):
-        merge(models | {"one": str(tmp_path / "narrow")}, SETTINGS["surgery"])
+        merge(models | {"one": str(tmp_path / "narrow")}, METHODS["surgery"])
 
 
 @pytest.mark.slow

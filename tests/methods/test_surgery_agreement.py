@@ -11,18 +11,20 @@ import pytest
 import torch
 from fusion_bench.method.surgery import clip_layer_wise_adamerging_surgery as theirs
 from omegaconf import DictConfig
-from tiny_pools import TASKS, cpu_fabric, tiny_pool, tiny_processor
+from tiny_pools import TASKS, cpu_fabric, inputs_of, tiny_pool
 from transformers import CLIPModel, CLIPVisionModel
 
-from fusion_bench_featcal.methods import SurgerySettings
-from fusion_bench_featcal.methods.feature_correction import all_features, open_stream
+from fusion_bench_featcal.methods import Surgery
+from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.projection import ProjectedFeatures, load_projection
-from fusion_bench_featcal.methods.surgery import SurgeryModule, initial_surgery, train_surgery
-from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
+from fusion_bench_featcal.methods.training import (
+    initial_surgery,
+    shuffled_batches,
+    task_generator,
+)
 
 STEPS = 6
-SETTINGS = SurgerySettings(steps=STEPS, batch_size=4, normalize="pre", learning_rate=1e-3)
-CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = {"batch_size": 4, "normalize": "pre", "learning_rate": 1e-3}
 
 
 def module_names(task: str) -> tuple[str, str]:
@@ -48,7 +50,7 @@ def their_algorithm(config, models, loaders) -> Any:
 
 @pytest.fixture
 def their_run(models, tmp_path, monkeypatch):
-    """Their merged model, initial modules, and modules after every step, with the batches used."""
+    """Their merged model, and modules after every step from our initial ones on our batches."""
     pool = tiny_pool({name: models[name] for name in ("_pretrained_", *TASKS)})
     base = CLIPVisionModel.from_pretrained(models["_pretrained_"])
     layers = sum(p.requires_grad for p in base.parameters())
@@ -61,12 +63,10 @@ def their_run(models, tmp_path, monkeypatch):
         "surgery_steps": STEPS,
         "eval_iterations": 1,
     }
-    pixels = stream(pool, models)
-    positions = {
-        task: list(shuffled_batches(10, 4, STEPS, task_generator(3, task, "any"))) for task in TASKS
-    }
+    pixels = stream(pool)
     loaders = {
-        task: iter([(pixels[task][rows], None) for rows in positions[task]]) for task in TASKS
+        task: iter([(pixels[task][rows], None) for rows in our_batches(task, STEPS)])
+        for task in TASKS
     }
     algorithm = their_algorithm(config, models, loaders)
     states = []
@@ -74,7 +74,10 @@ def their_run(models, tmp_path, monkeypatch):
 
     def build_and_keep(*args, **kwargs):
         wrapper = build(*args, **kwargs)
-        states.append(copy.deepcopy(wrapper))
+        for task in TASKS:
+            down, up = (getattr(wrapper, name).weight for name in module_names(task))
+            assert not up.any()
+            down.data.copy_(our_initial(down.shape[1], task).down)
         return wrapper
 
     monkeypatch.setattr(theirs, "SurgeryModelWrapper", build_and_keep)
@@ -83,70 +86,63 @@ def their_run(models, tmp_path, monkeypatch):
         evaluate_merged_model=lambda _, model: states.append(copy.deepcopy(model.module)),
     )
     merged = algorithm.run(pool)["adamerging"]
-    return SimpleNamespace(merged=merged, states=states, pixels=pixels, positions=positions)
+    return SimpleNamespace(merged=merged, states=states, pixels=pixels)
 
 
-def stream(pool, models):
+def stream(pool):
     """All test pictures of each task, as pixels."""
-    settings = SurgerySettings(batch_size=4)
-    batches = open_stream(pool, settings, tiny_processor(models))
+    batches = Surgery(batch_size=4).batches(inputs_of(pool))
     return {task: torch.cat([b["pixel_values"] for b in batches[task]]) for task in TASKS}
 
 
-def theirs_as_ours(wrapper, task: str) -> SurgeryModule:
-    down, up = (getattr(wrapper, name).weight.detach().clone() for name in module_names(task))
-    return SurgeryModule(down, up)
+def our_batches(task: str, steps: int) -> list[torch.Tensor]:
+    generator = task_generator(Surgery.seed, task, "batches")
+    return list(shuffled_batches(10, 4, steps, generator))
+
+
+def our_initial(width: int, task: str, rank: int = Surgery.rank) -> SurgeryModule:
+    return initial_surgery(width, rank, task_generator(Surgery.seed, task, "weights"))
 
 
 def test_every_step_agrees_with_fusion_bench(models, their_run):
-    assert len(their_run.states) == STEPS + 1
-    projection = load_projection(tiny_pool(models), None)
+    assert len(their_run.states) == STEPS
+    site = ProjectedFeatures(load_projection(tiny_pool(models), None))
     for task in TASKS:
-        batches = [{"pixel_values": their_run.pixels[task]}]
         expert = CLIPVisionModel.from_pretrained(models[task])
         merged_features, expert_features = (
-            all_features(model, ProjectedFeatures(projection), batches, normalize="pre", device=CPU)
+            Surgery(**OPTIONS).features(
+                model.eval(), site, {"pixel_values": their_run.pixels[task]}
+            )
             for model in (their_run.merged, expert)
         )
-        known = [theirs_as_ours(state, task) for state in their_run.states]
-        module = theirs_as_ours(their_run.states[0], task)
-        steps = []
-        train_surgery(
-            merged_features,
-            expert_features,
-            SETTINGS,
-            initial=module,
-            batches=their_run.positions[task],
-            on_step=lambda *_: steps.append(copy.deepcopy(module.state_dict())),  # noqa: B023
-        )
-        for state, after in zip(steps, known[1:], strict=True):
-            for name, value in after.state_dict().items():
-                torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-6)
-        assert known[-1].up.abs().max() > 1e-3
+        for step, state in enumerate(their_run.states, start=1):
+            module = Surgery(**OPTIONS, steps=step).fit(merged_features, expert_features, task)
+            known = [getattr(state, name).weight for name in module_names(task)]
+            for value, wanted in zip((module.down, module.up), known, strict=True):
+                torch.testing.assert_close(value, wanted, rtol=1e-4, atol=2e-6)
+        assert getattr(their_run.states[-1], module_names(task)[1]).weight.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("normalize", ["none", "pre"])
 def test_features_computed_once_train_as_on_the_fly(models, normalize):
-    settings = SurgerySettings(steps=8, batch_size=4, normalize=normalize, rank=3)
+    method = Surgery(steps=8, batch_size=4, normalize=normalize, rank=3)
     task, pool = TASKS[0], tiny_pool(models)
-    pixels, projection = stream(pool, models)[task], load_projection(pool, None)
+    pixels, projection = stream(pool)[task], load_projection(pool, None)
     merged, expert = (
         CLIPVisionModel.from_pretrained(models[name]).eval() for name in ("_merged_", task)
     )
 
     def features(model, images):
-        site, batches = ProjectedFeatures(projection), [{"pixel_values": images}]
-        return all_features(model, site, batches, normalize=normalize, device=CPU)
+        return method.features(model, ProjectedFeatures(projection), {"pixel_values": images})
 
-    known = initial_surgery(projection.out_features, settings, task)
-    optimizer = torch.optim.Adam(known.parameters(), lr=settings.learning_rate)
-    generator = task_generator(settings.seed, task, "batches")
-    for rows in shuffled_batches(len(pixels), 4, 8, generator):
+    known = our_initial(projection.out_features, task, rank=3)
+    optimizer = torch.optim.Adam(known.parameters(), lr=method.learning_rate)
+    for rows in our_batches(task, 8):
         corrected = known(features(merged, pixels[rows]))
         loss = (corrected - features(expert, pixels[rows])).abs().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    once = train_surgery(features(merged, pixels), features(expert, pixels), settings, task=task)
+    once = method.fit(features(merged, pixels), features(expert, pixels), task)
     for name, value in known.state_dict().items():
         torch.testing.assert_close(once.state_dict()[name], value, rtol=1e-4, atol=2e-6)

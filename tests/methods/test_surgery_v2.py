@@ -13,19 +13,17 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import CLIP
-from fusion_bench_featcal.methods import SurgerySettings
-from fusion_bench_featcal.methods.corrected_clip import LayerCorrectedModel, clip_blocks
-from fusion_bench_featcal.methods.projection import load_projection
-from fusion_bench_featcal.methods.standalone import SurgeryV2Algorithm
-from fusion_bench_featcal.methods.surgery_v2 import (
+from fusion_bench_featcal.methods import SurgeryV2, SurgeryV2Algorithm
+from fusion_bench_featcal.methods.corrected_clip import (
+    LayerCorrectedModel,
+    clip_blocks,
     corrected_blocks,
-    initial_layer_surgery,
-    site_features,
-    train_surgery_v2,
 )
+from fusion_bench_featcal.methods.projection import load_projection
+from fusion_bench_featcal.methods.surgery_v2 import site_features
 
 BLOCKS = [f"layers.{i}" for i in range(3)]
-QUICK = SurgerySettings(rank=6, steps=20, batch_size=20, learning_rate=1e-2)
+QUICK = SurgeryV2(rank=6, steps=20, batch_size=20, learning_rate=1e-2)
 
 
 def same(output: Tensor) -> Tensor:
@@ -53,7 +51,7 @@ def total_drift(merged, expert, inputs, surgery=None) -> float:
 
 def test_corrections_reach_the_blocks_that_follow_and_go_with_the_context() -> None:
     merged, _, inputs = pair()
-    surgery = initial_layer_surgery([6, 6, 6], 2, QUICK)
+    surgery = QUICK.initial_modules([6, 6, 6, 2])
     surgery.blocks[0].up.data.fill_(0.3)  # type: ignore[union-attr]
     before = merged(inputs[0])
     hidden = merged.get_submodule("embed")(inputs[0])
@@ -68,13 +66,12 @@ def test_corrections_reach_the_blocks_that_follow_and_go_with_the_context() -> N
 
 def test_first_loss_is_the_published_one() -> None:
     merged, expert, inputs = pair()
-    losses: list[float] = []
-    settings = SurgerySettings(steps=1, batch_size=60)
-    train_surgery_v2(
-        merged, expert, BLOCKS, same, inputs, settings,
-        on_step=lambda _, loss: losses.append(float(loss)),
-    )  # fmt: skip
-    assert losses == [pytest.approx(total_drift(merged, expert, inputs), rel=1e-5)]
+    losses: list[Tensor] = []
+    method = SurgeryV2(steps=1, batch_size=60)
+    method.fit_blocks(merged, expert, BLOCKS, same, inputs, losses=losses)
+    assert [float(loss) for loss in losses] == [
+        pytest.approx(total_drift(merged, expert, inputs), rel=1e-5)
+    ]
 
 
 def test_tokens_are_averaged_after_the_correction() -> None:
@@ -104,8 +101,8 @@ def test_planted_drift_of_low_rank_is_removed() -> None:
     planted = torch.linspace(-1, 1, 6)
     drifting: Any = merged.get_submodule("layers.1")
     drifting.register_forward_hook(lambda _, __, output: output + planted)
-    settings = SurgerySettings(rank=6, steps=200, batch_size=30, learning_rate=2e-2)
-    surgery = train_surgery_v2(merged, expert, BLOCKS, same, inputs, settings)
+    method = SurgeryV2(rank=6, steps=100, batch_size=30, learning_rate=3e-2)
+    surgery = method.fit_blocks(merged, expert, BLOCKS, same, inputs)
     before = total_drift(merged, expert, inputs)
     assert total_drift(merged, expert, inputs, surgery) < 0.15 * before
 
@@ -113,9 +110,9 @@ def test_planted_drift_of_low_rank_is_removed() -> None:
 def test_training_leaves_both_models_and_repeats_itself() -> None:
     merged, expert, inputs = pair()
     kept = copy.deepcopy((merged, expert))
-    first = train_surgery_v2(merged, expert, BLOCKS, same, inputs, QUICK, task="a")
-    again = train_surgery_v2(merged, expert, BLOCKS, same, inputs, QUICK, task="a")
-    other = train_surgery_v2(merged, expert, BLOCKS, same, inputs, QUICK, task="b")
+    first, again, other = (
+        QUICK.fit_blocks(merged, expert, BLOCKS, same, inputs, task) for task in ("a", "a", "b")
+    )
     for name, value in first.state_dict().items():
         assert torch.equal(value, again.state_dict()[name])
         assert not torch.equal(value, other.state_dict()[name])
@@ -129,7 +126,7 @@ def test_training_leaves_both_models_and_repeats_itself() -> None:
 def test_no_input_is_refused() -> None:
     suite = residual_suite()
     with pytest.raises(CalibrationError, match="task 'greek' has no inputs"):
-        train_surgery_v2(suite.merged, suite.base, BLOCKS, same, [], QUICK, task="greek")
+        QUICK.fit_blocks(suite.merged, suite.base, BLOCKS, same, [], "greek")
 
 
 def corrected_model(folders) -> LayerCorrectedModel:
@@ -138,8 +135,8 @@ def corrected_model(folders) -> LayerCorrectedModel:
     widths = [merged.config.hidden_size] * len(clip_blocks(merged))
     corrections = {}
     for seed, task in enumerate(TASKS, start=1):
-        settings = SurgerySettings(rank=3, seed=seed)
-        corrections[task] = initial_layer_surgery(widths, projection.out_features, settings, task)
+        method = SurgeryV2(rank=3, seed=seed)
+        corrections[task] = method.initial_modules([*widths, projection.out_features], task)
         for index, parameter in enumerate(corrections[task].parameters()):
             if parameter.shape[1] == 3:  # U
                 parameter.data.copy_(0.3 * normal(10 * seed + index, *parameter.shape))

@@ -1,12 +1,12 @@
 """Pools of language models: what is fitted, from which texts, and what is refused."""
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from text_pools import MAKERS, NORMS, text_pool, text_tokenizer, with_tests
+from tiny_pools import inputs_of
 from tiny_texts import TASKS, sentences, with_data, word_tokenizer, write
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -14,34 +14,26 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.methods import (
-    ProbSurgerySettings,
-    RidgeSurgerySettings,
-    SurgerySettings,
-)
-from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
-from fusion_bench_featcal.methods.feature_correction import (
-    check_post_merging,
-    open_stream,
-    post_merge,
-)
-from fusion_bench_featcal.methods.final_states import FinalStates
-from fusion_bench_featcal.methods.standalone import (
+    ProbSurgery,
+    RidgeSurgery,
     RidgeSurgeryAlgorithm,
+    Surgery,
     SurgeryAlgorithm,
     SurgeryV2Algorithm,
 )
+from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
+from fusion_bench_featcal.methods.final_states import FinalStates
 from fusion_bench_featcal.pools import CausalLMPool
 from fusion_bench_featcal.tasks import TextTaskPool
 from fusion_bench_featcal.tasks.text_generation import greedy_answers
 
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
 SHORT: dict[str, Any] = {"samples_per_task": 8, "batch_size": 4, "generated_tokens": 4}
-SETTINGS: dict[str, Any] = {
-    "surgery": SurgerySettings(**SHORT, steps=5),
-    "prob_surgery": ProbSurgerySettings(**SHORT, steps=5, hidden=5),
-    "ridge_surgery": RidgeSurgerySettings(**SHORT),
+METHODS: dict[str, Any] = {
+    "surgery": Surgery(**SHORT, steps=5),
+    "prob_surgery": ProbSurgery(**SHORT, steps=5, hidden=5),
+    "ridge_surgery": RidgeSurgery(**SHORT),
 }
-METHODS = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
@@ -54,9 +46,9 @@ def pool(kind, tmp_path_factory):
     return text_pool(kind, tmp_path_factory.mktemp(kind))
 
 
-def fitted(pool: Any, kind: str, settings: Any, merged: Any = None, **options: Any) -> Any:
+def fitted(pool: Any, method: Any, merged: Any = None) -> Any:
     merged = pool.load_model("_pretrained_") if merged is None else merged
-    return post_merge(merged, pool, settings, text_tokenizer(kind), **options)
+    return method.post_merge(merged, inputs_of(pool))
 
 
 def states_of(model: Any) -> dict[str, torch.Tensor]:
@@ -68,23 +60,23 @@ def same(one: Any, two: Any) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
-@METHODS
-def test_every_method_gives_one_correction_a_task(pool, kind, settings):
-    model = fitted(pool, kind, settings)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_every_method_gives_one_correction_a_task(pool, kind, method):
+    model = fitted(pool, method)
     assert isinstance(model, CorrectedLanguageModel)
     assert model.tasks == TASKS and model.final_norm == NORMS[kind]
-    split = "test" if settings.stream == "test_tta" else "train"
+    split = "test" if method.stream == "test_tta" else "train"
     assert model.samples == {task: {"samples": 8, "split": split} for task in TASKS}
-    assert bool(model.curves) == (not isinstance(settings, RidgeSurgerySettings))
+    assert bool(model.curves) == (method.name != "ridge_surgery")
 
 
 def test_token_ids_that_models_lack_name_task_and_item(pool, kind):
     rows = [{"input_ids": [3, 4, 5], "labels": [-100, 5, 3]}] * 4
     rows += [{"input_ids": [3, 9999, 4], "labels": [-100, 5, 3]}]
     broken = with_data(copy.copy(pool), lambda _: rows)
-    settings = RidgeSurgerySettings(samples_per_task=5, batch_size=2, stream="calibration")
+    method = RidgeSurgery(samples_per_task=5, batch_size=2, stream="calibration")
     with pytest.raises(CalibrationError, match=r"task 'one', .*item 4: input_ids has .* id 9999"):
-        fitted(broken, kind, settings)
+        fitted(broken, method)
 
 
 class _Drifting(nn.Module):
@@ -111,10 +103,10 @@ def test_planted_drift_is_removed(pool, kind):
     setattr(owner, name, _Drifting(getattr(owner, name), 0.1))
     alone = copy.copy(pool)
     alone._models = {n: m for n, m in pool._models.items() if n in ("_pretrained_", "one")}
-    settings = RidgeSurgerySettings(samples_per_task=12, ridge_lambda=1e-10)
-    model = fitted(alone, kind, settings, merged)
+    method = RidgeSurgery(samples_per_task=12, ridge_lambda=1e-10)
+    model = fitted(alone, method, merged)
     site = FinalStates(NORMS[kind])
-    (batch,) = open_stream(alone, settings, text_tokenizer(kind))["one"]
+    (batch,) = method.batches(inputs_of(alone))["one"]
     with torch.no_grad():
         target, drifted = (site.features(side, batch) for side in (expert, merged))
         remaining = (model.correct(drifted, "one") - target).abs().mean()
@@ -123,7 +115,7 @@ def test_planted_drift_is_removed(pool, kind):
 
 def test_test_stream_learns_from_the_experts_own_answers(pool, kind):
     tokenizer = text_tokenizer(kind)
-    stream = open_stream(pool, SETTINGS["surgery"], tokenizer)["two"]
+    stream = METHODS["surgery"].batches(inputs_of(pool))["two"]
     expert = pool.load_model("two").eval()
     encoder = TextEncoder(tokenizer, kind)
     rows = [stream.rows[index] for index in stream.indices]
@@ -136,8 +128,8 @@ def test_test_stream_learns_from_the_experts_own_answers(pool, kind):
 
 def test_answers_of_the_test_split_are_never_read(pool, kind):
     """Other answers, or none at all, change nothing."""
-    settings = replace(SETTINGS["ridge_surgery"], stream="test_tta")
-    known = fitted(pool, kind, settings)
+    method = RidgeSurgery(**SHORT, stream="test_tta")
+    known = fitted(pool, method)
 
     def without(task: str) -> list[dict[str, str]]:
         return [{"prompt": row["prompt"]} for row in sentences(task)]
@@ -146,7 +138,7 @@ def test_answers_of_the_test_split_are_never_read(pool, kind):
         return [row | {"target": "t s r q"} for row in sentences(task)]
 
     for rows in (without, others):
-        assert same(fitted(with_tests(copy.copy(pool), rows), kind, settings), known)
+        assert same(fitted(with_tests(copy.copy(pool), rows), method), known)
 
 
 def test_calibration_stream_takes_labels_or_the_experts_answers(pool, kind):
@@ -155,13 +147,13 @@ def test_calibration_stream_takes_labels_or_the_experts_answers(pool, kind):
 
     changed = with_data(copy.copy(pool), others)
     for targets in ("labels", "generated"):
-        settings = RidgeSurgerySettings(**SHORT, calibration_targets=targets)
-        equal = same(fitted(pool, kind, settings), fitted(changed, kind, settings))
+        method = RidgeSurgery(**SHORT, calibration_targets=targets)
+        equal = same(fitted(pool, method), fitted(changed, method))
         assert equal == (targets == "generated")
 
 
 def test_task_pool_tells_the_task(pool, kind):
-    model = fitted(pool, kind, SETTINGS["ridge_surgery"])
+    model = fitted(pool, METHODS["ridge_surgery"])
     taskpool = TextTaskPool(
         {task: sentences(task) for task in TASKS}, tokenizer=text_tokenizer(kind), batch_size=5
     )
@@ -190,12 +182,6 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(pool, kind):
         RidgeSurgeryAlgorithm(base_method=base, final_norm="ln_f").run(bad)
     with pytest.raises(CalibrationError, match=r"SurgeryV2 corrects CLIP vision models"):
         SurgeryV2Algorithm(base_method=base).run(bad)
-    with pytest.raises(ValueError, match=r"method\.final_norm must be a name"):
-        SurgeryAlgorithm(final_norm=3)
-    with pytest.raises(ValueError, match=r"method\.max_length is no setting of surgery_v2"):
-        SurgeryV2Algorithm(max_length=3)
-    with pytest.raises(ValueError, match=r"method\.calibration_targets must be one of labels"):
-        SurgerySettings(calibration_targets="answers")
     nothing = with_tests(copy.copy(bad), sentences)
     nothing._test_datasets = None
     with pytest.raises(CalibrationError, match=r"no data for method\.stream=test_tta"):
@@ -208,7 +194,7 @@ def test_texts_without_targets_are_refused_for_the_calibration_stream(tmp_path):
 
     pool = with_data(text_pool("causal", tmp_path), without)
     with pytest.raises(CalibrationError, match=r"task 'one': texts have no targets.*generated"):
-        fitted(pool, "causal", SETTINGS["ridge_surgery"])
+        fitted(pool, METHODS["ridge_surgery"])
 
 
 def test_experts_that_answer_nothing_are_named(pool, kind, monkeypatch):
@@ -216,7 +202,7 @@ def test_experts_that_answer_nothing_are_named(pool, kind, monkeypatch):
 
     monkeypatch.setattr(calibration_text, "greedy_answers", lambda m, p, e, n: [[] for _ in p])
     with pytest.raises(CalibrationError, match=r"task 'one': .*target"):
-        fitted(pool, kind, SETTINGS["surgery"])
+        fitted(pool, METHODS["surgery"])
 
 
 def test_other_architectures_name_their_norm(tmp_path):
@@ -226,11 +212,8 @@ def test_other_architectures_name_their_norm(tmp_path):
         config = GPT2Config(vocab_size=23, n_embd=8, n_layer=1, n_head=2, n_positions=32)
         paths[name] = write(GPT2LMHeadModel(config), tmp_path / name)
     pool: Any = with_data(CausalLMPool(paths, tokenizer=word_tokenizer()))
-    settings = SETTINGS["ridge_surgery"]
     with pytest.raises(CalibrationError, match=r"has no decoder\.final_layer_norm or model\.norm"):
-        check_post_merging(pool, settings, word_tokenizer())
-    model = post_merge(
-        AutoModelForCausalLM.from_pretrained(paths["one"]), pool, settings, word_tokenizer(),
-        final_norm="transformer.ln_f",
-    )  # fmt: skip
+        METHODS["ridge_surgery"].check(inputs_of(pool))
+    method = RidgeSurgery(**SHORT, final_norm="transformer.ln_f")
+    model = fitted(pool, method, AutoModelForCausalLM.from_pretrained(paths["one"]))
     assert model.tasks == TASKS

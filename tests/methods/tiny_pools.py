@@ -13,6 +13,8 @@ from fusion_bench.modelpool import CLIPVisionModelPool
 from tiny_images import picture, write_clip
 from transformers import CLIPProcessor
 
+from fusion_bench_featcal.methods import MethodInputs
+
 TASKS = ("one", "two-b.c")
 
 
@@ -52,6 +54,10 @@ def tiny_pool(models: Mapping[str, Any], *, train: int = 12, test: int = 10) -> 
 
 def tiny_processor(models: Mapping[str, str]) -> CLIPProcessor:
     return CLIPProcessor.from_pretrained(models["_pretrained_"])
+
+
+def inputs_of(pool: Any) -> MethodInputs:
+    return MethodInputs(pool, taskpool=None, fabric=cpu_fabric())
 
 
 def cpu_fabric() -> lightning.Fabric:
