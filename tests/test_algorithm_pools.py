@@ -17,6 +17,7 @@ from fusion_bench_featcal.calibration import CalibrationResult
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.fusionbench.options import checked_choices
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.run_results import RunResults, method_name
 from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.methods import FeatCal, MethodInputs
@@ -279,7 +280,7 @@ def test_an_expert_far_from_the_base_is_named(tmp_path: Path) -> None:
     expert.save_pretrained(tmp_path / "far")
     pool = suite_pool()
     pool._models["mini_mnist"] = str(tmp_path / "far")
-    (note,) = check_experts(pool)
+    (note,) = check_experts(PoolModels(pool))
     assert note.startswith("expert mini_mnist lies ")
 
 
@@ -289,9 +290,10 @@ def test_a_task_that_keeps_a_high_drift_is_named_and_noted(
     log = CalibrationLog()
     log.add("task", {"block": "0", "task": "far", "samples": 8, "relative_drift_after": 0.95})
     log.add("task", {"block": "0", "task": "near", "samples": 8, "relative_drift_after": 0.3})
-    results = RunResults(None, str(tmp_path), suite="toy", upstream="merged", device="cpu")
+    names: dict[str, Any] = {"upstream": "merged", "row": "featcal", "device": "cpu"}
+    results = RunResults(None, memory_pool(), str(tmp_path), **names)
     calibrated = CalibrationResult(torch.nn.Identity(), log)
-    results.add_calibrated("featcal", calibrated, FeatCalSettings(), Cost(), ["far", "near"])
+    results.add_calibrated("featcal", calibrated, FeatCalSettings(), Cost(), None)
     (note,) = results.report.notes
     assert note.startswith("featcal: far keeps a relative drift of 0.95")
     assert note in caplog.text

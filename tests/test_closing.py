@@ -5,16 +5,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fusion_bench import BaseModelPool
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.fusionbench import run_results as results
 from fusion_bench_featcal.fusionbench.hydra_job import LogDirectoryCheck, at_the_end
+from fusion_bench_featcal.fusionbench.model_card import CardFacts
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.results import Cost
 
 NO_CONFIG = OmegaConf.create({})
+FABRIC = SimpleNamespace(loggers=[])
 
 
 class OneTaskPool:
@@ -32,10 +35,20 @@ def end_job(callback: LogDirectoryCheck, status: JobStatus) -> None:
 def finished_results(
     taskpool: Any, folder: Path, program: Any, saved: Path | None = None
 ) -> RunResults:
-    run = RunResults(taskpool, str(folder), suite="toy", upstream="merged", device="cpu")
+    program.taskpool, program.merged_model_save_path = taskpool, None
+    run = run_results(program, folder)
+    run.saver.folder = saved
+    run.finish(FABRIC)
+    return run
+
+
+def run_results(program: Any, folder: Path) -> RunResults:
+    """Results with one model, and no place to save it."""
+    names: dict[str, Any] = {"upstream": "merged", "row": "featcal", "device": "cpu"}
+    run = RunResults(program, BaseModelPool({}), str(folder), **names)
     model = nn.Identity()
+    run.saver.offer(model, CardFacts("featcal"))
     run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
-    run.finish(program, model, "featcal", saved)
     return run
 
 
@@ -73,7 +86,7 @@ def test_a_run_that_evaluates_nothing_still_says_what_it_left(
 ) -> None:
     callback = LogDirectoryCheck()
     callback.on_job_start(config=NO_CONFIG)
-    finished_results(None, tmp_path, SimpleNamespace(merged_model_save_path=None))
+    finished_results(None, tmp_path, SimpleNamespace())
     end_job(callback, JobStatus.COMPLETED)
     first, *_ = capsys.readouterr().out.splitlines()
     assert first == "not saved: merged_model_save_path=DIR saves the model of row featcal"
@@ -84,25 +97,19 @@ def test_without_the_callback_results_wait_for_the_end_of_the_interpreter(
 ) -> None:
     registered: list[Any] = []
     monkeypatch.setattr(results.atexit, "register", registered.append)
-    program = SimpleNamespace(merged_model_save_path=None, taskpool=None)
-    pool = OneTaskPool()
-    model = nn.Identity()
-    run = RunResults(pool, str(tmp_path), suite="toy", upstream="merged", device="cpu")  # type: ignore[arg-type]
-    run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
-    run.finish(program, model, "featcal", None)
+    program: Any = SimpleNamespace()
+    run = finished_results(OneTaskPool(), tmp_path, program)
     assert registered == []
-    program.taskpool.evaluate(model)  # FusionBench asks when the model has been saved
+    program.taskpool.evaluate(run.saver.model)  # FusionBench asks when the model has been saved
     (show,) = registered
     show()
     assert "not saved: " in capsys.readouterr().out
 
 
 def test_losses_and_tasks_below_the_merged_model_reach_the_report(tmp_path: Path) -> None:
-    run = RunResults(OneTaskPool(), str(tmp_path), suite="toy", upstream="merged", device="cpu")  # type: ignore[arg-type]
+    run = run_results(SimpleNamespace(taskpool=OneTaskPool(), log_dir=None), tmp_path)
     run.report.add_row("merged", {"cars": 0.6})
-    model = nn.Identity()
-    run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
-    run.finish(None, model, "featcal", None)
+    run.finish(FABRIC)
     assert run.report.loss == {"featcal": {"cars": 1.5, "average": 1.5}}
     note = "cars ends below the merged model: featcal -10.0 points"
     assert run.report.notes == [note]

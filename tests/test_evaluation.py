@@ -1,9 +1,11 @@
 """Evaluation multiplies float32 matrices with the library that calibration uses."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.core import kernels
@@ -84,8 +86,8 @@ def test_a_task_pool_that_trains_while_it_evaluates_gets_gradients(onednn_calls:
 def test_results_of_a_run_evaluate_with_its_setting(onednn_calls: list[Any]) -> None:
     for kernel, calls in (("torch", 0), ("onednn", 1)):
         pool: Any = LinearTaskPool()
-        run = RunResults(
-            pool, None, suite="toy", upstream="merged", device="cpu", linear_kernel=kernel
-        )
+        names: dict[str, Any] = {"upstream": "merged", "row": "featcal", "device": "cpu"}
+        program = SimpleNamespace(taskpool=pool)
+        run = RunResults(program, BaseModelPool({}), None, **names, linear_kernel=kernel)
         run.add_reference("merged", nn.Linear(7, 4))
         assert len(onednn_calls) == calls

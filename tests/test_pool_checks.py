@@ -39,9 +39,9 @@ from fusion_bench_featcal.comparison import ComparisonAlgorithm
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.families.suggest import suggested_families
-from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models, check_precision
+from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
-from fusion_bench_featcal.fusionbench.pool_models import file_source, load_pool_model
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels, load_pool_model
 from fusion_bench_featcal.fusionbench.program import take_default_taskpool
 from fusion_bench_featcal.methods.standalone import RegMeanAlgorithm, RidgeSurgeryAlgorithm
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -87,8 +87,8 @@ def nothing_is_loaded(pool: Any) -> Iterator[None]:
 def refusal(pool: Any, settings: FeatCalSettings | None = None) -> str:
     """Message of the checks before any loading."""
     with nothing_is_loaded(pool), pytest.raises((CalibrationError, ValueError)) as caught:
-        check_pool_models(pool, fabric())
-        check_pool_settings(pool, settings or FeatCalSettings())
+        check_pool_models(PoolModels(pool), fabric())
+        check_pool_settings(PoolModels(pool), settings or FeatCalSettings())
     message = str(caught.value)
     assert len(message) < 800
     return message
@@ -97,8 +97,8 @@ def refusal(pool: Any, settings: FeatCalSettings | None = None) -> str:
 def test_models_that_fit_pass_without_a_word(tmp_path, caplog):
     pool = clip_pool(towers(tmp_path))
     with nothing_is_loaded(pool):
-        check_pool_models(pool, fabric())
-        check_pool_settings(pool, FeatCalSettings())
+        check_pool_models(PoolModels(pool), fabric())
+        check_pool_settings(PoolModels(pool), FeatCalSettings())
     assert not caplog.records
 
 
@@ -143,9 +143,9 @@ def test_compare_refuses_a_precision_without_effect(tmp_path):
         algorithm.run(pool)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", None])
-def test_precisions_of_forward_passes_are_kept(precision):
-    check_precision(fabric(precision))
+@pytest.mark.parametrize("precision", ["bf16-mixed", None])
+def test_precisions_of_forward_passes_are_kept(precision, tmp_path):
+    check_pool_models(PoolModels(clip_pool(towers(tmp_path))), fabric(precision))
 
 
 # Entries, files and what they hold
@@ -207,7 +207,7 @@ def test_integers_in_place_of_weights_are_refused_when_read(tmp_path):
     tensors = load_file(file)
     key = next(key for key in tensors if key.endswith("0.mlp.fc1.weight"))
     save_file(tensors | {key: tensors[key].to(torch.int32)}, file, {"format": "pt"})
-    source = file_source(clip_pool(models), "two")
+    source = PoolModel(clip_pool(models), "two").files
     assert source is not None
     like = tower()
     name = next(key for key in like.state_dict() if key.endswith("0.mlp.fc1.weight"))
@@ -285,7 +285,7 @@ def test_unreadable_file_says_so(part):
 
 def test_expert_whose_file_goes_away_is_named_with_it(tmp_path):
     models = towers(tmp_path)
-    source = file_source(clip_pool(models), "two")
+    source = PoolModel(clip_pool(models), "two").files
     assert source is not None
     expert = ExpertModel("two", source, tower())
     name = next(iter(expert.keys))
@@ -347,7 +347,7 @@ def test_expert_with_another_function_is_refused_by_its_config(tmp_path):
     assert "hidden_act='relu' (there 'quick_gelu'), layer_norm_eps=0.1 (there 1e-05)" in message
     assert "method.ignore_config=[hidden_act,layer_norm_eps]" in message
     ignored = FeatCalSettings(ignore_config=["hidden_act", "layer_norm_eps"])
-    check_pool_settings(clip_pool(models), ignored)
+    check_pool_settings(PoolModels(clip_pool(models)), ignored)
 
 
 def test_merged_model_with_another_function_is_refused(tmp_path):
@@ -377,7 +377,7 @@ def test_unknown_family_is_refused_with_the_repeated_blocks_to_try(tmp_path):
     assert "does not know GPT2LMHeadModel (model type 'gpt2')" in message
     assert "Try method.family={name: replay, blocks: [transformer.h.*]}" in message
     family = {"name": "replay", "blocks": ["transformer.h.*"]}
-    check_pool_settings(pool, FeatCalSettings(family=family))
+    check_pool_settings(PoolModels(pool), FeatCalSettings(family=family))
 
 
 def plain_pool(kind: Any, folder: Path) -> Any:
@@ -399,11 +399,11 @@ def test_unknown_family_of_a_pool_of_any_models_is_refused_too(tmp_path):
     assert f"Try method.family={{name: replay, blocks: [{blocks}.*]}}" in message
     # the class that the entry loads may call its blocks otherwise
     family = {"name": "replay", "blocks": ["encoder.layer.*"]}
-    check_pool_settings(pool, FeatCalSettings(family=family))
+    check_pool_settings(PoolModels(pool), FeatCalSettings(family=family))
     change_config(str(tmp_path / "vit"), architectures=["ModelOfTheirOwn"])
     expected = r"ModelOfTheirOwn \(model type 'vit'\)\. Set method\.family to "
     with pytest.raises(ValueError, match=expected):
-        check_pool_settings(pool, FeatCalSettings())
+        check_pool_settings(PoolModels(pool), FeatCalSettings())
 
 
 def test_unknown_model_in_memory_without_a_config_is_refused():
@@ -414,7 +414,7 @@ def test_unknown_model_in_memory_without_a_config_is_refused():
 
     pool = BaseModelPool({"_pretrained_": Net(), "one": Net()})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"auto does not know Net .*blocks: \[layers\.\*\]"):
-        check_pool_settings(pool, FeatCalSettings())
+        check_pool_settings(PoolModels(pool), FeatCalSettings())
 
 
 def test_suggestions_are_read_off_the_structure():
@@ -460,8 +460,8 @@ def test_family_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path)
 def warnings_of(pool: Any, caplog: Any) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="fusion_bench_featcal"):
-        check_pool_models(pool, fabric())
-        check_pool_models(pool, fabric())
+        check_pool_models(PoolModels(pool), fabric())
+        check_pool_models(PoolModels(pool), fabric())
     return [record.getMessage() for record in caplog.records if "featcal" in record.name]
 
 

@@ -12,9 +12,8 @@ from omegaconf import OmegaConf
 from test_algorithm_pools import AVERAGE, suite_pool
 from transformers import CLIPImageProcessor, CLIPVisionModel
 
-from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal import CalibrationError, algorithm
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench import pool_calibration
 from fusion_bench_featcal.fusionbench import run_results as results
 from fusion_bench_featcal.fusionbench.evaluation import Evaluation
 from fusion_bench_featcal.fusionbench.program import prepare_run
@@ -45,8 +44,8 @@ class Events:
         self._before = _models_in_memory()  # that other tests left
         monkeypatch.setattr(results, "evaluate", self._evaluate)
         monkeypatch.setattr(results.atexit, "register", lambda *_, **__: None)
-        calibrate, save = pool_calibration.calibrate, CLIPVisionModel.save_pretrained
-        self._note(monkeypatch, pool_calibration, "calibrate", calibrate)
+        calibrate, save = algorithm.calibrate, CLIPVisionModel.save_pretrained
+        self._note(monkeypatch, algorithm, "calibrate", calibrate)
         self._note(monkeypatch, CLIPVisionModel, "save_pretrained", save)
 
     def _note(self, monkeypatch: Any, place: Any, name: str, function: Any) -> None:

@@ -47,11 +47,11 @@ MUTATIONS = [
     ),
     Mutation(
         "evaluated before it is saved",
-        "algorithm.py",
-        "            saver.offer(result.model, self._facts(name, settings, result))\n"
-        "            results.add_calibrated(name, result, settings, cost, tasks)\n",
-        "            results.add_calibrated(name, result, settings, cost, tasks)\n"
-        "            saver.offer(result.model, self._facts(name, settings, result))\n",
+        "fusionbench/run_results.py",
+        "        self.saver.offer(result.model, CardFacts(name, base_method, own, counts))\n"
+        "        self.add_made(name, result.model, **made, seed=settings.seed)\n",
+        "        self.add_made(name, result.model, **made, seed=settings.seed)\n"
+        "        self.saver.offer(result.model, CardFacts(name, base_method, own, counts))\n",
         "test_run_order.py",
     ),
     Mutation(

@@ -20,8 +20,7 @@ from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.fusionbench.ending import ending_cleanly
 from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
 from fusion_bench_featcal.fusionbench.options import checked_settings, plain, take_fusion_bench_keys
-from fusion_bench_featcal.fusionbench.pool_checks import check_pool_experts, check_pool_models
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import log_reports, suite_name
 from fusion_bench_featcal.methods.interface import MethodInputs
@@ -156,7 +155,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def _check(self, grid: Grid, inputs: MethodInputs) -> None:
         """Refuse what cannot work before a model is loaded; experts against the base at once."""
-        check_pool_models(inputs.modelpool, self.fabric)
+        check_pool_models(inputs.models, self.fabric)
         for name, method in grid.cells.items():
             try:
                 method.check(inputs)
@@ -164,8 +163,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 place = f"method.post_merging_methods.{name}"
                 kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
                 raise kind(f"{place}: {error}") from error
-        if inputs.modelpool.has_pretrained:
-            check_pool_experts(inputs.modelpool, load_pool_model(inputs.modelpool, BASE_MODEL))
+        check_experts(inputs.models)
 
     def _folder(self, store: ResultStore) -> Path:
         """Folder of the reports."""

@@ -21,7 +21,7 @@ from torch import nn
 import fusion_bench_featcal
 from fusion_bench_featcal.checkpoints.fingerprint import InputsDigest, describe_model, digest_code
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.fusionbench.pool_models import adapter_paths, checkpoint_path
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def describe_pool(modelpool: BaseModelPool, files: FileDigests) -> dict[str, Any
         "config": config,
         "files": files.named_in(named),
         "models": {
-            name: [files.folder(folder) for folder in _folders(modelpool, name)]
+            name: [files.folder(folder) for folder in PoolModel(modelpool, name).folders]
             for name in modelpool.all_model_names
         },
         "code": describe_code([type(modelpool), modelpool.config], files),
@@ -160,13 +160,6 @@ def describe_code(value: Any, files: FileDigests) -> dict[str, str]:
     modules = {name for target in _targets(value) for name in _modules_of(target)}
     code = {name: _code_of_module(name, files) for name in sorted(modules)}
     return {name: text for name, text in code.items() if text is not None}
-
-
-def _folders(modelpool: BaseModelPool, name: str) -> list[Path]:
-    """Folders of a model's files: one, or base and adapter."""
-    path = checkpoint_path(modelpool, name)
-    folders = [path] if path is not None else list(adapter_paths(modelpool, name) or ())
-    return [folder for folder in folders if folder.is_dir()]
 
 
 def _texts(value: Any) -> Iterator[str]:

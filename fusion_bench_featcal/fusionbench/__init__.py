@@ -4,7 +4,7 @@
 `options`, `program`: a method's keys; FusionBench's program, its task pool and its mergers.
 `pool_models`, `processors`: models of a pool by their files or whole; tokenizers and processors.
 `pool_checks`, `pool_configs`, `save_target`: refusals before anything is loaded.
-`fusing`, `reads`, `program_processes`: a merge that shares reads; reads counted; several processes.
-`plan_run`, `pool_calibration`: the plan of a run, and one calibration on a pool.
+`upstream`, `fusing`: the upstream merger; one that shares the calibration's reads.
+`plan_run`, `program_processes`: the plan of a run; several processes.
 `saving`, `model_card`, `evaluation`, `run_results`: what becomes of the models.
 """

@@ -1,13 +1,11 @@
 """FusionBench's simple average and task arithmetic, fused with the calibration's reads."""
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from numbers import Real
 from typing import Any
 
-from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from fusion_bench.utils.state_dict_arithmetic import (
     state_dict_add,
@@ -20,107 +18,18 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.merging import UpstreamMerge
+from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, plain
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
-    checkpoint_path,
-    file_source,
+    PoolModel,
+    PoolModels,
     load_pool_model,
 )
-from fusion_bench_featcal.fusionbench.program import upstream_model
-from fusion_bench_featcal.fusionbench.reads import budget_beside_merger
-from fusion_bench_featcal.fusionbench.run_results import method_name
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-
-log = logging.getLogger(__name__)
+from fusion_bench_featcal.settings import CalibrationError
 
 _OPTIONS = {"_target_", "inplace", "show_pbar", "scaling_factor", *FUSION_BENCH_KEYS}
-
-
-def checked_fusing(fuse: Any) -> bool | str:
-    """The setting `fuse_merge`.
-
-    Raises:
-        ValueError: If it is anything but `auto` or False.
-    """
-    if fuse != "auto" and fuse is not False:
-        raise ValueError(f"method.fuse_merge must be auto or false, got {fuse!r}")
-    return fuse
-
-
-def start_upstream(
-    program: Any,
-    base_method: Any,
-    modelpool: BaseModelPool,
-    settings: FeatCalSettings,
-    *,
-    fuse: bool | str,
-    processes: int,
-) -> tuple[nn.Module, UpstreamMerge | None]:
-    """Merge; or, where merging can share the calibration's reads, prepare to.
-
-    Args:
-        program: The running program, or None.
-        base_method: `method.base_method`.
-        modelpool: The pool.
-        settings: Settings of the first calibration, which would complete the merged model.
-        fuse: `method.fuse_merge`: `auto` or False.
-        processes: Number of processes.
-
-    Returns:
-        The merged model and None; or the model that is to become it, and the merger.
-
-    Raises:
-        CalibrationError: As `upstream_model`; or if a read budget cannot be kept.
-    """
-    if base_method is not None:
-        name = method_name(base_method)
-        prepared = _why_not(base_method, modelpool, settings, fuse, processes)
-        prepared = prepared or _prepare(base_method, modelpool)
-        if not isinstance(prepared, str):
-            log.info("%s shares the calibration's reads: each expert is read once", name)
-            return prepared
-        log.info("%s runs by itself: %s", name, prepared)
-        budget_beside_merger(modelpool, base_method, settings, fused=False)
-    return upstream_model(program, base_method, modelpool), None
-
-
-def check_merger_budget(
-    base_method: Any, modelpool: BaseModelPool, settings: FeatCalSettings, fuse: Any, processes: int
-) -> None:
-    """Refuse a read budget that the upstream merger exceeds, before anything is loaded.
-
-    Raises:
-        CalibrationError: If it does.
-    """
-    if base_method is not None and settings.expert_read_budget is not None:
-        fused = not _why_not(base_method, modelpool, settings, fuse, processes)
-        budget_beside_merger(modelpool, base_method, settings, fused=fused)
-
-
-def _why_not(
-    base_method: Any, modelpool: BaseModelPool, settings: FeatCalSettings, fuse: Any, processes: int
-) -> str:
-    """Reason against fusing a merger, as far as configs and headers tell; empty if none."""
-    if fuse is False:
-        return "method.fuse_merge is false"
-    merger = merger_class(base_method)
-    if merger is None:
-        return "it is neither plain simple average nor plain task arithmetic"
-    if processes > 1:
-        return "there are several processes, of which each reads only its own experts"
-    if settings.stream_experts is False:
-        return "method.stream_experts is false"
-    if merger is TaskArithmeticAlgorithm and not modelpool.has_pretrained:
-        return f"the pool has no modelpool.models.{BASE_MODEL}"
-    names = _models_of(merger, modelpool)
-    for name in names:
-        if type(_source(modelpool, name)) is not SafetensorsExpert:
-            return f"{name} does not lie whole in safetensors files"
-    if len({_entry_but_path(modelpool, name) for name in names}) > 1:
-        return "the pool loads its models in different ways"
-    return ""
 
 
 def merger_class(base_method: Any) -> type | None:
@@ -138,47 +47,60 @@ def merger_class(base_method: Any) -> type | None:
     return found if found is SimpleAverageAlgorithm and "scaling_factor" not in config else None
 
 
-def _models_of(merger: type, modelpool: BaseModelPool) -> list[str]:
+def why_not_fused(merger: type | None, models: PoolModels) -> str:
+    """Reason against fusing a merger, as far as configs and headers tell; empty if none."""
+    if merger is None:
+        return "it is neither plain simple average nor plain task arithmetic"
+    if merger is TaskArithmeticAlgorithm and models.base is None:
+        return f"the pool has no modelpool.models.{BASE_MODEL}"
+    merged = _models_of(merger, models)
+    for model in merged:
+        if type(model.files) is not SafetensorsExpert:
+            return f"{model.name} does not lie whole in safetensors files"
+    if len({_entry_but_path(model) for model in merged}) > 1:
+        return "the pool loads its models in different ways"
+    if len({_configured_dtypes(model) for model in merged}) > 1:
+        return "the models' configs name different dtypes"
+    return ""
+
+
+def _models_of(merger: type, models: PoolModels) -> list[PoolModel]:
     """The models that a merger reads, the one that it begins with first."""
-    experts = list(modelpool.model_names)
-    return [BASE_MODEL, *experts] if merger is TaskArithmeticAlgorithm else experts
+    experts = list(models.experts.values())
+    return [models[BASE_MODEL], *experts] if merger is TaskArithmeticAlgorithm else experts
 
 
-def _source(modelpool: BaseModelPool, name: str) -> Any:
-    try:
-        return file_source(modelpool, name)
-    except FileNotFoundError:
-        return None
-
-
-def _entry_but_path(modelpool: BaseModelPool, name: str) -> str:
-    entry = plain(modelpool._models[name])
+def _entry_but_path(model: PoolModel) -> str:
+    entry = plain(model.entry)
     options = dict(entry) if isinstance(entry, Mapping) else {}
     options.pop("pretrained_model_name_or_path", None)
     return json.dumps(options, sort_keys=True, default=str)
 
 
-def _prepare(base_method: Any, modelpool: BaseModelPool) -> tuple[nn.Module, UpstreamMerge] | str:
+def prepare_fused(
+    base_method: Any, name: str, models: PoolModels
+) -> tuple[nn.Module, UpstreamMerge] | str:
     """The model that becomes the merged one, and the merger; or what keeps it from being fused.
 
     Experts are read from files in the dtype that the pool would load them in: that is known where
     all models are stored and configured alike.
+
+    Args:
+        base_method: Config of a merger that `why_not_fused` has nothing against.
+        name: The merger's name.
+        models: The pool's models.
     """
     merger = merger_class(base_method)
     assert merger is not None
-    names = _models_of(merger, modelpool)
-    if len({_configured_dtypes(modelpool, name) for name in names}) > 1:
-        return "the models' configs name different dtypes"
-    model = load_pool_model(modelpool, names[0])
-    if not isinstance(model, nn.Module) or _target_modules(model) is not None:
+    merged = _models_of(merger, models)
+    names = [model.name for model in merged]
+    model = load_pool_model(models.pool, names[0])
+    partial = getattr(model, "_fusion_bench_target_modules", None) is not None
+    if not isinstance(model, nn.Module) or partial:
         return f"the pool loads {type(model).__name__} objects, or merges a part of them only"
-    if not _stored_alike(modelpool, names, model):
+    if not _stored_alike(merged, model):
         return "the models are stored in different dtypes"
-    description = {
-        "fused": method_name(base_method),
-        "models": names,
-        "fusion_bench": version("fusion_bench"),
-    }
+    description = {"fused": name, "models": names, "fusion_bench": version("fusion_bench")}
     own, merge = names[0], _average
     if merger is TaskArithmeticAlgorithm:
         scale = plain(base_method)["scaling_factor"]
@@ -187,35 +109,25 @@ def _prepare(base_method: Any, modelpool: BaseModelPool) -> tuple[nn.Module, Ups
     return model.requires_grad_(False), UpstreamMerge(merge, own, description)
 
 
-def _target_modules(model: nn.Module) -> Any:
-    return getattr(model, "_fusion_bench_target_modules", None)
-
-
-def _configured_dtypes(modelpool: BaseModelPool, name: str) -> frozenset[str]:
+def _configured_dtypes(model: PoolModel) -> frozenset[str]:
     """Every dtype that a model's config.json names."""
-    path = checkpoint_path(modelpool, name)
-    file = None if path is None else path / "config.json"
-    if file is None or not file.is_file():
-        return frozenset()
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CalibrationError(
-            f"{file} is damaged: {error}. Check modelpool.models.{name}"
-        ) from error
-    parts = [content, *(part for part in content.values() if isinstance(part, Mapping))]
-    found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
-    return frozenset(str(dtype) for dtype in found if dtype is not None)
+        config = (model.folder and read_config(model.folder)) or {}
+    except CalibrationError as error:
+        raise CalibrationError(f"{error}. Check modelpool.models.{model.name}") from error
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    dtypes = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return frozenset(str(dtype) for dtype in dtypes if dtype is not None)
 
 
-def _stored_alike(modelpool: BaseModelPool, names: Sequence[str], model: nn.Module) -> bool:
+def _stored_alike(merged: Sequence[PoolModel], model: nn.Module) -> bool:
     """Return whether every tensor has one dtype in all files."""
     dtypes = []
-    for name in names:
-        source = _source(modelpool, name)
-        keys = ExpertModel(name, source, model).keys
+    for other in merged:
+        source: Any = other.files
+        keys = ExpertModel(other.name, source, model).keys
         dtypes.append({wanted: source.stored_dtype(key) for wanted, key in keys.items()})
-    return all(found == dtypes[0] for found in dtypes)
+    return all(stored == dtypes[0] for stored in dtypes)
 
 
 # FusionBench's own functions on one tensor at a time, in the order in which its classes call them:

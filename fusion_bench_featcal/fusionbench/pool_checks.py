@@ -1,35 +1,26 @@
-"""Checks of a pool's models before any is loaded: entries, configs, headers of files."""
+"""Checks of a pool's models before any is loaded: entries, headers of files, precision."""
 
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from fnmatch import fnmatch
 from typing import Any
 from weakref import WeakSet
 
-from fusion_bench.modelpool import BaseModelPool
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.far_experts import far_experts
-from fusion_bench_featcal.experts.model_config import (
-    read_config,
-)
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import (
-    BASE_MODEL,
-    adapter_paths,
-    checkpoint_path,
-    file_source,
+    PoolModel,
+    PoolModels,
     import_target,
     load_pool_model,
-    not_loadable,
 )
-from fusion_bench_featcal.fusionbench.processors import check_same_kind, text_kind
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.fusionbench.processors import text_kind
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
@@ -39,38 +30,40 @@ _WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth")
 _DATA = ("train_datasets", "val_datasets", "test_datasets")
 
 
-def check_pool_models(modelpool: BaseModelPool, fabric: Any) -> None:
+def check_pool_models(models: PoolModels, fabric: Any) -> None:
     """Find every model of a pool before any work is done; warn of what is hardly meant.
 
     Args:
-        modelpool: The pool. FusionBench's pool of sequence-to-sequence models, which loads no
-            model that is named by its folder or hub id alone, can do so from here on.
+        models: The pool's models. FusionBench's pool of sequence-to-sequence models, which loads
+            no model that is named by its folder or hub id alone, can do so from here on.
         fabric: Lightning Fabric.
 
     Raises:
         CalibrationError: If the precision has no effect, or a model's entry is none, its files
             cannot be found or read or are damaged, naming it.
     """
-    check_precision(fabric)
-    _check_entries(modelpool)
-    _check_targets(modelpool)
-    for name in modelpool.all_model_names:
+    _check_precision(fabric)
+    _check_entries(models)
+    _check_targets(models.pool)
+    for name, model in models.items():
         try:
-            _check_files(modelpool, name)
+            _check_files(model)
         except CalibrationError as error:
             place = f"modelpool.models.{name}"
             if place in str(error):
                 raise
             raise CalibrationError(f"model {name!r}: {error}. Check {place}") from error
-    warn_about_pool(modelpool)
+    if models.pool not in _warned:
+        _warned.add(models.pool)
+        _warn_of_tasks(models.pool)
+        _warn_of_twins(models)
 
 
-def check_precision(fabric: Any) -> None:
-    """Refuse a precision that would convert models, which a pool loads in dtypes of their own.
+_warned: WeakSet[Any] = WeakSet()
 
-    Raises:
-        CalibrationError: If it is neither 32-true nor a mixed one, with what to set instead.
-    """
+
+def _check_precision(fabric: Any) -> None:
+    """Refuse a precision that would convert models, which a pool loads in dtypes of their own."""
     precision = str(fabric.strategy.precision.precision)
     if precision == "32-true" or precision.endswith("-mixed"):
         return
@@ -83,72 +76,90 @@ def check_precision(fabric: Any) -> None:
     )
 
 
-def check_pool_experts(modelpool: BaseModelPool, base: nn.Module) -> dict[str, ExpertModel]:
-    """Compare experts that lie in files with the base, reading configs and headers only.
-
-    Returns:
-        The experts that lie in files, by task.
-
-    Raises:
-        CalibrationError: If an expert is of another architecture or has another vocabulary, lacks
-            a tensor or has it in another shape, naming both.
-    """
-    experts = {}
-    for name in modelpool.model_names:
-        path = checkpoint_path(modelpool, name)
-        if path is not None and text_kind(modelpool) is not None:
-            check_same_kind(modelpool, name, path, base)
-        try:
-            source = file_source(modelpool, name)
-        except FileNotFoundError:
-            continue  # other files than safetensors: compared when they are loaded
-        if source is not None:
-            experts[name] = ExpertModel(name, source, base)
-    return experts
-
-
-def check_experts(modelpool: BaseModelPool) -> list[str]:
-    """Load the base, if there is one, and compare experts with it; see `check_pool_experts`.
+def check_experts(models: PoolModels) -> list[str]:
+    """Load the base, if there is one, and compare experts in files with it by their headers.
 
     Returns:
         A sentence for each expert that lies far farther from the base than the others.
 
     Raises:
-        CalibrationError: If the base cannot be loaded or an expert does not fit it.
+        CalibrationError: If the base cannot be loaded; or an expert is of another architecture or
+            has another vocabulary, lacks a tensor or has it in another shape, naming both.
     """
-    if not modelpool.has_pretrained:
+    if models.base is None:
         return []
-    base = load_pool_model(modelpool, BASE_MODEL)
-    return far_experts(check_pool_experts(modelpool, base), base)
+    base = load_pool_model(models.pool, models.base.name)
+    experts = {}
+    for name, expert in models.experts.items():
+        if expert.folder is not None and text_kind(models.pool) is not None:
+            _check_same_kind(expert, base)
+        if expert.files is not None:  # others are compared when they are loaded
+            experts[name] = ExpertModel(name, expert.files, base)
+    return far_experts(experts, base)
 
 
-def _check_entries(modelpool: BaseModelPool) -> None:
-    """Refuse entries that are none; give names of folders the form that FusionBench loads."""
-    if not modelpool._models:
-        raise CalibrationError("modelpool.models is empty: name a base model and experts")
-    for name in modelpool.all_model_names:
-        entry: Any = modelpool._models[name]
-        if entry is None or entry == "" or isinstance(plain(entry), bool | int | float | list):
+def check_read_budget(models: PoolModels, settings: FeatCalSettings) -> None:
+    """Refuse a read budget where an expert in files would be loaded whole.
+
+    Raises:
+        CalibrationError: Naming the expert and the setting.
+    """
+    if settings.expert_read_budget is None:
+        return
+    for name, expert in models.experts.items():
+        if expert.module is None and expert.files is None:
             raise CalibrationError(
-                f"modelpool.models.{name} is {plain(entry)!r}, which is no model: give a folder or "
-                "hub id, or a mapping with _target_"
+                f"method.expert_read_budget cannot be kept: expert {name!r} ({expert.entry!r}) has "
+                "no safetensors files to read block by block, so it is loaded whole. Save it as "
+                f"safetensors (modelpool.models.{name}), or set method.expert_read_budget=null"
             )
-        if isinstance(entry, str) and text_kind(modelpool) == "seq2seq":
+
+
+def _check_same_kind(expert: PoolModel, base: Any) -> None:
+    """Compare the config of a language model's expert with the base's."""
+    config, expected = read_config(expert.folder or expert.folders[0]), base.config
+    if config is None:
+        return
+    place = f"Check modelpool.models.{expert.name}"
+    if config.get("model_type") != expected.model_type:
+        raise CalibrationError(
+            f"expert {expert.name!r} is a {config.get('model_type')!r} model, the base a "
+            f"{expected.model_type!r} one: experts must share the base's architecture. {place}"
+        )
+    rows = config.get("vocab_size", expected.vocab_size)
+    if rows != expected.vocab_size and getattr(expert.pool, "vocabulary_rows", None) is None:
+        raise CalibrationError(
+            f"expert {expert.name!r} has {rows} embedding rows, the base {expected.vocab_size}. "
+            f"{place}, or cut all models to their common rows: "
+            "modelpool._target_=fusion_bench_featcal.pools.CausalLMPool "
+            "+modelpool.vocabulary=common_rows"
+        )
+
+
+def _check_entries(models: PoolModels) -> None:
+    """Refuse entries that are none; give names of folders the form that FusionBench loads."""
+    if not models.pool._models:
+        raise CalibrationError("modelpool.models is empty: name a base model and experts")
+    for name, model in models.items():
+        entry = plain(model.entry)
+        if entry is None or entry == "" or isinstance(entry, bool | int | float | list):
+            raise CalibrationError(
+                f"modelpool.models.{name} is {entry!r}, which is no model: give a folder or hub "
+                "id, or a mapping with _target_"
+            )
+        if isinstance(entry, str) and text_kind(models.pool) == "seq2seq":
             spelt = {"_target_": _LOAD_SEQ2SEQ, "pretrained_model_name_or_path": entry}
-            models: Any = modelpool._models
-            models[name] = OmegaConf.create(spelt)
+            entries: Any = models.pool._models
+            entries[name] = OmegaConf.create(spelt)
 
 
-def _check_targets(modelpool: BaseModelPool) -> None:
+def _check_targets(modelpool: Any) -> None:
     """Import what every `_target_` of the pool names."""
-    parts = {"models": modelpool._models, **{name: _part(modelpool, name) for name in _DATA}}
-    parts |= {name: _part(modelpool, name) for name in ("processor", "tokenizer")}
+    parts = {"models": modelpool._models}
+    for name in (*_DATA, "processor", "tokenizer"):
+        parts[name] = getattr(modelpool, f"_{name}", None) or getattr(modelpool, name, None)
     for place, target in _targets(parts, "modelpool"):
         import_target(place, target)
-
-
-def _part(modelpool: BaseModelPool, name: str) -> Any:
-    return getattr(modelpool, f"_{name}", None) or getattr(modelpool, name, None)
 
 
 def _targets(config: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -161,41 +172,23 @@ def _targets(config: Any, place: str) -> Iterator[tuple[str, str]]:
             yield from _targets(value, f"{place}.{key}")
 
 
-def _check_files(modelpool: BaseModelPool, name: str) -> None:
+def _check_files(model: PoolModel) -> None:
     """See that a model's files are there and readable, by names and headers."""
-    entry, path = modelpool._models[name], checkpoint_path(modelpool, name)
+    path = model.folder
     if path is not None and path.is_dir():
         try:
             files = os.listdir(path)
         except OSError as error:
             raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
         if not any(fnmatch(file, pattern) for file in files for pattern in _WEIGHTS):
-            raise not_loadable(name, entry, FileNotFoundError(f"no weights in {path}"))
+            raise model.not_loadable(FileNotFoundError(f"no weights in {path}"))
         if read_config(path) is None and "adapter_config.json" not in files:
-            raise not_loadable(name, entry, FileNotFoundError(f"no config.json in {path}"))
-    with suppress(FileNotFoundError):  # files of another kind
-        file_source(modelpool, name)
+            raise model.not_loadable(FileNotFoundError(f"no config.json in {path}"))
+    _ = model.files  # reads the headers
 
 
-_TENSORS = 16  # of each model, for a first comparison
-_VALUES = 32  # of each tensor, from its middle
-_warned: WeakSet[Any] = WeakSet()
-
-
-def warn_about_pool(modelpool: BaseModelPool) -> None:
-    """Warn once a pool of tasks that no expert has, and of models with the same weights.
-
-    Args:
-        modelpool: The pool; its program's task pool is looked at besides.
-    """
-    if modelpool in _warned:
-        return
-    _warned.add(modelpool)
-    _warn_of_tasks(modelpool)
-    _warn_of_twins(modelpool)
-
-
-def _warn_of_tasks(modelpool: BaseModelPool) -> None:
+def _warn_of_tasks(modelpool: Any) -> None:
+    """Warn of tasks with data in the pool, or in its program's task pool, but without an expert."""
     taskpool = getattr(getattr(modelpool, "_program", None), "taskpool", None)
     named = {
         "modelpool": _names(modelpool, ("_train_datasets", "_val_datasets", "_test_datasets")),
@@ -216,38 +209,34 @@ def _names(pool: Any, keys: Iterable[str]) -> set[str]:
     return {str(name) for part in parts if isinstance(part, Mapping | DictConfig) for name in part}
 
 
-def _warn_of_twins(modelpool: BaseModelPool) -> None:
-    sources = {name: _source(modelpool, name) for name in modelpool.model_names}
-    base = _source(modelpool, BASE_MODEL) if modelpool.has_pretrained else None
-    seen: list[str] = []
-    for name, source in sources.items():
-        twin = next((other for other in seen if _same(source, sources[other])), None)
+def _warn_of_twins(models: PoolModels) -> None:
+    """Warn of experts with the same weights as another, or as the base."""
+    base = None if models.base is None else _glimpsable(models.base)
+    seen: dict[str, Any] = {}
+    for name, expert in models.experts.items():
+        source = _glimpsable(expert)
+        twin = next((other for other in seen if _same(source, seen[other])), None)
         if twin is not None:
             log.warning("experts %r and %r have the same weights", twin, name)
-        elif base is not None and _same(source, base):
+        elif _same(source, base):
             log.warning(
                 "expert %r has the base model's weights: there is nothing to learn from it", name
             )
-        seen.append(name)
+        seen[name] = source
 
 
-def _source(modelpool: BaseModelPool, name: str) -> ExpertSource | tuple[Any, ...] | None:
+def _glimpsable(model: PoolModel) -> ExpertSource | tuple[Any, ...] | None:
     """A model's weights where a glimpse of them is cheap; a LoRA expert's folders."""
-    entry: Any = modelpool._models[name]
-    if isinstance(entry, nn.Module):
-        return InMemoryExpert(entry)
-    adapter = adapter_paths(modelpool, name)
-    if adapter is not None:
-        return adapter
-    path = checkpoint_path(modelpool, name)
-    try:
-        return None if path is None else SafetensorsExpert(path)
-    except FileNotFoundError:  # files of another kind
-        return None
+    module = model.module
+    return InMemoryExpert(module) if module is not None else model.adapter or model.files
+
+
+_TENSORS = 16  # of each model, for a first comparison
+_VALUES = 32  # of each tensor, from its middle
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Tell whether two models seem to hold the same values under the names that both have."""
+    """Return whether two models seem to hold the same values under the names that both have."""
     if one is None or isinstance(one, tuple) or isinstance(other, tuple) or other is None:
         return one is not None and one == other
     names = sorted(one.names() & other.names())

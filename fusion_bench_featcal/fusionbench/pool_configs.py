@@ -1,13 +1,11 @@
 """Configs of a pool's models: one function for all, and a family that knows it."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
-from fusion_bench.modelpool import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.experts.model_config import (
@@ -20,8 +18,8 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
-    adapter_paths,
-    checkpoint_path,
+    PoolModel,
+    PoolModels,
 )
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.preflight import empty_model
@@ -30,11 +28,11 @@ from fusion_bench_featcal.settings import FeatCalSettings
 _VISION_TOWER = "clip_vision_model"
 
 
-def check_pool_settings(modelpool: BaseModelPool, settings: FeatCalSettings) -> None:
+def check_pool_settings(models: PoolModels, settings: FeatCalSettings) -> None:
     """Compare settings that depend on the models with their configs.
 
     Args:
-        modelpool: The pool.
+        models: The pool's models.
         settings: `family` and `ignore_config` are used.
 
     Raises:
@@ -42,59 +40,42 @@ def check_pool_settings(modelpool: BaseModelPool, settings: FeatCalSettings) -> 
             weights, or has no such blocks as the family needs.
         ValueError: If the family does not know the models, with what to try.
     """
-    reference = next(iter(_by_importance(modelpool)), None)
+    configs = {name: _config(model) for name, model in models.items()}
+    by_importance = [BASE_MODEL, MERGED_MODEL, *models.experts]
+    reference = next((name for name in by_importance if configs.get(name) is not None), None)
     if reference is None:  # no config to compare; but a model in memory can be looked at
-        for model in [m for m in modelpool._models.values() if isinstance(m, nn.Module)][:1]:
-            resolve_family(settings.family, model).stages(model)
-        return
-    wanted = _config(modelpool, reference)
-    other = "the base" if reference == BASE_MODEL else f"model {reference!r}"
-    for name in modelpool.all_model_names:
-        role = "expert" if name in modelpool.model_names else "model"
-        check_same_function(
-            name, _config(modelpool, name), wanted, settings.ignore_config, role=role, other=other
-        )
-    model = _model_as_loaded(modelpool, reference)
+        model = next((m.module for m in models.values() if m.module is not None), None)
+    else:
+        other = "the base" if reference == BASE_MODEL else f"model {reference!r}"
+        expected, ignored = configs[reference], settings.ignore_config
+        for name, config in configs.items():
+            role = "expert" if name in models.experts else "model"
+            check_same_function(name, config, expected, ignored, role=role, other=other)
+        model = _model_as_loaded(models[reference])
     if model is not None:
         resolve_family(settings.family, model).stages(model)
-    elif settings.family == "auto":
-        resolve_family("auto", _model_of_config(wanted or {}))
+    elif reference is not None and settings.family == "auto":
+        resolve_family("auto", _model_of_config(configs[reference] or {}))
 
 
-def _by_importance(modelpool: BaseModelPool) -> list[str]:
-    """The models with a config that can be seen, first the one whose modules run the others."""
-    names = [BASE_MODEL, MERGED_MODEL, *modelpool.model_names]
-    known = (name for name in names if name in modelpool._models)
-    return [name for name in known if _config(modelpool, name) is not None]
-
-
-def _config(modelpool: BaseModelPool, name: str) -> dict[str, Any] | None:
+def _config(model: PoolModel) -> dict[str, Any] | None:
     """A model's complete config; of a pool of CLIP's vision towers the tower's."""
-    entry: Any = modelpool._models[name]
-    if isinstance(entry, nn.Module):
-        return complete_config(getattr(entry, "config", None))
-    path = _config_folder(modelpool, name)
-    config = None if path is None else complete_config(read_config(path))
-    if config is None or not _holds_towers(modelpool):
+    if model.module is not None:
+        return complete_config(getattr(model.module, "config", None))
+    config = complete_config(read_config(model.folders[0])) if model.folders else None
+    if config is None or not _holds_towers(model.pool):
         return config
     return matching_part(config, _VISION_TOWER)
 
 
-def _config_folder(modelpool: BaseModelPool, name: str) -> Path | None:
-    adapter = adapter_paths(modelpool, name)
-    path = adapter[0] if adapter else checkpoint_path(modelpool, name)
-    return path if path is not None and path.is_dir() else None
-
-
-def _model_as_loaded(modelpool: BaseModelPool, name: str) -> nn.Module | None:
+def _model_as_loaded(model: PoolModel) -> nn.Module | None:
     """A model as the pool loads it, but without weights; None if that cannot be told."""
-    entry: Any = modelpool._models[name]
-    if isinstance(entry, nn.Module):
-        return entry
-    if text_kind(modelpool) is None and not _holds_towers(modelpool):
+    if model.module is not None:
+        return model.module
+    if text_kind(model.pool) is None and not _holds_towers(model.pool):
         return None
     try:
-        return empty_model(str(_config_folder(modelpool, name)))
+        return empty_model(str(model.folders[0]))
     except ValueError:
         return None
 
@@ -112,5 +93,5 @@ def _model_of_config(config: Mapping[str, Any]) -> nn.Module:
         return model
 
 
-def _holds_towers(modelpool: BaseModelPool) -> bool:
+def _holds_towers(modelpool: Any) -> bool:
     return any(kind.__name__ == "CLIPVisionModelPool" for kind in type(modelpool).__mro__)

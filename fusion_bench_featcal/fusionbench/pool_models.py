@@ -1,9 +1,10 @@
-"""Models of a FusionBench pool: read from their files block by block, or loaded whole."""
+"""Models of a FusionBench pool: where they lie, and how they are read or loaded."""
 
 import copy
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import nn
 
-from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts import ExpertSource, known_bytes
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
@@ -34,55 +35,226 @@ PLAIN_OPTIONS = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dt
 _LORA_LOADERS = {"load_lora_model": True, "load_peft_causal_lm": False}
 
 
-def checkpoint_path(modelpool: BaseModelPool, name: str) -> Path | None:
-    """Local folder of a model's checkpoint (hub ids are downloaded), None if it has none.
+class PoolModel:
+    """One model of a pool. Its files are looked for and their headers read once.
 
-    Raises:
-        CalibrationError: If it cannot be found, naming the model and its entry.
+    Attributes:
+        pool: The pool.
+        name: The model's name in it.
     """
-    entry = modelpool._models[name]
-    location = entry
-    if isinstance(entry, Mapping | DictConfig):
-        plain = str(entry.get("_target_", "")).endswith(".from_pretrained")
-        plain = plain and not set(entry) - PLAIN_OPTIONS
-        location = entry.get("pretrained_model_name_or_path") if plain else None
-    return _resolve(modelpool, name, location) if isinstance(location, str) else None
 
+    def __init__(self, pool: BaseModelPool, name: str) -> None:
+        """Refer to a model; nothing is looked at yet."""
+        self.pool = pool
+        self.name = name
+        self._why_no_files = ""
 
-def adapter_paths(modelpool: BaseModelPool, name: str) -> tuple[Path, Path] | None:
-    """Local folders of a LoRA expert's base and adapter; None if the model is no LoRA expert.
+    @property
+    def entry(self) -> Any:
+        """Its entry in `modelpool.models`."""
+        return self.pool._models[self.name]
 
-    Raises:
-        CalibrationError: If one cannot be found, naming the model and its entry.
-    """
-    entry = modelpool._models[name]
-    if not isinstance(entry, Mapping | DictConfig):
-        return None
-    loader = str(entry.get("_target_", "")).rsplit(".", 1)[-1]
-    if not entry.get("merge_and_unload", _LORA_LOADERS.get(loader, False)):
-        return None
-    base, adapter = (
-        _resolve(modelpool, name, str(entry[key])) for key in ("base_model_path", "peft_model_path")
-    )
-    return base, adapter
+    @property
+    def module(self) -> nn.Module | None:
+        """The model itself, where the pool holds it in memory."""
+        return self.entry if isinstance(self.entry, nn.Module) else None
 
+    @cached_property
+    def folder(self) -> Path | None:
+        """Local folder of its checkpoint (hub ids are downloaded), None if it has none.
 
-def not_loadable(name: str, entry: Any, error: Exception) -> CalibrationError:
-    """The error of a model that cannot be found or loaded."""
-    why, hint = reason(error), EXPECTED
-    location = _location(entry)
-    if why.startswith("Unsupported model configuration type"):
-        why = "its model pool takes no plain names"
-        hint = (
-            "write {_target_: transformers.<class>.from_pretrained, "
-            f"pretrained_model_name_or_path: {entry}}}"
+        Raises:
+            CalibrationError: If it cannot be found, naming the model and its entry.
+        """
+        location = self.entry
+        if isinstance(location, Mapping | DictConfig):
+            plain = str(location.get("_target_", "")).endswith(".from_pretrained")
+            plain = plain and not set(location) - PLAIN_OPTIONS
+            location = location.get("pretrained_model_name_or_path") if plain else None
+        return self._resolve(location) if isinstance(location, str) else None
+
+    @cached_property
+    def adapter(self) -> tuple[Path, Path] | None:
+        """Local folders of a LoRA expert's base and adapter; None if it is no LoRA expert.
+
+        Raises:
+            CalibrationError: If one cannot be found, naming the model and its entry.
+        """
+        entry = self.entry
+        if not isinstance(entry, Mapping | DictConfig):
+            return None
+        loader = str(entry.get("_target_", "")).rsplit(".", 1)[-1]
+        if not entry.get("merge_and_unload", _LORA_LOADERS.get(loader, False)):
+            return None
+        return self._resolve(entry["base_model_path"]), self._resolve(entry["peft_model_path"])
+
+    @property
+    def folders(self) -> list[Path]:
+        """Existing local folders of its files: one, or a LoRA expert's base and adapter."""
+        folders = self.adapter or (self.folder,)
+        return [folder for folder in folders if folder is not None and folder.is_dir()]
+
+    @cached_property
+    def files(self) -> ExpertSource | None:
+        """Its weights in safetensors files, read tensor by tensor; None: it has no such files.
+
+        Raises:
+            CalibrationError: If the files cannot be found, or are damaged.
+        """
+        try:
+            if self.adapter is not None:
+                base, adapter = self.adapter
+                source: ExpertSource = LoraExpert(SafetensorsExpert(base), adapter)
+            elif self.folder is not None:
+                source = SafetensorsExpert(self.folder)
+            else:
+                return None
+        except FileNotFoundError as error:  # files of another kind
+            self._why_no_files = f": {error}"
+            return None
+        rows = getattr(self.pool, "vocabulary_rows", None)
+        return source if rows is None else CommonRows(source, rows)
+
+    @property
+    def file_bytes(self) -> int | None:
+        """Bytes that are read to load it: 0 from memory; None: not known."""
+        if self.module is not None:
+            return 0
+        source = self.files
+        return None if source is None else sum(known_bytes(source, n) for n in source.names())
+
+    def source(self, stream_experts: bool | str) -> nn.Module | ExpertSource:
+        """The model as calibration reads it, by the setting `stream_experts`: its files, or whole.
+
+        Raises:
+            CalibrationError: If the model cannot be found, or has no safetensors files and
+                `stream_experts` is True.
+        """
+        if stream_experts is not False:
+            if self.files is not None:
+                return self.files
+            if self._why_no_files:
+                log.info("%s is loaded whole%s", self.name, self._why_no_files)
+            if stream_experts is True:
+                raise CalibrationError(
+                    f"model {self.name!r} ({self.entry!r}) has no safetensors files to stream"
+                    f"{self._why_no_files}. Set method.stream_experts=auto to load it whole"
+                )
+        return load_pool_model(self.pool, self.name)
+
+    def not_loadable(self, error: Exception) -> CalibrationError:
+        """The error of a model that cannot be found or loaded."""
+        entry = self.pool._models.get(self.name)
+        location = entry
+        if isinstance(entry, Mapping | DictConfig):
+            location = entry.get("pretrained_model_name_or_path")
+        why, hint = reason(error), f": {EXPECTED}"
+        if why.startswith("Unsupported model configuration type"):
+            why = "its model pool takes no plain names"
+            hint = (
+                ": write {_target_: transformers.<class>.from_pretrained, "
+                f"pretrained_model_name_or_path: {entry}}}"
+            )
+        elif not isinstance(location, str) or os.path.exists(location):
+            hint = ""
+        return CalibrationError(
+            f"model {self.name!r} ({entry}) cannot be loaded: {why}. "
+            f"Check modelpool.models.{self.name}{hint}"
         )
-    elif location is None or os.path.exists(location):
-        hint = ""
-    return CalibrationError(
-        f"model {name!r} ({entry}) cannot be loaded: {why}. Check modelpool.models.{name}"
-        + (f": {hint}" if hint else "")
-    )
+
+    def _resolve(self, location: Any) -> Path:
+        location = str(location)
+        try:
+            os.stat(location)
+        except PermissionError as error:  # os.path.exists would deny that it is there
+            raise CalibrationError(
+                f"model {self.name!r}: {location} cannot be read: permission denied. Check "
+                f"modelpool.models.{self.name}"
+            ) from error
+        except (OSError, ValueError):
+            pass  # a hub id
+        try:
+            platform: Any = getattr(self.pool, "_platform", "hf")
+            return Path(resolve_repo_path(location, repo_type="model", platform=platform))
+        except (OSError, ValueError, ImportError) as error:
+            raise self.not_loadable(error) from error
+
+
+class PoolModels(Mapping[str, PoolModel]):
+    """All models of a pool by name, for a whole run.
+
+    Attributes:
+        pool: The pool.
+    """
+
+    def __init__(self, pool: BaseModelPool) -> None:
+        """Refer to a pool's models; nothing is looked at yet."""
+        self.pool = pool
+        self._models: dict[str, PoolModel] = {}
+
+    @property
+    def base(self) -> PoolModel | None:
+        """The base model, if the pool has one."""
+        return self[BASE_MODEL] if self.pool.has_pretrained else None
+
+    @property
+    def experts(self) -> dict[str, PoolModel]:
+        """Task -> expert."""
+        return {name: self[name] for name in self.pool.model_names}
+
+    def require_base(self, purpose: str, instead: str = "") -> PoolModel:
+        """Return the base model.
+
+        Args:
+            purpose: What needs one, for the message.
+            instead: What else could be done, for the message.
+
+        Raises:
+            CalibrationError: If there is none, naming the setting.
+        """
+        if self.base is None:
+            raise CalibrationError(
+                f"the pool has no base model (modelpool.models.{BASE_MODEL}), which {purpose}: "
+                f"name it{instead}"
+            )
+        return self.base
+
+    def base_source(self, stream_experts: bool | str) -> nn.Module | ExpertSource | None:
+        """The base as calibration reads it; None where the pool has none."""
+        return None if self.base is None else self.base.source(stream_experts)
+
+    def __getitem__(self, name: str) -> PoolModel:
+        if name not in self.pool._models:
+            raise KeyError(name)
+        return self._models.setdefault(name, PoolModel(self.pool, name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pool.all_model_names)
+
+    def __len__(self) -> int:
+        return len(self.pool.all_model_names)
+
+
+class ExpertSources(Mapping[str, Any]):
+    """Experts as calibration reads them, each opened or loaded when it is asked for."""
+
+    def __init__(self, models: PoolModels, stream_experts: bool | str) -> None:
+        """Refer to a pool's experts; see `PoolModel.source` for `stream_experts`."""
+        self._experts = models.experts
+        self._stream = stream_experts
+
+    def whole(self) -> int:
+        """Number of them that would be whole models in memory."""
+        return sum(self._stream is False or e.files is None for e in self._experts.values())
+
+    def __getitem__(self, task: str) -> nn.Module | ExpertSource:
+        return self._experts[task].source(self._stream)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._experts)
+
+    def __len__(self) -> int:
+        return len(self._experts)
 
 
 def reason(error: BaseException) -> str:
@@ -107,30 +279,6 @@ def import_target(place: str, target: str) -> None:
         ) from error
 
 
-def _location(entry: Any) -> str | None:
-    """The folder or hub id that an entry names."""
-    if isinstance(entry, Mapping | DictConfig):
-        entry = entry.get("pretrained_model_name_or_path")
-    return entry if isinstance(entry, str) else None
-
-
-def _resolve(modelpool: BaseModelPool, name: str, location: str) -> Path:
-    try:
-        os.stat(location)
-    except PermissionError as error:  # os.path.exists would deny that it is there
-        raise CalibrationError(
-            f"model {name!r}: {location} cannot be read: permission denied. Check "
-            f"modelpool.models.{name}"
-        ) from error
-    except (OSError, ValueError):
-        pass  # a hub id
-    try:
-        platform: Any = getattr(modelpool, "_platform", "hf")
-        return Path(resolve_repo_path(location, repo_type="model", platform=platform))
-    except (OSError, ValueError, ImportError) as error:
-        raise not_loadable(name, modelpool._models[name], error) from error
-
-
 def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     """Load one model of a pool whole.
 
@@ -142,100 +290,14 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     except (CalibrationError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a loader may raise anything
-        raise not_loadable(name, modelpool._models.get(name), error) from error
+        raise PoolModel(modelpool, name).not_loadable(error) from error
 
 
 def pool_source(
     modelpool: BaseModelPool, name: str, *, stream_experts: bool | str
 ) -> nn.Module | ExpertSource:
-    """One model of a pool as calibration reads it.
-
-    Args:
-        modelpool: The pool.
-        name: The model's name in it.
-        stream_experts: The setting: `auto`, True or False.
-
-    Returns:
-        A source that reads safetensors files tensor by tensor, or the whole model.
-
-    Raises:
-        CalibrationError: If the model cannot be found, or has no safetensors files and
-            `stream_experts` is True.
-    """
-    why = ""
-    if stream_experts is not False:
-        try:
-            source = file_source(modelpool, name)
-            if source is not None:
-                return source
-        except FileNotFoundError as error:
-            why = f": {error}"
-            log.info("%s is loaded whole%s", name, why)
-        if stream_experts is True:
-            raise CalibrationError(
-                f"model {name!r} ({modelpool._models[name]!r}) has no safetensors files to stream"
-                f"{why}. Set method.stream_experts=auto to load it whole"
-            )
-    return load_pool_model(modelpool, name)
-
-
-class PoolSources(Mapping[str, Any]):
-    """Experts as calibration reads them, each opened when it is asked for."""
-
-    def __init__(
-        self, modelpool: BaseModelPool, tasks: Sequence[str], *, stream_experts: bool | str
-    ) -> None:
-        """Name the experts."""
-        self._modelpool = modelpool
-        self._tasks = list(tasks)
-        self._stream = stream_experts
-
-    def __getitem__(self, task: str) -> nn.Module | ExpertSource:
-        """One expert, as `pool_source` gives it."""
-        if task not in self._tasks:
-            raise KeyError(task)
-        return pool_source(self._modelpool, task, stream_experts=self._stream)
-
-    def held(self) -> int:
-        """Number of them that would be whole models in memory."""
-        return len(self) if self._stream is False else sum(map(self._is_whole, self))
-
-    def _is_whole(self, task: str) -> bool:
-        try:
-            return file_source(self._modelpool, task) is None
-        except FileNotFoundError:  # other files than safetensors
-            return True
-
-    def __iter__(self) -> Iterator[str]:
-        """The experts' names."""
-        return iter(self._tasks)
-
-    def __len__(self) -> int:
-        """Number of experts."""
-        return len(self._tasks)
-
-
-def file_source(modelpool: BaseModelPool, name: str) -> ExpertSource | None:
-    """A model's weights as they lie in files: whole, or as a LoRA adapter beside its base.
-
-    Returns:
-        A source that reads tensor by tensor; None where the entry names no files.
-
-    Raises:
-        FileNotFoundError: If the files are of another kind than safetensors.
-        CalibrationError: If they cannot be found, or are damaged.
-    """
-    adapter = adapter_paths(modelpool, name)
-    path = checkpoint_path(modelpool, name)
-    source: ExpertSource
-    if adapter is not None:
-        source = LoraExpert(SafetensorsExpert(adapter[0]), adapter[1])
-    elif path is not None:
-        source = SafetensorsExpert(path)
-    else:
-        return None
-    rows = getattr(modelpool, "vocabulary_rows", None)
-    return source if rows is None else CommonRows(source, rows)
+    """One model of a pool as calibration reads it: `PoolModel.source`."""
+    return PoolModel(modelpool, name).source(stream_experts)
 
 
 def pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:

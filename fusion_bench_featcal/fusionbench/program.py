@@ -18,8 +18,6 @@ from torch import nn
 from fusion_bench_featcal.engine.checks import refuse_not_finite
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
-    MERGED_MODEL,
-    import_target,
     load_pool_model,
     pool_for_merging,
 )
@@ -96,34 +94,6 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
         prepare_directory(path.parent, "report_save_path")
     if getattr(program, "modelpool", None) is not None:
         check_save_target(program, program.modelpool)
-
-
-def check_upstream(base_method: Any, modelpool: BaseModelPool) -> None:
-    """Refuse a run without an upstream merger on a pool without a merged model.
-
-    Raises:
-        CalibrationError: If there is neither, or the merger cannot be imported.
-    """
-    if base_method is None and not modelpool.has_merged:
-        raise CalibrationError(
-            "method.base_method is null, but the pool has no merged model: name one as "
-            f"modelpool.models.{MERGED_MODEL}, or choose a merger "
-            "(method@method.base_method=task_arithmetic)"
-        )
-    target = base_method.get("_target_") if base_method is not None else None
-    if target is not None:
-        import_target("method.base_method", target)
-
-
-def upstream_model(program: Any, base_method: Any, modelpool: BaseModelPool) -> nn.Module:
-    """The merged model: from the upstream merger, or the pool's own where there is no merger.
-
-    Raises:
-        CalibrationError: If it cannot be loaded, or the merger returns anything but one model.
-    """
-    if base_method is None:
-        return load_pool_model(modelpool, MERGED_MODEL)
-    return run_merger(program, base_method, modelpool, "method.base_method")
 
 
 def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str) -> nn.Module:

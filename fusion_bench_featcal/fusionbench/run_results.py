@@ -6,7 +6,6 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,10 @@ from fusion_bench_featcal.fusionbench.evaluation import (
     task_names,
 )
 from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
+from fusion_bench_featcal.fusionbench.model_card import CardFacts
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.saving import RowSaver
 from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
@@ -40,49 +41,57 @@ from fusion_bench_featcal.results.remarks import (
     tasks_with_high_drift,
 )
 from fusion_bench_featcal.results.report import report_scalars
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
 
 class RunResults:
-    """Collects a run's rows; without a task pool it only keeps the calibration logs."""
+    """A run's models: one is saved and returned, all are evaluated and reported.
+
+    Without a program nothing is saved, without its task pool nothing evaluated.
+
+    Attributes:
+        report: The report.
+        saver: Has the model that is returned, and the folder that it is saved to.
+    """
 
     def __init__(
         self,
-        taskpool: BaseTaskPool | None,
+        program: Any,
+        modelpool: BaseModelPool,
         log_dir: str | None,
         *,
-        suite: str,
         upstream: str,
+        row: str,
         device: Any,
+        processor: Any = None,
         linear_kernel: str = "auto",
     ) -> None:
-        """Start a report.
+        """Start a report; `check_save_target` has looked at the place to save to.
 
         Args:
-            taskpool: Evaluates models; None: nothing is evaluated.
+            program: The running FusionBench program, or None.
+            modelpool: The pool; its `save_model` saves the processor too from now on.
             log_dir: The run's folder; None: nothing is written.
-            suite: Name of the model pool.
             upstream: Name of the row of the upstream merger.
+            row: The row whose model is saved and returned.
             device: What the run computes on.
+            processor: The pool's processor or tokenizer.
             linear_kernel: The setting of that name, for evaluation too.
         """
-        self.taskpool = taskpool
-        self._linear_kernel = linear_kernel
-        self._log_dir = None if log_dir is None else Path(log_dir)
-        self._evaluations: dict[str, Evaluation] = {}
+        self.saver = RowSaver(program, modelpool, processor, row)
         self.report = Report(
-            suite=suite,
+            suite=suite_name(modelpool),
             upstream=upstream,
             versions=versions(),
             device=describe_device(device),
         )
-
-    @property
-    def upstream(self) -> str:
-        """Name of the upstream merger's row."""
-        return str(self.report.upstream)
+        self._program, self._modelpool = program, modelpool
+        self._taskpool: BaseTaskPool | None = getattr(program, "taskpool", None)
+        self._linear_kernel = linear_kernel
+        self._log_dir = None if log_dir is None else Path(log_dir)
+        self._returned: Evaluation | None = None  # of the model that is returned
 
     def add_notes(self, notes: Sequence[str]) -> None:
         """Warn of something at once, and say it in the report."""
@@ -92,32 +101,31 @@ class RunResults:
 
     def add_reference(self, name: str, model: nn.Module, settings: Any = None) -> None:
         """Evaluate a model that was not calibrated; runs that are compared agree in `settings`."""
-        evaluation = self._evaluate(name, model)
-        if evaluation is not None:
-            self._add_row(name, evaluation, settings=settings)
+        if self._taskpool is not None:
+            self._evaluate(self._taskpool, name, model, settings=settings)
 
-    def add_base_and_experts(self, modelpool: BaseModelPool, references: Sequence[str]) -> None:
+    def add_base_and_experts(self, references: Sequence[str]) -> None:
         """Load and evaluate base and experts, where `references` ask, one in memory at a time."""
-        if BASE in references and modelpool.has_pretrained and self.taskpool is not None:
-            self.add_reference(BASE, load_pool_model(modelpool, BASE_MODEL))
-        if EXPERTS in references:
-            self.add_experts(modelpool)
-
-    def add_experts(self, modelpool: BaseModelPool) -> None:
-        """Evaluate each expert on its own task, one in memory at a time."""
-        if self.taskpool is None:
+        if self._taskpool is None:
             return
-        tasks = task_names(self.taskpool) or self.report.tasks or modelpool.model_names
-        without = [task for task in tasks if task not in modelpool.model_names]
+        if BASE in references and self._modelpool.has_pretrained:
+            self.add_reference(BASE, load_pool_model(self._modelpool, BASE_MODEL))
+        if EXPERTS in references:
+            self._add_experts(self._taskpool)
+
+    def _add_experts(self, taskpool: BaseTaskPool) -> None:
+        """Evaluate each expert on its own task."""
+        experts = self._modelpool.model_names
+        tasks = task_names(taskpool) or self.report.tasks or experts
+        without = [task for task in tasks if task not in experts]
         if without:
             note = f"no row of experts: the model pool has none for the tasks {without}"
             self.report.notes.append(note)
             return
         log.info("evaluating the experts, each on its own task")
         row = join(
-            evaluation
+            self._evaluated(taskpool, task, load_pool_model(self._modelpool, task), [task])
             for task in tasks
-            if (evaluation := self._evaluate(task, load_pool_model(modelpool, task), [task]))
         )
         self._add_row(EXPERTS, row)
 
@@ -127,25 +135,22 @@ class RunResults:
         result: CalibrationResult,
         settings: FeatCalSettings,
         cost: Cost,
-        tasks: Sequence[str],
+        base_method: Any,
     ) -> None:
-        """Evaluate the model of the row `featcal` or `featcal:<preset>`, and keep its log."""
+        """Save and evaluate the model of the row `featcal` or `featcal:<preset>`; keep its log."""
         if self._log_dir is not None:
             preset = name.removeprefix(FEATCAL).replace(":", ".")
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
             manifest = json.dumps(result.reads, indent=1) + "\n"
             write_atomic(self._log_dir / f"reads{preset}.json", manifest, "path.log_dir")
         self.add_notes(tasks_with_high_drift(name, result.log.records))
-        split = settings.calibration_split
+        values, split = settings.of_the_model().as_dict(), settings.calibration_split
+        own = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
-        self.add_made(
-            name,
-            result.model,
-            settings=settings.of_the_model().as_dict(),
-            cost=cost,
-            samples={task: {"samples": counts[task], "split": split} for task in tasks},
-            seed=settings.seed,
-        )
+        samples = {task: {"samples": count, "split": split} for task, count in counts.items()}
+        made: dict[str, Any] = {"settings": values, "cost": cost, "samples": samples}
+        self.saver.offer(result.model, CardFacts(name, base_method, own, counts))
+        self.add_made(name, result.model, **made, seed=settings.seed)
 
     def add_made(
         self,
@@ -169,76 +174,75 @@ class RunResults:
         """
         if any(drawn["split"] == "test" for drawn in samples.values()):
             self.report.notes.append(f"{name} was made with samples of the test split")
-        made = {"settings": settings, "cost": cost.as_dict(), "samples": samples}
         if seed is not None:
             self.report.seeds[name] = seed
-        evaluation = self._evaluate(name, model)
-        if evaluation is None:
-            for kept, value in made.items():
-                getattr(self.report, kept)[name] = dict(value)
-        else:
-            self._add_row(name, evaluation, **made)
+        made = {"settings": settings, "cost": cost.as_dict(), "samples": samples}
+        if self._taskpool is not None:
+            self._evaluate(self._taskpool, name, model, **made)
+            return
+        for kept, value in made.items():
+            getattr(self.report, kept)[name] = dict(value)
 
-    def finish(self, program: Any, model: nn.Module, row: str, saved: Path | None) -> None:
-        """Write and show the report, and spare FusionBench a second evaluation of the model.
+    def finish(self, fabric: Any) -> nn.Module:
+        """Write and show the report, and spare FusionBench what is done already.
 
         Args:
-            program: The running FusionBench program, or None.
-            model: The model that the method returns.
-            row: Its row; `merged`: the upstream merger's.
-            saved: Folder that it was saved to; None: it was not.
+            fabric: Fabric, whose loggers get the numbers.
+
+        Returns:
+            The model that the run returns.
         """
-        evaluation = self._evaluations.get(self.upstream if row == MERGED else row)
         self.report.notes += tasks_below_merged(self.report)
-        first = [BASE, EXPERTS, self.upstream]  # references are evaluated last and listed first
+        first = [BASE, EXPERTS, self.report.upstream]  # references are evaluated last
         for kept in (self.report.rows, self.report.loss, self.report.settings, self.report.items):
             for name in [*(n for n in first if n in kept), *(n for n in kept if n not in first)]:
-                kept[name] = kept.pop(name)  # type: ignore[assignment]
+                kept[name] = kept.pop(name)  # type: ignore[index, arg-type, assignment]
         if self._log_dir is not None:
             self.report.write(self._log_dir)
-        if self.taskpool is None or evaluation is None:
+        if self._returned is None:
             log.info("no task pool: the model is not evaluated")
-        if program is None:
-            return
-        show = partial(self._show, row, saved)
-        waits = at_the_end(show)
-        if self.taskpool is not None and evaluation is not None:
+        if self._program is not None:
+            self._show_at_the_end(self._program)
+        self.saver.finish(self.report)
+        log_reports(fabric, [self.report])
+        return self.saver.model
+
+    def _show_at_the_end(self, program: Any) -> None:
+        waits = at_the_end(self._show)
+        if self._taskpool is not None and self._returned is not None:
             # Without our Hydra callback the interpreter's end is what comes after all that
             # FusionBench prints. It asks for the evaluation when the model has been saved.
             program.taskpool = EvaluatedTaskPool(
-                self.taskpool,
-                model,
-                evaluation,
-                lambda: None if waits else atexit.register(show),
+                self._taskpool,
+                self.saver.model,
+                self._returned,
+                lambda: None if waits else atexit.register(self._show),
             )
+
+    def _evaluate(self, taskpool: BaseTaskPool, name: str, model: nn.Module, **made: Any) -> None:
+        log.info("evaluating %s", name)
+        evaluation = self._evaluated(taskpool, name, model)
+        if name == (self.report.upstream if self.saver.row == MERGED else self.saver.row):
+            self._returned = evaluation
+        self._add_row(name, evaluation, **made)
+
+    def _evaluated(
+        self, taskpool: Any, name: str, model: nn.Module, tasks: Sequence[str] | None = None
+    ) -> Evaluation:
+        log_dir, kernel = self._log_dir, self._linear_kernel
+        return evaluate(
+            taskpool, model, name=name, tasks=tasks, log_dir=log_dir, linear_kernel=kernel
+        )
 
     def _add_row(self, name: str, row: Evaluation, **made: Any) -> None:
         self.report.add_row(name, row.accuracy, correct=row.correct, loss=row.loss, **made)
 
-    def _evaluate(
-        self, name: str, model: nn.Module, tasks: Sequence[str] | None = None
-    ) -> Evaluation | None:
-        if self.taskpool is None:
-            return None
-        if tasks is None:  # of the experts, each on its own task, there is one line
-            log.info("evaluating %s", name)
-        evaluation = evaluate(
-            self.taskpool,
-            model,
-            name=name,
-            tasks=tasks,
-            log_dir=self._log_dir,
-            linear_kernel=self._linear_kernel,
-        )
-        if tasks is None:
-            self._evaluations[name] = evaluation
-        return evaluation
-
-    def _show(self, row: str, saved: Path | None) -> None:
+    def _show(self) -> None:
         """Print the table and the closing lines."""
         if self.report.rows:
             self.report.show()
-        for line in closing_lines(self.report, row, saved, self._log_dir):
+        saver = self.saver
+        for line in closing_lines(self.report, saver.row, saver.folder, self._log_dir):
             print(line)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fusion_bench import BaseModelPool
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusion_bench_featcal.files import (
     clear_leftovers,
@@ -18,7 +18,7 @@ from fusion_bench_featcal.files import (
     temporary_neighbour,
 )
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, adapter_paths, checkpoint_path
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
@@ -169,13 +169,12 @@ def _folders(entry: Any) -> Iterator[Path]:
 
 def _base_bytes(modelpool: BaseModelPool) -> int:
     """Return the bytes of the base model, or of the first one; 0 where it does not tell."""
-    name = BASE_MODEL if modelpool.has_pretrained else next(iter(modelpool.all_model_names), None)
-    if name is None:
+    models = PoolModels(modelpool)
+    model = models.base or next(iter(models.values()), None)
+    if model is None or (model.module is None and not model.folders):
         return 0
-    entry = modelpool._models[name]
-    if isinstance(entry, nn.Module):
-        return stored_bytes(entry.state_dict().values())
-    adapter = adapter_paths(modelpool, name)
-    folder = adapter[0] if adapter else checkpoint_path(modelpool, name)
-    files = [] if folder is None else list(folder.glob("*.safetensors")) or folder.glob("*.bin")
+    if model.module is not None:
+        return stored_bytes(model.module.state_dict().values())
+    folder = model.folders[0]
+    files = list(folder.glob("*.safetensors")) or folder.glob("*.bin")
     return sum(file.stat().st_size for file in files)

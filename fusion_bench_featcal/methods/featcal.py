@@ -8,10 +8,28 @@ from torch import nn
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
-from fusion_bench_featcal.fusionbench.reads import check_read_budgets
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.settings import FeatCalSettings
+
+
+def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[str, Any]:
+    """Refuse a calibration that cannot work, before a model is loaded.
+
+    Returns:
+        Task -> calibration batches, of opened data sets.
+
+    Raises:
+        CalibrationError: If data or base are missing, a model does not fit or a read budget
+            cannot be kept.
+        ValueError: If the family does not know the models.
+    """
+    if settings.anchor_rho != 1:
+        inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
+    check_pool_settings(inputs.models, settings)
+    check_read_budget(inputs.models, settings)
+    return inputs.batches(settings)
 
 
 class FeatCal:
@@ -54,11 +72,7 @@ class FeatCal:
                 cannot be kept.
             ValueError: If the family does not know the models.
         """
-        check_pool_settings(inputs.modelpool, self._settings)
-        inputs.batches(self._settings)
-        check_read_budgets(inputs.modelpool, [self._settings])
-        if self._settings.anchor_rho != 1:
-            inputs.require_base("anchors need", ", or set anchor_rho to 1")
+        check_calibration(self._settings, inputs)
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Calibrate the merged model.

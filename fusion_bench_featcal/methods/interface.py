@@ -11,9 +11,9 @@ from torch import nn
 from fusion_bench_featcal.calibration_data import calibration_batches
 from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolSources, pool_source
+from fusion_bench_featcal.fusionbench.pool_models import ExpertSources, PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
 @dataclass
@@ -33,6 +33,11 @@ class MethodInputs:
     images: ImageCache = field(default_factory=ImageCache)
 
     @cached_property
+    def models(self) -> PoolModels:
+        """The pool's models, whose files are looked at once."""
+        return PoolModels(self.modelpool)
+
+    @cached_property
     def processor(self) -> Any:
         """The pool's processor or tokenizer, loaded when first asked for.
 
@@ -43,14 +48,11 @@ class MethodInputs:
 
     def base(self, settings: FeatCalSettings) -> nn.Module | ExpertSource | None:
         """The base as calibration reads it; None where the pool has none."""
-        if not self.modelpool.has_pretrained:
-            return None
-        return pool_source(self.modelpool, BASE_MODEL, stream_experts=settings.stream_experts)
+        return self.models.base_source(settings.stream_experts)
 
-    def experts(self, settings: FeatCalSettings) -> PoolSources:
+    def experts(self, settings: FeatCalSettings) -> ExpertSources:
         """Task -> expert as calibration reads it."""
-        tasks, stream = self.modelpool.model_names, settings.stream_experts
-        return PoolSources(self.modelpool, tasks, stream_experts=stream)
+        return ExpertSources(self.models, settings.stream_experts)
 
     def batches(self, settings: FeatCalSettings) -> dict[str, Any]:
         """Task -> calibration batches that the settings draw; nothing is read yet.
@@ -68,20 +70,8 @@ class MethodInputs:
         )
 
     def require_base(self, purpose: str, instead: str = "") -> None:
-        """Refuse a pool without a base model.
-
-        Args:
-            purpose: What needs one, for the message.
-            instead: What else could be done, for the message.
-
-        Raises:
-            CalibrationError: If there is none, naming the setting.
-        """
-        if not self.modelpool.has_pretrained:
-            raise CalibrationError(
-                f"the pool has no base model (modelpool.models.{BASE_MODEL}), which {purpose}: "
-                f"name it{instead}"
-            )
+        """Refuse a pool without a base model: `PoolModels.require_base`."""
+        self.models.require_base(purpose, instead)
 
 
 class PostMerging(Protocol):

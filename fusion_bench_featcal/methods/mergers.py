@@ -75,7 +75,7 @@ class Merger:
             CalibrationError: If there is no base, or a model is of another kind than the others.
         """
         inputs.require_base("is needed for its structure")
-        check_pool_settings(inputs.modelpool, self._settings)
+        check_pool_settings(inputs.models, self._settings)
 
     def merge(self, inputs: MethodInputs) -> nn.Module:
         """Merge the pool's experts.

@@ -13,22 +13,12 @@ from torch import nn
 
 from fusion_bench_featcal.fusionbench.ending import ends_cleanly
 from fusion_bench_featcal.fusionbench.model_card import CardFacts
-from fusion_bench_featcal.fusionbench.options import (
-    MERGED,
-    check_merger,
-    plain,
-    take_fusion_bench_keys,
-)
+from fusion_bench_featcal.fusionbench.options import check_merger, plain, take_fusion_bench_keys
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
-from fusion_bench_featcal.fusionbench.processors import load_input_processor
-from fusion_bench_featcal.fusionbench.program import check_upstream, prepare_run, upstream_model
-from fusion_bench_featcal.fusionbench.run_results import (
-    RunResults,
-    log_reports,
-    method_name,
-    suite_name,
-)
-from fusion_bench_featcal.fusionbench.saving import CompleteSaver, RowSaver, skip_saving
+from fusion_bench_featcal.fusionbench.program import prepare_run
+from fusion_bench_featcal.fusionbench.run_results import RunResults
+from fusion_bench_featcal.fusionbench.saving import CompleteSaver, skip_saving
+from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.anchor_only import AnchorOnly
 from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
 from fusion_bench_featcal.methods.mergers import Lot, RegMean, RegMeanPlusPlus
@@ -85,9 +75,8 @@ class _Standalone(LightningFabricMixin, BaseAlgorithm):
     def _checked_inputs(self, modelpool: BaseModelPool) -> MethodInputs:
         if self.fabric.world_size > 1:
             raise CalibrationError("this method runs on one device: set fabric.devices=1")
-        check_pool_models(modelpool, self.fabric)
-        taskpool = getattr(self._program, "taskpool", None)
-        inputs = MethodInputs(modelpool, taskpool, self.fabric)
+        inputs = MethodInputs(modelpool, getattr(self._program, "taskpool", None), self.fabric)
+        check_pool_models(inputs.models, self.fabric)
         self.method.check(inputs)
         return inputs
 
@@ -96,45 +85,37 @@ class _Standalone(LightningFabricMixin, BaseAlgorithm):
         """True if the program runs this method; else it is a part of another, which reports."""
         return getattr(self._program, "method", None) is self
 
-    def _results(self, modelpool: BaseModelPool, upstream: str) -> RunResults:
+    def _results(self, inputs: MethodInputs, upstream: str) -> RunResults:
         return RunResults(
-            getattr(self._program, "taskpool", None),
+            self._program,
+            inputs.modelpool,
             self.log_dir,
-            suite=suite_name(modelpool),
             upstream=upstream,
+            row=self.method.name,
             device=self.fabric.device,
+            processor=_processor(inputs),
         )
 
     def _report(
         self,
-        modelpool: BaseModelPool,
         results: RunResults,
         settings: Mapping[str, Any],
         make: Callable[[], nn.Module],
         samples: Callable[[nn.Module], Samples],
     ) -> nn.Module:
         """Make the model; save, evaluate and report it as FeatCal's is."""
-        name, program = self.method.name, self._program
+        name = self.method.name
         log.info("making %s", name)
         with measure() as cost:
             model = make()
         log.info("made %s in %.1f s", name, cost.seconds)
-        saver = RowSaver(program, modelpool, _processor(modelpool), name)
-        saver.offer(model, CardFacts(name, self.base_method, settings, samples(model)))
-        results.add_made(
-            name,
-            model,
-            settings=settings,
-            cost=cost,
-            samples=samples(model),
-            seed=seed_of(self.method.settings),
-        )
-        results.finish(program, model, name, saver.folder)
-        saver.finish(results.report)
+        used, seed = samples(model), seed_of(self.method.settings)
+        results.saver.offer(model, CardFacts(name, self.base_method, settings, used))
+        results.add_made(name, model, settings=settings, cost=cost, samples=used, seed=seed)
+        results.finish(self.fabric)
         if self.log_dir is not None:
             write_curves(self.log_dir, {name: getattr(model, "curves", {})})
-        log_reports(self.fabric, [results.report])
-        skip_saving(program, model)
+        skip_saving(self._program, model)
         return model
 
 
@@ -161,9 +142,9 @@ class PostMergingAlgorithm(_Standalone):
             CalibrationError: If the run cannot go on; most reasons are found before anything is
                 merged.
         """
-        check_upstream(self.base_method, modelpool)
         inputs = self._checked_inputs(modelpool)
-        merged = upstream_model(self._program, self.base_method, modelpool)
+        upstream = Upstream(self.base_method, inputs.models)
+        merged = upstream.merged_model(self._program)
 
         def make() -> nn.Module:
             return self.method.post_merge(merged, inputs)
@@ -172,14 +153,12 @@ class PostMergingAlgorithm(_Standalone):
             return self.method.samples(model, modelpool.model_names)
 
         if self._is_run:
-            config = self.base_method
-            upstream = MERGED if config is None else method_name(config)
-            results = self._results(modelpool, upstream)
-            results.add_reference(upstream, merged, plain(config))
-            model = self._report(modelpool, results, self.method.settings, make, samples)
+            results = self._results(inputs, upstream.name)
+            results.add_reference(upstream.name, merged, plain(self.base_method))
+            model = self._report(results, self.method.settings, make, samples)
         else:
             model = make()
-            saver = CompleteSaver(modelpool, _processor(modelpool))
+            saver = CompleteSaver(modelpool, _processor(inputs))
             modelpool.save_model = saver  # type: ignore[method-assign]
         if any(used["split"] == "test" for used in samples(model).values()):
             log.warning("%s was fitted on samples of the test split", self.method.name)
@@ -206,8 +185,7 @@ class MergerAlgorithm(_Standalone):
         if not self._is_run:
             return self.method.merge(inputs)
         return self._report(
-            modelpool,
-            self._results(modelpool, self.method.name),
+            self._results(inputs, self.method.name),
             # As `method=compare` notes them for a merger.
             plain(getattr(self._program, "_method", None)) or self.method.settings,
             lambda: self.method.merge(inputs),
@@ -247,9 +225,9 @@ class LotAlgorithm(MergerAlgorithm, kind=Lot):
     """LOT Merging (Sun et al., NeurIPS 2025)."""
 
 
-def _processor(modelpool: BaseModelPool) -> Any:
+def _processor(inputs: MethodInputs) -> Any:
     """The pool's processor or tokenizer; None where it has none: not every method needs one."""
     try:
-        return load_input_processor(modelpool)
+        return inputs.processor
     except CalibrationError:
         return None

@@ -12,7 +12,7 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.fusionbench.plan_run import run_request
-from fusion_bench_featcal.fusionbench.pool_models import file_source
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 from fusion_bench_featcal.plan.estimate import estimate
 from fusion_bench_featcal.suites import image
 
@@ -27,7 +27,7 @@ EXPERTS = ("mini_greek", "mini_latin")
 
 
 def file_bytes(pool: Any, name: str) -> int:
-    source = file_source(pool, name)
+    source = PoolModel(pool, name).files
     assert source is not None
     return sum(known_bytes(source, key) for key in source.names())
 

@@ -26,9 +26,9 @@ from fusion_bench_featcal import CalibrationError, SafetensorsExpert, calibrate
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.engine.processes import OneProcess
 from fusion_bench_featcal.experts.merging import UpstreamMerge
-from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average, start_upstream
-from fusion_bench_featcal.fusionbench.pool_models import pool_source
-from fusion_bench_featcal.fusionbench.program import upstream_model
+from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average
+from fusion_bench_featcal.fusionbench.pool_models import ExpertSources, PoolModels
+from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.suites import image
 
@@ -129,14 +129,24 @@ def test_budget_below_one_read_does_not_go_with_merging():
     assert_identical(whole.model, calibrated(suite, merged, merging).model)
 
 
+def started(
+    config: Any, pool: Any, settings: FeatCalSettings | None = None, processes: int = 1
+) -> tuple[nn.Module, UpstreamMerge | None]:
+    """The merged model; or the one that is to become it, and the merger."""
+    settings = settings or FeatCalSettings()
+    upstream = Upstream(config, PoolModels(pool))
+    upstream.plan_reads(settings, "auto", processes)
+    return upstream.start(None, settings)
+
+
 def run_of(pool: Any, config: Any, **options: Any) -> tuple[nn.Module, dict[str, Any], nn.Module]:
     """Calibrate a pool of files as the method does: the model, its manifest, the merged model."""
     settings = FeatCalSettings(samples_per_task=2, **options)
-    merged, merging = start_upstream(None, config, pool, settings, fuse="auto", processes=1)
+    merged, merging = started(config, pool, settings)
     assert merging is not None
     pictures = {task: [torch.ones(2, 3, 28, 28) * i] for i, task in enumerate(pool.model_names, 1)}
-    experts = {t: pool_source(pool, t, stream_experts="auto") for t in pool.model_names}
-    base = pool_source(pool, "_pretrained_", stream_experts="auto")
+    experts = ExpertSources(PoolModels(pool), "auto")
+    base = PoolModels(pool).base_source("auto")
     result = calibrate(merged, base, experts, pictures, settings, merging=merging, progress=False)
     return result.model, result.reads, merged
 
@@ -145,7 +155,7 @@ def run_of(pool: Any, config: Any, **options: Any) -> tuple[nn.Module, dict[str,
 def test_half_precision_files_that_load_in_single_are_merged_as_they_load(config: Any):
     pool = suite_pool()
     _, reads, merged = run_of(pool, config)
-    assert_identical(merged, upstream_model(None, config, pool))
+    assert_identical(merged, Upstream(config, PoolModels(pool)).merged_model(None))
     for task, places in reads["experts"].items():
         source = SafetensorsExpert(image.path(task))
         assert {source.stored_dtype(name) for name in source.names()} == {"F16"}
@@ -273,7 +283,7 @@ def test_damaged_config_is_named(tmp_path: Path):
     with pytest.raises(
         CalibrationError, match=r"config\.json is damaged.*modelpool\.models\.mini_greek"
     ):
-        start_upstream(None, AVERAGE, pool, FeatCalSettings(), fuse="auto", processes=1)
+        started(AVERAGE, pool)
 
 
 def named_dtype(_: Path) -> Any:
@@ -304,26 +314,21 @@ def test_merger_that_cannot_be_fused_runs_by_itself_and_says_why(
 ):
     caplog.set_level(logging.INFO)
     ran: list[Any] = []
-    module = "fusion_bench_featcal.fusionbench.fusing.upstream_model"
-    monkeypatch.setattr(module, lambda *arguments: ran.append(arguments) or nn.Linear(1, 1))
+    linear = nn.Linear(1, 1)
+    monkeypatch.setattr(Upstream, "merged_model", lambda *given: ran.append(given) or linear)
     chosen = suite_pool() if pool is None else pool(tmp_path / "other")
-    _, merging = start_upstream(
-        None, config, chosen, FeatCalSettings(**settings), fuse="auto", processes=1
-    )
+    _, merging = started(config, chosen, FeatCalSettings(**settings))
     assert merging is None and len(ran) == 1
     assert "runs by itself: " in caplog.text and why in caplog.text
 
 
 def test_several_processes_and_models_in_memory_are_not_fused(caplog):
     caplog.set_level(logging.INFO)
-    settings = FeatCalSettings()
     for pool, processes, why in [
         (suite_pool(), 2, "several processes"),
         (BaseModelPool(dict(_pretrained_=nn.Linear(2, 2), a=nn.Linear(2, 2))), 1, "lie whole"),
     ]:
-        model, merging = start_upstream(
-            None, ARITHMETIC, pool, settings, fuse="auto", processes=processes
-        )
+        model, merging = started(ARITHMETIC, pool, processes=processes)
         assert isinstance(model, nn.Module) and merging is None
         assert why in caplog.text
 
