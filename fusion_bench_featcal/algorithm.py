@@ -12,7 +12,6 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
-from fusion_bench_featcal.calibration_data import image_counts
 from fusion_bench_featcal.checkpoints import check_checkpoints
 from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.engine.processes import OneProcess, Processes
@@ -265,7 +264,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             cost.more["exchanged_bytes"] = processes.exchanged_bytes - exchanged
         result.reads["budget"] = settings.expert_read_budget
         upstream.add_reads(result.reads, first=first)
-        _add_amounts(cost, result, batches)
+        cost.more |= inputs.images.take_counts()
+        _add_amounts(cost, result)
         log.info("calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
 
@@ -285,11 +285,10 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         )
 
 
-def _add_amounts(cost: Cost, result: CalibrationResult, batches: Mapping[str, Any]) -> None:
-    """Add to a calibration's cost how much it restored, processed and read."""
+def _add_amounts(cost: Cost, result: CalibrationResult) -> None:
+    """Add to a calibration's cost how much it restored and read."""
     for record in result.log.of_kind("resumed"):
         cost.more["restored_blocks"] = record["blocks"]
-    cost.more |= image_counts(batches)
     totals = result.reads["totals"]
     read, planned = totals["all_experts_read"], totals["experts_planned"]
     cost.more["expert_bytes"] = UNAVAILABLE if read is None else read

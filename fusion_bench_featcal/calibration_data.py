@@ -2,8 +2,7 @@
 
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,16 +173,6 @@ def calibration_batches(
                 task, rows, indices, settings.batch_size, processor, split, workers, images
             )
     return batches
-
-
-def image_counts(batches: Mapping[str, Any]) -> dict[str, int]:
-    """Count the processed images by origin since the last call; empty for texts.
-
-    The keys are `images_processed` and, if there were any, `images_from_memory` and
-    `images_from_disk`.
-    """
-    caches = {id(b.images): b.images for b in batches.values() if isinstance(b, TaskBatches)}
-    return dict(sum((cache.take_counts() for cache in caches.values()), start=Counter()))
 
 
 def decode_workers(settings: FeatCalSettings, processor: Any) -> int:

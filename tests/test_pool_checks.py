@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,21 +24,14 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from tiny_models import scatter
 from tiny_texts import TASKS, llama_model, t5_model, with_data, word_tokenizer, write
-from torch import nn
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.comparison import ComparisonAlgorithm
 from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.families import check_family, resolve_family
-from fusion_bench_featcal.families.suggest import suggested_families
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels, load_pool_model
@@ -48,6 +41,8 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 MERGER = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
 NAMES = ("_pretrained_", *TASKS)
+FC1 = "layers.0.mlp.fc1.weight"
+UNUSABLE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.int8)
 
 
 def fabric(precision: Any = "32-true") -> lightning.Fabric:
@@ -106,24 +101,16 @@ def test_models_that_fit_pass_without_a_word(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("precision", "instead", "dtype"),
+    ("algorithm", "precision", "instead", "dtype"),
     [
-        ("bf16-true", "bf16-mixed", "bfloat16"),
-        ("16-true", "16-mixed", "float16"),
-        ("64-true", "32-true", "float64"),
-    ],
-)
-@pytest.mark.parametrize(
-    "method",
-    [
-        lambda: FeatCalAlgorithm(base_method=MERGER),
-        lambda: RidgeSurgeryAlgorithm(base_method=MERGER),
-        lambda: RegMeanAlgorithm(),
+        (FeatCalAlgorithm(base_method=MERGER), "bf16-true", "bf16-mixed", "bfloat16"),
+        (RidgeSurgeryAlgorithm(base_method=MERGER), "16-true", "16-mixed", "float16"),
+        (RegMeanAlgorithm(), "64-true", "32-true", "float64"),
     ],
     ids=["featcal", "ridge_surgery", "regmean"],
 )
-def test_precision_without_effect_is_refused(method, precision, instead, dtype, tmp_path):
-    algorithm, pool = method(), clip_pool(towers(tmp_path))
+def test_precision_without_effect_is_refused(algorithm, precision, instead, dtype, tmp_path):
+    pool = clip_pool(towers(tmp_path))
     algorithm.fabric = fabric(precision)
     expected = (
         rf"fabric\.precision={precision} .*fabric\.precision={instead}.* {dtype}: torch_dtype"
@@ -170,84 +157,74 @@ def test_missing_module_of_a_target_is_named(tmp_path):
     assert "modelpool.train_datasets.one._target_=datasets.no_such_function" in message
 
 
-def test_folder_without_config_is_named(tmp_path):
+def damaged_index(content: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(content)
+
+    return damage
+
+
+def cut(kept: int, filler: bytes = b"") -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:kept] + filler)
+
+    return damage
+
+
+def stored_as(dtype: torch.dtype) -> Callable[[Path], None]:
+    def store(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        key = next(key for key in tensors if key.endswith(FC1))
+        save_file(tensors | {key: tensors[key].to(dtype)}, file, {"format": "pt"})
+
+    return store
+
+
+NOISE = b"\xff" * 64
+INDEX, FILE = "model.safetensors.index.json", "model.safetensors is no readable safetensors file"
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / "config.json").unlink(), "no config.json in "),
+    (lambda folder: (folder / "config.json").write_text("{"), "two/config.json is damaged"),
+    (damaged_index('{"weight_map": {"a": 5}}'), f"{INDEX} is damaged: it has tensor 'a' in file 5"),
+    (damaged_index('{"weight_map": {"a": "b.safetensors", "b": [1]}}'), "tensor 'b' in file"),
+    (damaged_index('{"weight_map": [1]}'), f"{INDEX} is damaged: its weight_map is"),
+    (damaged_index('{"weight_map": {}}'), "its weight_map is"),
+    (damaged_index("[3]"), "its weight_map is None"),
+    (damaged_index("{"), f"{INDEX} is damaged"),
+    (damaged_index('{"weight_map": {"a": "b.safetensors"}}'), "lacks the shards ['b.safetensors']"),
+    *((cut(kept, filler), FILE) for kept in (0, 4, 30, 3000) for filler in (b"", NOISE)),
+    *((stored_as(dtype), f"{FC1}' of ") for dtype in UNUSABLE),
+]
+
+
+@pytest.mark.parametrize("number", range(len(DAMAGES)))
+def test_damaged_file_is_named_with_its_model(number, tmp_path):
+    damage, expected = DAMAGES[number]
     models = towers(tmp_path)
-    (Path(models["two"]) / "config.json").unlink()
+    damage(Path(models["two"]))
     message = refusal(clip_pool(models))
-    assert f"no config.json in {models['two']}. Check modelpool.models.two" in message
+    assert expected in message and "modelpool.models.two" in message
     assert "existing folder" not in message
 
 
-def test_damaged_config_is_named(tmp_path):
+def test_damaged_base_is_named_too(tmp_path):
     models = towers(tmp_path)
-    (Path(models["two"]) / "config.json").write_text("{")
-    message = refusal(clip_pool(models))
-    assert f"{models['two']}/config.json is damaged" in message
-    assert "modelpool.models.two" in message
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.int8]
-)
-@pytest.mark.parametrize("name", ["two", "_pretrained_"])
-def test_dtype_that_cannot_be_calibrated_is_named_with_its_tensor(dtype, name, tmp_path):
-    models = towers(tmp_path)
-    file = Path(models[name]) / "model.safetensors"
-    tensors = load_file(file)
-    key = next(key for key in tensors if key.endswith("0.mlp.fc1.weight"))
-    save_file(tensors | {key: tensors[key].to(dtype)}, file, {"format": "pt"})
-    message = refusal(clip_pool(models))
-    assert f"tensor {key!r} of {file} is stored as " in message
-    assert f"modelpool.models.{name}" in message
+    cut(4)(Path(models["_pretrained_"]))
+    assert "modelpool.models._pretrained_" in refusal(clip_pool(models))
 
 
 def test_integers_in_place_of_weights_are_refused_when_read(tmp_path):
     models = towers(tmp_path)
-    file = Path(models["two"]) / "model.safetensors"
-    tensors = load_file(file)
-    key = next(key for key in tensors if key.endswith("0.mlp.fc1.weight"))
-    save_file(tensors | {key: tensors[key].to(torch.int32)}, file, {"format": "pt"})
+    stored_as(torch.int32)(Path(models["two"]))
     source = PoolModel(clip_pool(models), "two").files
     assert source is not None
     like = tower()
-    name = next(key for key in like.state_dict() if key.endswith("0.mlp.fc1.weight"))
+    name = next(key for key in like.state_dict() if key.endswith(FC1))
     with pytest.raises(CalibrationError, match=r"'two': tensor .*torch\.int32.*models\.two"):
         ExpertModel("two", source, like).tensor(name)
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('{"weight_map": {"a": 5}}', "tensor 'a' in file 5"),
-        ('{"weight_map": {"a": "model.safetensors", "b": [1]}}', "tensor 'b' in file"),
-        ('{"weight_map": [1]}', "its weight_map is"),
-        ('{"weight_map": {}}', "its weight_map is"),
-        ("[3]", "its weight_map is None"),
-        ("5", "its weight_map is None"),
-        ("{", "is damaged"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "lacks the shards ['gone.safetensors']"),
-    ],
-)
-def test_damaged_index_of_shards_is_named(content, expected, tmp_path):
-    models = towers(tmp_path)
-    folder = Path(models["two"])
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(content)
-    message = refusal(clip_pool(models))
-    assert expected in message
-    assert "model.safetensors.index.json" in message
-    assert "modelpool.models.two" in message
-
-
-@pytest.mark.parametrize("kept", [0, 4, 30, 3000])
-@pytest.mark.parametrize("filler", [b"", b"\xff" * 64])
-def test_damaged_file_is_named(kept, filler, tmp_path):
-    models = towers(tmp_path)
-    file = Path(models["two"]) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept] + filler)
-    message = refusal(clip_pool(models))
-    assert f"{file} is no readable safetensors file" in message
-    assert "modelpool.models.two" in message
 
 
 @contextmanager
@@ -334,124 +311,6 @@ def test_causal_pool_without_a_tokenizer_says_what_to_set(tmp_path):
     pool = with_data(CausalLMPool(OmegaConf.create(models), tokenizer=None))
     with nothing_is_loaded(pool), pytest.raises(CalibrationError, match=r"modelpool\.tokenizer"):
         FeatCalAlgorithm(base_method=MERGER).run(pool)
-
-
-# Configs and families
-
-
-def test_expert_with_another_function_is_refused_by_its_config(tmp_path):
-    models = towers(tmp_path)
-    change_config(models["two"], hidden_act="relu", layer_norm_eps=0.1)
-    message = refusal(clip_pool(models))
-    assert "'two' is another function than the base" in message
-    assert "hidden_act='relu' (there 'quick_gelu'), layer_norm_eps=0.1 (there 1e-05)" in message
-    assert "method.ignore_config=[hidden_act,layer_norm_eps]" in message
-    ignored = FeatCalSettings(ignore_config=["hidden_act", "layer_norm_eps"])
-    check_pool_settings(PoolModels(clip_pool(models)), ignored)
-
-
-def test_merged_model_with_another_function_is_refused(tmp_path):
-    models = towers(tmp_path)
-    merged = write(tower(7, layer_norm_eps=0.2), tmp_path / "merged")
-    assert "model '_merged_' is another" in refusal(clip_pool(models | {"_merged_": merged}))
-
-
-def test_regmean_refuses_an_expert_with_another_function(tmp_path):
-    models = towers(tmp_path)
-    change_config(models["two"], num_attention_heads=4)
-    pool = clip_pool(models)
-    with nothing_is_loaded(pool), pytest.raises(CalibrationError, match="num_attention_heads=4"):
-        RegMeanAlgorithm().run(pool)
-
-
-def gpt2() -> Any:
-    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(vocab_size=23, n_positions=16, n_embd=8, n_layer=2, n_head=2, **ends)
-    return GPT2LMHeadModel(config)
-
-
-def test_unknown_family_is_refused_with_the_repeated_blocks_to_try(tmp_path):
-    models = {name: write(gpt2(), tmp_path / name) for name in NAMES}
-    pool = with_data(CausalLMPool(OmegaConf.create(models), tokenizer=word_tokenizer()))
-    message = refusal(pool)
-    assert "does not know GPT2LMHeadModel (model type 'gpt2')" in message
-    assert "Try method.family={name: replay, blocks: [transformer.h.*]}" in message
-    family = {"name": "replay", "blocks": ["transformer.h.*"]}
-    check_pool_settings(PoolModels(pool), FeatCalSettings(family=family))
-
-
-def plain_pool(kind: Any, folder: Path) -> Any:
-    """A pool whose entries name the class that loads them; no weights are ever looked at."""
-    write(kind, folder)
-    entry = {"_target_": "transformers.AutoModel.from_pretrained"}
-    entry["pretrained_model_name_or_path"] = str(folder)
-    return BaseModelPool(OmegaConf.create({"_pretrained_": entry}))  # type: ignore[arg-type]
-
-
-def test_unknown_family_of_a_pool_of_any_models_is_refused_too(tmp_path):
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    small = ViTConfig(**sizes, num_hidden_layers=2, image_size=8, patch_size=4)
-    model = ViTForImageClassification(small)
-    pool = plain_pool(model, tmp_path / "vit")
-    message = refusal(pool)
-    assert "does not know ViTForImageClassification (model type 'vit')" in message
-    blocks = next(n for n, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    assert f"Try method.family={{name: replay, blocks: [{blocks}.*]}}" in message
-    # the class that the entry loads may call its blocks otherwise
-    family = {"name": "replay", "blocks": ["encoder.layer.*"]}
-    check_pool_settings(PoolModels(pool), FeatCalSettings(family=family))
-    change_config(str(tmp_path / "vit"), architectures=["ModelOfTheirOwn"])
-    expected = r"ModelOfTheirOwn \(model type 'vit'\)\. Set method\.family to "
-    with pytest.raises(ValueError, match=expected):
-        check_pool_settings(PoolModels(pool), FeatCalSettings())
-
-
-def test_unknown_model_in_memory_without_a_config_is_refused():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    pool = BaseModelPool({"_pretrained_": Net(), "one": Net()})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match=r"auto does not know Net .*blocks: \[layers\.\*\]"):
-        check_pool_settings(PoolModels(pool), FeatCalSettings())
-
-
-def test_suggestions_are_read_off_the_structure():
-    class Net(nn.Module):
-        def __init__(self, **parts: nn.Module) -> None:
-            super().__init__()
-            for name, part in parts.items():
-                setattr(self, name, part)
-
-    def stack(number: int, width: int = 3) -> nn.ModuleList:
-        return nn.ModuleList(nn.Linear(width, width) for _ in range(number))
-
-    assert suggested_families(Net(layers=stack(2), others=stack(5, 1))) == [
-        "llama",
-        "{name: replay, blocks: [layers.*]}",
-    ]
-    assert suggested_families(Net(body=Net(h=nn.Sequential(*stack(3))))) == [
-        "{name: replay, blocks: [body.h.*]}"
-    ]
-    assert suggested_families(Net(one=nn.Linear(2, 2), few=stack(1))) == []
-    both: Any = Net(encoder=Net(layers=stack(2)), decoder=Net(layers=stack(3)))
-    both.config = SimpleNamespace(is_encoder_decoder=True)
-    (family,) = suggested_families(both)
-    assert "blocks: [[encoder.layers.*], [decoder.layers.*]]" in family
-    assert "mask: [attention_mask, decoder_attention_mask]" in family
-    check_family(OmegaConf.to_container(OmegaConf.create(f"family: {family}"))["family"])  # type: ignore[index, call-overload]
-
-
-def test_a_familys_name_may_stand_in_a_mapping():
-    assert resolve_family({"name": "llama"}, nn.Module()).name == "llama"
-
-
-def test_family_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path):
-    pool = clip_pool(towers(tmp_path))
-    assert "no decoder layers" in refusal(pool, FeatCalSettings(family="llama"))
-    family = {"name": "replay", "blocks": ["no.such.*"]}
-    assert "'no.such.*' matches no module" in refusal(pool, FeatCalSettings(family=family))
 
 
 # What is hardly meant

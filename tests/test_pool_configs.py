@@ -1,0 +1,144 @@
+"""Configs of a pool's models must be those of one function, which a family knows."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fusion_bench import BaseModelPool
+from fusion_bench.modelpool import CausalLMPool
+from omegaconf import OmegaConf
+from test_pool_checks import (
+    NAMES,
+    change_config,
+    clip_pool,
+    nothing_is_loaded,
+    refusal,
+    tower,
+    towers,
+)
+from tiny_texts import with_data, word_tokenizer, write
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+
+from fusion_bench_featcal.families import check_family, resolve_family
+from fusion_bench_featcal.families.suggest import suggested_families
+from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
+from fusion_bench_featcal.methods.standalone import RegMeanAlgorithm
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+
+def test_expert_with_another_function_is_refused_by_its_config(tmp_path):
+    models = towers(tmp_path)
+    change_config(models["two"], hidden_act="relu", layer_norm_eps=0.1)
+    message = refusal(clip_pool(models))
+    assert "'two' is another function than the base" in message
+    assert "hidden_act='relu' (there 'quick_gelu'), layer_norm_eps=0.1 (there 1e-05)" in message
+    assert "method.ignore_config=[hidden_act,layer_norm_eps]" in message
+    ignored = FeatCalSettings(ignore_config=["hidden_act", "layer_norm_eps"])
+    check_pool_settings(PoolModels(clip_pool(models)), ignored)
+
+
+def test_merged_model_with_another_function_is_refused(tmp_path):
+    models = towers(tmp_path)
+    merged = write(tower(7, layer_norm_eps=0.2), tmp_path / "merged")
+    assert "model '_merged_' is another" in refusal(clip_pool(models | {"_merged_": merged}))
+
+
+def test_regmean_refuses_an_expert_with_another_function(tmp_path):
+    models = towers(tmp_path)
+    change_config(models["two"], num_attention_heads=4)
+    pool = clip_pool(models)
+    with nothing_is_loaded(pool), pytest.raises(CalibrationError, match="num_attention_heads=4"):
+        RegMeanAlgorithm().run(pool)
+
+
+def gpt2() -> Any:
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(vocab_size=23, n_positions=16, n_embd=8, n_layer=2, n_head=2, **ends)
+    return GPT2LMHeadModel(config)
+
+
+def test_unknown_family_is_refused_with_the_repeated_blocks_to_try(tmp_path):
+    models = {name: write(gpt2(), tmp_path / name) for name in NAMES}
+    pool = with_data(CausalLMPool(OmegaConf.create(models), tokenizer=word_tokenizer()))
+    message = refusal(pool)
+    assert "does not know GPT2LMHeadModel (model type 'gpt2')" in message
+    assert "Try method.family={name: replay, blocks: [transformer.h.*]}" in message
+    family = {"name": "replay", "blocks": ["transformer.h.*"]}
+    check_pool_settings(PoolModels(pool), FeatCalSettings(family=family))
+
+
+def plain_pool(kind: Any, folder: Path) -> Any:
+    """A pool whose entries name the class that loads them; no weights are ever looked at."""
+    write(kind, folder)
+    entry = {"_target_": "transformers.AutoModel.from_pretrained"}
+    entry["pretrained_model_name_or_path"] = str(folder)
+    return BaseModelPool(OmegaConf.create({"_pretrained_": entry}))  # type: ignore[arg-type]
+
+
+def test_unknown_family_of_a_pool_of_any_models_is_refused_too(tmp_path):
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    small = ViTConfig(**sizes, num_hidden_layers=2, image_size=8, patch_size=4)
+    model = ViTForImageClassification(small)
+    pool = plain_pool(model, tmp_path / "vit")
+    message = refusal(pool)
+    assert "does not know ViTForImageClassification (model type 'vit')" in message
+    blocks = next(n for n, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    assert f"Try method.family={{name: replay, blocks: [{blocks}.*]}}" in message
+    # the class that the entry loads may call its blocks otherwise
+    family = {"name": "replay", "blocks": ["encoder.layer.*"]}
+    check_pool_settings(PoolModels(pool), FeatCalSettings(family=family))
+    change_config(str(tmp_path / "vit"), architectures=["ModelOfTheirOwn"])
+    expected = r"ModelOfTheirOwn \(model type 'vit'\)\. Set method\.family to "
+    with pytest.raises(ValueError, match=expected):
+        check_pool_settings(PoolModels(pool), FeatCalSettings())
+
+
+def test_unknown_model_in_memory_without_a_config_is_refused():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    pool = BaseModelPool({"_pretrained_": Net(), "one": Net()})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"auto does not know Net .*blocks: \[layers\.\*\]"):
+        check_pool_settings(PoolModels(pool), FeatCalSettings())
+
+
+def test_suggestions_are_read_off_the_structure():
+    class Net(nn.Module):
+        def __init__(self, **parts: nn.Module) -> None:
+            super().__init__()
+            for name, part in parts.items():
+                setattr(self, name, part)
+
+    def stack(number: int, width: int = 3) -> nn.ModuleList:
+        return nn.ModuleList(nn.Linear(width, width) for _ in range(number))
+
+    assert suggested_families(Net(layers=stack(2), others=stack(5, 1))) == [
+        "llama",
+        "{name: replay, blocks: [layers.*]}",
+    ]
+    assert suggested_families(Net(body=Net(h=nn.Sequential(*stack(3))))) == [
+        "{name: replay, blocks: [body.h.*]}"
+    ]
+    assert suggested_families(Net(one=nn.Linear(2, 2), few=stack(1))) == []
+    both: Any = Net(encoder=Net(layers=stack(2)), decoder=Net(layers=stack(3)))
+    both.config = SimpleNamespace(is_encoder_decoder=True)
+    (family,) = suggested_families(both)
+    assert "blocks: [[encoder.layers.*], [decoder.layers.*]]" in family
+    assert "mask: [attention_mask, decoder_attention_mask]" in family
+    check_family(OmegaConf.to_container(OmegaConf.create(f"family: {family}"))["family"])  # type: ignore[index, call-overload]
+
+
+def test_a_familys_name_may_stand_in_a_mapping():
+    assert resolve_family({"name": "llama"}, nn.Module()).name == "llama"
+
+
+def test_family_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path):
+    pool = clip_pool(towers(tmp_path))
+    assert "no decoder layers" in refusal(pool, FeatCalSettings(family="llama"))
+    family = {"name": "replay", "blocks": ["no.such.*"]}
+    assert "'no.such.*' matches no module" in refusal(pool, FeatCalSettings(family=family))
