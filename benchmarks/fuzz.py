@@ -25,8 +25,7 @@ import torch
 from calibrations import run_fast
 from fuzzing import NAMES_A_SETTING, damage, outcome, random_case
 from killing import digest_of
-from tiny_models import Suite, clip_suite
-from tiny_t5 import t5_suite
+from tiny_models import Suite, clip_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError
 

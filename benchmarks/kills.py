@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import torch
 from calibrations import cast, run_fast
 from killing import ANYWHERE, BETWEEN, RENAMED, RENAMING, WRITING, Calibrate, digest_of, try_kill
-from tiny_models import clip_suite
-from tiny_t5 import t5_suite
+from tiny_models import clip_suite, t5_suite
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 

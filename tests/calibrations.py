@@ -1,11 +1,11 @@
 """Runs of the package and of the oracle on one suite, and how far their models are apart."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from oracle import Knobs, Outcome, calibrate_slowly
-from tiny_models import Suite, modules_of
+from tiny_models import NO_TARGET, Suite, modules_of
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationResult, FeatCalSettings, calibrate
@@ -71,24 +71,48 @@ def run_fast(
 def run_slow(
     suite: Suite,
     knobs: Knobs = PAPER,
+    *,
     has_base: bool = True,
+    decoder_rows: str = "all",
     features: torch.dtype = torch.float64,
 ) -> Outcome:
-    masks = None
+    """The oracle, told which rows every block and module sees."""
+    modules = modules_of(suite.merged, suite.blocks)
+    models = (suite.merged, suite.base if has_base else None, suite.experts)
+    masks = counted_rows(suite, modules, decoder_rows)
+    return calibrate_slowly(*models, suite.inputs, suite.blocks, modules, knobs, *masks, features)
+
+
+def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: str) -> tuple:
+    """Row weights of every task, and of blocks and modules that see other rows."""
     first = next(iter(suite.inputs.values()))[0]
-    if isinstance(first, Mapping) and "attention_mask" in first:
-        masks = {t: [b["attention_mask"] for b in batches] for t, batches in suite.inputs.items()}
-    return calibrate_slowly(
-        suite.merged,
-        suite.base if has_base else None,
-        suite.experts,
-        suite.inputs,
-        suite.blocks,
-        modules_of(suite.merged, suite.blocks),
-        knobs,
-        masks,
-        features=features,
-    )
+    if not isinstance(first, Mapping) or "attention_mask" not in first:
+        return None, None
+
+    def masks(of: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
+        return {task: [of(batch) for batch in batches] for task, batches in suite.inputs.items()}
+
+    plain = masks(lambda batch: batch["attention_mask"])
+    decoder_blocks = [name for name in suite.blocks if name.startswith("decoder.block")]
+    if not decoder_blocks:
+        return plain if decoder_rows == "all" else masks(before_targets), None
+    labelled = masks(lambda batch: batch["labels"] >= 0)
+    if decoder_rows == "all" and "decoder_attention_mask" in first:
+        labelled = masks(lambda batch: batch["decoder_attention_mask"])
+    others: dict[str, Any] = dict.fromkeys(decoder_blocks, labelled)
+    for name in (name for names in modules.values() for name in names):
+        if name.endswith(("EncDecAttention.k", "EncDecAttention.v")):
+            others[name] = plain
+    return plain, others
+
+
+def before_targets(batch: Mapping[str, Tensor]) -> Tensor:
+    """Positions before each target, written differently from the package."""
+    weights = torch.zeros_like(batch["labels"])
+    for row, position in (batch["labels"] != NO_TARGET).nonzero().tolist():
+        if position > 0 and batch["attention_mask"][row, position - 1]:
+            weights[row, position - 1] = 1
+    return weights
 
 
 def replay(suite: Suite) -> dict[str, Any]:

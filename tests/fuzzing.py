@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from calibrations import cast
-from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite
-from tiny_t5 import REPLAY, t5_suite
+from tiny_models import REPLAY, Suite, clip_suite, gpt2_suite, residual_suite, t5_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, calibrate

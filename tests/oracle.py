@@ -205,7 +205,13 @@ def solve(
     module: Any = model.get_submodule(name)
     theirs: dict[str, Any] = {task: expert.get_submodule(name) for task, expert in experts.items()}
     if type(module).__name__ == "LayerNorm":
-        return solve_norm(name, module, theirs, anchor, rows, knobs) if knobs.norm else {}
+        if not knobs.norm:
+            return {}
+        pair = (f"{name}.weight", f"{name}.bias")
+        inputs = {task: (normalised(r.cal, module.eps), r.p) for task, r in rows.items()}
+        affines = {task: (t.weight.detach(), t.bias.detach()) for task, t in theirs.items()}
+        new = stacked_norm(inputs, affines, (anchor[pair[0]], anchor[pair[1]]), knobs.lam)
+        return dict(zip(pair, new, strict=True))
     turned = type(module).__name__ == "Conv1D"  # this one stores inputs x outputs
 
     def upright(weight: Tensor) -> Tensor:
@@ -213,18 +219,35 @@ def solve(
         return weight.T if turned else weight
 
     weights = {task: upright(their.weight) for task, their in theirs.items()}
-    weight_anchor = upright(anchor[f"{name}.weight"])
-    task_weight = {task: 1 / second_moment(r).square().sum().sqrt() for task, r in rows.items()}
-    new = stacked_weight(rows, weights, weight_anchor, task_weight, knobs)
-    solved = {f"{name}.weight": new.T if turned else new}
+    biases = None
     if knobs.bias and module.bias is not None:
-        errors = {}
-        for task, r in rows.items():
-            wanted = theirs[task].bias.detach() + r.target(knobs.alpha) @ weights[task].T
-            errors[task] = wanted - r.cal @ new.T
-        pull = anchor[f"{name}.bias"]
-        solved[f"{name}.bias"] = stacked_bias(rows, errors, pull, task_weight, knobs.lam)
-    return solved
+        biases = {task: their.bias.detach().double() for task, their in theirs.items()}
+    anchors = (upright(anchor[f"{name}.weight"]), anchor.get(f"{name}.bias"))
+    new, bias = solve_linear(rows, weights, biases, anchors, knobs)
+    solved = {f"{name}.weight": new.T if turned else new}
+    return solved if bias is None else solved | {f"{name}.bias": bias}
+
+
+def solve_linear(
+    rows: Mapping[str, Rows],
+    weights: Mapping[str, Tensor],
+    biases: Mapping[str, Tensor] | None,
+    anchors: tuple[Tensor, Tensor | None],
+    knobs: Knobs,
+) -> tuple[Tensor, Tensor | None]:
+    """New weight `[m, d]`, and new bias where the experts' are given.
+
+    Without a bias anchor, lambda does not pull the bias.
+    """
+    task_weight = {task: 1 / second_moment(r).square().sum().sqrt() for task, r in rows.items()}
+    new = stacked_weight(rows, weights, anchors[0], task_weight, knobs)
+    if biases is None:
+        return new, None
+    errors = {
+        task: biases[task] + r.target(knobs.alpha) @ weights[task].T - r.cal @ new.T
+        for task, r in rows.items()
+    }
+    return new, stacked_bias(rows, errors, anchors[1], task_weight, knobs.lam)
 
 
 def second_moment(rows: Rows) -> Tensor:
@@ -257,7 +280,7 @@ def stacked_weight(
 def stacked_bias(
     rows: Mapping[str, Rows],
     errors: Mapping[str, Tensor],
-    anchor: Tensor,
+    anchor: Tensor | None,
     task_weight: Mapping[str, Tensor],
     lam: float,
 ) -> Tensor:
@@ -266,35 +289,41 @@ def stacked_bias(
     for task, r in rows.items():
         scale = (task_weight[task] * r.p).sqrt()[:, None]
         pieces.append((scale, scale * errors[task]))
-    pieces.append((pieces[0][0].new_full((1, 1), lam**0.5), lam**0.5 * anchor[None]))
+    if anchor is not None:
+        pieces.append((pieces[0][0].new_full((1, 1), lam**0.5), lam**0.5 * anchor[None]))
     return least_squares(pieces)[0]
 
 
-def solve_norm(
-    name: str,
-    module: Any,
-    theirs: Mapping[str, Any],
-    anchor: Mapping[str, Tensor],
-    rows: Mapping[str, Rows],
-    knobs: Knobs,
-) -> dict[str, Tensor]:
-    """Eq. 56-59: per channel two unknowns, every task weighing the same."""
-    names = (f"{name}.weight", f"{name}.bias")
+def normalised(x: Tensor, eps: float) -> Tensor:
+    """Input of a LayerNorm's gain and shift."""
+    centred = x - x.mean(dim=-1, keepdim=True)
+    return centred / (centred.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+
+
+def stacked_norm(
+    rows: Mapping[str, tuple[Tensor, Tensor]],
+    affines: Mapping[str, tuple[Tensor, Tensor]],
+    anchor: tuple[Tensor, Tensor] | None,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Eq. 56-59: per channel two unknowns, every task weighing the same.
+
+    `rows` holds normalised inputs `[n, d]` and weights `[n]` of sum one.
+    """
     solved: list[Tensor] = []
-    for channel in range(module.weight.numel()):
+    for channel in range(len(next(iter(affines.values()))[0])):
         pieces = []
-        for task, r in rows.items():
-            centred = r.cal - r.cal.mean(dim=-1, keepdim=True)
-            spread = centred.square().mean(dim=-1, keepdim=True) + module.eps
-            z, scale = (centred / spread.sqrt())[:, channel], r.p.sqrt()
-            gain, shift = (p.detach()[channel] for p in (theirs[task].weight, theirs[task].bias))
+        for task, (inputs, p) in rows.items():
+            z, scale = inputs[:, channel], p.sqrt()
+            gain, shift = (part[channel] for part in affines[task])
             left = torch.stack([scale * z, scale], dim=1)
             pieces.append((left, (scale * (z * gain + shift))[:, None]))
-        pair = torch.stack([anchor[part][channel] for part in names])[:, None]
-        eye = torch.eye(2, dtype=torch.float64)
-        pieces.append((knobs.lam**0.5 * eye, knobs.lam**0.5 * pair))
+        if anchor is not None:
+            pair = torch.stack([part[channel] for part in anchor])[:, None]
+            pieces.append((lam**0.5 * torch.eye(2, dtype=torch.float64), lam**0.5 * pair))
         solved.append(least_squares(pieces)[:, 0])
-    return dict(zip(names, torch.stack(solved, dim=1), strict=True))
+    gain, shift = torch.stack(solved, dim=1)
+    return gain, shift
 
 
 def block_drift(

@@ -1,17 +1,14 @@
 """Errors at a small lambda: of the package, and of what float32 features allow at best."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from calibrations import distance, replay, run_fast, run_slow
-from oracle import Knobs, Outcome
-from tiny_decoders import decoder_suite
-from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite
+from calibrations import distance, run_fast, run_slow
+from oracle import Knobs
+from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
 from tiny_open_clip import converted
-from tiny_t5 import run_slow_t5, t5_suite
 from torch import nn
 
 SMALL = Knobs(alpha=0.6, lam=1e-5, rho=2.0, eps=1e-8)
@@ -31,24 +28,18 @@ class Case:
     """A family's tiny suite of a seed, and the runs of the package and of the oracle on it."""
 
     make: Callable[[int], Suite]
-    slow: Callable[..., Outcome] = run_slow
-    family: Callable[[Suite], Any] = lambda _: "auto"
     shown: Callable[[nn.Module], nn.Module] = lambda model: model
     """The oracle's model as the package sees it, where that is another class."""
 
     def errors(self, seed: int, knobs: Knobs = SMALL, **settings: Any) -> Errors:
         """Errors with float32 models."""
         suite = self.make(seed).to(torch.float32)
-        right = self.slow(suite, knobs).model
-        at_best = self.slow(suite, knobs, features=torch.float32).model
-        shown = Suite(
-            self.shown(suite.merged),
-            self.shown(suite.base),
-            {task: self.shown(expert) for task, expert in suite.experts.items()},
-            suite.inputs,
-            suite.blocks,
-        )
-        found = run_fast(shown, knobs, self.family(suite), **settings).model
+        right = run_slow(suite, knobs).model
+        at_best = run_slow(suite, knobs, features=torch.float32).model
+        models = {"merged": self.shown(suite.merged), "base": self.shown(suite.base)}
+        experts = {task: self.shown(expert) for task, expert in suite.experts.items()}
+        shown = replace(suite, experts=experts, **models)
+        found = run_fast(shown, knobs, **settings).model
         wanted = self.shown(right)
         return Errors(distance(found, wanted), distance(self.shown(at_best), wanted))
 
@@ -69,12 +60,12 @@ CASES = {
     "clip": Case(lambda seed: clip_suite(seed=seed)),
     "clip, 1 image a task": Case(lambda seed: clip_suite(seed=seed, sizes=(1,), width=24)),
     "open_clip": Case(open_clip_inputs, shown=as_tower),
-    "t5": Case(lambda seed: t5_suite(seed=seed), partial(run_slow_t5)),
-    "umt5": Case(lambda seed: t5_suite(seed=seed, kind="umt5"), partial(run_slow_t5)),
+    "t5": Case(lambda seed: t5_suite(seed=seed)),
+    "umt5": Case(lambda seed: t5_suite(seed=seed, kind="umt5")),
     "llama": Case(lambda seed: decoder_suite("llama", seed=seed)),
     "qwen3": Case(lambda seed: decoder_suite("qwen3", seed=seed)),
     "gemma2": Case(lambda seed: decoder_suite("gemma2", seed=seed)),
     "phi3": Case(lambda seed: decoder_suite("phi3", seed=seed)),
-    "gpt2 (replay)": Case(lambda seed: gpt2_suite(seed=seed), family=replay),
-    "residual network (replay)": Case(lambda seed: residual_suite(seed=seed), family=replay),
+    "gpt2 (replay)": Case(lambda seed: gpt2_suite(seed=seed)),
+    "residual network (replay)": Case(lambda seed: residual_suite(seed=seed)),
 }

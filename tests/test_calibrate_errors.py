@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_same, run_fast
+from calibrations import assert_identical, assert_same, run_fast
 from oracle import Knobs
 from safetensors.torch import save_file
-from tiny_decoders import decoder_suite
-from tiny_models import Suite, clip_model, clip_suite, normal, replayed, residual_suite
-from tiny_t5 import t5_suite
+from tiny_models import (
+    Suite,
+    clip_model,
+    clip_suite,
+    decoder_suite,
+    normal,
+    replayed,
+    residual_suite,
+    t5_suite,
+)
 from torch import Tensor, nn
 from tricky_models import Plain, Tied, stack_suite
 
@@ -98,6 +105,12 @@ class Masked(nn.Module):
 def pooled_suite() -> Suite:
     batch = {"x": normal(0, 2, 5, 4), "attention_mask": torch.ones(2, 5)}
     return replayed(Masked(Pooled()), {"task": [batch]}, ["layers.0"], seed=0)
+
+
+def masked_suite(mask: Any) -> Suite:
+    batch = {"x": normal(0, 2, 2, 4), "attention_mask": torch.tensor(mask)}
+    block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    return replayed(Masked(block), {"task": [batch]}, ["layers.0"], seed=0)
 
 
 def flat_suite() -> Suite:
@@ -192,6 +205,9 @@ ROWS: list[Row] = [
     (residual_suite, same, DEMO, r"layers\.2.*method\.token_weights=demo_last_block.*uniform"),
     (pooled_suite, same, {},
      r"task task, block layers\.0: module layers\.0\.only.*\(2,\).*\(2, 5\)"),
+    *((lambda value=value: masked_suite([[1.0, 1.0], [1.0, value]]), same, {},
+     r"task task.*negative or not finite") for value in (-1.0, NAN)),
+    (lambda: masked_suite([[1, 1], [0, 0]]), same, {}, r"task task.*1 of 2 samples.*\[1\]"),
     *((clip_suite, same, {"modules": patterns}, NO_MATCH)
      for patterns in (["mlp.fc3"], ["*", "!mlp.fc3"], ["q_prj"])),
     (clip_suite, same, {"modules": ["!*"]}, r"method\.modules leaves no module"),
@@ -213,17 +229,13 @@ def test_refusals_name_place_and_setting(
         run_fast(suite, **more)
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([[1, 2], [3, 900]], "task task_1, sample 3: input_ids has the token id 900"),
-        ([[1, -5], [3, 4]], "task task_1, sample 2: input_ids has the token id -5"),
-    ],
-)
+@pytest.mark.parametrize("ids", [[[1, 2], [3, 900]], [[1, -5], [3, 4]]], ids=str)
 @pytest.mark.parametrize("known", [True, False])
-def test_token_ids_without_an_embedding(ids: list, message: str, known: bool, monkeypatch):
+def test_token_ids_without_an_embedding(ids: list[list[int]], known: bool, monkeypatch):
     suite = decoder_suite(tasks=2)
     put(suite, task_1=[{"input_ids": torch.tensor(part)} for part in ([[1, 2], [3, 4]], ids)])
+    wrong = ("3", "900") if 900 in ids[1] else ("2", "-5")
+    message = "task task_1, sample {}: input_ids has the token id {}".format(*wrong)
     if not known:  # models whose table nobody knows end in PyTorch's own error
         monkeypatch.setattr(type(suite.merged), "get_input_embeddings", lambda _: None)
         message = "task task_1: an input is outside a table of the model"
@@ -312,10 +324,9 @@ def test_direction_no_sample_shows_is_not_solved_silently(seed: int, dtype: torc
 def test_failed_calibration_leaves_every_model_as_it_was():
     suite = clip_suite()
     spoil(NAN, f"{LAST}.mlp.fc1.weight", suite.experts["task_2"])
-    before = copy.deepcopy(suite.merged.state_dict())
+    before = copy.deepcopy(suite.merged)
     with refused(LAST):
         run_fast(suite)
-    for name, value in suite.merged.state_dict().items():
-        assert torch.equal(value, before[name])
+    assert_identical(suite.merged, before)
     for model in all_models(suite):
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

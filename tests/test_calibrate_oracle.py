@@ -1,5 +1,6 @@
 """The fast calibration equals a slow replay of whole forward passes, block by block."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from calibrations import (
     run_slow,
 )
 from oracle import Knobs
-from tiny_models import batched, clip_suite, gpt2_suite, residual_suite
+from tiny_models import Suite, batched, clip_suite, gpt2_suite, residual_suite, t5_suite
 from torch import nn
 from tricky_models import (
     Gainful,
@@ -66,19 +67,22 @@ def test_a_layer_norms_own_epsilon_counts():
     assert_same(run_fast(suite).model, run_slow(suite).model)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: residual_suite(seed=1),  # on plain tensors
+        lambda: gpt2_suite(seed=3),  # with padding
+        *(
+            lambda block=block, sizes=sizes: stack_suite(block, sizes=sizes, seed=1)
+            for block in (UsedTwice, Views, KeywordCalls, Gainful)
+            for sizes in ((5, 3), (2, 5, 1))
+        ),
+    ],
+)
 @pytest.mark.parametrize("knobs", [PAPER, Knobs(alpha=1.0, lam=1e-3, rho=0.5)], ids=str)
-def test_residual_network_on_plain_tensors_equals_the_oracle(seed: int, knobs: Knobs):
-    suite = residual_suite(seed=seed)
-    found = run_fast(suite, knobs, {"name": "replay", "blocks": ["layers.*"]})
-    assert_same(found.model, run_slow(suite, knobs).model)
-
-
-@pytest.mark.parametrize("knobs", [PAPER, Knobs(alpha=1.0, lam=1e-3, rho=0.5)], ids=str)
-def test_gpt2_with_padding_equals_the_oracle(knobs: Knobs):
-    suite = gpt2_suite(seed=3)
-    found = run_fast(suite, knobs)
-    assert_same(found.model, run_slow(suite, knobs).model)
+def test_replayed_models_equal_the_oracle(make: Callable[[], Suite], knobs: Knobs):
+    suite = make()
+    assert_same(run_fast(suite, knobs).model, run_slow(suite, knobs).model)
 
 
 @pytest.mark.parametrize("knobs", [Knobs(rho=1.0), Knobs(rho=1.0, alpha=1.0, lam=1.0)], ids=str)
@@ -89,51 +93,31 @@ def test_at_rho_1_a_base_changes_nothing(knobs: Knobs):
     assert_same(found, run_slow(suite, knobs).model)
 
 
-def test_drift_in_the_log_is_that_of_the_oracle():
-    for suite in (clip_suite(seed=10), gpt2_suite(seed=4)):
-        log = run_fast(suite).log
-        wanted = run_slow(suite).drift
-        found = {(r["block"], r["task"]): r for r in log.records if r["kind"] == "task"}
-        assert set(found) == set(wanted)
-        names = ["drift_before", "relative_drift_before", "drift_after", "relative_drift_after"]
-        for place, drift in wanted.items():
-            for name, value in zip(names, drift, strict=True):
-                assert found[place][name] == pytest.approx(value, rel=EXACT)
-
-
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"alpha": 0.31},
-        {"lam": 0.051},
-        {"rho": 2.01},
-        {"bias": False},
-        {"norm": False},
-        {"demo_last_block": True},
-        {"eps": 1e-5},
-    ],
-    ids=str,
+    ("suite", "bound"),
+    [(clip_suite(seed=10), EXACT), (gpt2_suite(seed=4), EXACT), (t5_suite(seed=1), 1e-5)],
 )
+def test_drift_in_the_log_is_that_of_the_oracle(suite: Suite, bound: float):
+    found = {(r["block"], r["task"]): r for r in run_fast(suite).log.of_kind("task")}
+    wanted = run_slow(suite).drift
+    assert set(found) == set(wanted)
+    names = ["drift_before", "relative_drift_before", "drift_after", "relative_drift_after"]
+    for place, drift in wanted.items():
+        assert [found[place][name] for name in names] == pytest.approx(drift, rel=bound)
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"alpha": 0.31}, {"lam": 0.051}, {"rho": 2.01}, {"bias": False}, {"norm": False},
+    {"demo_last_block": True}, {"eps": 1e-5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_comparison_notices_another_setting(change: dict[str, Any]):
     suite = clip_suite(seed=11)
     wanted = run_slow(suite, Knobs(**change)).model
     with pytest.raises(AssertionError, match="relative distance"):
         assert_same(run_fast(suite, Knobs()).model, wanted, 1e-6)
-
-
-TRICKY = [
-    UsedTwice,
-    Views,
-    KeywordCalls,
-    Gainful,
-]
-
-
-@pytest.mark.parametrize("block", TRICKY, ids=lambda block: block.__name__)
-@pytest.mark.parametrize("sizes", [(5, 3), (2, 5, 1)], ids=str)
-def test_tricky_blocks_equal_the_oracle(block: type[nn.Module], sizes: tuple[int, ...]):
-    suite = stack_suite(block, sizes=sizes, seed=1)
-    assert_same(run_fast(suite, PAPER).model, run_slow(suite).model)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, assert_same, distance, run_fast, settings_of
+from calibrations import PAPER, assert_same, distance, run_fast, run_slow, settings_of
 from oracle import Knobs
 from safetensors.torch import save_model
-from tiny_models import Suite
-from tiny_t5 import REPLAY, ROUNDING, run_slow_t5, t5_suite
+from tiny_models import REPLAY, ROUNDING, Suite, t5_suite, without_labels
 from torch import Tensor, nn
 
-from fusion_bench_featcal.engine.block import BlockSums
-from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal import InMemoryExpert, SafetensorsExpert
+from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.families import T5
 from fusion_bench_featcal.plan.counting import count_work, example_inputs
 
@@ -32,35 +30,24 @@ CASES: list[tuple[dict[str, Any], Knobs]] = [
 @pytest.mark.parametrize(("shape", "knobs"), CASES, ids=lambda value: str(value)[:60])
 def test_t5_equals_the_oracle_and_the_replay_family(shape: dict[str, Any], knobs: Knobs):
     suite = t5_suite(**shape)
-    found, wanted = run_fast(suite, knobs), run_slow_t5(suite, knobs)
-    assert distance(wanted.model, suite.merged) > 1e-3
-    assert_same(found.model, wanted.model, ROUNDING)
-    assert_same(run_fast(suite, knobs, REPLAY).model, found.model, ROUNDING)
-    drift = {(r["block"], r["task"]): r for r in found.log.records if r["kind"] == "task"}
-    assert set(drift) == set(wanted.drift)
-    for place, (before, _, after, _) in wanted.drift.items():
-        assert drift[place]["drift_before"] == pytest.approx(before, rel=1e-5)
-        assert drift[place]["drift_after"] == pytest.approx(after, rel=1e-5)
+    found, wanted = run_fast(suite, knobs).model, run_slow(suite, knobs).model
+    assert distance(wanted, suite.merged) > 1e-3
+    assert_same(found, wanted, ROUNDING)
+    assert_same(run_fast(suite, knobs, REPLAY).model, found, ROUNDING)
 
 
-def test_the_engine_shares_statistics_as_the_plan_says(monkeypatch: pytest.MonkeyPatch):
-    suite, groups = t5_suite(), dict[str, list[tuple[str, ...]]]()
-    add = BlockSums.add
-
-    def spy(self: BlockSums, sums: Any, expert: nn.Module) -> None:
-        groups[sums.block] = [
-            tuple(name.removeprefix(f"{sums.block}.") for name in names) for names in sums.linear
-        ]
-        add(self, sums, expert)
-
-    monkeypatch.setattr(BlockSums, "add", spy)
-    run_fast(suite)
+def test_the_engine_shares_statistics_as_the_plan_says():
+    suite, groups = t5_suite(), dict[tuple[str, float], list[str]]()
+    for record in run_fast(suite).log.of_kind("module"):  # one system has one condition number
+        block = record["block"]
+        name = record["module"].removeprefix(f"{block}.")
+        groups.setdefault((block, record["condition"]), []).append(name)
     settings = settings_of(PAPER, suite)
     planned = count_work(suite.merged.to("meta"), example_inputs(suite.merged, 2, 7, 4), settings)
-    for block in planned.blocks:
-        assert groups[block.name] == [group.names for group in block.groups]
+    wanted = [(block.name, *group.names) for block in planned.blocks for group in block.groups]
+    assert [(block, *names) for (block, _), names in groups.items()] == wanted
     cross = ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")
-    assert cross in groups["decoder.block.0"]
+    assert ("decoder.block.0", *cross) in wanted
 
 
 class Spy:
@@ -76,26 +63,20 @@ class Spy:
         call = T5.begin(model, inputs, first_block, *earlier)
         if first_block.startswith("decoder"):
             assert earlier  # the encoder does not run again
-            self.fed += [v for v in call.kwargs.values() if _is_features(v)]
+            self.fed.append(call.kwargs["encoder_hidden_states"])
         return call
-
-
-def _is_features(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 3 and value.shape[-1] == 8
 
 
 def test_decoder_is_fed_by_the_calibrated_encoder_and_by_the_experts_own():
     suite, spy = t5_suite(seed=5, tasks=1), Spy()
     model = run_fast(suite, family=spy).model
     wanted = []
-    for batch in suite.inputs["task_0"]:
+    for batch in map(without_labels, suite.inputs["task_0"]):
         for side in (model, suite.experts["task_0"]):
-            told = {name: batch[name] for name in ("input_ids", "attention_mask")}
             with torch.no_grad():
-                wanted.append(side.get_submodule("encoder")(**told).last_hidden_state)
-    assert len(spy.fed) == len(wanted) == 4
-    for ours, theirs in zip(spy.fed, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+                wanted.append(side.get_submodule("encoder")(**batch).last_hidden_state)
+    assert len(spy.fed) == 4
+    torch.testing.assert_close(spy.fed, wanted, rtol=0, atol=1e-6)
 
 
 def filled_up(suite: Suite, *, encoder: str, decoder: str) -> Suite:
@@ -159,7 +140,7 @@ def test_targets_only_leave_the_decoders_other_positions_out():
     both = {}
     for rows in ("all", "targets"):
         both[rows] = run_fast(suite, decoder_rows=rows).model
-        assert_same(both[rows], run_slow_t5(suite, decoder_rows=rows).model, ROUNDING)
+        assert_same(both[rows], run_slow(suite, decoder_rows=rows).model, ROUNDING)
     assert distance(both["all"], both["targets"]) > 1e-3
 
 

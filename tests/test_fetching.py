@@ -11,8 +11,7 @@ from calibrations import run_fast
 from safetensors.torch import save_file
 from test_expert_files import is_open
 from test_experts_lora import write_adapter
-from tiny_models import Suite, clip_suite
-from tiny_t5 import t5_suite
+from tiny_models import Suite, clip_suite, t5_suite
 from tiny_texts import t5_model
 from torch import Tensor
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from calibrations import assert_identical, distance, run_fast
-from tiny_decoders import decoder_suite
-from tiny_models import Suite, clip_suite
-from tiny_t5 import t5_suite
+from tiny_models import Suite, clip_suite, decoder_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationResult
 from fusion_bench_featcal.engine import loop

@@ -10,8 +10,7 @@ import pytest
 import torch
 from calibrations import PAPER, assert_same, cast, settings_of
 from process_group import in_processes
-from tiny_models import Suite, clip_suite, gpt2_suite
-from tiny_t5 import ROUNDING, t5_suite
+from tiny_models import ROUNDING, Suite, clip_suite, gpt2_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, calibrate
 from fusion_bench_featcal.core import LinearSystem

@@ -11,8 +11,7 @@ import pytest
 from calibrations import assert_identical
 from process_group import in_processes
 from test_processes import assert_one_model, records, run
-from tiny_models import Suite, clip_suite
-from tiny_t5 import t5_suite
+from tiny_models import Suite, clip_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult
 from fusion_bench_featcal.checkpoints.store import Checkpoints

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from calibrations import assert_identical, replay, run_fast
-from tiny_models import Suite, clip_suite, gpt2_suite
+from tiny_models import Suite, clip_suite, gpt2_suite, t5_suite
 from tiny_open_clip import tower_suite
-from tiny_t5 import t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult
 from fusion_bench_featcal.checkpoints.store import Checkpoints

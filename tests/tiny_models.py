@@ -1,4 +1,4 @@
-"""Tiny models with everything that can go wrong in them: no parameter is zero, one or shared."""
+"""Tiny models of every family: no parameter is zero, one or shared by chance."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CLIPVisionConfig, CLIPVisionModel, GPT2Config, GPT2Model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    GPT2Config,
+    GPT2Model,
+)
+
+VOCABULARY = 30
+NO_TARGET = -100
 
 
 @dataclass
@@ -78,7 +89,7 @@ def batched(samples: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 def blocks_of(model: nn.Module, class_name: str) -> list[str]:
     """Names of the blocks; transformers moved CLIP's between releases."""
-    return [name for name, m in model.named_modules() if type(m).__name__ == class_name]
+    return [name for name, m in model.named_modules() if type(m).__name__.endswith(class_name)]
 
 
 def modules_of(model: nn.Module, blocks: list[str]) -> dict[str, list[str]]:
@@ -171,28 +182,170 @@ def residual_suite(*, tasks: int = 2, sizes: Sequence[int] = (9, 6), seed: int =
     return replayed(model, inputs, [f"layers.{i}" for i in range(3)], seed)
 
 
-def text_inputs(lengths: Sequence[int], padded: int, seed: int) -> dict[str, Tensor]:
-    """Token ids of sentences of given lengths, filled up on the right, with their mask."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.zeros(len(lengths), padded, dtype=torch.long)
-    mask = torch.zeros(len(lengths), padded, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, :length] = torch.randint(1, 30, (length,), generator=generator)
-        mask[row, :length] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def gpt2_suite(*, padded: int = 6, tasks: int = 2, seed: int = 0) -> Suite:
     """GPT-2, whose linear modules are Conv1D, on sentences filled up to `padded` tokens."""
     torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=30, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-    )
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(VOCABULARY, n_positions=16, n_embd=8, n_layer=2, n_head=2, **ends)
     model = GPT2Model(config).eval()
     inputs: dict[str, list] = {}
     for index in range(tasks):
         lengths = [[2, 5, 3], [4, 1, 5, 2]]
         inputs[f"task_{index}"] = [
-            text_inputs(part, padded, seed + 10 * index + i) for i, part in enumerate(lengths)
+            without_labels(sentences(part, padded, seed=seed + 10 * index + i))
+            for i, part in enumerate(lengths)
         ]
     return replayed(model, inputs, ["h.0", "h.1"], seed)
+
+
+def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
+# Two positions of attention in some blocks, all in others, where a make can mix them.
+MIXED = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
+MAKES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 3},
+    "qwen2": MIXED | {"use_sliding_window": True},
+    "qwen3": MIXED | {"use_sliding_window": True, "head_dim": 6},
+    "gemma": {"head_dim": 6},
+    "gemma2": MIXED | {"sliding_window": 5, "head_dim": 6, "query_pre_attn_scalar": 6},
+    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    "olmo2": {},
+    "phi3": {"sliding_window": 3},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {"sliding_window": 3},
+}
+
+
+def decoder_model(make: str = "llama", *, seed: int = 0, **config: Any) -> nn.Module:
+    """Two blocks of four heads, of which two share keys and values, on 30 tokens."""
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    made = AutoConfig.for_model(make, **(shape | MAKES[make] | config))
+    return AutoModelForCausalLM.from_config(made).eval()
+
+
+def sentences(
+    lengths: Sequence[int], padded: int, *, side: str = "right", seed: int = 0
+) -> dict[str, Tensor]:
+    """Sentences of given lengths, filled up on one side; the last third of each is its target."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), padded)
+    ids, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    labels = torch.full(shape, NO_TARGET)
+    for row, length in enumerate(lengths):
+        words = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        start = padded - length if side == "left" else 0
+        target = start + length - max(1, length // 3)
+        ids[row, start : start + length] = words
+        mask[row, start : start + length] = 1
+        labels[row, target : start + length] = ids[row, target : start + length]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def decoder_suite(
+    make: str = "llama",
+    *,
+    side: str = "right",
+    extra: int = 0,
+    tied: bool = False,
+    depth: int = 2,
+    tasks: int = 2,
+    seed: int = 0,
+) -> Suite:
+    """Suite in float64, in batches of unequal length; `extra` positions of padding more."""
+    inputs: dict[str, list] = {
+        f"task_{index}": [
+            sentences(part, max(part) + extra, side=side, seed=seed + 10 * index + i)
+            for i, part in enumerate([[5, 9, 7], [6, 3, 4, 6]])
+        ]
+        for index in range(tasks)
+    }
+    model = decoder_model(make, tie_word_embeddings=tied, num_hidden_layers=depth, seed=seed)
+    return suite_of(model, inputs, [f"model.layers.{index}" for index in range(depth)], seed)
+
+
+ROUNDING = 2e-6
+"""Norms, rotary angles and eager attention's softmax of language models are computed in float32
+whatever the model's dtype: two orders of the same float64 sums agree no better than this."""
+
+REPLAY: dict[str, Any] = {
+    "name": "replay",
+    "blocks": [["encoder.block.*"], ["decoder.block.*"]],
+    "mask": ["attention_mask", "labels"],
+    "other_masks": {"EncDecAttention.[kv]": "attention_mask"},
+}
+
+
+def t5_model(
+    kind: str = "t5",
+    *,
+    gated: bool = True,
+    untied: bool = False,
+    depths: tuple[int, int] = (2, 2),
+    width: int = 8,
+    heads: int = 2,
+    seed: int = 0,
+    **config: Any,
+) -> nn.Module:
+    """Random model; `untied` gives the head weights of its own, as FLAN-T5's checkpoints do."""
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": VOCABULARY,
+        "d_model": width,
+        "d_kv": 3,
+        "d_ff": 10,
+        "num_layers": depths[0],
+        "num_decoder_layers": depths[1],
+        "num_heads": heads,
+        "feed_forward_proj": "gated-gelu" if gated else "relu",
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 10,
+        "decoder_start_token_id": 0,
+    }
+    made = AutoConfig.for_model(kind, **(shape | config))
+    model = AutoModelForSeq2SeqLM.from_config(made).eval()
+    if untied:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+def t5_batch(
+    lengths: Sequence[int], targets: Sequence[int], seed: int, *, pad: tuple[int, int] = (0, 0)
+) -> dict[str, Tensor]:
+    """Sentences and labels of given lengths, filled up on the right by at least `pad` more."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def filled(sizes: Sequence[int], extra: int, fill: int) -> Tensor:
+        table = torch.full((len(sizes), max(sizes) + extra), fill)
+        for row, size in enumerate(sizes):
+            table[row, :size] = torch.randint(2, VOCABULARY, (size,), generator=generator)
+        return table
+
+    ids, labels = filled(lengths, pad[0], 0), filled(targets, pad[1], NO_TARGET)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+
+def t5_suite(*, tasks: int = 2, seed: int = 0, **shape: Any) -> Suite:
+    """Tiny T5 suite in float64, with two batches a task."""
+    model = t5_model(seed=seed, **shape)
+    inputs = {}
+    for index in range(tasks):
+        start = 100 * seed + 10 * index
+        first = t5_batch([3, 6, 5], [4, 1, 3], start, pad=(1, 0))
+        inputs[f"task_{index}"] = [first, t5_batch([5, 2, 4, 4], [2, 3, 1, 2], start + 1)]
+    return suite_of(model, inputs, blocks_of(model, "T5Block"), seed)

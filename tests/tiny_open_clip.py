@@ -3,7 +3,7 @@
 from collections import OrderedDict
 
 import torch
-from tiny_models import Suite, add_up, clip_model, normal, scatter
+from tiny_models import Suite, clip_model, normal, scatter, suite_of
 from torch import Tensor, nn
 
 from fusion_bench_featcal.suites.open_clip import to_open_clip
@@ -121,14 +121,12 @@ def converted(vision_model: nn.Module, *, seed: int = 0, batch_first: bool = Tru
 def tower_suite(*, tasks: int = 2, seed: int = 0, **options: bool) -> Suite:
     """Base, experts and merger of such towers, in float64."""
     torch.manual_seed(seed)
-    base = scatter(Tower(**options).double(), seed, 0.15)  # type: ignore[arg-type]
-    inputs = {
+    inputs: dict[str, list] = {
         f"task_{i}": [normal(seed + 10 * i, size, 3, 8, 8) * (i + 1) for size in (4, 3)]
         for i in range(tasks)
     }
-    experts = {task: scatter(base, 1000 * seed + i, 0.1) for i, task in enumerate(inputs, 1)}
     blocks = ["transformer.resblocks.0", "transformer.resblocks.1"]
-    return Suite(add_up(base, experts, 0.4), base, experts, inputs, blocks)
+    return suite_of(Tower(**options), inputs, blocks, seed)  # type: ignore[arg-type]
 
 
 def clip_twin(seed: int) -> nn.Module:

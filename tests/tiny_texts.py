@@ -3,17 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import torch
+import tiny_models
 from tiny_models import scatter
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import PreTrainedTokenizerFast
 
 WORDS = ("<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrst")
 TASKS = ("one", "two")
@@ -35,25 +29,19 @@ def word_tokenizer(*, ends: bool = False, words: tuple[str, ...] = WORDS, **opti
 
 def t5_model(seed: int = 0) -> nn.Module:
     """A gated T5 of two blocks a side, whose head is a matrix of its own."""
-    torch.manual_seed(seed)
-    config = T5Config(
-        vocab_size=len(WORDS), d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2,
-        feed_forward_proj="gated-gelu", decoder_start_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = T5ForConditionalGeneration(config)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())  # transformers 5 ties it
+    model = tiny_models.t5_model(
+        untied=True, seed=seed, vocab_size=len(WORDS), d_kv=4, d_ff=12, tie_word_embeddings=False
+    )
     return scatter(model, seed, 0.05)
 
 
 def llama_model(seed: int = 0, rows: int = len(WORDS)) -> nn.Module:
     """A Llama of two blocks with grouped heads."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=rows, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=2,
-        eos_token_id=1, tie_word_embeddings=False,
+    model = tiny_models.decoder_model(
+        seed=seed, vocab_size=rows, hidden_size=8, intermediate_size=12, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=2, eos_token_id=1,
     )  # fmt: skip
-    return scatter(LlamaForCausalLM(config), seed, 0.05)
+    return scatter(model, seed, 0.05)
 
 
 def sentences(task: str, number: int = 12) -> list[dict[str, str]]:

@@ -11,9 +11,7 @@ from calibrations import distance, run_fast, run_slow
 from oracle import Knobs
 from safetensors.torch import load_file, save_file
 from text_pools import text_pool
-from tiny_decoders import decoder_suite
-from tiny_models import clip_suite
-from tiny_t5 import t5_suite
+from tiny_models import clip_suite, decoder_suite, t5_suite
 from torch import nn
 from transformers import CLIPVisionModel
 

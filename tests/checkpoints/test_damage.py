@@ -10,8 +10,7 @@ import safetensors.torch
 import torch
 from calibrations import assert_identical, run_fast
 from fuzzing import NAMES_A_SETTING, damage
-from tiny_models import Suite, clip_suite
-from tiny_t5 import t5_suite
+from tiny_models import Suite, clip_suite, t5_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError

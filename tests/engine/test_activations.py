@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from calibrations import assert_identical, run_fast
-from tiny_decoders import decoder_suite
-from tiny_models import clip_suite, normal, residual_suite
-from tiny_t5 import t5_suite
+from tiny_models import clip_suite, decoder_suite, normal, residual_suite, t5_suite
 from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings

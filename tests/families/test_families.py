@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoders import MAKES, NO_TARGET, decoder_model, sentences
-from tiny_models import clip_model, normal, scatter
-from tiny_t5 import REPLAY, t5_batch, t5_model
+from tiny_models import (
+    MAKES,
+    NO_TARGET,
+    REPLAY,
+    clip_model,
+    decoder_model,
+    normal,
+    scatter,
+    sentences,
+    t5_batch,
+    t5_model,
+)
 from torch import Tensor, nn
 from transformers import (
     CLIPConfig,

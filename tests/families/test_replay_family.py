@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ResidualNet, gpt2_suite, normal, text_inputs
+from tiny_models import ResidualNet, gpt2_suite, normal, sentences
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError
@@ -72,7 +72,7 @@ def test_stages_have_their_own_blocks_and_masks():
     model = nn.ModuleDict(halves)
     family = ReplayFamily(**TWO_STAGES)
     assert family.stages(model) == [["encoder.0", "encoder.1"], ["decoder.0", "decoder.1"]]
-    inputs = text_inputs([2, 4], 5, seed=0) | {"labels": torch.tensor([[3, -100], [0, 5]])}
+    inputs = sentences([2, 4], 5) | {"labels": torch.tensor([[3, -100], [0, 5]])}
     assert family.row_weights(inputs, 0, "all") is inputs["attention_mask"]
     labelled = family.row_weights(inputs, 1, "all")
     assert labelled is not None

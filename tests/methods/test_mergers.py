@@ -19,9 +19,9 @@ from tiny_models import (
     normal,
     residual_suite,
     scatter,
+    t5_suite,
 )
 from tiny_open_clip import converted
-from tiny_t5 import t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate

@@ -1,8 +1,7 @@
 """Counts on the meta device are those of the arithmetic."""
 
 import torch
-from tiny_models import clip_model
-from tiny_t5 import t5_model
+from tiny_models import clip_model, t5_model
 from torch.nn import functional
 from transformers import CLIPVisionConfig, CLIPVisionModel
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from calibrations import PAPER, settings_of
 from rich.console import Console
-from tiny_decoders import decoder_suite
-from tiny_models import clip_suite, residual_suite
-from tiny_t5 import t5_model, t5_suite
+from tiny_models import clip_suite, decoder_suite, residual_suite, t5_model, t5_suite
 from torch import Tensor, is_tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

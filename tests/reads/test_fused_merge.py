@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from test_algorithm_pools import suite_pool
 from test_resume import interrupt
 from test_text_pools import t5_pool
-from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite
+from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite, t5_suite
 from tiny_open_clip import tower_suite
-from tiny_t5 import t5_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert, calibrate

@@ -8,9 +8,8 @@ import pytest
 import torch
 from calibrations import assert_identical, replay, run_fast
 from safetensors.torch import save_file
-from tiny_models import Suite, clip_suite, gpt2_suite
+from tiny_models import Suite, clip_suite, gpt2_suite, t5_suite
 from tiny_open_clip import tower_suite
-from tiny_t5 import t5_suite
 from torch import Tensor
 
 from fusion_bench_featcal import InMemoryExpert, SafetensorsExpert
@@ -139,7 +138,7 @@ def test_sizes_of_common_rows_and_of_slices():
 
 def test_lora_expert_reads_base_and_adapter(tmp_path: Path):
     from test_experts_lora import write_adapter
-    from tiny_t5 import t5_model
+    from tiny_models import t5_model
 
     base = InMemoryExpert(t5_model().float())
     source = LoraExpert(base, write_adapter(tmp_path / "a", t5_model().float(), 1))
