@@ -7,8 +7,9 @@ to be a mistake they have in common. It is meant for models of a few hundred par
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Knobs:
 
 @dataclass
 class Outcome:
-    """The calibrated model (float64), and each block's drift by task, from `block_drift`.
+    """The calibrated model (float64), and each block's drift by task, from `drift`.
 
     Four numbers: mean and relative drift before the block's update, mean and relative after it.
     """
@@ -82,34 +83,35 @@ def calibrate_slowly(
     doubled = {task: copy.deepcopy(expert).double().eval() for task, expert in experts.items()}
     anchor = anchors(merged, base, knobs)
     common = row_weights or dict.fromkeys(doubled)
+    names = [name for block in blocks for name in modules[block]]
+
+    def recorded(model: nn.Module, task: str) -> tuple[Features, Features]:
+        return record(in_dtype(model, features), inputs[task], names, blocks)
+
+    theirs = {task: recorded(expert, task) for task, expert in doubled.items()}
+    seen = {task: recorded(outcome.model, task) for task in doubled}
     for block in blocks:
-        names, block_masks = modules[block], (other_rows or {}).get(block, common)
-        current = in_dtype(outcome.model, features)
-        seen = {task: record(current, inputs[task], names) for task in doubled}
-        theirs = {
-            task: record(in_dtype(expert, features), inputs[task], names)
-            for task, expert in doubled.items()
-        }
+        block_masks = (other_rows or {}).get(block, common)
         new: dict[str, Tensor] = {}
-        for name in names:
+        for name in modules[block]:
             light = block == blocks[-1] and not name.endswith(("k_proj", "v_proj"))
+            light = light and knobs.demo_last_block
             masks = (other_rows or {}).get(name, block_masks)
             rows = {
-                task: gather(
-                    seen[task][name],
-                    theirs[task][name],
-                    masks[task],
-                    light and knobs.demo_last_block,
-                )
+                task: gather(seen[task][0][name], theirs[task][0][name], masks[task], light)
                 for task in doubled
             }
             new.update(solve(name, outcome.model, doubled, anchor, rows, knobs))
-        before = block_drift(outcome.model, doubled, inputs, block, block_masks)
         with torch.no_grad():
             for name, value in new.items():
                 outcome.model.get_parameter(name).copy_(value.to(features))
-        after = block_drift(outcome.model, doubled, inputs, block, block_masks)
-        outcome.drift |= {(block, task): (*before[task], *after[task]) for task in doubled}
+        before, seen = seen, {task: recorded(outcome.model, task) for task in doubled}
+        for task in doubled:
+            outcome.drift[block, task] = tuple(
+                value
+                for side in (before, seen)
+                for value in drift(side[task][1][block], theirs[task][1][block], block_masks[task])
+            )
     return outcome
 
 
@@ -133,22 +135,28 @@ def anchors(merged: nn.Module, base: nn.Module | None, knobs: Knobs) -> dict[str
 
 
 def record(
-    model: nn.Module, batches: Sequence[Batch], names: Sequence[str], *, outputs: bool = False
-) -> Features:
-    """Run whole forward passes and keep every input, or output, of the named modules."""
-    kept: Features = {name: [] for name in names}
+    model: nn.Module, batches: Sequence[Batch], names: Sequence[str], blocks: Sequence[str]
+) -> tuple[Features, Features]:
+    """Run whole forward passes; keep every input of the named modules and every block's output."""
+    received: Features = {name: [] for name in names}
+    returned: Features = {name: [] for name in blocks}
 
-    def keep(name: str, value: Any) -> None:
+    def keep(place: list[Tensor], value: Any) -> None:
         tensor = value if isinstance(value, Tensor) else value[0]
-        kept[name].append(tensor.detach().double().clone())
+        place.append(tensor.detach().double().clone())
 
-    def hook(name: str) -> Callable:
-        """What torch calls with (module, arguments, keyword arguments[, result])."""
-        return lambda *call: keep(name, call[3] if outputs else call[1] or list(call[2].values()))
+    def receive(place: list[Tensor], _: nn.Module, args: tuple, named: dict) -> None:
+        keep(place, args or tuple(named.values()))
 
-    how = "register_forward_hook" if outputs else "register_forward_pre_hook"
-    modules = {name: model.get_submodule(name) for name in names}
-    handles = [getattr(m, how)(hook(name), with_kwargs=True) for name, m in modules.items()]
+    def give(place: list[Tensor], _: nn.Module, args: tuple, result: Any) -> None:
+        keep(place, result)
+
+    handles = []
+    for name, place in received.items():
+        module = model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(partial(receive, place), with_kwargs=True))
+    for name, place in returned.items():
+        handles.append(model.get_submodule(name).register_forward_hook(partial(give, place)))
     try:
         with torch.no_grad():
             for batch in batches:
@@ -156,7 +164,7 @@ def record(
     finally:
         for handle in handles:
             handle.remove()
-    return kept
+    return received, returned
 
 
 def run(model: nn.Module, batch: Batch) -> None:
@@ -326,20 +334,9 @@ def stacked_norm(
     return gain, shift
 
 
-def block_drift(
-    model: nn.Module,
-    experts: Models,
-    inputs: Mapping[str, Sequence[Batch]],
-    block: str,
-    row_weights: Mapping[str, Masks],
-) -> dict[str, tuple[float, float]]:
+def drift(cal: list[Tensor], exp: list[Tensor], row_weights: Masks) -> tuple[float, float]:
     """Mean over rows of |h_cal - h_exp| (Eq. 2), and root mean square relative to |h_exp|."""
-    drift = {}
-    for task, expert in experts.items():
-        ours = record(model, inputs[task], [block], outputs=True)[block]
-        theirs = record(expert, inputs[task], [block], outputs=True)[block]
-        rows = gather(ours, theirs, row_weights[task], light=False)
-        squares = (rows.cal - rows.exp).square().sum(dim=-1)
-        power = rows.p @ rows.exp.square().sum(dim=-1)
-        drift[task] = (float(rows.p @ squares.sqrt()), float((rows.p @ squares / power).sqrt()))
-    return drift
+    rows = gather(cal, exp, row_weights, light=False)
+    squares = (rows.cal - rows.exp).square().sum(dim=-1)
+    power = rows.p @ rows.exp.square().sum(dim=-1)
+    return float(rows.p @ squares.sqrt()), float((rows.p @ squares / power).sqrt())

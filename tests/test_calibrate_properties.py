@@ -192,6 +192,20 @@ def test_passes_that_end_early_without_the_drift_log_change_no_bit(
     assert {r["drift_before"] for r in quiet} == {r["drift_after"] for r in quiet} == {None}
 
 
+def test_passes_whose_output_nobody_needs_end_with_the_last_input():
+    suite = clip_suite(sizes=(1,) * 7)
+    ended: list[str] = []
+    for task, expert in suite.experts.items():
+        last = expert.get_submodule(f"{suite.blocks[-1]}.mlp.fc2")
+        last.register_forward_hook(lambda *_, task=task: ended.append(task))
+    run_fast(suite)
+    logged = len(ended)
+    run_fast(suite, log_drift=False)
+    assert logged == 7 * len(suite.experts)
+    # the first pass of a task tells which input is the last
+    assert len(ended) - logged <= len(suite.experts)
+
+
 @pytest.mark.parametrize("make", [clip_suite, tower_suite])
 def test_in_place_gives_the_same_model_without_a_copy(make: Callable[[], Suite]):
     suite = make()

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 ORACLE = Path(__file__).with_name("oracle.py")
-ALLOWED = {"collections", "copy", "dataclasses", "torch", "typing"}
 
 # runs the oracle on a small network in an interpreter where the package cannot be imported
 RUN = """
