@@ -55,24 +55,14 @@ class _Panel:
 def plot_comparison(
     directory: str | Path, out: str | Path | None = None, setting: str = "--out"
 ) -> list[Path]:
-    """Draw what a comparison found, from its `report.json`.
+    """Draw a comparison from its `report.json`, into `out` or its own folder; return the files.
 
-    Args:
-        directory: The folder that `method=compare` left its report in.
-        out: Folder for the figures; the report's own by default.
-        setting: The setting that chose `out`, named in error messages.
-
-    Returns:
-        The files written: `comparison.{png,svg}` and, where gains were timed, `cost.{png,svg}`.
+    These are `comparison` and, where gains were timed, `cost`.
 
     Raises:
-        ReportError: matplotlib is missing, the report is damaged, or a figure cannot be written.
+        ReportError: matplotlib is missing, the report is damaged, or a figure cannot be written
+            (the message names `setting`, which chose `out`).
     """
-    return save_figures(draw_comparison(directory), Path(directory), out, setting)
-
-
-def draw_comparison(directory: str | Path) -> "dict[str, Figure]":
-    """Draw the same without writing it; see `plot_comparison`."""
     path = Path(directory) / REPORT_FILE
     content = read_json(path)
     check_comparison(content, str(path))
@@ -80,7 +70,7 @@ def draw_comparison(directory: str | Path) -> "dict[str, Figure]":
     figures = {"comparison": comparison_figure(rows, suite)}
     if any(_timed(row) for row in rows):
         figures["cost"] = cost_figure(rows, suite)
-    return figures
+    return save_figures(figures, Path(directory), out, setting)
 
 
 def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
+
 from .long_table import UNAVAILABLE
 
 MEMORY_EVERY_SECONDS = 0.02
@@ -50,8 +52,8 @@ class Cost:
     each child what it shares with no other process. Pages that children share with each other alone
     do not count."""
     peak_rss_method: str = UNAVAILABLE
-    """"kernel" (exact, from the kernel's own record; there were no children), "sampled" (short
-    peaks are missed) or "process lifetime" (an upper bound for this process without children)."""
+    """"kernel" (exact, from the kernel's own record; there were no children) or "sampled" (short
+    peaks are missed)."""
     peak_accelerator_bytes: int | str = UNAVAILABLE
     """Peak of CUDA memory allocated through torch, summed over devices."""
     gpu_energy_wh: float | str = UNAVAILABLE
@@ -134,55 +136,43 @@ def _cuda_devices() -> tuple[Any, list[int]]:
 @contextmanager
 def _host_memory(cost: Cost) -> Iterator[None]:
     before, faults = _usage()
-    tree = None
-    with contextlib.suppress(ImportError):
-        import psutil
-
-        tree = _ProcessTree(psutil)
-    sampler = _Sampler(tree.read, MEMORY_EVERY_SECONDS) if tree else None
+    tree = _ProcessTree()
+    sampler = _Sampler(tree.read, MEMORY_EVERY_SECONDS)
     try:
         yield
     finally:
-        if sampler:
-            sampler.stop()
+        sampler.stop()
         after, faults_after = _usage()
         # Children that lived between two samples are seen by their page faults.
-        children = bool(tree and tree.saw_children) or faults_after != faults
-        reading = best_reading(before, after, tree.peak if tree else None, children)
+        children = tree.saw_children or faults_after != faults
+        reading = best_reading(before, after, tree.peak, children)
         cost.peak_rss_bytes, cost.peak_rss_method = reading
 
 
-def best_reading(
-    before: int | None, after: int | None, sampled: int | None, had_children: bool
-) -> tuple[int | str, str]:
+def best_reading(before: int, after: int, sampled: int, had_children: bool) -> tuple[int, str]:
     """Choose the best statement about a block's peak memory that the readings allow.
 
     Args:
-        before: This process's record of the kernel before the block, in bytes; None: not known.
+        before: The kernel's record of this process before the block, in bytes; 0: not known.
         after: The same after it.
-        sampled: Largest sample of the process tree; None: not sampled.
-        had_children: Whether there were child processes meanwhile.
+        sampled: Largest sample of the process tree.
+        had_children: True if there were child processes meanwhile.
 
     Returns:
-        Peak in bytes, or "unavailable", and the method.
+        Peak in bytes, and the method.
     """
     # A record that was set inside the block is the block's own peak.
-    record = after if before is not None and after is not None and after > before else None
-    if record is not None and not had_children:
+    record = after if after > before > 0 else 0
+    if record and not had_children:
         return record, "kernel"
-    if sampled is not None:
-        return max(sampled, record or 0), "sampled"
-    if after is not None:
-        return after, "process lifetime"
-    return UNAVAILABLE, UNAVAILABLE
+    return max(sampled, record), "sampled"
 
 
 class _ProcessTree:
     """Largest memory of this process and its descendants over all readings."""
 
-    def __init__(self, psutil: ModuleType) -> None:
-        self._psutil = psutil
-        self._process: Any = psutil.Process()
+    def __init__(self) -> None:
+        self._process = psutil.Process()
         self._children = 0
         self._next_look = 0.0
         self.saw_children = False
@@ -200,21 +190,21 @@ class _ProcessTree:
     def _unique_to_children(self) -> int:
         total = 0
         for child in self._process.children(recursive=True):
-            with contextlib.suppress(self._psutil.Error):  # it has ended meanwhile
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
                 total += child.memory_full_info().uss
                 self.saw_children = True
         return total
 
 
-def _usage() -> tuple[int | None, int | None]:
+def _usage() -> tuple[int, int]:
     """Largest resident set of this process so far, in bytes, and page faults of ended children.
 
-    Every child adds faults. None where the system is silent.
+    Every child adds faults. Both are 0 on a system without such records.
     """
     try:
         import resource
     except ImportError:
-        return None, None
+        return 0, 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts kibibytes, macOS bytes.
     peak = peak if sys.platform == "darwin" else peak * 1024
@@ -290,15 +280,13 @@ def _open_nvml() -> ModuleType | None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
-    try:
+    with contextlib.suppress(ImportError):
         import pynvml  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
+
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            return pynvml
+    return None
 
 
 def _start_meters(nvml: ModuleType) -> dict[str, _Meter]:
@@ -323,13 +311,11 @@ def _bare(uuid: Any) -> str:
 
 def versions() -> dict[str, str]:
     """Return Python's version and those of the packages that decide numbers."""
-    numbers = {"python": platform.python_version()}
+    numbers = dict.fromkeys(PACKAGES, "not installed")
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             numbers[package] = version(package)
-        except PackageNotFoundError:
-            numbers[package] = "not installed"
-    return numbers
+    return {"python": platform.python_version(), **numbers}
 
 
 def describe_device(device: Any = "cpu") -> dict[str, Any]:

@@ -13,8 +13,8 @@ from .schema import NUMBER, check_types
 CURVES_FILE = "training_curves.jsonl"
 MOMENTS = ("before", "after")
 _DRIFTS = [f"{kind}_{moment}" for kind in ("drift", "relative_drift") for moment in MOMENTS]
-_DRIFT = {"task": (str,), "block": (str,), **dict.fromkeys(_DRIFTS, (*NUMBER, None))}
-_CURVE = {"!": ("name", "task", "losses"), "name": (str,), "task": (str,)}
+_DRIFT = {"task": str, "block": str, **dict.fromkeys(_DRIFTS, NUMBER | None)}
+_CURVE = {"!": ("name", "task", "losses"), "name": str, "task": str}
 
 Curves = dict[str, list[tuple[int, float]]]
 """Task -> steps done and loss, in order; step 0 is before training."""

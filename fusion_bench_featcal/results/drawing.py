@@ -59,15 +59,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def marks(names: Sequence[str], upstream: str | None) -> dict[str, dict[str, Any]]:
-    """Colour and shape of each row: a method has the same in every figure.
-
-    Args:
-        names: Rows.
-        upstream: The row that is the upstream merger.
-
-    Returns:
-        Row -> keywords of `Axes.plot`.
-    """
+    """Colour and shape of each row, as keywords of `Axes.plot`: the same in every figure."""
     presets = [name for name in names if name.startswith(f"{FEATCAL}:")]
     listed = (BASE, EXPERTS, upstream, *presets)
     others = [n for n in names if n.removesuffix(_HOLLOW) not in _METHODS and n not in listed]
@@ -147,51 +139,32 @@ def legend_below(
     figure: "Figure", handles: Sequence[Any], labels: Sequence[str], title: str, columns: int = 3
 ) -> None:
     """Put a legend under the axes, where it covers nothing."""
+    columns = min(columns, len(labels))
     legend = figure.legend(
-        handles, labels, loc="outside lower left", ncols=min(columns, len(labels)), title=title,
-        fontsize=9,
-    )  # fmt: skip
+        handles, labels, loc="outside lower left", ncols=columns, title=title, fontsize=9
+    )
     legend.set_alignment("left")
 
 
 def save_figures(
     figures: "Mapping[str, Figure]", default: Path, out: str | Path | None, setting: str
 ) -> list[Path]:
-    """Write figures in every format into `out`, or else into the folder that they are of.
+    """Write figures in every format into `out` (chosen by `setting`), or else into `default`.
+
+    The same data give the same bytes.
 
     Raises:
         ReportError: A file cannot be written.
     """
     setting = setting if out else LOG_DIR_SETTING
     folder = prepare_directory(out or default, setting)
-    return [
-        path
-        for name, figure in figures.items()
-        for path in save_figure(figure, folder / name, setting)
-    ]
-
-
-def save_figure(figure: "Figure", stem: Path, setting: str) -> list[Path]:
-    """Write a figure in every format, the same bytes for the same data.
-
-    Args:
-        figure: The figure.
-        stem: Path of the files, without the dot and what follows.
-        setting: The setting that chose the folder, named in error messages.
-
-    Returns:
-        The files.
-
-    Raises:
-        ReportError: A file cannot be written.
-    """
     paths = []
-    for kind in FORMATS:
-        buffer = io.BytesIO()
-        # A date would make every SVG differ.
-        metadata = {"Date": None} if kind == "svg" else {}
-        with style():
-            figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
-        path = stem.with_name(f"{stem.name}.{kind}")
-        paths.append(write_atomic(path, buffer.getvalue(), setting))
+    for name, figure in figures.items():
+        for kind in FORMATS:
+            buffer = io.BytesIO()
+            # A date would make every SVG differ.
+            metadata = {"Date": None} if kind == "svg" else {}
+            with style():
+                figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
+            paths.append(write_atomic(folder / f"{name}.{kind}", buffer.getvalue(), setting))
     return paths

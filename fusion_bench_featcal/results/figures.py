@@ -33,20 +33,14 @@ _DASHES = ("-", "--", ":", "-.")
 
 
 def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--out") -> list[Path]:
-    """Draw every figure that the run's files allow.
+    """Draw every figure that a run's files allow, into `out` or its own folder; return the files.
 
-    Args:
-        run: Log directory of a run.
-        out: Folder for the figures; the run's own by default.
-        setting: The setting that chose `out`, named in error messages.
-
-    Returns:
-        The files written: `accuracy.{png,svg}`; where drift was logged `drift.{png,svg}` and
-        `drift.<preset>.{png,svg}`; where methods were trained `convergence.{png,svg}`.
+    These are `accuracy`; where drift was logged `drift` and `drift.<preset>`; where methods were
+    trained `convergence`.
 
     Raises:
         ReportError: matplotlib is missing, the run's files are damaged, or a figure cannot be
-            written.
+            written (the message names `setting`, which chose `out`).
     """
     run = Path(run)
     report = Report.load(run)
@@ -102,10 +96,9 @@ def accuracy_figure(report: Report, title: str = "") -> "Figure":
 
 
 def _shifts(report: Report) -> tuple[dict[str, float], float]:
-    """Shift rows' marks off the line of their task, so that equal values stay visible.
+    """Shifts of rows' marks off the line of their task, so that equal values stay visible.
 
-    Returns:
-        The shifts, in distances of two tasks' lines, and that distance in inches.
+    They are in units of the distance of two tasks' lines, which is returned in inches.
     """
     shifted = [name for name in report.rows if name not in (BASE, EXPERTS, report.upstream)]
     crowd = max(len(shifted) - 3, 0)
@@ -118,10 +111,6 @@ def drift_figure(records: Sequence[Mapping[str, Any]], title: str = "") -> "Figu
     """Drift of each block's output before and after its own calibration: mean and single tasks.
 
     Relative drift is drawn where the records have it, absolute drift otherwise.
-
-    Args:
-        records: As `drift_records` returns them.
-        title: Title of the figure.
 
     Raises:
         ReportError: matplotlib is missing or there are no records.

@@ -5,7 +5,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -37,22 +37,35 @@ from .schema import KIND, SCHEMA, TOLERANCE, check_row, check_run
 REPORT_FILE = "report.json"
 
 
-def write_files(directory: Path, text: str, table: str, page: str, setting: str) -> Path:
+def write_files(
+    directory: Path, content: Mapping[str, Any], table: str, page: str, setting: str
+) -> Path:
     """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path.
 
     Raises:
         ReportError: A file cannot be written; each is whole or absent.
     """
+    text = sealed_json(content)
     write_atomic(directory / "report.csv", table, setting)
     write_atomic(directory / "report.md", page, setting)
     return write_atomic(directory / REPORT_FILE, text, setting)
 
 
-def csv_text(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-    """Return a head and lines as CSV."""
+def csv_text(columns: Iterable[str], lines: Iterable[Mapping[str, Any]]) -> str:
+    """Return a head and lines as CSV; what a line lacks is empty."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([head, *lines])
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     return text.getvalue()
+
+
+def finite_losses(loss: Mapping[str, float | None]) -> tuple[dict[str, float], list[str]]:
+    """Return the losses that are finite, and a sentence for each that is not; None says nothing."""
+    given = {task: float(value) for task, value in loss.items() if value is not None}
+    finite = {task: value for task, value in given.items() if math.isfinite(value)}
+    notes = [f"the loss of {task} is {given[task]}" for task in given if task not in finite]
+    return finite, notes
 
 
 @dataclass(kw_only=True)
@@ -133,18 +146,8 @@ class Report:
         for column, value in made:
             if value is not None:
                 column[name] = plain(value, name)
-        self._add_loss(name, loss or {})
-
-    def _add_loss(self, name: str, loss: Mapping[str, float | None]) -> None:
-        finite = {}
-        for task in self.tasks:
-            value = loss.get(task)
-            if value is None:
-                continue
-            if math.isfinite(value):
-                finite[task] = float(value)
-            else:
-                self.notes.append(f"{name}: the loss of {task} is {float(value)}")
+        finite, notes = finite_losses({task: (loss or {}).get(task) for task in self.tasks})
+        self.notes += [f"{name}: {note}" for note in notes]
         if finite:
             average = {AVERAGE: mean(finite)} if len(finite) == len(self.tasks) else {}
             self.loss[name] = finite | average
@@ -208,24 +211,19 @@ class Report:
     def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
         """Write `report.csv`, `report.md`, `items.npz` (if known) and, last, `report.json`.
 
-        Args:
-            directory: Folder to write to; created when missing.
-            setting: The setting that chose it, named in error messages.
-
-        Returns:
-            The path of `report.json`. Each file is whole or absent, whatever happens.
+        Each file is whole or absent, whatever happens. Returns the path of `report.json`.
 
         Raises:
-            ReportError: The folder or a file in it cannot be written.
+            ReportError: The folder, which `setting` chose, or a file in it cannot be written.
         """
-        text = sealed_json(self.to_dict())
+        content = self.to_dict()
         directory = prepare_directory(directory, setting)
         if self.items:
             save_items(directory, self.items, setting)
         else:
             # An earlier report's items would be taken for this one's.
             (directory / ITEMS_FILE).unlink(missing_ok=True)
-        return write_files(directory, text, self.csv(), run_markdown(self), setting)
+        return write_files(directory, content, self.csv(), run_markdown(self), setting)
 
     @classmethod
     def load(cls, directory: str | Path) -> "Report":
@@ -275,15 +273,14 @@ class Report:
     def csv(self) -> str:
         """Return the long form: one line per row and task (the average counts as a task)."""
         metrics = (ACCURACY, SHARE, LOSS)
-        cells: dict[tuple[str, str], dict[str, str]] = {}
+        lines: dict[tuple[str, str], dict[str, str | None]] = {}
         for entry in self.entries():
             if entry.metric in metrics:
-                cells.setdefault((entry.row, entry.task), {})[entry.metric] = f"{entry.value:.6f}"
-        lines = (
-            [self.suite, self.upstream or "", *key, *(values.get(m, "") for m in metrics)]
-            for key, values in cells.items()
-        )
-        return csv_text(["suite", "upstream", "name", "task", *metrics], lines)
+                place = {"suite": entry.suite, "upstream": entry.merger}
+                place |= {"name": entry.row, "task": entry.task}
+                line = lines.setdefault((entry.row, entry.task), place)
+                line[entry.metric] = f"{entry.value:.6f}"
+        return csv_text(("suite", "upstream", "name", "task", *metrics), lines.values())
 
     def show(self) -> None:
         """Print the tables to stdout, and under them what was calibrated with what, and where."""

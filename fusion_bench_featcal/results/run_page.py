@@ -1,31 +1,29 @@
 """The report of one run as text: tables for the terminal, and the page `report.md`."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .long_table import AVERAGE, BASE, EXPERTS
 from .tables import (
-    ABSENT,
-    MARKDOWN_COLUMNS,
+    WORST,
     Grid,
-    best_cells,
+    accuracy_grid,
     bullets,
     console,
     loss_grid,
     mapping_grid,
     page,
-    percent,
     print_page,
-    short_names,
     titled,
+    with_unit,
+    worst_cells,
 )
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from .report import Report
-
-WORST = ("worst task", "its gap")
 
 
 def print_run(report: "Report") -> None:
@@ -44,7 +42,6 @@ def run_tables(report: "Report", width: int) -> "list[Table]":
 
 def run_markdown(report: "Report") -> str:
     """Return the text of `report.md`: the table, then everything needed to judge it."""
-    grid = report_grid(report)
     sections = {
         "Loss": loss_grid(report.loss, report.tasks).markdown() if report.loss else "",
         "Settings": mapping_grid(report.settings).markdown() if report.settings else "",
@@ -54,7 +51,7 @@ def run_markdown(report: "Report") -> str:
     }
     return page(
         f"# {_title(report)}",
-        (grid if len(grid.columns) <= MARKDOWN_COLUMNS else grid.transposed()).markdown(),
+        report_grid(report).for_page().markdown(),
         "Accuracy in per cent. *Recovered gap*: (row - merged) / (experts - merged) on the "
         f"average, where merged is `{report.upstream}`. *Worst task*: the one with the smallest "
         "share recovered (of the tasks with a gap of a point or more). Bold: best merged model of "
@@ -70,32 +67,18 @@ def _title(report: "Report") -> str:
 
 def report_grid(report: "Report") -> Grid:
     """Rows by tasks, average, recovered gap and worst task; the best of each column stands out."""
-    names, keys = short_names(report.tasks), [*report.tasks, AVERAGE]
-    values = [[row[key] for key in keys] for row in report.rows.values()]
-    eligible = [name not in (BASE, EXPERTS) for name in report.rows]
-    worst = worst_cells([report.worst(name) for name in report.rows], names)
+    made = [name for name in report.rows if name not in (BASE, EXPERTS)]
+    rows = [(name, row, name in made and len(made) > 1) for name, row in report.rows.items()]
+    grid = accuracy_grid(rows, report.tasks)
+    worst = [report.worst(name) for name in report.rows]
     lines = []
-    for name, accuracies, last in zip(report.rows, values, worst, strict=True):
+    for (name, cells), of_row in zip(grid.lines, worst, strict=True):
         # Base is not an attempt to repair the merged model: its share says nothing.
         share = None if name == BASE else report.share(name, AVERAGE)
-        lines.append((name, [*map(percent, accuracies), with_unit(share), *last]))
-    columns = [*names.values(), AVERAGE, "recovered gap", *(WORST if any(worst) else ())]
-    best = best_cells(values, eligible) if sum(eligible) > 1 else frozenset()
-    return Grid("accuracy, %", columns, lines, best)
-
-
-def worst_cells(
-    worst: "list[tuple[str, float | None] | None]", names: Mapping[str, str]
-) -> list[list[str]]:
-    """Worst task of each row and the share of its gap; no cells if no row has one."""
-    if not any(worst):
-        return [[] for _ in worst]
-    return [[names[row[0]], with_unit(row[1])] if row else [ABSENT] * len(WORST) for row in worst]
-
-
-def with_unit(share: float | None) -> str:
-    """Write a share as whole per cent with its unit; None as a dash."""
-    return ABSENT if share is None else f"{100 * share:.0f} %"
+        last = worst_cells(of_row, report.tasks).values() if any(worst) else ()
+        lines.append((name, [*cells, with_unit(share), *last]))
+    columns = [*grid.columns, "recovered gap", *(WORST if any(worst) else ())]
+    return replace(grid, columns=columns, lines=lines)
 
 
 def provenance(report: "Report") -> list[str]:

@@ -1,7 +1,8 @@
 """Checks of report files on reading, each naming what is wrong and its place."""
 
 from collections.abc import Mapping
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from fusion_bench_featcal.files import ReportError
 
@@ -13,47 +14,46 @@ SIDE_BY_SIDE_KIND = "comparison"
 # Accuracies pass through float32 on their way into a report.
 TOLERANCE = 1e-5
 
-# A layout is a tuple of types, one of which the value must have (None for null); a list with the
-# layout of all entries; or a mapping from keys, `*` for all, to layouts. Keys may be absent, except
-# for those listed under `!`; keys that it does not name may hold anything.
-NUMBER = (int, float)
-_SCALAR = (str, int, float, bool, None)
+# A layout is a type or a union of types; a list with the layout of all entries; or a mapping from
+# keys, `*` for all, to layouts. Keys may be absent, except for those listed under `!`; keys that it
+# does not name may hold anything. Where `?` is true the mapping may be null.
+NUMBER = int | float
+_SCALAR = str | int | float | bool | None
 _ROWS = {"*": {"*": NUMBER}}
 RUN = {
-    "suite": (str,),
-    "upstream": (str, None),
+    "suite": str,
+    "upstream": str | None,
     "rows": _ROWS,
     "loss": _ROWS,
     "settings": {"*": {}},
     "cost": {"*": {"*": _SCALAR}},
-    "samples": {"*": {"*": {"!": ("samples", "split"), "samples": NUMBER, "split": (str,)}}},
-    "seeds": {"*": (int, None)},
+    "samples": {"*": {"*": {"!": ("samples", "split"), "samples": NUMBER, "split": str}}},
+    "seeds": {"*": int | None},
     "test_sets": {"*": {}},
-    "versions": {"*": (str,)},
+    "versions": {"*": str},
     "device": {},
-    "notes": [(str,)],
+    "notes": [str],
 }
-_INTERVAL = ({"!": ("low", "high"), "low": NUMBER, "high": NUMBER}, None)
 _COMPARISON_ROW = {
     "!": ("upstream", "name", "accuracy", "gain", "gain_interval", "cost"),
-    "upstream": (str, None),
-    "name": (str,),
+    "upstream": str | None,
+    "name": str,
     "accuracy": {"!": (AVERAGE,), "*": NUMBER},
-    "gain": (*NUMBER, None),
-    "gain_interval": _INTERVAL,
+    "gain": NUMBER | None,
+    "gain_interval": {"?": True, "!": ("low", "high"), "low": NUMBER, "high": NUMBER},
     "cost": {"*": _SCALAR},
 }
 _FAILED_CELL = {
     "!": ("upstream", "name", "reason"),
-    "upstream": (str, None),
-    "name": (str,),
-    "reason": (str,),
-    "seed": (int, None),
+    "upstream": str | None,
+    "name": str,
+    "reason": str,
+    "seed": int | None,
 }
 COMPARISON = {
     "!": ("suite", "rows", "failed"),
-    "suite": (str,),
-    "runs": [(str,)],
+    "suite": str,
+    "runs": [str],
     "failed": [_FAILED_CELL],
     "rows": [_COMPARISON_ROW],
 }
@@ -68,15 +68,10 @@ def check_types(value: Any, layout: Any, place: str) -> None:
     Raises:
         ReportError: Naming the first place that holds something else.
     """
-    if isinstance(layout, tuple):
-        _check_one_of(value, layout, place)
-    elif isinstance(layout, list):
-        if not isinstance(value, list):
-            raise _wrong(value, "a list", place)
-        for number, entry in enumerate(value):
-            check_types(entry, layout[0], f"{place}[{number}]")
-    else:
-        if not isinstance(value, Mapping):
+    if isinstance(layout, dict):
+        if value is None and layout.get("?"):
+            return
+        if not isinstance(value, dict):
             raise _wrong(value, "a mapping", place)
         for key in layout.get("!", ()):
             if key not in value:
@@ -85,18 +80,16 @@ def check_types(value: Any, layout: Any, place: str) -> None:
             expected = layout.get("*", layout.get(key))
             if expected is not None:
                 check_types(entry, expected, f"{place}: {key}")
-
-
-def _check_one_of(value: Any, kinds: tuple[Any, ...], place: str) -> None:
-    layout = next((kind for kind in kinds if isinstance(kind, dict)), None)
-    types = tuple(kind for kind in kinds if isinstance(kind, type))
-    if value is None and None in kinds:
-        return
-    if layout and isinstance(value, Mapping):
-        check_types(value, layout, place)
-    elif not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        names = [kind.__name__ for kind in types] + (["null"] if None in kinds else [])
-        raise _wrong(value, " or ".join(names), place)
+    elif isinstance(layout, list):
+        if not isinstance(value, list):
+            raise _wrong(value, "a list", place)
+        for number, entry in enumerate(value):
+            check_types(entry, layout[0], f"{place}[{number}]")
+    else:
+        types = get_args(layout) or (layout,)
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            names = ("null" if kind is NoneType else kind.__name__ for kind in types)
+            raise _wrong(value, " or ".join(names), place)
 
 
 def _wrong(value: Any, expected: str, place: str) -> ReportError:

@@ -68,6 +68,11 @@ class SummaryRow:
         return [task for task in self.accuracy if task != AVERAGE]
 
     @property
+    def worst(self) -> tuple[str, float | None] | None:
+        """The worst task and the share of its gap recovered; None for references."""
+        return (self.worst_task, self.worst_recovered_gap) if self.worst_task else None
+
+    @property
     def is_reference(self) -> bool:
         """True for the base and the experts, which belong to no merger."""
         return self.name in (BASE, EXPERTS)

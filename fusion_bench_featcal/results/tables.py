@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .long_table import AVERAGE
+from .long_table import AVERAGE, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,6 +15,7 @@ TEXT_WIDTH = 80
 ABSENT = "-"
 MARKDOWN_COLUMNS = 12
 _LONGEST_WORD = 9
+WORST = ("worst task", "its gap")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class Grid:
         forms = (form for form in (self, self.transposed()) if form.width() <= width)
         form = next(forms, None)
         return self.split(width) if form is None else [form]
+
+    def for_page(self) -> "Grid":
+        """Choose the form for a Markdown page: transposed where there are too many columns."""
+        return self if len(self.columns) <= MARKDOWN_COLUMNS else self.transposed()
 
     def width(self) -> int:
         """Terminal columns that it takes."""
@@ -141,6 +146,11 @@ def percent(value: float | None) -> str:
     return ABSENT if value is None else f"{100 * value:.1f}"
 
 
+def with_unit(share: float | None) -> str:
+    """Write a share as whole per cent with its unit; None as a dash."""
+    return ABSENT if share is None else f"{100 * share:.0f} %"
+
+
 def short_names(tasks: Sequence[str]) -> dict[str, str]:
     """Drop the prefix (up to an underscore) that all tasks share; it only takes room."""
     prefix = tasks[0].partition("_")[0] + "_" if tasks else ""
@@ -162,6 +172,22 @@ def best_cells(
     return frozenset(best)
 
 
+def accuracy_grid(
+    rows: Sequence[tuple[str, Row, bool]], tasks: Sequence[str], rules: frozenset[int] = frozenset()
+) -> Grid:
+    """Accuracy by tasks and average, of rows with their heads; the best eligible ones stand out."""
+    values = [[row[key] for key in (*tasks, AVERAGE)] for _, row, _ in rows]
+    best = best_cells(values, [eligible for _, _, eligible in rows])
+    lines = [(line[0], list(map(percent, cells))) for line, cells in zip(rows, values, strict=True)]
+    return Grid("accuracy, %", [*short_names(tasks).values(), AVERAGE], lines, best, rules)
+
+
+def worst_cells(worst: tuple[str, float | None] | None, tasks: Sequence[str]) -> dict[str, str]:
+    """A row's worst task and the share of its gap recovered; dashes where it has none."""
+    cells = (short_names(tasks)[worst[0]], with_unit(worst[1])) if worst else (ABSENT, ABSENT)
+    return dict(zip(WORST, cells, strict=True))
+
+
 def loss_grid(losses: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> Grid:
     """Loss of rows by tasks and average; a dash where there is none."""
     keys = [*tasks, AVERAGE]
@@ -169,8 +195,7 @@ def loss_grid(losses: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -
         (name, [f"{row[key]:.4f}" if key in row else ABSENT for key in keys])
         for name, row in losses.items()
     ]
-    grid = Grid("loss", [*short_names(tasks).values(), AVERAGE], lines)
-    return grid if len(keys) <= MARKDOWN_COLUMNS else grid.transposed()
+    return Grid("loss", [*short_names(tasks).values(), AVERAGE], lines).for_page()
 
 
 def mapping_grid(table: Mapping[str, Mapping[str, Any]]) -> Grid:

@@ -3,33 +3,30 @@
 A combined report lists suite after suite; a comparison is of one suite and adds what rows cost.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
-from fusion_bench_featcal.json_files import plain, sealed_json
+from fusion_bench_featcal.json_files import plain
 
-from .cost import MODULES_ADDED, PARAMETERS_ADDED, SECONDS_PER_SAMPLE, TASK_ID
+from .columns import accuracy_cells, average_cells, cost_cells, csv_cells, number, with_limits
 from .find import FailedCell, refuse_run
-from .items import BOOTSTRAP_SEED, LEVEL, RESAMPLES, Interval
-from .long_table import AVERAGE, BASE, NORMALISED, UNAVAILABLE
+from .items import BOOTSTRAP_SEED, LEVEL, RESAMPLES
+from .long_table import AVERAGE, UNAVAILABLE
 from .report import csv_text, write_files
-from .run_page import WORST, with_unit, worst_cells
 from .schema import SCHEMA, SIDE_BY_SIDE_KIND
 from .summary import Summary, SummaryRow
 from .tables import (
     ABSENT,
-    MARKDOWN_COLUMNS,
+    WORST,
     Grid,
-    best_cells,
+    accuracy_grid,
     console,
     loss_grid,
     page,
-    percent,
     print_page,
-    short_names,
     titled,
 )
 
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COMBINED_KIND = "combined"
-_Columns = Mapping[str, Callable[[SummaryRow], str]]
 _FAILED = "failed"
 
 
@@ -53,10 +49,10 @@ def combined_tables(summary: Summary, width: int, *, tasks: bool = True) -> "lis
     """Terminal tables of each suite: averages with their intervals and, if asked for, tasks."""
     tables = []
     for suite in summary.suites:
-        tables += titled(f"{suite}: average over tasks", _average_grid(summary, suite).split(width))
+        rows = summary.displayed(suite)
+        tables += titled(f"{suite}: average over tasks", _average_grid(rows).split(width))
         if tasks:
-            per_task = _task_grid(summary, suite).fitting(width)
-            tables += titled(f"{suite}: accuracy per task, %", per_task)
+            tables += titled(f"{suite}: accuracy per task, %", _task_grid(rows).fitting(width))
     return tables
 
 
@@ -74,8 +70,15 @@ def write_combined(summary: Summary, directory: str | Path, setting: str = "--ou
         "runs": summary.runs,
         "notes": summary.notes,
     }
-    files = (sealed_json(content), combined_csv(summary), combined_markdown(summary))
-    return write_files(_prepared(directory, setting), *files, setting)
+    lines = [line for row in summary.rows for line in _combined_csv(row)]
+    parts: list[str] = []
+    for suite in summary.suites:
+        rows = summary.displayed(suite)
+        parts += [f"## {suite}", _average_grid(rows).markdown(), *_task_parts(rows)]
+    runs = [f"`{run}`" for run in summary.runs]
+    text = page("# Combined report", *parts, _explanations(summary), "## Runs", runs)
+    directory = _prepared(directory, setting)
+    return write_files(directory, content, csv_text(lines[0], lines), text, setting)
 
 
 def _prepared(directory: str | Path, setting: str) -> Path:
@@ -86,55 +89,41 @@ def _prepared(directory: str | Path, setting: str) -> Path:
 def _combined_row(row: SummaryRow) -> dict[str, Any]:
     numbers = {what: value for what, value in row.cost.items() if isinstance(value, float)}
     dropped = {"run_seeds", "normalised", "spread", "samples", "published"}
-    return _stored(row, dropped, seeds=row.run_seeds, cost=numbers)
+    stored = asdict(row) | {"seeds": row.run_seeds, "cost": numbers}
+    return {key: value for key, value in stored.items() if key not in dropped}
 
 
-def _stored(row: SummaryRow, dropped: set[str], **changes: Any) -> dict[str, Any]:
-    return {k: value for k, value in (asdict(row) | changes).items() if k not in dropped}
+def _combined_csv(row: SummaryRow) -> list[dict[str, Any]]:
+    """A line per task; the one of the average has the intervals."""
+    limits = {
+        **with_limits("gain", row.gain, row.gain_interval),
+        **with_limits("recovered_gap", row.recovered_gap, row.recovered_gap_interval),
+    }
+    return [
+        {
+            "suite": row.suite,
+            "upstream": row.upstream,
+            "name": row.name,
+            "runs": len(row.run_seeds),
+            "task": task,
+            "accuracy": number(accuracy),
+            "deviation": number((row.deviation or {}).get(task)),
+            **(limits if task == AVERAGE else dict.fromkeys(limits)),
+            "loss": number(row.loss.get(task)),
+        }
+        for task, accuracy in row.accuracy.items()
+    ]
 
 
-def combined_csv(summary: Summary) -> str:
-    """Long form, one line per suite, upstream merger, row and task; `average` has the intervals."""
-    heads = [f"{what}{end}" for what in ("gain", "recovered_gap") for end in ("", "_low", "_high")]
-
-    def lines() -> Iterator[list[Any]]:
-        for row in summary.rows:
-            limits = _with_limits(row.gain, row.gain_interval)
-            limits += _with_limits(row.recovered_gap, row.recovered_gap_interval)
-            for task, accuracy in row.accuracy.items():
-                yield [
-                    row.suite, row.upstream or "", row.name, len(row.run_seeds), task,
-                    _number(accuracy), _number((row.deviation or {}).get(task)),
-                    *(limits if task == AVERAGE else [""] * len(heads)),
-                    _number(row.loss.get(task)),
-                ]  # fmt: skip
-
-    place = ["suite", "upstream", "name", "runs", "task", "accuracy", "deviation"]
-    return csv_text([*place, *heads, "loss"], lines())
-
-
-def combined_markdown(summary: Summary) -> str:
-    """Return the text of the combined `report.md`."""
-    parts: list[str] = []
-    for suite in summary.suites:
-        averages = _average_grid(summary, suite).markdown()
-        parts += [f"## {suite}", averages, *_task_parts(summary, suite)]
-    runs = [f"`{run}`" for run in summary.runs]
-    return page("# Combined report", *parts, _explanations(summary), "## Runs", runs)
-
-
-def _task_parts(summary: Summary, suite: str) -> list[str]:
+def _task_parts(rows: Sequence[SummaryRow]) -> list[str]:
     """Markdown of the accuracies and losses per task."""
-    rows, tasks = summary.displayed(suite), _task_grid(summary, suite)
-    if len(tasks.columns) > MARKDOWN_COLUMNS:
-        tasks = tasks.transposed()
     losses = {
         f"{_head(row)} ({row.upstream})" if row.is_repair else row.name: row.loss
         for row in rows
         if row.loss
     }
     loss = ["### Loss", loss_grid(losses, rows[0].tasks).markdown()] if losses else []
-    return [tasks.markdown(), *loss]
+    return [_task_grid(rows).for_page().markdown(), *loss]
 
 
 def _explanations(summary: Summary) -> list[str]:
@@ -155,22 +144,15 @@ def _explanations(summary: Summary) -> list[str]:
     return lines + [f"note: {note}" for note in summary.notes]
 
 
-def _average_grid(summary: Summary, suite: str) -> Grid:
+def _average_grid(rows: Sequence[SummaryRow]) -> Grid:
     """Average, gain over the upstream merger and recovered gap, with their intervals."""
-    return _grid("average, %", _COMBINED, summary.displayed(suite))
+    return _grid("average, %", average_cells, rows)
 
 
-def _task_grid(summary: Summary, suite: str) -> Grid:
+def _task_grid(rows: Sequence[SummaryRow]) -> Grid:
     """Mean accuracy per task; the best merged model of each column stands out."""
-    rows = summary.displayed(suite)
-    names = short_names(rows[0].tasks)
-    values = [[row.accuracy[task] for task in [*names, AVERAGE]] for row in rows]
-    best = best_cells(values, [not row.is_reference for row in rows])
-    lines = [
-        (_head(row), list(map(percent, cells))) for row, cells in zip(rows, values, strict=True)
-    ]
-    rules = _rules(map(_section, rows))
-    return Grid("accuracy, %", [*names.values(), AVERAGE], lines, best, rules)
+    lines = [(_head(row), row.accuracy, not row.is_reference) for row in rows]
+    return accuracy_grid(lines, rows[0].tasks, _rules(map(_section, rows)))
 
 
 # ---- accuracy and cost of one suite side by side
@@ -202,10 +184,10 @@ def write_side_by_side(
     """
     suite = _only_suite(summary)
     directory = _prepared(directory, setting)
+    rows = [asdict(row) | {"runs": len(row.run_seeds)} for row in summary.displayed(suite)]
+    for row in rows:
+        del row["run_seeds"]
     runs = [Path(run).absolute() for run in summary.runs]
-    rows = [
-        _stored(row, {"run_seeds"}, runs=len(row.run_seeds)) for row in summary.displayed(suite)
-    ]
     content = {
         "kind": SIDE_BY_SIDE_KIND,
         "schema": SCHEMA,
@@ -218,8 +200,9 @@ def write_side_by_side(
         # earlier comparison's runs, is not read again with it.
         "runs": [r.name for r in runs] if all(r.parent == directory for r in runs) else [],
     }
-    files = (sealed_json(content), side_by_side_csv(summary), side_by_side_markdown(summary))
-    return write_files(directory, *files, setting)
+    lines = _side_by_side_csv(summary)
+    table = csv_text(lines[0], lines)
+    return write_files(directory, content, table, _side_by_side_markdown(summary), setting)
 
 
 def _only_suite(summary: Summary) -> str:
@@ -231,24 +214,20 @@ def _only_suite(summary: Summary) -> str:
     return summary.suites[0]
 
 
-def side_by_side_csv(summary: Summary) -> str:
-    """One line per row, and one per failed cell and seed with its reason."""
-    suite, columns = _only_suite(summary), list(_CSV_COLUMNS)
-
-    def lines() -> Iterator[list[Any]]:
-        for row in summary.displayed(suite):
-            values = (value(row) for value in _CSV_COLUMNS.values())
-            yield [suite, row.upstream or "", row.name, "finished", *values]
-        for cell in summary.failed:
-            values = [""] * len(columns)
-            values[columns.index("seeds")] = "" if cell.seed is None else str(cell.seed)
-            yield [suite, cell.upstream or "", cell.name, f"{_FAILED}: {cell.reason}", *values]
-
-    return csv_text(["suite", "upstream", "name", "status", *columns], lines())
+def _side_by_side_csv(summary: Summary) -> list[dict[str, Any]]:
+    """A line per row, and one per failed cell and seed with its reason."""
+    suite = _only_suite(summary)
+    lines = []
+    for row in summary.displayed(suite):
+        place = {"suite": suite, "upstream": row.upstream, "name": row.name}
+        lines.append({**place, "status": "finished", **csv_cells(row)})
+    for cell in summary.failed:
+        place = {"suite": suite, "upstream": cell.upstream, "name": cell.name}
+        lines.append({**place, "status": f"{_FAILED}: {cell.reason}", "seeds": cell.seed})
+    return lines
 
 
-def side_by_side_markdown(summary: Summary) -> str:
-    """Return the text of the comparison's `report.md`."""
+def _side_by_side_markdown(summary: Summary) -> str:
     suite = _only_suite(summary)
     parts: list[str] = []
     for title, grid in _side_by_side_grids(summary):
@@ -257,7 +236,7 @@ def side_by_side_markdown(summary: Summary) -> str:
         f"# {suite}: mergers and post-merging methods side by side",
         *parts,
         "## Accuracy per task",
-        *_task_parts(summary, suite),
+        *_task_parts(summary.displayed(suite)),
         "## What the columns mean",
         _sentences(summary),
     )
@@ -266,8 +245,8 @@ def side_by_side_markdown(summary: Summary) -> str:
 def _side_by_side_grids(summary: Summary) -> list[tuple[str, Grid]]:
     rows = summary.displayed(_only_suite(summary))
     return [
-        ("accuracy", _grid("accuracy, %", _ACCURACY, rows, summary.failed)),
-        ("what it takes", _grid("", _COSTS, rows, summary.failed)),
+        ("accuracy", _grid("accuracy, %", accuracy_cells, rows, summary.failed)),
+        ("what it takes", _grid("", cost_cells, rows, summary.failed)),
     ]
 
 
@@ -308,26 +287,22 @@ def _sentences(summary: Summary) -> list[str]:
 
 
 def _grid(
-    corner: str, columns: _Columns, rows: Sequence[SummaryRow], failed: Iterable[FailedCell] = ()
+    corner: str,
+    cells_of: Callable[[SummaryRow], Mapping[str, str]],
+    rows: Sequence[SummaryRow],
+    failed: Iterable[FailedCell] = (),
 ) -> Grid:
-    """Rows, and failed cells, each under its upstream merger; without what no row has."""
-    names = short_names(rows[0].tasks)
-    pairs = [(row.worst_task, row.worst_recovered_gap) if row.worst_task else None for row in rows]
-    worst: list[dict[str, str]] = [
-        dict(zip(WORST, cells, strict=False)) for cells in worst_cells(pairs, names)
-    ]
-    heads = [head for head in columns if head not in WORST or any(worst)]
-    lines: list[tuple[str | None, str, Sequence[str]]] = [
-        (_section(row), _head(row), [last.get(head) or columns[head](row) for head in heads])
-        for row, last in zip(rows, worst, strict=True)
-    ]
-    blank = [_FAILED, *[ABSENT] * (len(heads) - 1)]
+    """Rows, and failed cells, each under its upstream merger."""
+    lines = [(_section(row), _head(row), cells_of(row)) for row in rows]
+    worst = any(row.worst_task for row in rows)
+    columns = [column for column in lines[0][2] if worst or column not in WORST]
     for upstream, name in dict.fromkeys((cell.upstream, cell.name) for cell in failed):
-        lines.append((upstream or "", name if upstream in (None, name) else f"+ {name}", blank))
+        head = name if upstream in (None, name) else f"+ {name}"
+        lines.append((upstream or "", head, {columns[0]: _FAILED}))
     sections = list(dict.fromkeys(section for section, _, _ in lines))
     lines.sort(key=lambda line: sections.index(line[0]))
-    rules = _rules(section for section, _, _ in lines)
-    return Grid(corner, heads, [(head, texts) for _, head, texts in lines], rules=rules)
+    texts = [(head, [cells.get(key, ABSENT) for key in columns]) for _, head, cells in lines]
+    return Grid(corner, columns, texts, rules=_rules(section for section, _, _ in lines))
 
 
 def _head(row: SummaryRow) -> str:
@@ -343,121 +318,3 @@ def _rules(sections: Iterable[str | None]) -> frozenset[int]:
     """Lines after which another section begins."""
     keys = list(sections)
     return frozenset(line for line in range(len(keys) - 1) if keys[line] != keys[line + 1])
-
-
-def _spread(text: str, deviation: float | None, form: Callable[[float], str] = percent) -> str:
-    return text if deviation is None else f"{text} ± {form(deviation)}"
-
-
-def _gain_text(row: SummaryRow) -> str:
-    """Gain over the upstream merger in points, with its interval; a dash for the merger itself."""
-    if row.gain is None or not row.is_repair:
-        return ABSENT
-    text, limits = f"{100 * row.gain:+.1f}", row.gain_interval
-    return text + (f" [{100 * limits.low:+.1f}, {100 * limits.high:+.1f}]" if limits else "")
-
-
-def _recovered_text(row: SummaryRow) -> str:
-    """Recovered gap in per cent, with its interval; a dash where it says nothing."""
-    if row.recovered_gap is None or row.name == BASE:
-        return ABSENT
-    limits = row.recovered_gap_interval if row.is_repair else None
-    brackets = f" [{100 * limits.low:.0f}, {100 * limits.high:.0f}]" if limits else ""
-    return with_unit(row.recovered_gap) + brackets
-
-
-def _paper_text(row: SummaryRow) -> str:
-    published = row.published
-    return percent(published.value) + "*" * bool(published.note) if published else ABSENT
-
-
-def _cost(key: str, form: str | Callable[[float], str] = "{:.0f}", unit: float = 1) -> Any:
-    """A function of a row: its cost in a unit, with its deviation where it is a time."""
-    write = form.format if isinstance(form, str) else form
-
-    def text(row: SummaryRow) -> str:
-        value = row.cost.get(key, ABSENT)
-        if not isinstance(value, int | float):
-            return str(value)
-        deviation = row.spread.get(key) if "seconds" in key else None
-        return _spread(write(value / unit), deviation and deviation / unit, write)
-
-    return text
-
-
-def _added_text(row: SummaryRow) -> str:
-    modules, parameters = (_cost(key)(row) for key in (MODULES_ADDED, PARAMETERS_ADDED))
-    return f"{modules} / {parameters}" if modules != ABSENT else ABSENT
-
-
-def _average_text(row: SummaryRow) -> str:
-    return _spread(percent(row.accuracy[AVERAGE]), (row.deviation or {}).get(AVERAGE))
-
-
-def _seconds_text(row: SummaryRow) -> str:
-    seconds = row.cost.get("seconds")
-    return f"{seconds:.1f}" if isinstance(seconds, float) else ABSENT
-
-
-_COMBINED: _Columns = {
-    "runs": lambda row: str(len(row.run_seeds)),
-    AVERAGE: _average_text,
-    "gain over merged": _gain_text,
-    "recovered gap": _recovered_text,
-    **dict.fromkeys(WORST, str),
-    "seconds": _seconds_text,
-}
-_ACCURACY: _Columns = {
-    AVERAGE: _average_text,
-    NORMALISED: lambda row: _spread(percent(row.normalised), row.spread.get(NORMALISED)),
-    "gain over merger": _gain_text,
-    "recovered gap": lambda row: ABSENT if row.name == row.upstream else _recovered_text(row),
-    **dict.fromkeys(WORST, str),
-    "paper": _paper_text,
-}
-_COSTS: _Columns = {
-    "task id": _cost(TASK_ID, str),
-    "modules / parameters": _added_text,
-    "seconds": _cost("seconds", "{:.2f}"),
-    "memory, MiB": _cost("peak_rss_bytes", unit=2**20),
-    "GPU memory, MiB": _cost("peak_accelerator_bytes", unit=2**20),
-    "GPU energy, Wh": _cost("gpu_energy_wh", "{:.3g}"),
-    "ms / sample": _cost(SECONDS_PER_SAMPLE, "{:.2f}", unit=1e-3),
-    "samples": lambda row: row.samples or ABSENT,
-    "seeds": lambda row: ", ".join(map(str, row.seeds)) or ABSENT,
-}
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6f}"
-
-
-def _with_limits(value: float | None, limits: Interval | None) -> list[str]:
-    return [_number(value), _number(limits and limits.low), _number(limits and limits.high)]
-
-
-def _raw(key: str) -> Callable[[SummaryRow], Any]:
-    return lambda row: row.cost.get(key, "")
-
-
-_CSV_COLUMNS: dict[str, Callable[[SummaryRow], Any]] = {
-    "runs": lambda row: len(row.run_seeds),
-    AVERAGE: lambda row: _number(row.accuracy[AVERAGE]),
-    "deviation": lambda row: _number((row.deviation or {}).get(AVERAGE)),
-    NORMALISED: lambda row: _number(row.normalised),
-    "normalised_deviation": lambda row: _number(row.spread.get(NORMALISED)),
-    "gain": lambda row: _number(row.gain),
-    "gain_low": lambda row: _number(row.gain_interval and row.gain_interval.low),
-    "gain_high": lambda row: _number(row.gain_interval and row.gain_interval.high),
-    **{key: _raw(key) for key in (TASK_ID, MODULES_ADDED, PARAMETERS_ADDED, "seconds")},
-    "seconds_deviation": lambda row: _number(row.spread.get("seconds")),
-    **{key: _raw(key) for key in ("peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh")},
-    SECONDS_PER_SAMPLE: _raw(SECONDS_PER_SAMPLE),
-    "samples": lambda row: row.samples,
-    "seeds": lambda row: " ".join(map(str, row.seeds)),
-    "published": lambda row: _number(row.published and row.published.value),
-    "published_note": lambda row: row.published.note if row.published else "",
-    "worst_task": lambda row: row.worst_task or "",
-    "worst_recovered_gap": lambda row: _number(row.worst_recovered_gap),
-    "loss": lambda row: _number(row.loss.get(AVERAGE)),
-}

@@ -14,7 +14,7 @@ import pytest
 from fusion_bench_featcal import CalibrationLog, json_files
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import Report, ReportError, items, load_items, save_items
-from fusion_bench_featcal.results.comparison_figures import draw_comparison
+from fusion_bench_featcal.results.comparison_figures import plot_comparison
 from fusion_bench_featcal.results.curves import drift_records, load_curves, write_curves
 from fusion_bench_featcal.results.figures import drift_figure
 from fusion_bench_featcal.results.find import find
@@ -173,7 +173,7 @@ def test_hostile_reports_are_read_or_refused(
 def draws(folder: Path) -> None:
     """Draw the comparison; only a `ReportError` is allowed."""
     with contextlib.suppress(ReportError):
-        draw_comparison(folder)
+        plot_comparison(folder)
 
 
 @pytest.mark.parametrize("raw", RAW)

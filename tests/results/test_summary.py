@@ -16,12 +16,8 @@ from fusion_bench_featcal.results.find import FailedCell, find
 from fusion_bench_featcal.results.summary import Summary, SummaryRow, summarise
 from fusion_bench_featcal.results.tables import TEXT_WIDTH, console
 from fusion_bench_featcal.results.views import (
-    combined_csv,
-    combined_markdown,
     combined_tables,
     show_side_by_side,
-    side_by_side_csv,
-    side_by_side_markdown,
     write_combined,
     write_side_by_side,
 )
@@ -38,7 +34,14 @@ def row_of(summary: Summary, name: str, upstream: str | None = None) -> SummaryR
     return row
 
 
-def lines_of(text: str) -> list[dict[str, str]]:
+def page_of(write: Any, summary: Summary) -> str:
+    folder = Path(summary.runs[0]).parent / "written"
+    return (write(summary, folder).parent / "report.md").read_text()
+
+
+def lines_of(write: Any, summary: Summary) -> list[dict[str, str]]:
+    folder = Path(summary.runs[0]).parent / "written"
+    text = (write(summary, folder).parent / "report.csv").read_text()
     return list(csv.DictReader(io.StringIO(text)))
 
 
@@ -178,10 +181,10 @@ def test_losses_are_averaged_over_runs_and_absent_where_one_has_none(tmp_path: P
     summary = summarise(find([tmp_path]).runs)
     assert row_of(summary, "featcal").loss == {"cars": 1.5, "dtd": 4.0, "average": 2.75}
     assert row_of(summary, "new").loss == {}
-    lines = {(x["name"], x["task"]): x["loss"] for x in lines_of(combined_csv(summary))}
+    lines = {(x["name"], x["task"]): x["loss"] for x in lines_of(write_combined, summary)}
     assert (lines["featcal", "cars"], lines["new", "cars"]) == ("1.500000", "")
     text = "| + featcal (task_arithmetic) | 1.5000 | 4.0000 | 2.7500 |"
-    assert text in combined_markdown(summary)
+    assert text in page_of(write_combined, summary)
 
 
 # ---- finding runs, and the combined report
@@ -214,12 +217,13 @@ def test_a_report_of_several_runs_never_replaces_a_runs_own(seeds: list[Path], w
 
 
 def test_written_files_tell_the_same_story(seeds: list[Path], tmp_path: Path):
-    folder = write_combined(summarise(seeds), tmp_path / "all").parent
+    summary = summarise(seeds)
+    folder = write_combined(summary, tmp_path / "all").parent
     assert sorted(p.name for p in folder.iterdir()) == ["report.csv", "report.json", "report.md"]
     content = json.loads((folder / "report.json").read_text())
     (row,) = [row for row in content["rows"] if row["name"] == "featcal"]
     assert row["recovered_gap"] == pytest.approx(0.5)
-    lines = lines_of((folder / "report.csv").read_text())
+    lines = lines_of(write_combined, summary)
     (line,) = [x for x in lines if x["name"] == "featcal" and x["task"] == "average"]
     assert float(line["gain_low"]) == pytest.approx(row["gain_interval"]["low"], abs=1e-6)
     assert float(line["deviation"]) == pytest.approx(0.05)
@@ -230,7 +234,7 @@ def test_written_files_tell_the_same_story(seeds: list[Path], tmp_path: Path):
 def test_tables_name_each_repair_under_its_merger(seeds: list[Path], tmp_path: Path):
     levels = {"base": 0.3, "experts": 0.9, "wudi": 0.7, "featcal": 0.85}
     make_report(levels, upstream="wudi").write(tmp_path / "wudi")
-    text = combined_markdown(summarise(find([tmp_path]).runs))
+    text = page_of(write_combined, summarise(find([tmp_path]).runs))
     heads = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
     order = ["base", "experts", "task_arithmetic", "+ featcal", "wudi", "+ featcal"]
     assert heads == ["average, %", *order, "accuracy, %", *order]
@@ -301,7 +305,7 @@ def test_published_average_comes_with_its_doubt(comparison: Summary):
     published = row_of(comparison, "prob_surgery", "task_arithmetic").published
     assert published is not None and published.value == pytest.approx(0.833)
     assert "FeatCal variant" in published.note
-    assert "83.3*" in side_by_side_markdown(comparison)
+    assert "83.3*" in page_of(write_side_by_side, comparison)
     assert row_of(comparison, "prob_surgery", "ties_merging").published is None
 
 
@@ -317,10 +321,10 @@ def test_what_is_not_measured_is_called_unavailable(tmp_path: Path):
 
 def test_failed_cells_stand_in_every_table(comparison: Summary, capsys):
     show_side_by_side(comparison)
-    for text in (capsys.readouterr().out, side_by_side_markdown(comparison)):
+    for text in (capsys.readouterr().out, page_of(write_side_by_side, comparison)):
         for words in ("+ surgery", "the features are not finite", "out of memory"):
             assert words in text
-    lines = lines_of(side_by_side_csv(comparison))
+    lines = lines_of(write_side_by_side, comparison)
     assert len(lines) == 6 + 2
     assert lines[-1]["status"] == "failed: out of memory"
     assert (lines[3]["parameters_added"], lines[3]["published"]) == ("1536.0", "0.833000")
@@ -355,20 +359,21 @@ def test_means_over_seeds_come_with_their_deviation(tmp_path: Path):
     assert merger.normalised == pytest.approx(sum(shares) / 2)
     assert merger.spread["normalised"] == pytest.approx(abs(shares[0] - shares[1]) / 2**0.5)
     assert row_of(summary, "prob_surgery").spread["seconds"] == pytest.approx(2**0.5)
-    text = side_by_side_markdown(summary)
+    text = page_of(write_side_by_side, summary)
     assert "45.0 ± 7.1" in text and "73.1 ± 11.5" in text and "3.00 ± 1.41" in text
-    (line,) = (x for x in lines_of(side_by_side_csv(summary)) if x["name"] == "wudi")
+    (line,) = (x for x in lines_of(write_side_by_side, summary) if x["name"] == "wudi")
     assert (line["runs"], line["normalised_deviation"]) == ("2", "0.114905")
 
 
 def test_energy_and_inference_stand_in_the_table_of_costs(tmp_path: Path):
     measured: dict[str, Any] = {"gpu_energy_wh": 0.01234, "inference_seconds_per_sample": 0.0015}
-    report("wudi", 0.4, **measured).write(tmp_path)
-    summary = summarise([tmp_path])
-    lines = side_by_side_markdown(summary).splitlines()
+    report("wudi", 0.4, **measured).write(tmp_path / "run")
+    summary = summarise([tmp_path / "run"])
+    lines = page_of(write_side_by_side, summary).splitlines()
     (cells,) = (line.split(" | ") for line in lines if "6 / 1536" in line)
     assert cells[3:8] == ["2.00", "1024", "unavailable", "0.0123", "1.50"]
-    assert ",0.01234,0.0015," in side_by_side_csv(summary)
+    (line,) = (x for x in lines_of(write_side_by_side, summary) if x["name"] == "prob_surgery")
+    assert (line["gpu_energy_wh"], line["inference_seconds_per_sample"]) == ("0.01234", "0.0015")
 
 
 def test_runs_of_two_suites_are_no_comparison(tmp_path: Path):
