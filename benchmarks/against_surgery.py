@@ -31,7 +31,7 @@ from fusion_bench_featcal.results.drawing import (
     legend_below,
     marks,
     new_figure,
-    save_figure,
+    save_figures,
     style,
 )
 
@@ -149,7 +149,7 @@ def draw(found: Mapping[int, Mapping[str, Cell]], stem: Path) -> list[Path]:
             axes.set_axisbelow(True)
         legend_below(figure, *left.get_legend_handles_labels(), title=f"on {MERGER} (line)")
         figure.suptitle(SUITE, x=0.01, ha="left", fontsize=11)
-    return save_figure(figure, stem, "--figure")
+    return save_figures({stem.name: figure}, stem.parent, stem.parent, "--figure")
 
 
 def main() -> None:

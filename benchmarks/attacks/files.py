@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -175,8 +175,8 @@ def _plotted(folder: Path) -> list[Any]:
     """Lines and texts of the figures that `featcal plot` would write."""
     drawn: list[Any] = []
 
-    def keep(figure: Any, stem: Path, setting: str) -> list[Path]:
-        for axes in figure.axes:
+    def keep(figures: Mapping[str, Any], *place: object) -> list[Path]:
+        for axes in (axes for figure in figures.values() for axes in figure.axes):
             drawn.append([line.get_xydata().tolist() for line in axes.lines])
             drawn.append([text.get_text() for text in axes.findobj(_Text)])
         return []
@@ -185,7 +185,7 @@ def _plotted(folder: Path) -> list[Any]:
     with contextlib.ExitStack() as stack:
         for name in modules:
             stack.enter_context(
-                mock.patch(f"fusion_bench_featcal.results.{name}.save_figure", keep)
+                mock.patch(f"fusion_bench_featcal.results.{name}.save_figures", keep)
             )
         shown("plot", str(folder))
     return drawn

@@ -21,7 +21,7 @@ from attacks.files import shown, without_figures
 from attacks.judging import RIGHT, captured_log, case, expect
 from attacks.worlds import ARITHMETIC, World, forked
 from fusion_bench_featcal.comparison import ComparisonAlgorithm
-from fusion_bench_featcal.comparison.grid import for_pool, make_grid
+from fusion_bench_featcal.comparison.grid import make_grid
 from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.results import Report
@@ -225,8 +225,7 @@ for _suite, _wanted in _PRESETS.items():
         config = compose_here("method=compare", f"modelpool={suite}")
         algorithm = instantiate(config.method, _recursive_=False)
         keys: Any = plain(config.modelpool.get("featcal")) or {}
-        choices, left_out = for_pool(algorithm.choices, keys.get("compare"))
-        grid = make_grid(choices, keys.get("presets") or {}, left_out)
+        grid = make_grid(algorithm.choices, keys)
         every = {n: c.settings for n, c in grid.cells.items() if n.split(":")[0] == "featcal"}
         found = {name: {key: own[key] for key in wanted} for name, own in every.items()}
         expect(wanted in found.values(), f"runs {found}")

@@ -13,7 +13,7 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
 from fusion_bench_featcal.comparison.cells import GridRun
-from fusion_bench_featcal.comparison.grid import Grid, GridChoices, for_pool, make_grid
+from fusion_bench_featcal.comparison.grid import Grid, GridChoices, make_grid
 from fusion_bench_featcal.comparison.reports import check_places, write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.data.image_cache import ImageCache
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
-    """Runs a grid of upstream mergers and post-merging methods, and compares what they give.
+    """Runs a grid of upstream mergers and post-merging methods, and compares the results.
 
     Run by `fusion_bench method=compare modelpool=...`. Every cell that is finished is kept in
     `results_dir`, under a fingerprint of all that it depends on; when the command is repeated, only
@@ -120,8 +120,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             CalibrationError: If the pools do not fit; or, when all is reported, if cells failed.
         """
         suite_keys = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
-        choices, left_out = for_pool(self.choices, suite_keys.get("compare"))
-        grid = make_grid(choices, suite_keys.get("presets") or {}, left_out)
+        grid = make_grid(self.choices, suite_keys)
         inputs = self._inputs(modelpool)
         self._check(grid, inputs)
         suite = suite_name(modelpool)
@@ -172,16 +171,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     def _report(self, suite: str, run: GridRun) -> None:
         """Write, log and print the reports; then fail if cells failed."""
         folder = self._folder(run.store)
-        summary = write_reports(
-            folder,
-            suite,
-            run.grid,
-            run.results,
-            run.failed,
-            seed=self.seed,
-            notes=self.notes,
-            device=self.fabric.device,
-        )
+        summary = write_reports(folder, suite, run, self.notes)
         if summary is not None:
             log_reports(self.fabric, map(Report.load, summary.runs))
             show = partial(_show, summary, folder)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import logging
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from fusion_bench_featcal.results.cost import (
 )
 from fusion_bench_featcal.results.curves import as_curves
 from fusion_bench_featcal.results.find import FailedCell
+from fusion_bench_featcal.results.report import finite_losses
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -48,25 +48,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class GridRun:
-    """One pass over a grid.
-
-    Attributes:
-        grid: The grid.
-        inputs: Inputs that the cells share.
-        store: Keeps finished results and merged models.
-        seed: Seeds each merger and each cell, so that a resumed run equals an uninterrupted one.
-        program: The FusionBench program, or None.
-        log_dir: Where FusionBench's task pools leave their own reports; None: nowhere.
-        results: (merger, cell) -> result; references have the merger None.
-        failed: Cells that gave no result.
-    """
+    """One pass over a grid."""
 
     grid: Grid
-    inputs: MethodInputs
-    store: ResultStore
-    seed: int
-    program: Any = None
-    log_dir: Path | None = None
+    inputs: MethodInputs  # that the cells share
+    store: ResultStore  # of finished results and merged models
+    seed: int  # of each merger and each cell, so that a resumed run equals an uninterrupted one
+    program: Any = None  # FusionBench's
+    log_dir: Path | None = None  # for the reports that FusionBench's task pools leave
+    # (merger, cell) -> result; references have the merger None.
     results: dict[tuple[str | None, str], CellResult] = field(default_factory=dict)
     failed: list[FailedCell] = field(default_factory=list)
 
@@ -214,12 +204,10 @@ class GridRun:
         return stored
 
     def _merge(self, merger: Merger) -> tuple[nn.Module, dict[str, Any]]:
-        place = "mergers_alone" if merger.alone else "upstream_mergers"
         config = OmegaConf.create(merger.config)
-        setting = f"method.{place}.{merger.name}"
         try:
             with measure() as cost:
-                model = run_merger(self.program, config, self.inputs.modelpool, setting)
+                model = run_merger(self.program, config, self.inputs.modelpool, merger.setting)
         except Exception as error:
             self._not_merged[merger.name] = _reason(error)
             raise
@@ -257,12 +245,11 @@ def _result(
     settings: dict[str, Any] | None = None,
     cost: dict[str, Any] | None = None,
 ) -> CellResult:
-    losses = {task: loss for task, loss in evaluation.loss.items() if loss is not None}
-    finite = {task: loss for task, loss in losses.items() if math.isfinite(loss)}
+    finite, notes = finite_losses(evaluation.loss)
     return CellResult(
         accuracy=evaluation.accuracy,
         loss=finite,
-        notes=[f"the loss of {task} is {losses[task]}" for task in losses if task not in finite],
+        notes=notes,
         correct=evaluation.correct,
         settings=settings or {},
         seed=seed_of(settings or {}),

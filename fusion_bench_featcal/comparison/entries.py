@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion_bench.compat.method import AlgorithmFactory
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 
+from fusion_bench_featcal.fusionbench.pool_models import import_target
 from fusion_bench_featcal.methods.interface import PostMerging
 from fusion_bench_featcal.methods.prob_surgery import ProbSurgery
 from fusion_bench_featcal.methods.ridge_surgery import RidgeSurgery
@@ -39,7 +40,8 @@ def check_target(config: Mapping[str, Any], place: str) -> None:
     """Find what an entry's `_target_` (or `name`, of older methods) names, and check its keys.
 
     Raises:
-        ValueError: If it cannot be imported, or a key is unknown.
+        CalibrationError: If it cannot be imported.
+        ValueError: If the name or a key is unknown.
     """
     target = config.get("_target_")
     if target is None:
@@ -50,31 +52,19 @@ def check_target(config: Mapping[str, Any], place: str) -> None:
                 f"{place}.name: FusionBench has no method {config.get('name')!r}{hint}"
             )
         return
-    try:
-        kind = get_object(target)
-    # Whatever importing a module raises.
-    except Exception as error:
-        reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{place}._target_: {target!r} cannot be imported ({reason}). Check the name, and that "
-            "its package is installed or its folder is in PYTHONPATH"
-        ) from error
-    _check_keys(kind, config, place)
-
-
-def _check_keys(kind: Any, config: Mapping[str, Any], place: str) -> None:
-    """Refuse keys that a class or function does not take, or would take without any effect."""
+    kind = import_target(place, target)
     try:
         parameters = inspect.signature(kind).parameters.values()
     except (TypeError, ValueError):  # it does not tell
         return
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    # Keys that it does not take, or would take without any effect.
     given = [key for key in config if not re.fullmatch(r"_\w+_", str(key)) and key not in names]
     for key in given:
         hint = nearest_hint(key, names)
         # FusionBench's classes take any key and warn; own classes check theirs.
-        if not takes_any or (hint and not str(config["_target_"]).startswith(OWN)):
+        if not takes_any or (hint and not str(target).startswith(OWN)):
             raise ValueError(f"{place}.{key} is unknown{hint}; it takes {', '.join(names)}")
 
 

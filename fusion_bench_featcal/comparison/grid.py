@@ -1,9 +1,8 @@
 """The grid of a comparison: which upstream mergers with which post-merging methods, checked."""
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -11,6 +10,7 @@ from omegaconf import OmegaConf
 from fusion_bench_featcal.comparison.entries import OWN, check_target, made_of
 from fusion_bench_featcal.fusionbench.options import check_merger, plain
 from fusion_bench_featcal.methods.interface import Chain, PostMerging
+from fusion_bench_featcal.nearest_names import nearest_name
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 
 log = logging.getLogger(__name__)
@@ -22,28 +22,22 @@ _PARTS = ("settings", "check", "post_merge", "samples", "added")
 
 @dataclass(frozen=True, kw_only=True)
 class Merger:
-    """An upstream merger: its row, its FusionBench config, whether no method is run on it."""
+    """An upstream merger."""
 
     name: str
-    config: Any
-    alone: bool
+    config: Any  # of a FusionBench method
+    setting: str  # that defines it
+    alone: bool  # no method is run on it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The grid: mergers, methods and their cells.
-
-    Attributes:
-        mergers: In order.
-        cells: Name -> post-merging method, run on every merger that is not alone.
-        references: Of `base` and `experts`.
-        configs: Cell -> config of its method; of a chain, step -> config.
-    """
+    """The grid: mergers, methods and their cells."""
 
     mergers: list[Merger]
-    cells: dict[str, PostMerging]
-    references: list[str]
-    configs: dict[str, Any] = field(default_factory=dict)
+    cells: dict[str, PostMerging]  # by name; run on every merger that is not alone
+    references: list[str]  # of `base` and `experts`
+    configs: dict[str, Any]  # cell -> config of its method; of a chain, step -> config
 
     def cells_of(self, merger: Merger) -> list[str]:
         """Cells of one merger; the merger without post-merging comes first."""
@@ -81,60 +75,35 @@ class GridChoices:
 _ENTRIES = ("upstream_mergers", "mergers_alone", "post_merging_methods")
 
 
-def for_pool(choices: GridChoices, changes: Any) -> tuple[GridChoices, dict[str, str]]:
-    """Fit the choices to a model pool.
+def make_grid(choices: GridChoices, suite: Mapping[str, Any]) -> Grid:
+    """Check all names and settings, and make the methods.
 
     Args:
         choices: The keys.
-        changes: The key `featcal.compare` of the pool's YAML: `leave_out`, name -> reason, and
-            under the other keys further settings of entries, by name. An entry that the choices
-            lack, or that was set to null, stays out.
+        suite: The key `featcal` of the pool's YAML. Its `presets` of FeatCal are cells
+            `featcal:<name>`. Its `compare` has `leave_out`, name -> reason, for what is not run
+            unless it is chosen, and under the keys of `GridChoices` further settings of entries.
 
-    Returns:
-        The choices with those settings, and what is left out where nothing is chosen.
+    Raises:
+        CalibrationError: If what an entry names cannot be imported.
+        ValueError: If a name is unknown or taken twice, a method's settings do not fit, or there
+            is nothing to run.
     """
-    changes = dict(plain(changes) or {})
-    left_out = dict(changes.pop("leave_out", None) or {})
+    changes = dict(suite.get("compare") or {})
+    left_out = changes.pop("leave_out", None) or {}
     if unknown := sorted(set(changes) - set(_ENTRIES)):
         raise ValueError(
             f"modelpool.featcal.compare: {unknown} unknown; it takes leave_out, "
             f"{', '.join(_ENTRIES)}"
         )
-    changed = {}
-    for key, entries in changes.items():
-        own = dict(plain(getattr(choices, key)) or {})
-        for name, settings in entries.items():
-            if isinstance(own.get(name), Mapping):
-                own[name] = plain(OmegaConf.merge(own[name], settings))
-        changed[key] = own
-    return replace(choices, **changed), left_out
-
-
-def make_grid(
-    choices: GridChoices,
-    presets: Mapping[str, Mapping[str, Any]],
-    left_out: Mapping[str, str] | None = None,
-) -> Grid:
-    """Check all names and settings, and make the methods.
-
-    Args:
-        choices: The keys.
-        presets: FeatCal presets of the suite, by name; each is a cell `featcal:<name>` where there
-            is a cell `featcal`.
-        left_out: Name -> reason, of entries that are left out where nothing is chosen.
-
-    Raises:
-        ValueError: If a name is unknown or taken twice, a method's settings do not fit, or there
-            is nothing to run.
-    """
-    methods = _with_presets(_mapping(choices.post_merging_methods, "post_merging_methods"), presets)
-    upstreams = _mapping(choices.upstream_mergers, "upstream_mergers")
-    alone = _mapping(choices.mergers_alone, "mergers_alone")
-    without = left_out or {}
-    chosen = _chosen(choices.upstreams, upstreams, "upstreams", without)
-    chosen_alone = _chosen(choices.alone, alone, "alone", without)
-    cells = _chosen(choices.post_merging, {NONE: None, **methods}, "post_merging", without)
-    references = _chosen(choices.references, dict.fromkeys(REFERENCES), "references")
+    upstreams, alone, methods = (
+        _entries(getattr(choices, key), changes.get(key) or {}, key) for key in _ENTRIES
+    )
+    methods = _with_presets(methods, suite.get("presets") or {})
+    chosen = _chosen(choices.upstreams, upstreams, "upstreams", left_out)
+    chosen_alone = _chosen(choices.alone, alone, "alone", left_out)
+    cells = _chosen(choices.post_merging, {NONE: None, **methods}, "post_merging", left_out)
+    references = _chosen(choices.references, dict.fromkeys(REFERENCES), "references", {})
     if not (chosen and cells) and not chosen_alone:
         raise ValueError(
             f"the grid is empty: method.upstreams is {chosen}, method.post_merging {cells}, "
@@ -142,25 +111,33 @@ def make_grid(
             "method (or none), or a merger alone"
         )
     mergers = [
-        _merger(name, every, place, is_alone)
-        for names, every, place, is_alone in (
-            (chosen if cells else [], upstreams, "upstream_mergers", False),
-            (chosen_alone, alone, "mergers_alone", True),
-        )
-        for name in names
+        _merger(name, upstreams[name], f"method.upstream_mergers.{name}", alone=False)
+        for name in (chosen if cells else [])
+    ]
+    mergers += [
+        _merger(name, alone[name], f"method.mergers_alone.{name}", alone=True)
+        for name in chosen_alone
     ]
     made = {name: _method(name, methods) for name in cells if name != NONE}
-    _refuse_taken([*(merger.name for merger in mergers), *made])
+    taken = {*REFERENCES, NONE}
+    for name in [*(merger.name for merger in mergers), *made]:
+        if name in taken:
+            raise ValueError(f"{name!r} names two rows of the comparison; rename one in YAML")
+        taken.add(name)
     configs = {name: _config(name, methods) for name in made}
     return Grid(mergers=mergers, cells=made, references=references, configs=configs)
 
 
-def _mapping(value: Any, key: str) -> dict[str, Any]:
+def _entries(value: Any, changes: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Configs of a key by name, with the pool's changes; what is set to null is not among them."""
     value = plain(value) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"method.{key} must map names to configs, got {value!r}")
-    # An entry set to null is taken out of the grid.
-    return {str(name): entry for name, entry in value.items() if entry is not None}
+    entries = {str(name): entry for name, entry in value.items() if entry is not None}
+    for name, settings in changes.items():
+        if isinstance(entries.get(name), Mapping):
+            entries[name] = plain(OmegaConf.merge(entries[name], settings))
+    return entries
 
 
 def _with_presets(
@@ -176,20 +153,19 @@ def _with_presets(
 
 
 def _chosen(
-    names: Any, available: Mapping[str, Any], key: str, left_out: Mapping[str, str] | None = None
+    names: Any, available: Mapping[str, Any], key: str, left_out: Mapping[str, str]
 ) -> list[str]:
     names = plain(names)
     if names is None:
-        for name, reason in (left_out or {}).items():
+        for name, reason in left_out.items():
             if name in available:
                 log.info("method.%s: %s is left out: %s", key, name, reason)
-        return [name for name in available if name not in (left_out or {})]
+        return [name for name in available if name not in left_out]
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ValueError(f"method.{key} must be a list of names, got {names!r}")
     for name in names:
         if name not in available:
-            near = difflib.get_close_matches(str(name), available, n=1, cutoff=0.0)
-            hint = f"; the nearest is {near[0]!r}" if near else ""
+            hint = f"; the nearest is {nearest_name(name, available)!r}" if available else ""
             raise ValueError(
                 f"method.{key}: {name!r} is unknown{hint}. There are: "
                 f"{', '.join(available) or 'none'}"
@@ -197,19 +173,18 @@ def _chosen(
     return list(dict.fromkeys(names))
 
 
-def _merger(name: str, every: Mapping[str, Any], place: str, alone: bool) -> Merger:
-    config = every[name]
+def _merger(name: str, config: Any, setting: str, *, alone: bool) -> Merger:
     try:
         check_merger(config)
     except ValueError:
         raise ValueError(
-            f"method.{place}.{name} must be a method's config (with _target_ or name), got "
-            f"{config!r}; add one by +method@method.{place}.{name}=task_arithmetic (with the @)"
+            f"{setting} must be a method's config (with _target_ or name), got "
+            f"{config!r}; add one by +method@{setting}=task_arithmetic (with the @)"
         ) from None
-    check_target(config, f"method.{place}.{name}")
+    check_target(config, setting)
     if str(config.get("_target_")).startswith(OWN):
-        made_of(config, f"method.{place}.{name}")  # its constructor checks the settings
-    return Merger(name=name, config=config, alone=alone)
+        made_of(config, setting)  # its constructor checks the settings
+    return Merger(name=name, config=config, setting=setting, alone=alone)
 
 
 def _method(name: str, methods: Mapping[str, Any], within: Sequence[str] = ()) -> PostMerging:
@@ -239,11 +214,3 @@ def _config(name: str, methods: Mapping[str, Any]) -> Any:
     if isinstance(config, list):
         return {step: _config(step, methods) for step in config}
     return config
-
-
-def _refuse_taken(names: Sequence[str]) -> None:
-    taken = {*REFERENCES, NONE}
-    for name in names:
-        if name in taken:
-            raise ValueError(f"{name!r} names two rows of the comparison; rename one in YAML")
-        taken.add(name)

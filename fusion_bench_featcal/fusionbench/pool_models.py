@@ -264,18 +264,18 @@ def reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def import_target(place: str, target: str) -> None:
-    """Import what a `_target_` names.
+def import_target(place: str, target: str) -> Any:
+    """Import and return what a `_target_` names.
 
     Raises:
         CalibrationError: If that fails.
     """
     try:
-        get_object(target)
+        return get_object(target)
     except Exception as error:  # importing a module may raise anything
         raise CalibrationError(
             f"{place}._target_={target} cannot be imported: {reason(error)}. Check the name, and "
-            "that its package is installed"
+            "that its package is installed or its folder is in PYTHONPATH"
         ) from error
 
 
