@@ -125,14 +125,15 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._check(grid, inputs)
         suite = suite_name(modelpool)
         store = ResultStore(self.results_dir or Path("outputs") / "comparison" / suite)
-        check_places(self._folder(store), grid)
         log_dir = None if self.log_dir is None else Path(self.log_dir)
+        folder = log_dir or store.folder  # of the reports
+        check_places(folder, grid)
         run = GridRun(grid, inputs, store, self.seed, self._program, log_dir)
         go_on = f"ended before it was done: finished cells are in {store.folder}. To go on, repeat"
         with ending_cleanly(self._program, lambda: f"{go_on} the command"):
             run.run()
         inputs.images.close()
-        self._report(suite, run)
+        self._report(suite, run, folder)
 
     def _inputs(self, modelpool: BaseModelPool) -> MethodInputs:
         taskpool = getattr(self._program, "taskpool", None)
@@ -164,13 +165,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 raise kind(f"{place}: {error}") from error
         check_experts(inputs.models)
 
-    def _folder(self, store: ResultStore) -> Path:
-        """Folder of the reports."""
-        return store.folder if self.log_dir is None else Path(self.log_dir)
-
-    def _report(self, suite: str, run: GridRun) -> None:
+    def _report(self, suite: str, run: GridRun, folder: Path) -> None:
         """Write, log and print the reports; then fail if cells failed."""
-        folder = self._folder(run.store)
         summary = write_reports(folder, suite, run, self.notes)
         if summary is not None:
             log_reports(self.fabric, map(Report.load, summary.runs))

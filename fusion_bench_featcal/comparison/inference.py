@@ -48,10 +48,10 @@ class InferenceTimer:
         """
         task = next(iter(task_names(self._taskpool) or []), None)
         device = self._fabric.device
-        found = None if task is None else self._work(model, task, device)
-        if found is None:
+        timed = None if task is None else self._work(model, task, device)
+        if timed is None:
             return UNAVAILABLE
-        work, samples = found
+        work, samples = timed
         model = model.to(device).eval()
         times: list[float] = []
         # The first one warms up; there is a second one, however long it takes.

@@ -1,7 +1,6 @@
 """Figures of a comparison: accuracy of every cell, and what the gain costs in time."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -30,26 +29,7 @@ _REFERENCES: dict[str, dict[str, Any]] = {
 
 Row = Mapping[str, Any]
 """As in a comparison's `report.json`."""
-
-
-@dataclass(frozen=True)
-class _Panel:
-    """Rows of one upstream merger; or, without one, mergers that nothing is run on."""
-
-    upstream: str | None
-    rows: dict[str, Row]
-
-    @property
-    def title(self) -> str:
-        return self.upstream or _ALONE
-
-    def looks(self) -> dict[str, dict[str, Any]]:
-        """Line -> keywords of `Axes.plot`."""
-        if self.upstream is None:
-            return {line: marks([line], line)[line] for line in self.rows}
-        names = {line: str(row["name"]) for line, row in self.rows.items()}
-        looks = marks(list(names.values()), self.upstream)
-        return {line: looks[name] for line, name in names.items()}
+_Groups = dict[str, dict[str, Row]]  # title of a panel -> label of a line -> its row
 
 
 def plot_comparison(
@@ -82,28 +62,28 @@ def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":
         ReportError: matplotlib is missing or no merger has a row.
     """
     groups = _panels(rows)
-    methods = list(dict.fromkeys(line for panel in groups if panel.upstream for line in panel.rows))
-    most = max(len(methods), *(len(panel.rows) for panel in groups))
-    floor = _floor([_percent(row) for panel in groups for row in panel.rows.values()])
+    methods = list(
+        dict.fromkeys(line for name in groups if name != _ALONE for line in groups[name])
+    )
+    most = max(len(methods), *map(len, groups.values()))
+    floor = _floor([_percent(row) for row in _all(groups)])
     with style():
-        figure, grid = panels(
-            [panel.title for panel in groups], (1.55, 0.8 + 0.23 * most), _ACROSS, title,
-            "average accuracy, %",
-        )  # fmt: skip
-        for place, (axes, panel) in enumerate(zip(grid, groups, strict=True)):
-            lines = methods if panel.upstream else list(panel.rows)
+        size, label = (1.55, 0.8 + 0.23 * most), "average accuracy, %"
+        figure, grid = panels(list(groups), size, _ACROSS, title, label)
+        for place, (axes, name) in enumerate(zip(grid, groups, strict=True)):
+            lines = methods if name != _ALONE else list(groups[name])
             heights = {line: -number for number, line in enumerate(lines)}
-            for line, look in panel.looks().items():
-                _draw_accuracy(axes, panel.rows[line], heights[line], look, floor)
+            for line, look in _looks(name, groups[name]).items():
+                _draw_accuracy(axes, groups[name][line], heights[line], look, floor)
             first = place % _ACROSS == 0
             axes.set_yticks(list(heights.values()))
-            axes.set_yticklabels(lines if first or not panel.upstream else [""] * len(lines))
-            if not (first or panel.upstream):
+            axes.set_yticklabels(lines if first or name == _ALONE else [""] * len(lines))
+            if name == _ALONE and not first:
                 axes.yaxis.tick_right()
             axes.tick_params(axis="y", length=0)
             axes.set_ylim(0.4 - most, 0.6)
             axes.spines["left"].set_visible(False)
-        _draw_lines(figure, grid, groups, rows)
+        _draw_references(figure, dict(zip(groups, grid, strict=True)), groups, rows)
     return figure
 
 
@@ -113,16 +93,16 @@ def cost_figure(rows: Sequence[Row], title: str = "") -> "Figure":
     Raises:
         ReportError: matplotlib is missing or no row has a gain and seconds.
     """
-    groups = [panel for panel in _panels([row for row in rows if _timed(row)]) if panel.upstream]
-    floor = _floor([100 * row["gain"] for panel in groups for row in panel.rows.values()])
+    groups = _panels([row for row in rows if _timed(row)])
+    floor = _floor([100 * row["gain"] for row in _all(groups)])
     with style():
-        titles, xlabel = [panel.title for panel in groups], "seconds, without evaluation"
-        figure, grid = panels(titles, (3.0, 2.8), 3, title, xlabel, sharey=True)
+        label = "seconds, without evaluation"
+        figure, grid = panels(list(groups), (3.0, 2.8), 3, title, label, sharey=True)
         seen: dict[str, Any] = {}
-        for axes, panel in zip(grid, groups, strict=True):
+        for axes, (name, group) in zip(grid, groups.items(), strict=True):
             axes.axhline(0, **_MERGER)
-            for line, look in panel.looks().items():
-                seen[line] = _draw_cost(axes, panel.rows[line], look, floor)
+            for line, look in _looks(name, group).items():
+                seen[line] = _draw_cost(axes, group[line], look, floor)
             axes.set_xscale("log")
             axes.margins(x=0.08)
         figure.supylabel("gain over the merger, points", fontsize=10)
@@ -130,9 +110,9 @@ def cost_figure(rows: Sequence[Row], title: str = "") -> "Figure":
     return figure
 
 
-def _panels(rows: Sequence[Row]) -> list[_Panel]:
+def _panels(rows: Sequence[Row]) -> _Groups:
     """Rows by upstream merger; mergers without post-merging together, at the end."""
-    groups: dict[str, dict[str, Row]] = {}
+    groups: _Groups = {}
     for row in rows:
         if row["upstream"] is not None and row["name"] not in (BASE, EXPERTS):
             line = _NONE if row["name"] == row["upstream"] else row["name"]
@@ -140,8 +120,20 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
     if not groups:
         raise ReportError("the comparison has no row to draw")
     alone = {name: group[_NONE] for name, group in groups.items() if list(group) == [_NONE]}
-    of_mergers = [_Panel(name, group) for name, group in groups.items() if name not in alone]
-    return of_mergers + ([_Panel(None, alone)] if alone else [])
+    repaired = {name: group for name, group in groups.items() if name not in alone}
+    return repaired | ({_ALONE: alone} if alone else {})
+
+
+def _all(groups: _Groups) -> list[Row]:
+    return [row for group in groups.values() for row in group.values()]
+
+
+def _looks(title: str, group: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
+    """Line -> keywords of `Axes.plot`."""
+    if title == _ALONE:
+        return {line: marks([line], line)[line] for line in group}
+    looks = marks([row["name"] for row in group.values()], title)
+    return {line: looks[row["name"]] for line, row in group.items()}
 
 
 def _floor(values: Sequence[float]) -> float:
@@ -181,18 +173,18 @@ def _draw_mark(axes: "Axes", x: float, y: float, look: Mapping[str, Any]) -> Any
     return axes.plot([x], [y], linestyle="none", **{**look, **smaller})[0]
 
 
-def _draw_lines(
-    figure: "Figure", grid: Sequence["Axes"], groups: Sequence[_Panel], rows: Sequence[Row]
+def _draw_references(
+    figure: "Figure", grid: "Mapping[str, Axes]", groups: _Groups, rows: Sequence[Row]
 ) -> None:
     """Lines of the merger, the experts and the base, and their legend.
 
     A reference far from all cells would squeeze them: the legend names it instead.
     """
     shown: dict[str, Any] = {}
-    for axes, panel in zip(grid, groups, strict=True):
-        if panel.upstream and _NONE in panel.rows:
-            shown["the merger"] = axes.axvline(_percent(panel.rows[_NONE]), **_MERGER)
-    values = [_percent(row) for panel in groups for row in panel.rows.values()]
+    for name, group in groups.items():
+        if name != _ALONE and _NONE in group:
+            shown["the merger"] = grid[name].axvline(_percent(group[_NONE]), **_MERGER)
+    values = [_percent(row) for row in _all(groups)]
     values = [value for value in values if value >= _floor(values)]
     reach = 0.25 * (max(values) - min(values)) + 1
     for row in rows:
@@ -200,10 +192,10 @@ def _draw_lines(
         if name not in _REFERENCES or f"{name} ({value:.1f})" in shown:
             continue
         if min(values) - reach <= value <= max(values) + reach:
-            lines = [axes.axvline(value, **_REFERENCES[name]) for axes in grid]
+            lines = [axes.axvline(value, **_REFERENCES[name]) for axes in grid.values()]
             shown[f"{name} ({value:.1f})"] = lines[0]
         else:
-            (empty,) = grid[0].plot([], [], **_REFERENCES[name])
+            (empty,) = next(iter(grid.values())).plot([], [], **_REFERENCES[name])
             shown[f"{name} ({value:.1f}, outside)"] = empty
     if shown:
         legend_below(figure, list(shown.values()), list(shown), _BARS, 4)

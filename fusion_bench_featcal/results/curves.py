@@ -44,18 +44,12 @@ def as_curves(content: Any, place: str) -> Curves:
 def write_curves(
     directory: str | Path, curves: Mapping[str, Curves], setting: str = LOG_DIR_SETTING
 ) -> Path | None:
-    """Write the curves of a run's rows; what an earlier run left is removed.
+    """Write the curves of a run's rows into an existing folder, in place of an earlier run's.
 
-    Args:
-        directory: An existing folder.
-        curves: Row -> its curves; rows without any are left out.
-        setting: The setting that chose the folder, named in error messages.
-
-    Returns:
-        The file; None where nothing was trained.
+    Returns the file; None where no row has curves.
 
     Raises:
-        ReportError: The file cannot be written.
+        ReportError: The file cannot be written in the folder that `setting` chose.
     """
     path = Path(directory) / CURVES_FILE
     records = [

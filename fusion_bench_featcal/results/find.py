@@ -1,7 +1,7 @@
 """Search for folders with results: runs, and comparisons with the runs below them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,7 @@ class FailedCell:
     seed: int | None = None  # of the comparison; None where it is not known
 
 
-_CELL = [key.name for key in fields(FailedCell)]
-
-
-@dataclass(kw_only=True)
+@dataclass
 class ResultFolders:
     """Results at or below some paths, each folder once."""
 
@@ -52,9 +49,8 @@ def find(paths: Iterable[str | Path]) -> ResultFolders:
         _search(path, folders)
         if len(folders.runs) + len(folders.comparisons) == before:
             raise ReportError(f"no run in or below {path}: a run's log directory has {REPORT_FILE}")
-    folders.runs, folders.comparisons = _once(folders.runs), _once(folders.comparisons)
-    folders.failed = list(dict.fromkeys(folders.failed))
-    return folders
+    failed = list(dict.fromkeys(folders.failed))
+    return ResultFolders(_once(folders.runs), _once(folders.comparisons), failed)
 
 
 def refuse_run(directory: str | Path, setting: str) -> None:
@@ -82,7 +78,8 @@ def _search(folder: Path, folders: ResultFolders) -> None:
         if content.get("runs"):
             folders.runs += [folder / name for name in content["runs"]]
             folders.failed += [
-                FailedCell(**{key: cell.get(key) for key in _CELL}) for cell in content["failed"]
+                FailedCell(**{key: cell.get(key) for key in FailedCell.__dataclass_fields__})
+                for cell in content["failed"]
             ]
             return
     for below in sorted(folder.iterdir()) if folder.is_dir() else ():

@@ -176,8 +176,7 @@ def _differences(first: Scores, second: Scores) -> dict[str, NDArray[Any]]:
 
 
 def _item_scores(flags: Any) -> NDArray[np.float64]:
-    scores = np.asarray(flags, dtype=np.float64)
-    return scores.mean(axis=0) if scores.ndim == 2 else scores
+    return np.atleast_2d(np.asarray(flags, dtype=np.float64)).mean(axis=0)
 
 
 def _macro_means(
@@ -189,12 +188,8 @@ def _macro_means(
     distinct value is drawn (multinomial): the same distribution, without `[resamples, items]`.
     Each task has a generator of its own, seeded by its name.
 
-    Args:
-        columns: Task -> `[items, k]`.
-        resamples: Number of resamples.
-
-    Returns:
-        The observed means `[k]` and the resampled ones `[resamples, k]`.
+    `columns` map tasks to `[items, k]`; the observed means are `[k]`, the resampled ones
+    `[resamples, k]`.
     """
     observed = resampled = np.zeros(1)
     for task in sorted(columns):

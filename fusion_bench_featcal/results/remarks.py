@@ -57,11 +57,7 @@ def closing_lines(
 ) -> list[str]:
     """Return the last lines of a run: the saved model, a better row, the files, the next commands.
 
-    Args:
-        report: The run's report.
-        saved_row: Row of the model that the run returns, and saves where it was asked to.
-        saved_path: Folder or file it was saved to; None: it was not saved.
-        folder: The run's folder with the report; None: there is none.
+    `saved_row` is the row of the model that the run returns; with `saved_path` it was saved there.
     """
     saved = f"saved the model of row {saved_row}: {saved_path}"
     if saved_path is None:

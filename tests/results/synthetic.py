@@ -1,11 +1,13 @@
 """Reports with known numbers, for the tests of this folder."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.summary import Summary, SummaryRow
 
 SIX = ("mini_mnist", "mini_fashion_mnist", "mini_notmnist", "mini_optdigits", "mini_latin",
        "mini_greek")  # fmt: skip
@@ -45,3 +47,20 @@ def make_report(
             else None,
         )
     return report
+
+
+def leave_run(folder: Path, featcal: float = 0.75, **more: Any) -> Path:
+    make_report({**LEVELS, "featcal": featcal}, **more).write(folder)
+    return folder
+
+
+def row_of(summary: Summary, name: str, upstream: str | None = None) -> SummaryRow:
+    rows = (row for row in summary.rows if row.name == name)
+    (row,) = (row for row in rows if upstream in (None, row.upstream))
+    return row
+
+
+def leave_seeds(folder: Path) -> list[Path]:
+    """Runs with three calibration seeds: featcal reaches 70, 75 and 80 %."""
+    levels = {1: 0.7, 2: 0.75, 3: 0.8}
+    return [leave_run(folder / f"seed{s}", level, seed=s) for s, level in levels.items()]
