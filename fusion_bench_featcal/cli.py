@@ -119,7 +119,8 @@ def plan_command(options: argparse.Namespace) -> None:
     import json
 
     from fusion_bench_featcal.fusionbench.plan_run import run_request
-    from fusion_bench_featcal.plan.estimate import estimate, with_levers
+    from fusion_bench_featcal.plan.estimate import estimate
+    from fusion_bench_featcal.plan.levers import with_levers
     from fusion_bench_featcal.plan.show import show_plan
     from fusion_bench_featcal.settings import CalibrationError
 

@@ -10,7 +10,7 @@ from torch import nn
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan.advice import size
-from fusion_bench_featcal.plan.estimate import Request, memory_of
+from fusion_bench_featcal.plan.estimate import Request, parts_of
 
 KNOWN = Path(__file__).with_name("known_configs")
 
@@ -81,7 +81,7 @@ def describe(request: Request) -> str:
         for site in modules.sites:
             shape = list(site.oriented(model.get_parameter(site.weight_name)).shape)
             shapes[site.name.removeprefix(f"{block}."), str(shape)] += 1
-    parts = memory_of(request).parts
+    parts = parts_of(request)
     lines = [
         f"{type(model).__name__}, family {family.name}: "
         f"{sum(p.numel() for p in model.parameters()):,} parameters",

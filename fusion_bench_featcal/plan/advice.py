@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion_bench_featcal.experts import hollow_copy
-from fusion_bench_featcal.plan.counting import count_work, without_masks
-from fusion_bench_featcal.plan.memory import predict_memory
+from fusion_bench_featcal.plan.dry_run import dry_run, without_masks
+from fusion_bench_featcal.plan.estimate import memory_of
 
 GENERAL = (
     "Lower method.batch_size or method.samples_per_task, or set method.activations=disk or "
@@ -37,10 +37,12 @@ def memory_advice(problem: Any, example: Any) -> str:
         example: The first batch's inputs, without their entries.
     """
     try:
-        settings, tasks = problem.settings.replace(family=problem.family), len(problem.experts)
-        work = count_work(hollow_copy(problem.model).to("meta"), without_masks(example), settings)
-        memory = predict_memory(work, settings, tasks * settings.samples_per_task, tasks)
-        return advice(memory.parts, on_disk=settings.activations == "disk")
+        settings, tasks = problem.settings.replace(family=problem.family), len(problem.tasks)
+        model = hollow_copy(problem.model).to("meta")
+        run = dry_run(model, without_masks(example), settings, tasks)
+        samples = len(problem.experts) * settings.samples_per_task
+        parts, _ = memory_of(run, settings, samples, tasks)
+        return advice(parts, on_disk=settings.activations == "disk")
     except Exception:  # whatever it is, the error at hand is the one to report
         return GENERAL
 

@@ -1,37 +1,29 @@
 """Estimate of a calibration: seconds, memory and bytes of the process with the most to do."""
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import psutil
 import torch
 from torch import nn
-from torch.nn import functional
 
-from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
 from fusion_bench_featcal.engine.activations import HOST_SHARE
 from fusion_bench_featcal.engine.memory import free_bytes
 from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
-from fusion_bench_featcal.plan.counting import Group, Work, count_work, example_inputs
-from fusion_bench_featcal.plan.memory import HOLES, Memory, predict_memory, read_bytes
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.engine.team import Shares
+from fusion_bench_featcal.experts.merging import merged_at
+from fusion_bench_featcal.experts.read_plan import make_plan, reads_of
+from fusion_bench_featcal.plan.dry_run import DryRun, Group, Place, dry_run, example_inputs
+from fusion_bench_featcal.plan.probe import Rate, measured_rate
+from fusion_bench_featcal.settings import FeatCalSettings, budget_in_bytes
 
 CPU = torch.device("cpu")
-EFFICIENCY = 0.55
-"""Share of a single product's speed that whole calibrations reach: the rest is element by element.
-benchmarks/plan.py found 0.4 to 0.65."""
-
-WORTH = 0.02
-"""Least share by which a lever must lower something to be listed."""
-
-Rate = Callable[[torch.dtype, int], float]
-"""FLOP/s of products of numbers of a dtype, about so wide."""
+HOLES, SCRATCH = 1.15, 20 * 2**20
+"""Share of memory that allocators hold beside what is in use, and bytes of libraries' buffers."""
 
 
 @dataclass(frozen=True)
@@ -111,37 +103,41 @@ def estimate(request: Request, rate: Rate | None = None) -> Plan:
         ValueError: If the model's inputs are unknown, or no family fits it.
     """
     device, settings = request.device, request.settings
-    work, mine, held, memory = _work_of(request)
-    read = read_bytes(work, settings, request.tasks, itemsize=request.itemsize, fused=request.fused)
+    run, mine = _run_of(request)
+    held = math.ceil(request.held * len(mine) / request.tasks) + request.base_held
+    parts, peak = memory_of(
+        run, settings, sum(mine), request.tasks, held=held, fused=request.fused
+    )
     own = psutil.Process().memory_info().rss
     free_host, free_gpu = free_bytes(CPU) or 0, None if device.type == "cpu" else free_bytes(device)
-    waiting = _waiting(request, memory, free_host, free_gpu)
-    model, on_gpu = memory.parts["model"], device.type != "cpu"
-    gpu = memory.peak - memory.parts["experts"] + round(HOLES * waiting["device"])
+    waiting = _waiting(request, parts["activations"], peak, free_host, free_gpu)
+    model, on_gpu = parts["model"], device.type != "cpu"
+    gpu = peak - parts["experts"] + round(HOLES * waiting["device"])
     host = own + (1 + held - request.loaded) * model + waiting["host"]
-    host += memory.parts["block"] if on_gpu else gpu
+    host += parts["block"] if on_gpu else gpu
     more = request.neighbours * (host - own)
     if not request.loaded:  # the other processes are not there yet
         more += (request.neighbours - 1) * own
-    kept = sum(block.parameters for block in work.blocks) if settings.checkpoint_dir else 0
-    widest = max(work.groups, key=lambda group: (group.width, sum(group.outputs)), default=None)
+    kept = sum(block.parameters for block in run.blocks) if settings.checkpoint_dir else 0
+    groups = [group for block in run.blocks for group in block.groups]
+    widest = max(groups, key=lambda group: (group.width, sum(group.outputs)), default=None)
     return Plan(
         model=type(request.model).__name__,
-        family=work.family,
+        family=run.family,
         device=device.type,
         threads=torch.get_num_threads(),
         tasks=request.tasks,
         samples=max(_samples(request)),
         processes=request.processes,
         neighbours=request.neighbours,
-        stages=seconds_of(work, request, mine, rate or measured_rate(request)),
+        stages=_seconds(run, request, mine, rate or measured_rate(device, settings)),
         host=host,
         gpu=gpu if on_gpu else None,
         own=own,
         more_host=more,
         waiting=waiting,
-        parts=memory.parts,
-        read=math.ceil(read * len(mine) / request.tasks),
+        parts=parts,
+        read=math.ceil(_bytes_read(run, request) * len(mine) / request.tasks),
         disk=waiting["disk"] + kept,
         free_host=free_host,
         free_gpu=free_gpu,
@@ -149,9 +145,10 @@ def estimate(request: Request, rate: Rate | None = None) -> Plan:
     )
 
 
-def memory_of(request: Request) -> Memory:
-    """Memory of the busiest process; otherwise as `estimate`."""
-    return _work_of(request)[-1]
+def parts_of(request: Request) -> Mapping[str, int]:
+    """Memory of the busiest process by the names in `advice.LABELS`; otherwise as `estimate`."""
+    run, mine = _run_of(request)
+    return memory_of(run, request.settings, sum(mine), request.tasks)[0]
 
 
 def _samples(request: Request) -> list[int]:
@@ -159,46 +156,108 @@ def _samples(request: Request) -> list[int]:
     return [min(count, most) for count in request.samples or [most] * request.tasks]
 
 
-def _work_of(request: Request) -> tuple[Work, list[int], int, Memory]:
-    """Counts of a batch; of the busiest process samples by task, models held whole, and memory."""
-    settings, samples = request.settings, _samples(request)
-    batch = min(settings.batch_size, max(samples))
-    inputs = example_inputs(request.model, batch, request.length, request.target_length)
-    work = count_work(request.model, inputs, settings)
-    mine = busiest_share(samples, batch, request.processes)
-    held = math.ceil(request.held * len(mine) / request.tasks) + request.base_held
-    memory = predict_memory(
-        work, settings, sum(mine), request.tasks, held=held, fused=request.fused
-    )
-    return work, mine, held, memory
+def _run_of(request: Request) -> tuple[DryRun, list[int]]:
+    """One batch's way, and the samples by task of the process with the most.
 
-
-def busiest_share(samples: Sequence[int], batch: int, processes: int) -> list[int]:
-    """Samples, task by task, of the process with the most.
-
-    Tasks are dealt out in turn; where there are more processes than tasks, each task's batches are.
+    Tasks, or the batches of one, are dealt out as to the processes of a run.
     """
-    tasks = len(samples)
-    if processes <= tasks:
-        return max((list(samples[rank::processes]) for rank in range(processes)), key=sum)
-    shares = []
-    for task, count in enumerate(samples):
-        members = len(range(task, processes, tasks))
-        shares.append([min(count, -(-math.ceil(count / batch) // members) * batch)])
-    return max(shares)
+    samples = dict(enumerate(_samples(request)))
+    size = min(request.settings.batch_size, max(samples.values()))
+    names = tuple(map(str, samples))
+    busiest: list[int] = []
+    for rank in range(request.processes):
+        shares = Shares(names, rank, request.processes)
+        mine = [
+            sum(min(size, samples[int(task)] - start) for start in shares.cut(task, starts))
+            for task in shares.mine
+            for starts in [range(0, samples[int(task)], size)]
+        ]
+        busiest = max(busiest, mine, key=sum)
+    inputs = example_inputs(request.model, size, request.length, request.target_length)
+    return dry_run(request.model, inputs, request.settings, request.tasks), busiest
+
+
+def memory_of(
+    run: DryRun,
+    settings: FeatCalSettings,
+    samples: int,
+    tasks: int,
+    *,
+    held: int = 0,
+    fused: bool = False,
+) -> tuple[dict[str, int], int]:
+    """Estimate the memory of a calibration above the merged model that it is given.
+
+    Args:
+        run: One batch's way.
+        settings: Settings.
+        samples: Samples of all tasks of this process.
+        tasks: Number of tasks of all processes.
+        held: Experts and bases that are loaded whole.
+        fused: Whether an upstream merge holds a block of every expert.
+
+    Returns:
+        Bytes by the names in `advice.LABELS`; and all of them but the features, at the fullest
+        block, with what allocators and libraries take.
+    """
+    model = sum(run.sizes.values())
+    visits = [_visit(place, run, settings, tasks, fused=fused) for place in run.places]
+    fullest = max(sum(visit.values()) for visit in visits)
+    parts = {name: max(visit[name] for visit in visits) for name in visits[0]}
+    parts |= {"model": model, "experts": held * model}
+    carried = max(place.carried for place in run.places)
+    parts["activations"] = round(samples / run.samples * carried)
+    return parts, round(model + held * model + HOLES * fullest + SCRATCH)
+
+
+def _visit(
+    place: Place, run: DryRun, settings: FeatCalSettings, tasks: int, *, fused: bool
+) -> dict[str, int]:
+    """Bytes of a place where it is fullest: while a task is summed, or at the solve."""
+    fold = max(fold_dtype(settings, tasks, CPU).itemsize, run.dtype.itemsize)
+    folded = summed = transient = system = 0
+    for group in place.groups:
+        square, largest = group.width**2, max(group.outputs) * group.width
+        summed += group.summed
+        folded += fold * ((1 + group.has_cross) * square + sum(group.outputs) * group.width)
+        transient = max(transient, fold * 2 * (square + largest))
+        system = max(system, fold * (square + 5 * largest))
+    read = sum(run.sizes[name] for name in {run.tied[name] for name in place.needed})
+    beside = max(0, summed + max(0, transient - place.peak), system - place.peak)
+    return {
+        "batch": place.peak,
+        "statistics": folded + beside,
+        "block": (tasks if fused else 1) * read + fold * place.calibrated + place.parameters // 2,
+    }
+
+
+def _bytes_read(run: DryRun, request: Request) -> int:
+    """Bytes that are read of all experts, as the log counts them."""
+    own = run.dtype.itemsize
+    sizes = {name: n * (request.itemsize or own) // own for name, n in run.sizes.items()}
+    blocks = [block.name for block in run.blocks]
+    visits = {place.name: list(place.needed) for place in run.places}
+    if request.fused:  # the merge needs every tensor
+        for place, names in merged_at(request.model, blocks).items():
+            visits[place] += names
+    reads = {
+        str(task): reads_of(task, visits, blocks, run.tied, sizes.__getitem__)
+        for task in range(request.tasks)
+    }
+    full, budget = make_plan(reads, None).bytes, request.settings.expert_read_budget
+    return full if budget is None else make_plan(reads, budget_in_bytes(budget, full)).bytes
 
 
 def _waiting(
-    request: Request, memory: Memory, free_host: int, free_gpu: int | None
+    request: Request, left: int, peak: int, free_host: int, free_gpu: int | None
 ) -> dict[str, int]:
     """Bytes of features by place, filled in the engine's order."""
-    left, choice = memory.parts["activations"], request.settings.activations
-    host = free_host // request.neighbours
+    choice, host = request.settings.activations, free_host // request.neighbours
     if request.device.type == "cpu":
-        rooms = {"device": host - memory.peak, "host": 0}
+        rooms = {"device": host - peak, "host": 0}
         choice = "device" if choice == "host" else choice
     else:
-        rooms = {"device": (free_gpu or 0) - memory.peak, "host": int(HOST_SHARE * host)}
+        rooms = {"device": (free_gpu or 0) - peak, "host": int(HOST_SHARE * host)}
     waiting = {}
     for place, room in rooms.items():
         room = max(0, room) if choice == "auto" else (choice == place) * left
@@ -207,41 +266,30 @@ def _waiting(
     return {**waiting, "disk": left}
 
 
-def seconds_of(
-    work: Work, request: Request, samples: Sequence[int], rate: Rate
+def _seconds(
+    run: DryRun, request: Request, samples: Sequence[int], rate: Rate
 ) -> tuple[dict[str, float], ...]:
     """Seconds by step, for each stage; `samples` are those of each task of this process."""
     settings, tasks, device = request.settings, request.tasks, request.device
-    mixes, drift = settings.mix_alpha > 0, settings.log_drift
-    batches, sides = sum(samples) / work.batch, 1 + (mixes or drift)
-    dtypes = work.dtype, row_dtype(settings, tasks, device), fold_dtype(settings, tasks, device)
-    widths = Counter(group.width for group in work.groups) or Counter([1])
-    width = widths.most_common(1)[0][0]
-    passing, summing, folding = (
-        rate(torch.promote_types(work.dtype, dtype), width) for dtype in dtypes
-    )
+    widths = Counter(group.width for block in run.blocks for group in block.groups) or Counter([1])
+    width, batches = widths.most_common(1)[0][0], sum(samples) / run.samples
+    wide = {
+        "moments": row_dtype(settings, tasks, device),
+        **dict.fromkeys(("folds", "solves"), fold_dtype(settings, tasks, device)),
+    }
     stages = []
-    for stem, *blocks in work.stages:
-        groups = [group for block in blocks for group in block.groups]
-        updated = sum(b.flops for b in blocks if drift or b is not work.blocks[-1])
-        solves = sum(_solve_flops(b.groups, min(tasks, request.processes)) for b in blocks)
-        stages.append(
-            {
-                "stem": (not work.whole_model) * sides * batches * stem.flops / passing,
-                "passes": sides * batches * sum(block.flops for block in blocks) / passing,
-                "moments": batches * sum(_sum_flops(g, mixes=mixes) for g in groups) / summing,
-                "folds": len(samples) * sum(map(_fold_flops, groups)) / folding,
-                "solves": solves / folding,
-                "update": batches * updated / passing,
-            }
-        )
+    for stage in run.stages:
+        groups = [block.groups for block in stage]
+        flops = {
+            step: batches * sum(place.flops.get(step, 0) for place in stage)
+            for step in ("stem", "passes", "moments")
+        }
+        flops["folds"] = len(samples) * sum(map(_fold_flops, chain.from_iterable(groups)))
+        flops["solves"] = sum(_solve_flops(g, min(tasks, request.processes)) for g in groups)
+        flops["update"] = batches * sum(place.flops.get("update", 0) for place in stage)
+        dtypes = {s: torch.promote_types(run.dtype, wide.get(s, run.dtype)) for s in flops}
+        stages.append({step: flops[step] / rate(dtypes[step], width) for step in flops})
     return tuple(stages)
-
-
-def _sum_flops(group: Group, *, mixes: bool) -> float:
-    """FLOPs of one batch's sums: half a Gram matrix, and the cross moment or what stands for it."""
-    cross = 2 * (sum(group.outputs) if group.is_narrow else group.width)
-    return group.rows * group.width * (group.width + mixes * cross)
 
 
 def _fold_flops(group: Group) -> int:
@@ -252,91 +300,3 @@ def _solve_flops(groups: Sequence[Group], processes: int) -> float:
     """FLOPs of the factors, and of solving and checking each module, in the busiest process."""
     each = [group.width**3 / 3 + 2 * _fold_flops(group) for group in groups]
     return max(sum(each) / processes, max(each, default=0))
-
-
-def measured_rate(request: Request) -> Rate:
-    """Speed of this machine with the kernel that the calibration will choose."""
-    kernel = choose_kernel(request.settings.linear_kernel, request.device)
-    return lambda dtype, width: probe(request.device, kernel, dtype, width)
-
-
-@cache
-def probe(device: torch.device, kernel: str, dtype: torch.dtype, width: int) -> float:
-    """FLOP/s of a linear layer, as whole calibrations reach them; measured once in a process.
-
-    Of CPU time where there is one thread, else of wall-clock time. `kernel` multiplies float32
-    matrices on a CPU.
-    """
-    if device.type == "mps" and dtype == torch.float64:
-        dtype = torch.float32
-    rows, width = 512, min(max(width, 64), 1024)
-    generator = torch.Generator().manual_seed(0)
-    left, right = (
-        torch.randn(n, width, generator=generator).to(device, dtype) for n in (rows, width)
-    )
-    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if one_thread else time.perf_counter
-    seconds = []
-    with torch.no_grad(), with_kernel(kernel, nullcontext)():
-        while len(seconds) < 4 or (sum(seconds) < 0.02 and len(seconds) < 50):
-            start = clock()
-            functional.linear(left, right)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(max(clock() - start, 1e-9))
-    return EFFICIENCY * 2 * rows * width**2 / min(seconds[1:])
-
-
-def with_levers(request: Request, plan: Plan, rate: Rate | None = None) -> Plan:
-    """Add the settings to a request's plan that lower time, memory or reads, least memory first."""
-    found = []
-    for setting, changed, same_model in _changes(request, plan):
-        try:
-            other = estimate(changed, rate)
-        except CalibrationError:  # the pattern leaves a module out that is needed
-            continue
-        if any(
-            new < (1 - WORTH) * old for new, old in zip(_costs(other), _costs(plan), strict=True)
-        ):
-            found.append(
-                Lever(setting, other.seconds, other.host, other.gpu, other.read, same_model)
-            )
-    found.sort(key=lambda lever: (lever.gpu or 0) + lever.host)
-    return replace(plan, levers=tuple(found))
-
-
-def _costs(plan: Plan) -> tuple[float, ...]:
-    return plan.seconds, plan.host - plan.own, plan.gpu or 0, plan.read
-
-
-def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, Request, bool]]:
-    """Settings that may lower something, the request with each, and whether the model stays."""
-    settings = request.settings
-
-    def changed(**changes: object) -> Request:
-        return replace(request, settings=settings.replace(**changes))
-
-    if (half := settings.samples_per_task // 2) > 0:
-        yield f"samples_per_task={half}", changed(samples_per_task=half), False
-    if (half := settings.batch_size // 2) > 0:
-        yield f"batch_size={half}", changed(batch_size=half), True
-    if request.device.type != "cpu" and plan.waiting["device"]:
-        yield "activations=host", changed(activations="host"), True
-    if plan.waiting["device"] + plan.waiting["host"]:
-        yield "activations=disk", changed(activations="disk"), True
-    if request.held or request.base_held:
-        yield "stream_experts=true", replace(request, held=0, base_held=False), True
-    elif settings.expert_read_budget is None and not request.merges:
-        yield "expert_read_budget=50%", changed(expert_read_budget="50%"), False
-    if request.fused:
-        yield "fuse_merge=false", replace(request, fused=False), True
-    if settings.log_drift:
-        yield "log_drift=false", changed(log_drift=False), True
-    if settings.mix_alpha > 0:
-        yield "mix_alpha=0 log_drift=false", changed(mix_alpha=0.0, log_drift=False), False
-    if settings.max_length is not None and (half := request.length // 2) > 1:
-        shorter = replace(request, length=half, settings=settings.replace(max_length=half))
-        yield f"max_length={half}", shorter, False
-    if settings.modules is None and plan.widest:
-        without = [f"!{name}" for name in plan.widest]
-        yield f"modules={without}", changed(modules=without), False

@@ -1,0 +1,236 @@
+"""A calibration of one batch without weights: the engine's own steps on the meta device."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fusion_bench_featcal.engine.activations import tensor_bytes
+from fusion_bench_featcal.engine.block import Names
+from fusion_bench_featcal.engine.modules import find_all_modules
+from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.engine.rules import FeatCalRule
+from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.experts.reading import stage_place
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.plan.metering import metered
+from fusion_bench_featcal.settings import FeatCalSettings
+
+@dataclass(frozen=True)
+class Group:
+    """Linear modules that share an input, and so a Gram matrix; one task's sums of them.
+
+    Attributes:
+        names: Names of the modules.
+        width: Features of the input.
+        outputs: Features of each module's output.
+        summed: Bytes of the sums over rows.
+        has_cross: Whether there is a cross moment among them.
+    """
+
+    names: Names
+    width: int
+    outputs: tuple[int, ...]
+    summed: int
+    has_cross: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """One batch at a block, or on its way to a stage's first block; sizes in bytes.
+
+    Attributes:
+        name: The place's name.
+        needed: The expert's tensors that are read for it.
+        flops: FLOPs by step of `estimate.Plan.stages`.
+        peak: Most that is alive while the batch passes.
+        carried: Features that the batch keeps meanwhile.
+        calibrated: Number of calibrated values.
+        parameters: Size of the block's parameters.
+        groups: The calibrated linear modules.
+    """
+
+    name: str
+    needed: Sequence[str]
+    flops: Mapping[str, int]
+    peak: int
+    carried: int
+    calibrated: int = 0
+    parameters: int = 0
+    groups: tuple[Group, ...] = ()
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a calibration does with one batch of one task.
+
+    Attributes:
+        family: Name of the family that cuts the model.
+        samples: Number of samples in the batch.
+        stages: For each stage the way to its first block, then its blocks.
+        tied: Name of every tensor of the model -> the first name of the same tensor.
+        sizes: Bytes of every tensor by its first name.
+        dtype: The model's dtype.
+    """
+
+    family: str
+    samples: int
+    stages: tuple[tuple[Place, ...], ...]
+    tied: Mapping[str, str]
+    sizes: Mapping[str, int]
+    dtype: torch.dtype
+
+    @property
+    def places(self) -> list[Place]:
+        """All places in order."""
+        return list(chain.from_iterable(self.stages))
+
+    @property
+    def blocks(self) -> list[Place]:
+        """All blocks in forward order."""
+        return [block for _, *blocks in self.stages for block in blocks]
+
+
+def dry_run(model: nn.Module, inputs: Any, settings: FeatCalSettings, tasks: int) -> DryRun:
+    """Calibrate a model without weights with one batch.
+
+    Args:
+        model: Structure of the merged model, on the meta device.
+        inputs: One batch of inputs on the meta device, without masks.
+        settings: Settings of the calibration.
+        tasks: Number of tasks.
+
+    Raises:
+        CalibrationError: If the model cannot be calibrated.
+        ValueError: If no family fits it.
+    """
+    family = resolve_family(settings.family, model)
+    model = family.view.shown(model)
+    stages = family.stages(model)
+    problem = Problem(
+        model=model,
+        base=None,
+        experts={},
+        tasks=tuple(map(str, range(tasks))),
+        family=family,
+        settings=settings,
+        stages=stages,
+        modules=find_all_modules(model, stages, settings),
+        autocast=nullcontext,
+    )
+    rule = FeatCalRule(problem)
+    batch = Batch(inputs if len(stages) > 1 else None, 1)
+    places = tuple(_stage(problem, rule, index, inputs, batch) for index in range(len(stages)))
+    tensors = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return DryRun(
+        family=family.name,
+        samples=len(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))),
+        stages=places,
+        tied={name: first[id(tensor)] for name, tensor in tensors.items()},
+        sizes={name: tensors[name].nbytes for name in first.values()},
+        dtype=next(model.parameters()).dtype,
+    )
+
+
+def _stage(
+    problem: Problem, rule: FeatCalRule, index: int, inputs: Any, batch: Batch
+) -> tuple[Place, ...]:
+    """Take a batch through a stage; blocks that do the same are run once."""
+    ends = (batch.cal, batch.exp) if problem.family.hands_on else (None, None)
+    with metered("stem") as meter:
+        batch.cal = problem.begin(problem.model, index, inputs, ends[0])
+        if rule.runs_experts:
+            batch.exp = problem.begin(problem.model, index, inputs, ends[1])
+    needed = problem.tensors_before(index) if rule.runs_experts else []
+    places = [Place(stage_place(index), needed, meter.flops, meter.peak, _carried(batch))]
+    known: dict[Any, Place] = {}
+    for block in problem.stages[index]:
+        kind = _kind(problem, block)
+        if kind not in known:
+            known[kind] = _block(problem, rule, block, batch)
+        places.append(replace(known[kind], name=block, needed=rule.tensors(block)))
+        if len(places) == 2 or problem.family.whole_model:  # a stage's first block may do more
+            known.clear()
+    return tuple(places)
+
+
+def _kind(problem: Problem, block: str) -> Any:
+    """Key of blocks that do the same."""
+    parameters = problem.model.get_submodule(block).named_parameters()
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in parameters)
+    sites = tuple(site.name.removeprefix(block) for site in problem.modules[block].sites)
+    return shapes, sites, any(block == stage[-1] for stage in problem.stages)
+
+
+def _block(problem: Problem, rule: FeatCalRule, block: str, batch: Batch) -> Place:
+    """Take a batch through a block as `BlockLoop` does, and on to the next one."""
+    model, modules = problem.model, problem.modules[block]
+    get, sums = model.get_parameter, rule.task_sums("", block, model)
+    with metered("passes") as meter:
+        cal, exp = rule.record(block, model, batch)
+        peak, carried = meter.peak, _carried(batch)
+        meter.step = "moments"
+        sums.add(model, cal, exp, None)
+        meter.step = "update"
+        if problem.settings.log_drift or block != problem.stages[-1][-1]:
+            _, batch.cal = problem.step(model, block, batch.cal)
+    batch.exp_hidden = None
+    sites = {site.name: site for site in modules.sites}
+    groups = [
+        Group(
+            names,
+            width=len(linear.gram),
+            outputs=tuple(len(sites[n].oriented(get(sites[n].weight_name))) for n in names),
+            summed=sum(tensor.nbytes for tensor in linear.tensors()),
+            has_cross=linear.cross is not None,
+        )
+        for names, linear in sums.linear.items()
+    ]
+    return Place(
+        name=block,
+        needed=(),
+        flops=meter.flops,
+        peak=peak,
+        carried=carried,
+        calibrated=sum(get(name).numel() for site in modules.sites for name in site.names),
+        parameters=sum(p.nbytes for p in model.get_submodule(block).parameters()),
+        groups=tuple(groups),
+    )
+
+
+def _carried(batch: Batch) -> int:
+    return tensor_bytes((batch.inputs, batch.cal, batch.exp, batch.exp_hidden))
+
+
+def example_inputs(model: nn.Module, samples: int, length: int, target_length: int) -> Any:
+    """A batch of a model's inputs on the meta device; `length` counts the tokens of a text.
+
+    Raises:
+        ValueError: If the model has no config.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(
+            f"{type(model).__name__} has no config that tells its inputs; featcal plan knows the "
+            "models of transformers"
+        )
+    if hasattr(config, "image_size"):
+        side, channels = config.image_size, getattr(config, "num_channels", 3)
+        return {"pixel_values": torch.empty(samples, channels, side, side, device="meta")}
+    ids = torch.empty(samples, length, dtype=torch.long, device="meta")
+    if getattr(config, "is_encoder_decoder", False):
+        return {"input_ids": ids, "labels": ids.new_empty(samples, target_length)}
+    return {"input_ids": ids}
+
+
+def without_masks(inputs: Any) -> Any:
+    """A batch on the meta device without masks, whose values models look at."""
+    if isinstance(inputs, Mapping):
+        inputs = {k: value for k, value in inputs.items() if not k.endswith("attention_mask")}
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
