@@ -22,12 +22,10 @@ from typing import Any
 
 import psutil
 import torch
-from plan_shapes import SHAPES, Shape, batches, load_merged, make_model, write_models
+from plan_shapes import SHAPES, TARGET, Shape, batches, load_merged, make_model, write_models
 
 from fusion_bench_featcal import SafetensorsExpert, calibrate
-from fusion_bench_featcal.plan.counting import count_work, without_masks
-from fusion_bench_featcal.plan.estimate import Request, measured_rate, seconds_of
-from fusion_bench_featcal.plan.memory import HOLES, predict_memory, read_bytes
+from fusion_bench_featcal.plan.estimate import Request, estimate
 from fusion_bench_featcal.results.cost import measure
 
 WITHIN = 0.25
@@ -37,17 +35,9 @@ def estimated(shape: Shape) -> dict[str, float]:
     """Seconds, bytes above the start, and bytes read."""
     with torch.device("meta"):
         model = make_model(shape)
-    work = count_work(model, without_masks(next(batches(shape, 0))), shape.settings)
-    request = Request(model, shape.settings, shape.tasks)
-    samples = [shape.samples] * shape.tasks
-    memory = predict_memory(work, shape.settings, sum(samples), shape.tasks)
-    waiting = 0 if shape.activations == "disk" else memory.parts["activations"]
-    stages = seconds_of(work, request, samples, measured_rate(request))
-    return {
-        "seconds": sum(sum(stage.values()) for stage in stages),
-        "memory": memory.peak + HOLES * waiting,
-        "read": read_bytes(work, shape.settings, shape.tasks),
-    }
+    request = Request(model, shape.settings, shape.tasks, shape.tokens, TARGET, loaded=1)
+    plan = estimate(request)
+    return {"seconds": plan.seconds, "memory": plan.host - plan.own, "read": plan.read}
 
 
 def measured(shape: Shape, folder: Path) -> dict[str, float]:

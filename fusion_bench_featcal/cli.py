@@ -104,9 +104,9 @@ def preflight_command(options: argparse.Namespace) -> None:
     lengths = {"length": options.length, "target_length": options.target_length}
     with _refusing():
         if any("=" in word for word in options.words):
-            from fusion_bench_featcal.fusionbench.plan_run import preflight_request
+            from fusion_bench_featcal.fusionbench.plan_run import run_request
 
-            request = preflight_request(options.words, **lengths)
+            request = run_request(options.words, **lengths)
         else:
             lengths["length"] = options.length or 512
             model = empty_model(options.words[0])

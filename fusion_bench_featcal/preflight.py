@@ -1,6 +1,7 @@
 """Models without weights, and what a calibration of one would meet."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ def empty_model(location: str) -> nn.Module:
             it), a folder with `config.json`, or a hub id.
 
     Returns:
-        The model, in the dtype that its configuration names.
+        The model, in the dtype that its configuration names: of a CLIP the vision tower, a
+        language model with its head, else of the class that the configuration names.
 
     Raises:
-        ValueError: If there is no such configuration (naming those in the package), or it is
-            neither of a language model nor of CLIP.
+        ValueError: If there is no such configuration (naming those in the package).
     """
+    import transformers
     from transformers import (
         AutoConfig,
+        AutoModel,
         AutoModelForCausalLM,
         AutoModelForSeq2SeqLM,
         CLIPVisionModel,
@@ -49,10 +52,12 @@ def empty_model(location: str) -> nn.Module:
     if config.model_type in ("clip", "clip_vision_model"):
         with torch.device("meta"):
             return CLIPVisionModel(getattr(config, "vision_config", config)).eval()
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if type(config) not in kind._model_mapping:  # no language model
+        kind = getattr(transformers, next(iter(config.architectures or ["AutoModel"])), AutoModel)
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
     with torch.device("meta"):
-        model: Any = kind.from_config(config).to(dtype).eval()
+        model: Any = getattr(kind, "from_config", kind)(config).to(dtype).eval()
     # transformers 5 ties the head of every T5; that FLAN-T5's is not shows in another key then.
     if getattr(config, "scale_decoder_outputs", None) is False:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -81,7 +86,7 @@ def describe(request: Request) -> str:
         for site in modules.sites:
             shape = list(site.oriented(model.get_parameter(site.weight_name)).shape)
             shapes[site.name.removeprefix(f"{block}."), str(shape)] += 1
-    parts = parts_of(request)
+    parts = parts_of(replace(request, fused=False))
     lines = [
         f"{type(model).__name__}, family {family.name}: "
         f"{sum(p.numel() for p in model.parameters()):,} parameters",

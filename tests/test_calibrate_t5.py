@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal import InMemoryExpert, SafetensorsExpert
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.families import T5
-from fusion_bench_featcal.plan.counting import count_work, example_inputs
+from fusion_bench_featcal.plan.dry_run import dry_run, example_inputs
 
 FLAN = Knobs(alpha=0.6, lam=1e-3, rho=2.0, norm=False)
 CASES: list[tuple[dict[str, Any], Knobs]] = [
@@ -39,15 +39,14 @@ def test_t5_equals_the_oracle_and_the_replay_family(shape: dict[str, Any], knobs
 def test_the_engine_shares_statistics_as_the_plan_says():
     suite, groups = t5_suite(), dict[tuple[str, float], list[str]]()
     for record in run_fast(suite).log.of_kind("module"):  # one system has one condition number
-        block = record["block"]
-        name = record["module"].removeprefix(f"{block}.")
-        groups.setdefault((block, record["condition"]), []).append(name)
+        groups.setdefault((record["block"], record["condition"]), []).append(record["module"])
     settings = settings_of(PAPER, suite)
-    planned = count_work(suite.merged.to("meta"), example_inputs(suite.merged, 2, 7, 4), settings)
-    wanted = [(block.name, *group.names) for block in planned.blocks for group in block.groups]
-    assert [(block, *names) for (block, _), names in groups.items()] == wanted
-    cross = ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")
-    assert ("decoder.block.0", *cross) in wanted
+    inputs = example_inputs(suite.merged, 2, 7, 4)
+    planned = dry_run(suite.merged.to("meta"), inputs, settings, 1)
+    wanted = [group.names for block in planned.blocks for group in block.groups]
+    assert [tuple(names) for names in groups.values()] == wanted
+    cross = "decoder.block.0.layer.1.EncDecAttention"
+    assert (f"{cross}.k", f"{cross}.v") in wanted
 
 
 class Spy:

@@ -6,7 +6,7 @@ import pytest
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.plan.estimate import Request, memory_of
+from fusion_bench_featcal.plan.estimate import Request, parts_of
 from fusion_bench_featcal.preflight import describe, empty_model
 
 PUBLISHED = {
@@ -30,7 +30,7 @@ def test_memory_of_a_llama():
     settings = FeatCalSettings(samples_per_task=10, batch_size=10)
     model = empty_model("Llama-3.2-3B-Instruct")
     request = Request(model, settings, tasks=3, length=100)
-    parts, h, half = memory_of(request).parts, 3072, 2
+    parts, h, half = parts_of(request), 3072, 2
     assert parts["model"] == half * 3_212_749_824
     features = half * 2 * 3 * 10 * 100 * h
     assert features <= parts["activations"] < 1.1 * features  # masks and rotary angles as well

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fusion_bench.utils.hydra_utils import get_default_config_path
@@ -12,16 +12,15 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fusion_bench_featcal.experts import hollow_copy, known_bytes
 from fusion_bench_featcal.experts.read_plan import budget_left
-from fusion_bench_featcal.experts.safetensors_files import safetensors_files
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.fusionbench.console import explained
 from fusion_bench_featcal.fusionbench.fusing import merger_class
 from fusion_bench_featcal.fusionbench.options import checked_settings
-from fusion_bench_featcal.fusionbench.pool_models import PLAIN_OPTIONS
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, MERGED_MODEL, PLAIN_OPTIONS
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
 from fusion_bench_featcal.plan.show import one_line, warnings_of
@@ -31,30 +30,6 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 log = logging.getLogger(__name__)
 
 _LENGTH = 512  # tokens of a text where `method.max_length` is null
-_ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-
-
-class RunConfig(NamedTuple):
-    """Plain values of a composed run; of Fabric, `devices` and `num_nodes`."""
-
-    method: dict[str, Any]
-    models: dict[str, Any]
-    fabric: Any
-
-
-def preflight_request(
-    overrides: Sequence[str], *, length: int | None = None, target_length: int = 8
-) -> Request:
-    """Request for a look at a run's base model; arguments and errors as for `run_request`."""
-    method, models, _ = compose_run(overrides)
-    settings = _settings_among(method)
-    return Request(
-        empty_model(_location_of(models.get("_pretrained_"))),
-        settings,
-        tasks=sum(not name.startswith("_") for name in models),
-        length=length or settings.max_length or _LENGTH,
-        target_length=target_length,
-    )
 
 
 def run_request(
@@ -75,31 +50,33 @@ def run_request(
         device: Where to calibrate.
 
     Raises:
-        ValueError: If the words name no run, or the base model's configuration cannot be found.
+        ValueError: If the words name no run, the base model's configuration cannot be found, or
+            the upstream merger exceeds a read budget.
     """
-    method, models, fabric = compose_run(overrides)
+    method, models, fabric = _composed(overrides)
     target = str(method.get("_target_", ""))
     if not target.endswith(".FeatCalAlgorithm"):
         raise ValueError(
             f"there are plans of method=featcal only, not of {target or method.get('name')}"
         )
-    settings, device = _settings_among(method), torch.device(device)
-    base, merger = models.get("_pretrained_"), method.get("base_method")
-    model = empty_model(_location_of(models.get("_merged_") if base is None else base))
+    known = FeatCalSettings.names()
+    settings = checked_settings({key: value for key, value in method.items() if key in known})
+    base, merger = models.get(BASE_MODEL), method.get("base_method")
+    model = empty_model(_location_of(models.get(MERGED_MODEL) if base is None else base))
     experts = [entry for name, entry in models.items() if not name.startswith("_")]
     if not experts:
         raise ValueError("modelpool.models names no expert")
     held = sum(not _streams(entry, settings) for entry in experts)
     base_held = base is not None and not _streams(base, settings)
-    neighbours = _devices(fabric["devices"], device)
-    processes = neighbours * int(fabric["num_nodes"])
+    neighbours = _devices(fabric.get("devices", 1), device := torch.device(device))
+    processes = neighbours * int(fabric.get("num_nodes", 1))
     fused = processes == 1 and not (held or base_held) and _fuses(method)
+    sources = [_source_of(entry) for entry in experts]
     if merger is not None and settings.expert_read_budget is not None:
         whole = sum(value.nbytes for value in model.state_dict().values())
-        read = sum(sum(p.stat().st_size for p in _files_of(entry)) or whole for entry in experts)
-        name = method_name(merger)
+        read = sum(whole if s is None else sum(map(s.nbytes, s.names())) for s in sources)
         try:
-            left = budget_left(settings.expert_read_budget, read, name, fused=fused)
+            left = budget_left(settings.expert_read_budget, read, method_name(merger), fused=fused)
         except CalibrationError as error:
             raise ValueError(str(error)) from error
         settings = settings.replace(expert_read_budget=left)
@@ -111,7 +88,7 @@ def run_request(
         target_length=target_length,
         held=held,
         base_held=base_held,
-        itemsize=_itemsize(experts[0]),
+        itemsize=stored_itemsize(sources[0]),
         device=device,
         fused=fused,
         merges=merger is not None,
@@ -120,8 +97,10 @@ def run_request(
     )
 
 
-def compose_run(overrides: Sequence[str]) -> RunConfig:
-    """Compose a run from words of the command line; without `method=` the method is featcal.
+def _composed(overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Compose a run: plain values of method, models of the pool, and fabric's processes.
+
+    Without `method=` the method is featcal.
 
     Raises:
         ValueError: If the words compose no run with a model pool.
@@ -132,12 +111,11 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
     try:
         with initialize_config_dir(str(get_default_config_path()), version_base=None):
             config = compose("fabric_model_fusion", overrides=words)
-        method: Any = OmegaConf.to_container(config.method, resolve=True)
-        models: Any = OmegaConf.to_container(config.modelpool.models, resolve=True)
         # by name: Fabric's loggers need a running program
         given = config.fabric or {}
-        fabric = OmegaConf.create({name: given.get(name, 1) for name in ("devices", "num_nodes")})
-        return RunConfig(method, models, OmegaConf.to_container(fabric))
+        fabric = {name: given[name] for name in ("devices", "num_nodes") if name in given}
+        parts = config.method, config.modelpool.models, OmegaConf.create(fabric)
+        return [dict(OmegaConf.to_container(part, resolve=True)) for part in parts]  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from error
 
@@ -180,18 +158,13 @@ def log_plan(
     return plan
 
 
-def stored_itemsize(model: Any) -> int | None:
+def stored_itemsize(source: Any) -> int | None:
     """Bytes of a number in a source's files, as its headers tell; None: not known."""
     try:
-        name = min(model.names())
-        return known_bytes(model, name) // math.prod(model.shape(name))
+        name = min(source.names())
+        return known_bytes(source, name) // math.prod(source.shape(name))
     except (AttributeError, ValueError, ZeroDivisionError, CalibrationError):
         return None
-
-
-def _settings_among(method: Mapping[str, Any]) -> FeatCalSettings:
-    known = FeatCalSettings.names()
-    return checked_settings({key: value for key, value in method.items() if key in known})
 
 
 def _location_of(entry: Any) -> str:
@@ -206,12 +179,12 @@ def _location_of(entry: Any) -> str:
     return entry
 
 
-def _files_of(entry: Any) -> list[Path]:
-    """An entry's safetensors files; none where it is no folder that holds some."""
+def _source_of(entry: Any) -> SafetensorsExpert | None:
+    """An entry's safetensors files; None where it is no folder that holds some."""
     try:
-        return safetensors_files(Path(_location_of(entry)))
+        return SafetensorsExpert(Path(_location_of(entry)))
     except (OSError, ValueError, CalibrationError):
-        return []
+        return None
 
 
 def _streams(entry: Any, settings: FeatCalSettings) -> bool:
@@ -221,7 +194,7 @@ def _streams(entry: Any, settings: FeatCalSettings) -> bool:
     if isinstance(entry, Mapping):
         plain = "pretrained_model_name_or_path" in entry and not set(entry) - PLAIN_OPTIONS
         return plain or "peft_model_path" in entry
-    return isinstance(entry, str) and (not Path(entry).is_dir() or bool(_files_of(entry)))
+    return isinstance(entry, str) and (not Path(entry).is_dir() or _source_of(entry) is not None)
 
 
 def _fuses(method: Mapping[str, Any]) -> bool:
@@ -230,25 +203,13 @@ def _fuses(method: Mapping[str, Any]) -> bool:
     return merger is not None and method.get("fuse_merge", "auto") == "auto"
 
 
-def _itemsize(entry: Any) -> int | None:
-    """Bytes of a number in an expert's files, from a header; None: not known."""
-    try:
-        with safe_open(_files_of(entry)[0], framework="pt") as handle:
-            return _ITEMSIZES.get(handle.get_slice(next(iter(handle.keys()))).get_dtype())
-    except (OSError, IndexError, StopIteration, SafetensorError):
-        return None
-
-
 def _devices(asked: Any, device: torch.device) -> int:
     """Number of devices of a machine that Fabric would take, one process each."""
     if asked is None or str(asked) in ("auto", "-1"):
         return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
-    if isinstance(asked, list):
-        count = len(asked)
-    elif "," in str(asked):
-        count = sum(bool(part.strip()) for part in asked.split(","))
-    else:
-        count = int(asked)
+    names = asked.split(",") if "," in str(asked) and isinstance(asked, str) else asked
+    listed = isinstance(names, list)
+    count = sum(bool(str(name).strip()) for name in names) if listed else int(asked)
     if count < 1:
         raise ValueError(f"fabric.devices = {asked!r} names no device")
     return count

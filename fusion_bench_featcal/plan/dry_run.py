@@ -21,68 +21,41 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan.metering import metered
 from fusion_bench_featcal.settings import FeatCalSettings
 
+
 @dataclass(frozen=True)
 class Group:
-    """Linear modules that share an input, and so a Gram matrix; one task's sums of them.
-
-    Attributes:
-        names: Names of the modules.
-        width: Features of the input.
-        outputs: Features of each module's output.
-        summed: Bytes of the sums over rows.
-        has_cross: Whether there is a cross moment among them.
-    """
+    """Linear modules that share an input, and so a Gram matrix."""
 
     names: Names
-    width: int
-    outputs: tuple[int, ...]
-    summed: int
-    has_cross: bool
+    width: int  # features of the input
+    outputs: tuple[int, ...]  # features of each module's output
+    summed: int  # bytes of one task's sums
+    has_cross: bool  # whether there is a cross moment among them
 
 
 @dataclass(frozen=True)
 class Place:
-    """One batch at a block, or on its way to a stage's first block; sizes in bytes.
-
-    Attributes:
-        name: The place's name.
-        needed: The expert's tensors that are read for it.
-        flops: FLOPs by step of `estimate.Plan.stages`.
-        peak: Most that is alive while the batch passes.
-        carried: Features that the batch keeps meanwhile.
-        calibrated: Number of calibrated values.
-        parameters: Size of the block's parameters.
-        groups: The calibrated linear modules.
-    """
+    """One batch at a block, or on its way to a stage's first block; sizes in bytes."""
 
     name: str
-    needed: Sequence[str]
-    flops: Mapping[str, int]
-    peak: int
-    carried: int
-    calibrated: int = 0
-    parameters: int = 0
+    needed: Sequence[str]  # the expert's tensors that are read for it
+    flops: Mapping[str, int]  # by steps of `estimate.Plan.stages`
+    peak: int  # most that is alive while the batch passes
+    carried: int  # features that the batch keeps meanwhile
+    calibrated: int = 0  # number of calibrated values
+    parameters: int = 0  # size of the block's parameters
     groups: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a calibration does with one batch of one task.
-
-    Attributes:
-        family: Name of the family that cuts the model.
-        samples: Number of samples in the batch.
-        stages: For each stage the way to its first block, then its blocks.
-        tied: Name of every tensor of the model -> the first name of the same tensor.
-        sizes: Bytes of every tensor by its first name.
-        dtype: The model's dtype.
-    """
+    """A calibration's work on one batch of one task."""
 
     family: str
-    samples: int
-    stages: tuple[tuple[Place, ...], ...]
-    tied: Mapping[str, str]
-    sizes: Mapping[str, int]
+    samples: int  # in the batch
+    stages: tuple[tuple[Place, ...], ...]  # each: the way to its first block, then its blocks
+    tied: Mapping[str, str]  # name of every tensor -> the first name of the same tensor
+    sizes: Mapping[str, int]  # bytes by first name
     dtype: torch.dtype
 
     @property
@@ -154,7 +127,10 @@ def _stage(
         kind = _kind(problem, block)
         if kind not in known:
             known[kind] = _block(problem, rule, block, batch)
-        places.append(replace(known[kind], name=block, needed=rule.tensors(block)))
+        place = replace(known[kind], name=block, needed=rule.tensors(block))
+        if block == problem.stages[-1][-1] and not problem.settings.log_drift:
+            place = replace(place, flops={**place.flops, "update": 0})  # nothing follows it
+        places.append(place)
         if len(places) == 2 or problem.family.whole_model:  # a stage's first block may do more
             known.clear()
     return tuple(places)
@@ -165,7 +141,7 @@ def _kind(problem: Problem, block: str) -> Any:
     parameters = problem.model.get_submodule(block).named_parameters()
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in parameters)
     sites = tuple(site.name.removeprefix(block) for site in problem.modules[block].sites)
-    return shapes, sites, any(block == stage[-1] for stage in problem.stages)
+    return shapes, sites
 
 
 def _block(problem: Problem, rule: FeatCalRule, block: str, batch: Batch) -> Place:
@@ -178,8 +154,7 @@ def _block(problem: Problem, rule: FeatCalRule, block: str, batch: Batch) -> Pla
         meter.step = "moments"
         sums.add(model, cal, exp, None)
         meter.step = "update"
-        if problem.settings.log_drift or block != problem.stages[-1][-1]:
-            _, batch.cal = problem.step(model, block, batch.cal)
+        _, batch.cal = problem.step(model, block, batch.cal)
     batch.exp_hidden = None
     sites = {site.name: site for site in modules.sites}
     groups = [

@@ -105,9 +105,7 @@ def estimate(request: Request, rate: Rate | None = None) -> Plan:
     device, settings = request.device, request.settings
     run, mine = _run_of(request)
     held = math.ceil(request.held * len(mine) / request.tasks) + request.base_held
-    parts, peak = memory_of(
-        run, settings, sum(mine), request.tasks, held=held, fused=request.fused
-    )
+    parts, peak = memory_of(run, settings, sum(mine), request.tasks, held=held, fused=request.fused)
     own = psutil.Process().memory_info().rss
     free_host, free_gpu = free_bytes(CPU) or 0, None if device.type == "cpu" else free_bytes(device)
     waiting = _waiting(request, parts["activations"], peak, free_host, free_gpu)

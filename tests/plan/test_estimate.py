@@ -25,16 +25,10 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.plan_run import log_plan
 from fusion_bench_featcal.plan import estimate as module
 from fusion_bench_featcal.plan.advice import advice
-from fusion_bench_featcal.plan.counting import count_work, example_inputs, without_masks
-from fusion_bench_featcal.plan.estimate import (
-    Plan,
-    Request,
-    busiest_share,
-    estimate,
-    probe,
-    with_levers,
-)
-from fusion_bench_featcal.plan.memory import HOLES, SCRATCH, predict_memory, read_bytes
+from fusion_bench_featcal.plan.dry_run import example_inputs
+from fusion_bench_featcal.plan.estimate import HOLES, SCRATCH, Plan, Request, estimate
+from fusion_bench_featcal.plan.levers import with_levers
+from fusion_bench_featcal.plan.probe import probe
 from fusion_bench_featcal.plan.show import one_line, show_plan, warnings_of
 from fusion_bench_featcal.preflight import empty_model
 from fusion_bench_featcal.settings import CalibrationError
@@ -82,9 +76,8 @@ def test_bytes_are_those_of_the_run(name: str, mix_alpha: float, budget: Any, tm
         expert.save_pretrained(tmp_path / task)  # type: ignore[operator]
         experts[task] = SafetensorsExpert(tmp_path / task)
     found = calibrate(suite.merged, suite.base, experts, inputs, settings, progress=False)
-    example = without_masks(next(iter(inputs.values()))[0])
-    work = count_work(hollow_copy(suite.merged).to("meta"), example, settings)
-    assert read_bytes(work, settings, len(suite.experts)) == found.log.expert_bytes
+    request = Request(hollow_copy(suite.merged).to("meta"), settings, len(suite.experts), length=7)
+    assert estimate(request, rate).read == found.log.expert_bytes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -125,11 +118,10 @@ def test_memory_is_what_tensors_of_a_run_take(changes: dict[str, Any]):
     experts = {task: models[task] for task in data}
     with LiveBytes() as live:
         calibrate(models["m"], models["b"], experts, data, settings, progress=False)
-    meta = hollow_copy(models["m"]).to("meta")
-    work = count_work(meta, torch.empty(32, 3, 64, 64, device="meta"), settings)
-    found = predict_memory(work, settings, 3 * samples, 3)
-    expected = (found.peak - SCRATCH - found.parts["model"]) / HOLES + found.parts["model"]
-    assert expected + found.parts["activations"] == pytest.approx(live.peak, rel=0.25)
+    found = estimate(Request(hollow_copy(models["m"]).to("meta"), settings, 3, loaded=1), rate)
+    copy = found.parts["model"]
+    expected = (found.host - found.own - SCRATCH - copy) / HOLES + copy
+    assert expected == pytest.approx(live.peak, rel=0.25)
 
 
 def test_fewer_passes_without_the_experts_features(clip: Request):
@@ -157,22 +149,6 @@ def test_small_tasks_count_as_they_are(clip: Request):
     assert small.stages[0]["passes"] == pytest.approx(planned(clip).stages[0]["passes"] * 40 / 64)
     assert small.parts["activations"] == pytest.approx(planned(clip).parts["activations"] * 40 / 64)
     assert planned(clip, samples_per_task=4).parts["batch"] < planned(clip).parts["batch"] / 3
-
-
-@pytest.mark.parametrize("samples", [(50,), (50, 20), (20, 50, 7), (50,) * 8], ids=str)
-@pytest.mark.parametrize("processes", [1, 2, 3, 4, 7, 16])
-def test_busiest_share_is_that_of_dealing_in_turn(samples: tuple[int, ...], processes: int):
-    size, tasks = 8, len(samples)
-    dealt = [dict.fromkeys(range(rank, tasks, processes), 0) for rank in range(processes)]
-    for task, count in enumerate(samples):
-        members = range(task % processes, processes, tasks)
-        for index, start in enumerate(range(0, count, size)):
-            share = dealt[members[index % len(members)]]
-            share[task] = share.get(task, 0) + min(size, count - start)
-    most = max((list(share.values()) for share in dealt), key=sum)
-    found = busiest_share(samples, size, processes)
-    assert len(found) == len(most)
-    assert sum(most) <= sum(found) < sum(most) + size  # a short last batch counts as a whole one
 
 
 def test_processes_share_time_and_features():
@@ -267,19 +243,10 @@ def test_advice_names_the_largest_first():
     assert "activations=" not in advice(parts, on_disk=True)
 
 
-def test_probe_multiplies_with_the_chosen_kernel(monkeypatch: pytest.MonkeyPatch):
-    used: list[str] = []
-    with_kernel = module.with_kernel
-    monkeypatch.setattr(
-        module,
-        "with_kernel",
-        lambda kernel, make: (used.append(kernel), with_kernel("torch", make))[1],
-    )
-    found = {dtype: probe(CPU, "stand-in", dtype, 128) for dtype in (torch.float32, torch.float64)}
-    assert used == ["stand-in"] * 2
-    assert 1e7 < found[torch.float64] < found[torch.float32] * 3
-    probe(CPU, "stand-in", torch.float32, 128)
-    assert len(used) == 2  # measured once
+def test_probe_is_made_once():
+    single, double = (probe(CPU, "torch", dtype, 128) for dtype in (torch.float32, torch.float64))
+    assert 1e7 < double < single * 3
+    assert probe(CPU, "torch", torch.float32, 128) == single
 
 
 def test_runs_log_their_plan(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
