@@ -19,11 +19,7 @@ from torch import Tensor
 from transformers import CLIPImageProcessor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.calibration_data import (
-    calibration_batches,
-    decode_workers,
-    image_counts,
-)
+from fusion_bench_featcal.calibration_data import calibration_batches, decode_workers
 from fusion_bench_featcal.comparison import FeatCal
 from fusion_bench_featcal.data import image_cache
 from fusion_bench_featcal.data.image_cache import ImageCache, describe_processor
@@ -148,7 +144,7 @@ def test_another_run_takes_images_from_the_folder(pool, expected, tmp_path, capl
         batches = calibration_batches(pool, ["a"], settings, make_processor())
         found = torch.cat([batch["pixel_values"] for batch in batches["a"]])
         assert torch.equal(found, expected)
-        assert image_counts(batches) == {origin: NUMBER}
+        assert batches["a"].images.take_counts() == {origin: NUMBER}
     images = ImageCache(folder=str(tmp_path))
     pixels(pool, images)
     with caplog.at_level(logging.INFO):
