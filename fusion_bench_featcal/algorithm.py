@@ -14,7 +14,7 @@ from torch import nn
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.checkpoints import check_checkpoints
 from fusion_bench_featcal.data.image_cache import ImageCache
-from fusion_bench_featcal.engine.processes import OneProcess, Processes
+from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.ending import ending_cleanly
@@ -104,7 +104,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         checked_choices(self.settings, self.presets, self.compare_with, {}, row)
         for name, value in self.settings.as_dict().items():
             setattr(self, name, value)
-        self._processes: Processes = OneProcess()
+        self._processes: Processes = Processes()
         self._results: RunResults | None = None
         super().__init__(**meta)
 

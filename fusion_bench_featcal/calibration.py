@@ -23,7 +23,7 @@ from fusion_bench_featcal.engine.memory import naming_memory
 from fusion_bench_featcal.engine.planned_reads import PlannedReads
 from fusion_bench_featcal.engine.precision import coarse_sums_warning
 from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
-from fusion_bench_featcal.engine.processes import OneProcess, Processes, announced
+from fusion_bench_featcal.engine.processes import Processes, announced
 from fusion_bench_featcal.engine.rules import FeatCalRule
 from fusion_bench_featcal.engine.samples import check_inputs, take_samples
 from fusion_bench_featcal.engine.setup import set_up
@@ -106,7 +106,7 @@ def calibrate(
         ValueError: If the family is unknown, rho needs a base that is not there, `in_place` would
             change the base or an expert, or what is asked for does not go together.
     """
-    processes = processes or OneProcess()
+    processes = processes or Processes()
     check_inputs(base, experts, batches, settings)
     _check_options(merged, base, experts, settings, processes, merging, in_place=in_place)
     family = resolve_family(settings.family if family is None else family, merged)

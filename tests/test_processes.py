@@ -15,7 +15,7 @@ from tiny_models import ROUNDING, Suite, clip_suite, gpt2_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult
 from fusion_bench_featcal.core import LinearSystem
-from fusion_bench_featcal.engine.processes import LostProcessError, OneProcess, Processes
+from fusion_bench_featcal.engine.processes import LostProcessError, Processes
 from fusion_bench_featcal.experts import InMemoryExpert
 
 Change = Callable[[Suite, Processes], Any]
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], flo
 def test_model_and_log_are_those_of_one_process(name: str):
     make, more, sizes, bound = CASES[name]
     suite = make()
-    wanted = run(suite, OneProcess(), **more)
+    wanted = run(suite, Processes(), **more)
     for size in sizes:
         found = together(suite, size, **more)
         assert_one_model(found)

@@ -14,7 +14,7 @@ from tiny_models import Suite, clip_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.checkpoints.store import Checkpoints
-from fusion_bench_featcal.engine.processes import LostProcessError, OneProcess, Processes
+from fusion_bench_featcal.engine.processes import LostProcessError, Processes
 
 
 def kept(
@@ -66,7 +66,7 @@ def test_resumed_run_ends_with_the_same_bits(
 
 def test_checkpoints_hold_what_those_of_one_process_hold(tmp_path: Path):
     suite = clip_suite()
-    run(suite, OneProcess(), checkpoint_dir=str(tmp_path / "one"))
+    run(suite, Processes(), checkpoint_dir=str(tmp_path / "one"))
     kept(suite, tmp_path / "five", 5)
 
     def read(folder: str, name: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_another_number_of_processes_is_refused(tmp_path: Path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     message = r"number of processes \(fabric.devices x fabric.num_nodes\) \(2 then, {} now\)"
     with pytest.raises(CalibrationError, match=message.format(1)):
-        run(suite, OneProcess(), checkpoint_dir=str(tmp_path), resume=True)
+        run(suite, Processes(), checkpoint_dir=str(tmp_path), resume=True)
     for error in kept(suite, tmp_path, 3, resume=True):
         with pytest.raises(CalibrationError, match=message.format(3)):
             raise error

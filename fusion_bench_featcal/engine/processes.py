@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,8 @@ class LostProcessError(OtherProcessError):
     """Another process does not answer."""
 
 
-class Processes(Protocol):
-    """Interface to the processes that work on one calibration.
+class Processes:
+    """Processes that work on one calibration. This base is one process alone: nobody to talk to.
 
     Attributes:
         rank: This process's number, from 0.
@@ -57,15 +57,14 @@ class Processes(Protocol):
         doing: Work in hand, named by a process that waits for another one.
     """
 
-    rank: int
-    size: int
-    neighbours: int
-    exchanged_bytes: int
-    doing: str
+    rank = 0
+    size = 1
+    neighbours = 1
+    exchanged_bytes = 0
+    doing = "the start"
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
         """Make ready to exchange tensors within groups of processes; all call it alike."""
-        ...
 
     def gather(self, value: Value) -> list[Value]:
         """Every process's value, by rank. All processes wait for each other here.
@@ -73,48 +72,22 @@ class Processes(Protocol):
         Raises:
             OtherProcessError: If a process announces an error, or is lost.
         """
-        ...
-
-    def announce(self, error: BaseException) -> None:
-        """Tell the others, in place of the next `gather`, that this process fails."""
-        ...
-
-    def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
-        """Add up a tensor over some processes, in place in process `to`; spent in the others."""
-        ...
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor with what it holds in process `source`."""
-        ...
-
-
-class OneProcess:
-    """A calibration in one process: there is nobody to talk to."""
-
-    rank = 0
-    size = 1
-    neighbours = 1
-    exchanged_bytes = 0
-    doing = ""
-
-    def prepare(self, groups: Iterable[Sequence[int]]) -> None:
-        """There are no groups."""
-
-    def gather(self, value: Value) -> list[Value]:
-        """The value."""
         return [value]
 
     def announce(self, error: BaseException) -> None:
-        """There is nobody to tell."""
+        """Tell the others, in place of the next `gather`, that this process fails.
+
+        An error is announced once; one that came from another process is known already.
+        """
 
     def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
-        """It is the sum."""
+        """Add up a tensor over some processes, in place in process `to`; spent in the others."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """It is filled."""
+        """Fill a tensor, contiguous, with what it holds in process `source`."""
 
 
-class TorchProcesses:
+class TorchProcesses(Processes):
     """The processes of an initialised `torch.distributed`.
 
     Tensors go over its default backend (gloo for CPUs, NCCL for CUDA), all else over gloo.
@@ -128,8 +101,6 @@ class TorchProcesses:
         """
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.exchanged_bytes = 0
-        self.doing = "the start"
         self._meetings = 0
         self._hosts = [""] * self.size
         self._patience = patience
@@ -140,18 +111,14 @@ class TorchProcesses:
         self.neighbours = self._hosts.count(self._hosts[self.rank])
 
     def prepare(self, groups: Iterable[Sequence[int]]) -> None:
-        """Make ready to exchange tensors within groups of processes; all call it alike."""
+        """Make the groups."""
         with self._contact():
             for ranks in map(tuple, groups):
                 if len(ranks) > 1 and ranks not in self._groups:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=self._patience)
 
     def gather(self, value: Value) -> list[Value]:
-        """Every process's value, by rank. All processes wait for each other here.
-
-        Raises:
-            OtherProcessError: If a process announces an error, or is lost.
-        """
+        """Exchange values over gloo."""
         return self._exchange(None, value)
 
     def _exchange(self, failure: str | None, value: Any) -> list[Any]:
@@ -195,10 +162,7 @@ class TorchProcesses:
         return f"featcal/{self._meetings}/{rank}"
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others, in place of the next `gather`, that this process fails.
-
-        An error is announced once; one that came from another process is known already.
-        """
+        """Tell the others an error that they do not know."""
         if isinstance(error, OtherProcessError) or error is self._announced:
             return
         self._announced = error
@@ -209,7 +173,7 @@ class TorchProcesses:
             return
 
     def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
-        """Add up a tensor over some processes, in place in process `to`; spent in the others."""
+        """Add up a tensor within a prepared group."""
         if len(ranks) == 1:
             return
         buffer = tensor.contiguous()
@@ -220,7 +184,7 @@ class TorchProcesses:
         self.exchanged_bytes += buffer.numel() * buffer.element_size()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor, contiguous, with what it holds in process `source`."""
+        """Spread a tensor over all processes."""
         with self._contact():
             dist.broadcast(tensor, src=source)
         self.exchanged_bytes += tensor.numel() * tensor.element_size()

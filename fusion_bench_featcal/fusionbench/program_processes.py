@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
-from fusion_bench_featcal.engine.processes import OneProcess, Processes, TorchProcesses
+from fusion_bench_featcal.engine.processes import Processes, TorchProcesses
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def join_processes(algorithm: Any) -> Processes:
     """
     fabric = algorithm.fabric
     if fabric.world_size == 1:
-        return OneProcess()
+        return Processes()
     if not isinstance(fabric.strategy, DDPStrategy):
         raise CalibrationError(
             f"with {fabric.world_size} processes FeatCal needs fabric.strategy=ddp (or auto), not "

@@ -16,7 +16,7 @@ from fusion_bench_featcal.core.products import mirror_lower
 from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
 from fusion_bench_featcal.engine.loop import BlockLoop
 from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
-from fusion_bench_featcal.engine.processes import OneProcess
+from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.engine.recording import Recorder, Recording
 from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
 from fusion_bench_featcal.engine.setup import set_up
@@ -137,7 +137,7 @@ def merge_blockwise(
     reporter = Reporter(
         CalibrationLog(family=family.name),
         progress_bar(total=visits, unit="visit", show=progress),
-        OneProcess(),
+        Processes(),
         name="merging",
     )
     samples = {task: take_samples(task, batches[task], settings, shown) for task in experts}

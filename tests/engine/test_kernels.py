@@ -20,7 +20,7 @@ from fusion_bench_featcal.core.kernels import (
     using_kernel,
     with_kernel,
 )
-from fusion_bench_featcal.engine.processes import OneProcess
+from fusion_bench_featcal.engine.processes import Processes
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
@@ -183,7 +183,7 @@ def test_convolutions_of_any_form_are_left_alone(
     assert not calls
 
 
-class BesideAnother(OneProcess):
+class BesideAnother(Processes):
     """A process beside one that chose another kernel."""
 
     def __init__(self, other: str) -> None:

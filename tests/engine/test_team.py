@@ -7,7 +7,7 @@ import torch
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.core import LinearSums
-from fusion_bench_featcal.engine.processes import OneProcess
+from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.engine.team import Shares, Team, spread_costs
 
@@ -33,7 +33,7 @@ def test_every_batch_is_run_once_and_every_task_has_one_leader(size: int) -> Non
         assert sum(share.leads and task in share.mine for share in shares) == 1
 
 
-class BesideAnother(OneProcess):
+class BesideAnother(Processes):
     """The first of two processes; what the second one says is known."""
 
     size = 2

@@ -23,7 +23,7 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert, calibrate
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.engine.processes import OneProcess
+from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average
 from fusion_bench_featcal.fusionbench.pool_models import ExpertSources, PoolModels
@@ -107,7 +107,7 @@ def test_what_does_not_go_with_merging_is_refused():
     suite = clip_suite()
     merged, merging, _ = merger("arithmetic", suite)
 
-    class Two(OneProcess):
+    class Two(Processes):
         size = 2
 
     cases: list[tuple[str, dict[str, Any]]] = [
