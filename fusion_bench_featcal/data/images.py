@@ -32,10 +32,6 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
     Without a label column the items have no label: enough for calibration, which uses none.
 
     Attributes:
-        place: The data set's name in messages.
-        root: Folder that relative image paths start from (None: the current one).
-        background: Colour that transparent pictures are composited on.
-        classnames: Class names by label, where they are known.
         has_labels: True if items carry labels (None: unknown before an item is read).
     """
 
@@ -59,7 +55,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             image_column: Name of the images' column.
             label_column: Name of the labels' column; None: items have no labels.
             classnames: Class names by label.
-            root: Folder that relative image paths start from.
+            root: Folder that relative image paths start from; None: the current one.
             background: Colour that transparent pictures are composited on; None: that of `rows`,
                 else white.
             classnames_by: Rule to match the data's class names to `classnames` (`match_names`).
@@ -278,8 +274,8 @@ def _folder(folder: Path, split: str | None) -> datasets.Dataset:
                 f"Folders there: {', '.join(held) or 'none'}. Without split, all of it is taken."
             )
         folder = folder / split
-    by_class = {entry.name: _image_files(entry) for entry in _subfolders(folder)}
-    by_class = {name: by_class[name] for name in sort_names(by_class) if by_class[name]}
+    held = {entry.name: _image_files(entry) for entry in _subfolders(folder)}
+    by_class = {name: held[name] for name in sort_names(held) if held[name]}
     names = " or ".join(by_class)
     if split is None and by_class and set(by_class) <= SPLIT_FOLDERS:
         raise ValueError(f"data {str(folder)!r} has splits: set split to {names}.")

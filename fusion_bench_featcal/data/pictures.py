@@ -208,7 +208,7 @@ def _array_picture(value: np.ndarray | Tensor) -> Image.Image:
     if value.dtype == np.uint16:
         value = _rescaled(value, 65535)
     elif np.issubdtype(value.dtype, np.floating):
-        value = _rescaled(_checked_unit(value), 1)
+        value = _from_unit(value)
     elif value.dtype != np.uint8:
         raise ValueError(
             f"an image array must be uint8, uint16 or floating point in 0..1, got {given}"
@@ -223,7 +223,7 @@ def _log_once(message: str) -> None:
 
 def _scaled_grey(values: np.ndarray, mode: str, full: int | None, inverted: bool) -> np.ndarray:
     if mode == "F":
-        return _rescaled(_checked_unit(values), 1)
+        return _from_unit(values)
     if full is None:
         raise ValueError(
             f"its pixels are 32-bit integers (mode {mode}), whose range cannot be told: store it "
@@ -232,13 +232,13 @@ def _scaled_grey(values: np.ndarray, mode: str, full: int | None, inverted: bool
     return _rescaled(full - values.astype(np.int64) if inverted else values, full)
 
 
-def _checked_unit(values: np.ndarray) -> np.ndarray:
+def _from_unit(values: np.ndarray) -> np.ndarray:
     if not values.size or not (values.min() >= 0 and values.max() <= 1):  # NaN fails both
         raise ValueError(
             f"its floating-point values are from {values.min():.4g} to {values.max():.4g}, and "
             "their range can be told only in 0..1: scale them to it, or store 8 or 16 bits"
         )
-    return values
+    return _rescaled(values, 1)
 
 
 def _rescaled(values: np.ndarray, full: int) -> np.ndarray:

@@ -13,6 +13,9 @@ from fusion_bench_featcal.methods.corrected_model import VARIANT, Corrected
 from fusion_bench_featcal.methods.final_states import hooked, no_final_norm
 from fusion_bench_featcal.settings import CalibrationError
 
+_OF_THE_MODEL = ("config", "generation_config", "device")
+_OF_THE_MODEL += ("get_input_embeddings", "get_output_embeddings")
+
 
 class CorrectedLanguageModel(Corrected):
     """Answers and scores like the merged model, with a task's correction before the head.
@@ -67,7 +70,7 @@ class CorrectedLanguageModel(Corrected):
             self.task = before
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("config", "generation_config", "device") or name.endswith("put_embeddings"):
+        if name in _OF_THE_MODEL:
             return getattr(self.model, name)
         return super().__getattr__(name)
 

@@ -9,11 +9,7 @@ CHECKSUM_FILE = "SHA256SUMS"
 
 
 def write_checksums(root: Path) -> None:
-    """Write the checksum of every file below `root`, in the format of `sha256sum`.
-
-    Args:
-        root: Folder to walk; its own checksum file is left out.
-    """
+    """Write the checksum of every other file below `root`, in the format of `sha256sum`."""
     target = root / CHECKSUM_FILE
     files = sorted(p for p in root.rglob("*") if p.is_file() and p != target)
     lines = [f"{_digest(file)}  {file.relative_to(root).as_posix()}\n" for file in files]
@@ -23,25 +19,18 @@ def write_checksums(root: Path) -> None:
 def check(root: Path = paths.SUITE_ROOT) -> list[str]:
     """Compare the files below `root` with its checksum file.
 
-    Args:
-        root: Folder that holds `SHA256SUMS`; by default the bundled suites.
-
     Returns:
-        One line a problem, naming the file: damaged or missing. Empty when all is well. Files that
-        the list does not name are left alone.
+        A line for each file that is damaged or missing. Files that the list does not name are left
+        alone.
     """
     recorded = _recorded(root)
     if recorded is None:
         return [f"{CHECKSUM_FILE}: missing in {root}"]
-    problems = (_problem(root, name, digest) for name, digest in recorded.items())
-    return [problem for problem in problems if problem]
+    return [line for name, digest in recorded.items() if (line := _problem(root, name, digest))]
 
 
 def data_file(name: str) -> str:
-    """Return the path of a data file of the bundled suites, once it is compared with its checksum.
-
-    Args:
-        name: Its path below the suites' folder.
+    """Path of a data file, given below the suites' folder, once its checksum is compared.
 
     Raises:
         ValueError: If the file is damaged or missing.

@@ -8,7 +8,6 @@ transformers are imported by the two functions that meet them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,14 +33,7 @@ class ImageTask:
     ink: Colour
 
     def paint(self, grey: np.ndarray) -> np.ndarray:
-        """Colour grey pictures: `paper * (1 - x) + ink * x` with x the grey value in 0..1.
-
-        Args:
-            grey: uint8 pictures `[..., height, width]`, 255 where there is ink.
-
-        Returns:
-            uint8 pictures `[..., height, width, 3]`, rounded to the nearest value.
-        """
+        """Colour uint8 pictures `[..., h, w]`: `paper * (1 - x) + ink * x` with x = grey / 255."""
         ink_share = np.arange(256)[:, None] / 255
         palette = np.array(self.paper) * (1 - ink_share) + np.array(self.ink) * ink_share
         return np.rint(palette).astype(np.uint8)[grey]
@@ -67,17 +59,13 @@ ALPHABETS2 = ALL8[6:]
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays:
-    """Everything one `.npz` holds: grey pictures of both splits, labels and prompt words.
+    """Everything one `.npz` holds: grey pictures of both splits, labels and prompt words."""
 
-    `images` is uint8 `[n, 28, 28]` (255 is ink), `labels` int16 `[n]`, `split` uint8 `[n]` (0
-    train, 1 test); `template` has one `{}` for the class name.
-    """
-
-    images: np.ndarray
-    labels: np.ndarray
-    split: np.ndarray
+    images: np.ndarray  # uint8 [n, 28, 28], 255 is ink
+    labels: np.ndarray  # int16 [n]
+    split: np.ndarray  # uint8 [n], 0 train, 1 test
     classnames: tuple[str, ...]
-    template: str
+    template: str  # with one {} for the class name
 
     def rows(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the grey pictures and int64 labels of one split, in file order."""
@@ -104,9 +92,6 @@ class PaintedPictures:
         picture = Image.fromarray(self.task.paint(self.grey[index]))
         return {"image": picture, "label": int(self.labels[index])}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
-
 
 def find_task(name: str) -> ImageTask:
     """Return the task of that name; ValueError lists the names there are."""
@@ -132,14 +117,7 @@ def load_arrays(name: str) -> ImageArrays:
 
 
 def load_split(task: str, split: str) -> PaintedPictures:
-    """Load one split of one task, for the suite's YAML files.
-
-    Args:
-        task: A task of the suite, such as ``mini_mnist``.
-        split: ``train`` or ``test``.
-
-    Returns:
-        A map-style data set of `{"image": RGB picture of 28 x 28, "label": int}`, in file order.
+    """Load a split (`train` or `test`) of a task in file order, for the suite's YAML files.
 
     Raises:
         ValueError: If there is no such task or split.
@@ -156,16 +134,11 @@ def path(name: str = "pretrained") -> str:
 
 
 def load_processor() -> Any:
-    """Load the suite's processor, and make its class names known to FusionBench.
-
-    AdaMerging and its kin build their classification heads before they load any data, but always
-    after the pool's processor: hence the registration here.
-
-    Returns:
-        A `transformers.CLIPProcessor` (whose own signature type checkers cannot follow).
-    """
+    """Load the suite's `CLIPProcessor`, and make its class names known to FusionBench."""
     from transformers import CLIPProcessor
 
+    # AdaMerging and similar methods build their classification heads before they load any data,
+    # but always after the pool's processor.
     register_class_names()
     return CLIPProcessor.from_pretrained(path())
 

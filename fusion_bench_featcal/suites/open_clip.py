@@ -48,13 +48,7 @@ class OpenClipPool(BaseModelPool):
     _config_mapping = BaseModelPool._config_mapping | {"_processor": "processor"}
 
     def __init__(self, models: Any, *, processor: Any = None, **kwargs: Any) -> None:
-        """Keep the configurations; nothing is loaded.
-
-        Args:
-            models: Name -> configuration or module.
-            processor: Processor from images to `pixel_values`, or its configuration.
-            **kwargs: As FusionBench's pools take them (data sets).
-        """
+        """Keep the configurations of models, by name, and processor; nothing is loaded."""
         super().__init__(models, **kwargs)
         self._processor = processor
 
@@ -66,13 +60,7 @@ class OpenClipPool(BaseModelPool):
     def save_model(  # type: ignore[override]
         self, model: nn.Module, path: str | os.PathLike[str], **unused: Any
     ) -> None:
-        """Save a model's weights under open_clip's own name for such a file.
-
-        Args:
-            model: The model.
-            path: The folder.
-            **unused: Options of other pools.
-        """
+        """Save a model's weights in a folder, under open_clip's own name for such a file."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -80,15 +68,10 @@ class OpenClipPool(BaseModelPool):
 
 
 def load_tower(name: str) -> nn.Module:
-    """Load a model of the suite as open_clip's vision transformer, in float32.
+    """Load a model of the suite (`pretrained` or a task) as open_clip's vision transformer.
 
-    Its features are those of the transformers model after its projection.
-
-    Args:
-        name: `pretrained` or a task.
-
-    Returns:
-        The tower: images `[batch, 3, 28, 28]` to features `[batch, 64]`.
+    It maps images `[batch, 3, 28, 28]` to features `[batch, 64]` in float32: those of the
+    transformers model after its projection.
 
     Raises:
         ImportError: If open_clip cannot be imported, saying what to install.
@@ -111,15 +94,9 @@ def load_tower(name: str) -> nn.Module:
 
 
 def tower_weights(name: str) -> dict[str, Tensor]:
-    """Return the weights of one model of the suite, named and arranged as open_clip has them.
+    """Weights of a model of the suite in float32, named and arranged as open_clip has them.
 
     Experts share the base's projection: only vision towers were trained.
-
-    Args:
-        name: `pretrained` or a task.
-
-    Returns:
-        A state dict in float32.
     """
     projection = load_file(Path(image.path(), "model.safetensors"))["visual_projection.weight"]
     stored = load_file(Path(image.path(name), "model.safetensors"))
@@ -134,11 +111,7 @@ def tower_weights(name: str) -> dict[str, Tensor]:
 def to_open_clip(vision: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of transformers' CLIP vision model, and fuse q, k and v.
 
-    Args:
-        vision: State dict without the prefix `vision_model.`.
-
-    Returns:
-        State dict of open_clip's vision transformer, without its projection `proj`.
+    Keys have no prefix `vision_model.`; the result has all but open_clip's projection `proj`.
 
     Raises:
         KeyError: If a tensor is of no CLIP vision model.
@@ -161,14 +134,9 @@ def to_open_clip(vision: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _open_clip_transformer() -> Any:
-    """Import open_clip's module of transformers.
-
-    Raises:
-        ImportError: If it cannot be imported; a torchvision that does not fit torch is a reason.
-    """
     try:
         return import_module("open_clip.transformer")
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision does not fit torch
         raise ImportError(
             "the OpenCLIP suite needs open_clip, which cannot be imported "
             f"({str(error).splitlines()[0]}): pip install 'fusion_bench_featcal[openclip]'"

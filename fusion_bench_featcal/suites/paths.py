@@ -10,14 +10,7 @@ SUITE_ROOT = Path(__file__).resolve().parent / "data"
 
 
 def suite_path(relative: str) -> str:
-    """Return the absolute path of a file or folder of the bundled suites.
-
-    Args:
-        relative: Path below the suites' data folder with forward slashes, such as
-            ``clip-vit-mini/mini_mnist``.
-
-    Returns:
-        The absolute path as a string, so that it can stand in a YAML file.
+    """Absolute path of a file or folder of the suites, such as `clip-vit-mini/mini_mnist`.
 
     Raises:
         ValueError: If the path leaves the suites' data folder.

@@ -73,10 +73,7 @@ def find_task(name: str) -> TextTask:
 
 @cache
 def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
-    """Read one task's file.
-
-    Returns:
-        Split -> pairs of text and label as published, in file order.
+    """Read a task's file: split -> pairs of text and label as published, in file order.
 
     Raises:
         ValueError: If there is no such task, or the package's data file is damaged or missing.
@@ -92,14 +89,9 @@ def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def load_text_split(name: str, split: str) -> Dataset:
-    """Load one split of one task, for the suites' YAML files.
+    """Load a split of a task as rows `{"prompt": str, "target": str}`, for the suites' YAML files.
 
-    Args:
-        name: A task of the suites, such as ``snips_intent``.
-        split: ``train`` (the experts' training data), ``calibration`` (unseen by them) or ``test``.
-
-    Returns:
-        A data set of `{"prompt": str, "target": str}` rows, in file order.
+    Splits are `train` (the experts' training data), `calibration` (unseen by them) and `test`.
 
     Raises:
         ValueError: If there is no such task or split.

@@ -1,8 +1,6 @@
 """Tasks defined in YAML alone: where their data lie, their class names, their prompts and metrics.
 
-`ClipTaskPool` evaluates image models and `TextTaskPool` language models; `load_images` loads
-folders, tables and hub data sets, for task pools and model pools alike. Names are imported when
-asked for: `load_images` needs no FusionBench.
+Names are imported when asked for: `load_images` needs no FusionBench.
 """
 
 from importlib import import_module

@@ -82,14 +82,7 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
         data_processor: Any = None,
         dataloader_kwargs: Mapping[str, Any] | None = None,
         pixel_cache_mb: float = 512,
-        layer_wise_feature_save_path: str | None = None,
-        layer_wise_feature_first_token_only: bool = True,
-        layer_wise_feature_max_num: int | None = None,
-        fast_dev_run: bool | None = None,
-        move_to_device: bool = True,
-        _usage_: str | None = None,
-        _version_: str | None = None,
-        **unknown: Any,
+        **fusion_bench: Any,
     ) -> None:
         """Check the settings and the data of the tasks defined here, before any model is loaded.
 
@@ -105,21 +98,15 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
             dataloader_kwargs: For `torch.utils.data.DataLoader` (batches of 128 unless given).
             pixel_cache_mb: Memory for processed pictures kept between `evaluate` calls, in MiB; a
                 task that does not fit is processed again each time.
-            layer_wise_feature_save_path: As in FusionBench, like the next two.
-            layer_wise_feature_first_token_only: As in FusionBench.
-            layer_wise_feature_max_num: As in FusionBench.
-            fast_dev_run: Evaluate on one batch a task (None: FusionBench's debug constant).
-            move_to_device: Move model and batches to the Fabric device.
-            _usage_: Free text that FusionBench's configurations carry.
-            _version_: The FusionBench release a configuration was written for.
-            **unknown: Refused.
+            **fusion_bench: Further keys of FusionBench's pool; `fast_dev_run` evaluates on one
+                batch a task. Others are refused.
 
         Raises:
             ValueError: For unknown keys, unfit values, paths that do not exist, or class names that
                 clash with FusionBench's.
             CalibrationError: If a task's data cannot be read.
         """
-        refuse_unknown_pool_keys(ClipTaskPool, unknown)
+        refuse_unknown_pool_keys(ClipTaskPool, fusion_bench)
         if isinstance(pixel_cache_mb, bool) or not pixel_cache_mb >= 0:
             raise ValueError(
                 f"taskpool.pixel_cache_mb must be a number >= 0, got {pixel_cache_mb!r}"
@@ -130,11 +117,7 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
             clip_model=base_model if clip_model is None else clip_model,  # type: ignore[arg-type]
             data_processor=data_processor,
             dataloader_kwargs=loader_settings(dataloader_kwargs),  # type: ignore[arg-type]
-            layer_wise_feature_save_path=layer_wise_feature_save_path,
-            layer_wise_feature_first_token_only=layer_wise_feature_first_token_only,
-            layer_wise_feature_max_num=layer_wise_feature_max_num,
-            fast_dev_run=fast_dev_run,
-            move_to_device=move_to_device,
+            **{key: value for key, value in fusion_bench.items() if not key.startswith("_")},
         )
         self._tasks = tasks
         self.base_model = base_model

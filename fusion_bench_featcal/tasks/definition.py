@@ -11,7 +11,7 @@ from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.labels import check_classnames_by
 from fusion_bench_featcal.data.pictures import parse_background
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.settings import CalibrationError, Check
 from fusion_bench_featcal.tasks.heads import (
     PromptTemplate,
     Templates,
@@ -46,8 +46,6 @@ class TaskDefinition:
 
     def items(self, rows: Any = None, place: str = "") -> ImageItems:
         """Return the task's items: of `data`, or of another data set that `place` names.
-
-        Labels are checked against the class names where both are at hand.
 
         Raises:
             ValueError: If the path, the split or a column does not exist, or class names do not
@@ -96,56 +94,64 @@ def parse_tasks(tasks: Any, place: str = "taskpool.tasks") -> dict[str, TaskDefi
     return {str(name): _parse(task, f"{place}.{name}") for name, task in tasks.items()}
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, Mapping) and "_target_" in value)
+
+
+_CHECKS: dict[str, Check] = {
+    "data": ("a path, a hub id or a mapping with _target_", _is_data),
+    "split": ("a text", _is_text),
+    "image_column": ("a text", _is_text),
+    "label_column": ("a text", _is_text),
+    "classnames": ("a list of names, one for each label", _is_list),
+    "templates": ("a list of prompts", lambda value: isinstance(value, str) or _is_list(value)),
+}
+_MAY_BE_NONE = {"data", "split", "classnames", "templates"}
+
+
 def _parse(task: Any, place: str) -> TaskDefinition:
-    if isinstance(task, TaskDefinition):
-        return task
     if not isinstance(task, Mapping):
         raise ValueError(f"{place} must be a mapping with a key data, got {task!r}")
     refuse_unknown_keys(task, [field.name for field in fields(TaskDefinition)], place)
-    values = dict(task)
-    for key in {"split", "image_column", "label_column"} & values.keys():
-        if not isinstance(values[key], str) and not (key == "split" and values[key] is None):
-            raise ValueError(f"{place}.{key} must be a text, got {values[key]!r}")
-    data = values.get("data")
-    if not (
-        data is None or isinstance(data, str) or (isinstance(data, Mapping) and "_target_" in data)
-    ):
-        raise ValueError(
-            f"{place}.data must be a path, a hub id or a mapping with _target_, got {data!r}"
-        )
-    values["classnames"] = _parse_classnames(values.get("classnames"), f"{place}.classnames")
-    values["templates"] = _parse_templates(values.get("templates"), f"{place}.templates")
+    values = {key: v for key, v in task.items() if v is not None or key not in _MAY_BE_NONE}
+    for key, (wanted, accepts) in _CHECKS.items():
+        if key in values and not accepts(values[key]):
+            raise ValueError(f"{place}.{key} must be {wanted}, got {values[key]!r}")
     parse_background(values.get("background"), place)
     check_classnames_by(values.get("classnames_by", "name"), place)
+    if "classnames" in values:
+        values["classnames"] = _classnames(values["classnames"], f"{place}.classnames")
+    if "templates" in values:
+        values["templates"] = _templates(values["templates"], f"{place}.templates")
     return TaskDefinition(**values)
 
 
-def _parse_classnames(value: Any, place: str) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValueError(f"{place} must be a list of names, one for each label, got {value!r}")
-    for name in value:
+def _classnames(values: Sequence[Any], place: str) -> tuple[str, ...]:
+    for name in values:
         if isinstance(name, bool) or not isinstance(name, str | int | float):
             raise ValueError(
                 f"{place}: {name!r} is no name. Write it in quotes: YAML reads yes, no, on and "
                 "off as true and false, and an empty entry as null."
             )
-    names = tuple(str(name) for name in value)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    names = tuple(str(name) for name in values)
+    if len(set(names)) < len(names):
+        twice = min(name for name in names if names.count(name) > 1)
         raise ValueError(
-            f"{place}: {twice[0]!r} stands there twice; prompts could not tell them apart"
+            f"{place}: {twice!r} stands there twice; prompts could not tell them apart"
         )
     return names
 
 
-def _parse_templates(value: Any, place: str) -> tuple[PromptTemplate, ...] | None:
-    if value is None:
-        return None
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, Sequence) or not texts:
-        raise ValueError(f"{place} must be a list of prompts, got {value!r}")
+def _templates(texts: Any, place: str) -> tuple[PromptTemplate, ...]:
+    texts = [texts] if isinstance(texts, str) else texts
     for text in texts:
         if not isinstance(text, str) or "{}" not in text:
             raise ValueError(
@@ -164,15 +170,10 @@ class OpenTask:
 
 
 def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
-    """Load a task's test items and make its class names known to FusionBench.
-
-    The definition may be empty for a task whose class names FusionBench has; `rows` is the data set
-    where it names no data.
+    """`load_task` with FusionBench's class names, if it has any; it learns those of other tasks.
 
     Raises:
-        ValueError: If the definition does not fit the data, or class names clash with
-            FusionBench's.
-        CalibrationError: If the data cannot be read, is unlabeled or has labels out of range.
+        ValueError: If class names clash with FusionBench's.
     """
     known = known_names(name)
     items = load_task(name, task, None if known is None else known[0], rows)
@@ -185,7 +186,11 @@ def load_task(
 ) -> ImageItems:
     """Load one task's data for evaluation: labelled, with class names.
 
-    `classnames` are used where the definition has none.
+    Args:
+        name: The task.
+        task: Its definition.
+        classnames: Class names where the definition has none.
+        rows: The data set where the definition names none.
 
     Raises:
         ValueError: If the definition does not fit the data.
@@ -236,6 +241,5 @@ def check_background(task: str, tested: Any, modelpool: Any) -> None:
 
 def background_of(data: Any) -> Any:
     """Return the `background` of a data set or of its configuration."""
-    return (
-        data.get("background") if isinstance(data, Mapping) else getattr(data, "background", None)
-    )
+    is_config = isinstance(data, Mapping)
+    return data.get("background") if is_config else getattr(data, "background", None)

@@ -11,7 +11,6 @@ import fusion_bench_featcal.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
-from torch import nn
 from transformers import AutoTokenizer
 
 from fusion_bench_featcal.nearest_names import nearest_hint
@@ -44,8 +43,6 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         limit: int | None = None,
         confirm_run_unsafe_code: bool = False,
         include_path: str | None = None,
-        _usage_: str | None = None,
-        _version_: str | None = None,
         **unknown: Any,
     ) -> None:
         """Check the settings.
@@ -59,9 +56,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             limit: Rows of each task; None: all.
             confirm_run_unsafe_code: Run the code that models write, which code tasks need.
             include_path: Folder with YAML files of further lm-eval tasks; None: lm-eval's alone.
-            _usage_: Free text that FusionBench's configurations carry.
-            _version_: The FusionBench release a configuration was written for.
-            **unknown: Refused.
+            **unknown: Refused, but for keys that all of FusionBench's configurations have.
 
         Raises:
             ValueError: For unknown keys, no tasks, or a folder that is not there.
@@ -106,7 +101,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
                     f"taskpool.tasks.{task}: lm-eval has no such task{hint}; tasks of your own are "
                     "found in the folder taskpool.include_path"
                 )
-        model = self._on_device(model)
+        model = model.to(self.fabric.device).eval()
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
         done: Any = lm_eval.simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size),
@@ -125,9 +120,6 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
         return TaskManager(include_path=self.include_path)
-
-    def _on_device(self, model: nn.Module) -> nn.Module:
-        return model.to(self.fabric.device).eval()
 
     def _result(self, task: str, values: Mapping[str, Any]) -> dict[str, Any]:
         metric = self.tasks[task]

@@ -1,6 +1,5 @@
 """Settings that all task pools read alike, and the report that they give."""
 
-import inspect
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
@@ -13,14 +12,13 @@ from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
 
 
-def refuse_unknown_pool_keys(pool: type, unknown: Mapping[str, Any]) -> None:
-    """Refuse keys of a task pool's YAML that its constructor does not take.
+def refuse_unknown_pool_keys(pool: Any, unknown: Mapping[str, Any]) -> None:
+    """Refuse keys of a task pool's YAML that neither the pool nor FusionBench has.
 
     Raises:
         ValueError: Naming the key, and the nearest that there is.
     """
-    valid = [name for name in inspect.signature(pool).parameters if name != "unknown"]
-    refuse_unknown_keys([key for key in unknown if key != "_recursive_"], valid, "taskpool")
+    refuse_unknown_keys(unknown, pool._config_mapping.values(), "taskpool")
 
 
 def evaluation_report(

@@ -91,8 +91,6 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         max_new_tokens: int | None = None,
         max_length: int | None = None,
         fast_dev_run: bool = False,
-        _usage_: str | None = None,
-        _version_: str | None = None,
         **unknown: Any,
     ) -> None:
         """Check the settings; data and tokenizer are loaded by `setup`.
@@ -105,9 +103,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
             max_new_tokens: Longest answer; None: as long as the task's longest target.
             max_length: Longest prompt in tokens, cut beyond; None: the tokenizer's limit.
             fast_dev_run: Evaluate on a few rows a task.
-            _usage_: Free text that FusionBench's configurations carry.
-            _version_: The FusionBench release a configuration was written for.
-            **unknown: Refused.
+            **unknown: Refused, but for keys that all of FusionBench's configurations have.
 
         Raises:
             ValueError: For unknown keys, tasks or metrics, and values out of range.

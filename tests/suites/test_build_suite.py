@@ -43,15 +43,17 @@ def options(suite: str) -> dict:
     return {"tasks": ALPHABETS2, "recipe": replace(recipe, **phases, **small)}
 
 
-@pytest.fixture(autouse=True)
-def few_test_rows(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def few_test_rows():
     load = text_builder.load_text_split
 
     def shorter(name: str, split: str):
         rows = load(name, split)
         return rows.select(range(8)) if split == "test" else rows
 
-    monkeypatch.setattr(text_builder, "load_text_split", shorter)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_builder, "load_text_split", shorter)
+        yield
 
 
 @pytest.fixture(scope="module", params=list(LOADERS))
