@@ -34,8 +34,8 @@ MUTATIONS = [
     Mutation(
         "experts that generate see their padding",
         "tasks/text_generation.py",
-        "[[0] * (width - len(prompt)) + [1] * len(prompt) for",
-        "[[1] * width for",
+        "for prompt in prompts], 0, left=True)",
+        "for prompt in prompts], 1, left=True)",
         "test_calibration_text.py",
     ),
     Mutation(

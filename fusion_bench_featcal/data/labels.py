@@ -36,15 +36,8 @@ def match_names(
     positions. Names that are all unknown (`n01440764`) are refused, for nothing tells their order;
     so is anything between: it would swap classes unnoticed.
 
-    Args:
-        names: The data's own names: folders, distinct text labels, or a data set's class list.
-        classnames: The configured class names.
-        place: The key of the class names, for messages.
-        by: `name`; `order` takes the data's classes in order, whatever their names; `either` takes
-            them in order where all are unknown.
-
-    Returns:
-        Positions in `classnames`, one for each of `names`.
+    `by` is `name`; `order` takes the data's classes in order, whatever their names; `either` takes
+    them in order where all are unknown.
 
     Raises:
         ValueError: If the two lists do not match.
@@ -103,7 +96,7 @@ def encode_labels(
         numbered = all(text.isdecimal() for text in texts) and not set(texts) & {
             *(classnames or ())
         }
-        names = list(texts if not classnames or numbered or by == "order" else classnames)
+        names = texts if not classnames or numbered or by == "order" else classnames
     all_names = names or classnames
     labels = [label_index(v, all_names, f"{place}, item {i}") for i, v in enumerate(values)]
     if names is None or classnames is None:

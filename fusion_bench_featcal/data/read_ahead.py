@@ -34,12 +34,11 @@ def in_order(
     workers: int,
     ahead: int,
 ) -> Generator[_Result, None, None]:
-    """Apply `work(read(key))` to each key; results come in the keys' order.
+    """Yield `work(read(key))` for each key, in the keys' order.
 
     `read` is called in the caller's thread, key by key, so that it may be of any kind; `work` is
-    called in threads. At most `ahead` results wait. An error is raised where its result is due,
-    after all earlier ones. When the iterator is closed or interrupted, what was not begun is
-    dropped and no thread is left behind.
+    called in threads. An error is raised where its result is due, after all earlier ones. When the
+    iterator is closed or interrupted, what was not begun is dropped and no thread is left behind.
 
     Args:
         read: Gives the item of a key.
@@ -47,9 +46,6 @@ def in_order(
         keys: The keys.
         workers: Threads, >= 0; 0 works in the caller's thread, one result at a time.
         ahead: Results that may wait for the caller, >= 1.
-
-    Yields:
-        The results.
     """
     if workers == 0:
         for key in keys:

@@ -238,16 +238,17 @@ def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Te
     """
     left = encoder.tokenizer.padding_side == "left"
     batch = {
-        "input_ids": _padded([sample.ids for sample in samples], encoder.pad_id, left),
-        "attention_mask": _padded([[1] * len(sample.ids) for sample in samples], 0, left),
+        "input_ids": pad_rows([sample.ids for sample in samples], encoder.pad_id, left=left),
+        "attention_mask": pad_rows([[1] * len(sample.ids) for sample in samples], 0, left=left),
     }
     if any(sample.labels is not None for sample in samples):
         labels = [sample.labels or [IGNORED] * len(sample.ids) for sample in samples]
-        batch["labels"] = _padded(labels, IGNORED, left and encoder.kind == "causal")
+        batch["labels"] = pad_rows(labels, IGNORED, left=left and encoder.kind == "causal")
     return batch
 
 
-def _padded(rows: Sequence[list[int]], fill: int, left: bool) -> Tensor:
+def pad_rows(rows: Sequence[list[int]], fill: int, *, left: bool) -> Tensor:
+    """Rows of unequal length as one int64 tensor, filled up on one side."""
     padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.long)
     for row, ids in zip(padded, rows, strict=True):
         place = slice(len(row) - len(ids), None) if left else slice(len(ids))

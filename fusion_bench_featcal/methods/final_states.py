@@ -1,6 +1,6 @@
 """Language models' final features: hidden states behind the last norm, which the head reads."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -90,9 +90,7 @@ def hooked(model: nn.Module, name: str, hook: Any) -> Iterator[None]:
 def find_final_norm(modelpool: BaseModelPool, final_norm: str | None) -> str:
     """The last norm of a pool's language models, from the names of the base's weights.
 
-    Args:
-        modelpool: The pool.
-        final_norm: The setting: a module's name, or None to find it.
+    `final_norm` is the setting: a module's name, or None to find it.
 
     Raises:
         CalibrationError: If there is none, before a model is loaded where it lies in files.
@@ -100,16 +98,11 @@ def find_final_norm(modelpool: BaseModelPool, final_norm: str | None) -> str:
     name = BASE_MODEL if modelpool.has_pretrained else modelpool.model_names[0]
     source = pool_source(modelpool, name, stream_experts="auto")
     weights = source.state_dict() if isinstance(source, nn.Module) else source.names()
-    found = _first_module(weights, FINAL_NORMS if final_norm is None else (final_norm,))
-    if found is None:
-        raise no_final_norm(f"model {name!r}", final_norm)
-    return found
-
-
-def _first_module(weights: Iterable[str], modules: Iterable[str]) -> str | None:
-    """The first of some modules that has weights."""
-    owners = {name.rpartition(".")[0] for name in weights}
-    return next((module for module in modules if module in owners), None)
+    owners = {weight.rpartition(".")[0] for weight in weights}
+    for norm in FINAL_NORMS if final_norm is None else (final_norm,):
+        if norm in owners:
+            return norm
+    raise no_final_norm(f"model {name!r}", final_norm)
 
 
 def no_final_norm(owner: str, wanted: str | None) -> CalibrationError:

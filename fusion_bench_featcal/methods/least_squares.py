@@ -60,11 +60,9 @@ class LinearMean:
     """Running sums of one linear module; one expert is added at a time."""
 
     def __init__(self, anchor: Tensor, *, floor: float = 0.0) -> None:
-        """Start with no expert.
+        """Start with no expert, and the weight `[m, d]` that unseen input directions keep.
 
-        Args:
-            anchor: The weight that unseen input directions keep, `[m, d]`.
-            floor: As for `solve_seen`; shrinking by a factor `a` leaves `1 - a`.
+        `floor` is as for `solve_seen`; shrinking by a factor `a` leaves `1 - a`.
         """
         wide = solve_dtype(anchor.device)
         self._anchor = anchor.to(wide, copy=True)

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 Templates = Sequence[Callable[[str], str]]
 
-DEFAULT_TEMPLATES = ("a photo of a {}.",)
+DEFAULT_TEMPLATE = "a photo of a {}."
 _OWNER_KEY = "registered_by"
 _OWNER = "fusion_bench_featcal.tasks"
 
@@ -57,10 +57,10 @@ def register_names(
     """
     known = known_names(task)
     if known is not None:
-        _refuse_clash(task, classnames, templates, *known)
+        _refuse_clash(task, classnames, templates, known)
         return
-    chosen = templates or [PromptTemplate(text) for text in DEFAULT_TEMPLATES]
-    entry = {"classnames": list(classnames), "templates": list(chosen), _OWNER_KEY: _OWNER}
+    chosen = list(templates or [PromptTemplate(DEFAULT_TEMPLATE)])
+    entry = {"classnames": list(classnames), "templates": chosen, _OWNER_KEY: _OWNER}
     table: dict = CLIPTemplateFactory._dataset_mapping
     if task in table and table[task] != entry:
         log.warning(
@@ -73,9 +73,9 @@ def _refuse_clash(
     task: str,
     classnames: Sequence[str],
     templates: Sequence[PromptTemplate] | None,
-    known_classnames: Sequence[str],
-    known_templates: Templates,
+    known: tuple[Sequence[str], Templates],
 ) -> None:
+    known_classnames, known_templates = known
     remedy = (
         f"Rename the task (its expert and its data too), say to 'my_{task}', or leave that key out "
         "to use FusionBench's."

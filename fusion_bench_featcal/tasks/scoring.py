@@ -42,11 +42,7 @@ class EvaluationItems(Dataset):
 
 
 def evaluation_loader(items: EvaluationItems, settings: Mapping[str, Any]) -> DataLoader[Batch]:
-    """Return a loader that gives all items in their order.
-
-    Returns:
-        Batches of pixel values `[batch, channels, height, width]` and int64 labels `[batch]`.
-    """
+    """Loader of all items in order: pixels `[batch, channels, height, width]`, labels `[batch]`."""
     return DataLoader(items, collate_fn=partial(_collate, items.items.place), **settings)
 
 
@@ -112,14 +108,11 @@ class PixelCache:
 
 
 class Score(NamedTuple):
-    """Accuracy (0 to 1) and mean cross-entropy over the items, and which items were right.
+    """Score of a task's items."""
 
-    `correct` is a bool tensor `[items]` on the CPU.
-    """
-
-    accuracy: float
-    loss: float
-    correct: Tensor
+    accuracy: float  # 0 to 1
+    loss: float  # mean cross-entropy
+    correct: Tensor  # bool [items], on the CPU
 
 
 @torch.no_grad()

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.data.text_samples import (
+    IGNORED,
+    Sample,
+    TextEncoder,
+    pad_rows,
+    pad_samples,
+)
 
 GREEDY: Mapping[str, Any] = {
     "do_sample": False,
@@ -46,15 +52,9 @@ def greedy_answers(
 
 
 def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad prompts on the left, so that a decoder's answer follows each at once.
-
-    Returns:
-        Token ids and mask, `[batch, length]` int64 each.
-    """
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids, mask
+    """Token ids and mask, `[batch, length]` int64: a decoder's answer follows each prompt."""
+    mask = pad_rows([[1] * len(prompt) for prompt in prompts], 0, left=True)
+    return pad_rows(prompts, pad_id, left=True), mask
 
 
 def answer_texts(

@@ -69,7 +69,7 @@ def load_chats(
     """A data set of conversations, or of questions with answers.
 
     Args:
-        path: Hub id or folder of the data set.
+        path: Hub id or folder.
         split: The split.
         messages: Column with the turns, each with `role` and `content`.
         prompt: Column with the question; then `answer` is needed and `messages` is not used.
