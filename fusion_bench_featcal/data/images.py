@@ -47,18 +47,11 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         background: str | None = None,
         classnames_by: str = "name",
     ) -> None:
-        """See a data set as items.
+        """See a `datasets` table or a map-style data set as items.
 
-        Args:
-            rows: A `datasets` table or a map-style data set.
-            place: Its name in messages.
-            image_column: Name of the images' column.
-            label_column: Name of the labels' column; None: items have no labels.
-            classnames: Class names by label.
-            root: Folder that relative image paths start from; None: the current one.
-            background: Colour that transparent pictures are composited on; None: that of `rows`,
-                else white.
-            classnames_by: Rule to match the data's class names to `classnames` (`match_names`).
+        `place` is its name in messages, and relative image paths start from `root` (None: the
+        current folder). The other arguments are those of `load_images`; a background of None is
+        that of `rows`, if they are items already.
 
         Raises:
             ValueError: If a column does not exist, or background or class names do not fit.

@@ -85,11 +85,9 @@ def to_rgb(
 def fixed_content(
     value: Any, place: str, root: Path | None = None, background: Colour = WHITE
 ) -> tuple[Any, str]:
-    """Fix a picture's content, and digest it. No file is decoded for that.
+    """A value that `to_rgb` turns into the same picture, whatever happens to files; its digest.
 
-    Returns:
-        A value that `to_rgb` turns into the same picture, whatever happens to files, and the
-        digest.
+    No file is decoded for that.
 
     Raises:
         CalibrationError: As `to_rgb`.
@@ -252,12 +250,9 @@ def to_pixels(
     root: Path | None = None,
     background: Colour = WHITE,
 ) -> Tensor:
-    """Process one image, exactly as for evaluation; see `to_rgb`.
+    """Process one image (see `to_rgb`) to pixels `[channels, height, width]`, floating point.
 
     A plain callable gets arrays and tensors of any kind as they are.
-
-    Returns:
-        Pixel values `[channels, height, width]`, floating point.
 
     Raises:
         CalibrationError: If the image cannot be read, or the processor fails on it or gives
@@ -307,10 +302,7 @@ def _prepared(processor: Any, picture: Image.Image) -> Any:
 def stack_pixels(
     pixels: Sequence[Tensor], place: str, setting: str, expected: torch.Size | None = None
 ) -> Tensor:
-    """Stack images of one size: `expected`, or that of the first one.
-
-    Returns:
-        One tensor `[len(pixels), channels, height, width]`.
+    """Stack images of one size, `expected` or that of the first one, on a new first axis.
 
     Raises:
         CalibrationError: If sizes differ, with both sizes.

@@ -26,23 +26,17 @@ from fusion_bench_featcal.tasks.pool_settings import build_part
 class TaskDefinition:
     """One task, checked. Its fields are the keys under `tasks.<name>` in YAML."""
 
+    # A folder, a table or a hub id (see `load_images`, which most other keys are of too), or a
+    # mapping with `_target_` that builds a data set. None where `test_datasets` has the data.
     data: str | Mapping[str, Any] | None = None
-    """A folder, a table or a hub id (see `load_images`), or a mapping with `_target_` that builds a
-    data set. None where `test_datasets` has the data."""
     split: str | None = None
-    """The split of `data`, where it has several."""
     image_column: str = "image"
     label_column: str = "label"
-    classnames: tuple[str, ...] | None = None
-    """Class names by label (None: the data's own, or FusionBench's for this task)."""
+    classnames: tuple[str, ...] | None = None  # None: the data's own, or FusionBench's
+    # With {} for the class name. None: FusionBench's for this task, or "a photo of a {}."
     templates: tuple[PromptTemplate, ...] | None = None
-    """Prompts with `{}` for the class name (None: FusionBench's for this task, or "a photo of a
-    {}.")."""
     background: str | None = None
-    """Colour that transparent pictures are composited on (None: white)."""
     classnames_by: str = "name"
-    """Rule to match the data's own class names to `classnames`: by `name`, or in `order`, whatever
-    the names are."""
 
     def items(self, rows: Any = None, place: str = "") -> ImageItems:
         """Return the task's items: of `data`, or of another data set that `place` names.

@@ -154,9 +154,9 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
 
         Returns:
             `{"model_info": {...}, <task>: {"accuracy", "loss"}, "average": {...}}` for the tasks
-            in `test_dataloaders`. `accuracy` is the share of exact matches in 0..1 or, for tasks
-            scored by it, Spearman's correlation; `loss` is the mean cross-entropy per target
-            token, averaged over rows.
+            in `test_dataloaders`. `accuracy` is the share of exact matches or, for tasks scored by
+            it, Spearman's correlation; `loss` is the mean cross-entropy per target token, averaged
+            over rows.
 
         Raises:
             CalibrationError: If a row has no text or target, or token ids that the model lacks.

@@ -68,6 +68,8 @@ def test_what_is_no_label_is_named_with_its_item(value, message):
     [
         (["b", "a", "b"], None, None, ([1, 0, 1], ["a", "b"])),
         (["b", "a"], None, ["b", "c", "a"], ([0, 2], ["b", "c", "a"])),
+        (["10", "9"], None, None, ([1, 0], ["9", "10"])),
+        (["1", "0"], None, ["cat", "dog"], ([1, 0], ["cat", "dog"])),
         ([0, 1], ["x", "y"], ["y", "x"], ([1, 0], ["y", "x"])),
         ([0, 4], None, None, ([0, 4], None)),
     ],

@@ -99,15 +99,6 @@ def test_numbered_folders_are_labels(tmp_path, names):
     assert contents(items)[2][0] == picture(200).tobytes()
 
 
-def test_numbered_texts_in_a_table_are_labels(shapes):
-    lines = [{"image": r["file"], "label": str(i)} for i, r in enumerate(rows_of(shapes))]
-    (shapes / "table.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    names = [f"class {number}" for number in range(12)]
-    for given in (None, names):
-        items = load_images(str(shapes / "table.jsonl"), classnames=given)
-        assert [item["label"] for item in items] == list(range(12))
-
-
 def test_split_folders(tmp_path):
     for seed, split in enumerate(("train", "test")):
         write_class_folders(tmp_path / split, seed=seed)

@@ -64,33 +64,15 @@ def test_both_task_pools_evaluate_by_task_name(models, class_names):
     for pool in pools:
         pool._fabric_instance = cpu_fabric()
         reports.append(pool.evaluate(model))
+    uncorrected = ours.evaluate(model.model)
     for task in TASKS:
-        accuracy = reports[1][task]["accuracy"]
-        assert reports[0][task]["accuracy"] == pytest.approx(accuracy)
-        features = features_of(models, model, task, test_sets[task])
-        assert accuracy == pytest.approx(zero_shot(models, features, test_sets[task]))
+        assert reports[0][task]["accuracy"] == pytest.approx(reports[1][task]["accuracy"])
+        assert reports[1][task]["loss"] != uncorrected[task]["loss"]
 
 
 def pixels_of(models, items):
     processor: Any = tiny_processor(models)
     return processor(images=[i["image"] for i in items], return_tensors="pt")["pixel_values"]
-
-
-def features_of(models, model, task, items):
-    pixels = pixels_of(models, items)
-    with torch.no_grad():
-        return model.features(task, pixels)
-
-
-def zero_shot(models, features, items):
-    clip_model = CLIPModel.from_pretrained(models["_pretrained_"])
-    prompts = [f"a photo of a {name} ." for name in NAMES]
-    processor: Any = tiny_processor(models)
-    words = processor(text=prompts, return_tensors="pt", padding=True)
-    with torch.no_grad():
-        text = clip_model.text_projection(clip_model.text_model(**words).pooler_output)
-    found = (features @ torch.nn.functional.normalize(text, dim=-1).T).argmax(dim=1)
-    return (found == torch.tensor([item["label"] for item in items])).double().mean().item()
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

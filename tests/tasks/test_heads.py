@@ -22,22 +22,14 @@ from fusion_bench_featcal.tasks.heads import (
 DIGITS = [str(digit) for digit in range(10)]
 
 
-def test_registered_names_are_what_fusion_bench_finds():
+def test_registered_names_are_what_fusion_bench_finds_and_known_ones_are_those_of_others():
     register_names("shapes", ["circle", "star"], [PromptTemplate("a drawing of a {}")])
     classnames, templates = get_classnames_and_templates("shapes")
     assert classnames == ["circle", "star"]
     assert [template("star") for template in templates] == ["a drawing of a star"]
-
-
-def test_default_prompt():
-    register_names("shapes", ["circle"], None)
-    assert get_classnames_and_templates("shapes")[1][0]("circle") == "a photo of a circle."
-
-
-def test_known_names_are_those_of_others():
-    register_names("shapes", ["circle"], None)
-    assert known_names("shapes") is None
-    assert known_names("nothing") is None
+    register_names("things", ["circle"], None)
+    assert get_classnames_and_templates("things")[1][0]("circle") == "a photo of a circle."
+    assert known_names("shapes") is None and known_names("nothing") is None
     known = known_names("mnist")
     assert known is not None and known[0] == DIGITS
 
