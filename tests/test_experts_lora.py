@@ -14,7 +14,7 @@ from torch import nn
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.experts.lora import LoraExpert
-from fusion_bench_featcal.fusionbench.pool_models import pool_source
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 from fusion_bench_featcal.settings import CalibrationError
 
 PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "init_lora_weights": True}
@@ -177,7 +177,7 @@ def test_calibration_with_lora_experts_is_that_with_merged_ones(tmp_path):
             Seq2SeqLMPool(OmegaConf.create(entries), tokenizer=word_tokenizer(ends=True))
         )
         pool._models["_merged_"] = whole["one"]
-        assert not isinstance(pool_source(pool, "two", stream_experts=True), nn.Module)
+        assert not isinstance(PoolModel(pool, "two").source(stream_experts=True), nn.Module)
         method = FeatCalAlgorithm(samples_per_task=6, calibrate_norm=False, ridge_lambda=1e-2)
         pool.load_model = _loader(pool)
         models.append(method.run(pool).state_dict())

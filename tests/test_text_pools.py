@@ -16,7 +16,7 @@ from tiny_texts import TASKS, WORDS, llama_model, t5_model, with_data, word_toke
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.pool_models import pool_source
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.fusionbench.saving import CompleteSaver
@@ -90,7 +90,7 @@ def test_common_rows_give_what_models_of_one_size_give(stream, tmp_path):
 
 def test_common_rows_reach_streamed_experts_too(tmp_path):
     pool = causal_pool(llamas(tmp_path, {"one": 25, "two": 30}), vocabulary="common_rows")
-    source: Any = pool_source(pool, "two", stream_experts=True)
+    source: Any = PoolModel(pool, "two").source(stream_experts=True)
     whole = AutoModelForCausalLM.from_pretrained(pool._models["two"]).state_dict()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert source.shape(name) == (23, 8)
@@ -193,7 +193,9 @@ def test_experts_bring_the_pools_own_entry_for_lora(tmp_path):
     entry = {"_target_": "fusion_bench.modelpool.causal_lm.load_peft_causal_lm"}
     pool = causal_pool({"one": {**entry, "base_model_path": "x", "peft_model_path": "y"}})  # type: ignore[dict-item]
     with pytest.raises(CalibrationError, match="no safetensors files to stream"):
-        pool_source(pool, "one", stream_experts=True)  # it is not merged when loaded: PEFT's model
+        PoolModel(pool, "one").source(
+            stream_experts=True
+        )  # it is not merged when loaded: PEFT's model
 
 
 def test_instantiated_from_yaml_as_from_python(tmp_path):

@@ -293,13 +293,6 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         raise PoolModel(modelpool, name).not_loadable(error) from error
 
 
-def pool_source(
-    modelpool: BaseModelPool, name: str, *, stream_experts: bool | str
-) -> nn.Module | ExpertSource:
-    """One model of a pool as calibration reads it: `PoolModel.source`."""
-    return PoolModel(modelpool, name).source(stream_experts)
-
-
 def pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
     """The pool as a merger may use it: with copies of models that it holds in memory.
 

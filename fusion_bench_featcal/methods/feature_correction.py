@@ -159,9 +159,9 @@ class FeatureCorrection:
             CalibrationError: If the models have none, or a task lacks data.
         """
         if text_kind(inputs.modelpool) is None:
-            check_projection(inputs.modelpool, self.clip_model)
+            check_projection(inputs.models, self.clip_model)
         else:
-            find_final_norm(inputs.modelpool, self.final_norm)
+            find_final_norm(inputs.models, self.final_norm)
             if self.normalize != "none":
                 raise CalibrationError(
                     f"method.normalize={self.normalize} is for CLIP: the head of a language model "
@@ -179,13 +179,12 @@ class FeatureCorrection:
             CalibrationError: If there is no feature to correct, a task lacks data, or a training
                 diverges.
         """
-        pool, device = inputs.modelpool, inputs.fabric.device
         batches = self.batches(inputs)
-        site = self._site(pool, device)
-        merged = merged.to(device).eval()
+        site = self._site(inputs)
+        merged = merged.to(inputs.fabric.device).eval()
         corrections: dict[str, nn.Module] = {}
         self.losses = {}
-        for task in pool.model_names:
+        for task in inputs.modelpool.model_names:
             losses: list[Tensor] = []
             corrections[task] = self._correction(task, merged, site, batches[task], inputs, losses)
             if losses:  # read at once: reading each would wait for the device
@@ -245,11 +244,12 @@ class FeatureCorrection:
                     f"{split}_datasets are: {', '.join(available) or 'none'}"
                 )
 
-    def _site(self, modelpool: BaseModelPool, device: torch.device) -> Any:
+    def _site(self, inputs: MethodInputs) -> Any:
         """The feature that is corrected: its `features(model, batch)` are rows `[n, d]`."""
-        if text_kind(modelpool) is None:
-            return ProjectedFeatures(load_projection(modelpool, self.clip_model).to(device))
-        return FinalStates(find_final_norm(modelpool, self.final_norm))
+        if text_kind(inputs.modelpool) is not None:
+            return FinalStates(find_final_norm(inputs.models, self.final_norm))
+        projection = load_projection(inputs.models, self.clip_model)
+        return ProjectedFeatures(projection.to(inputs.fabric.device))
 
     def _correction(
         self,

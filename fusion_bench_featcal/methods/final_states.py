@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_bench import BaseModelPool
 from torch import Tensor, nn
 
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
 from fusion_bench_featcal.families.rows import causal_rows, labelled_rows
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, pool_source
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.settings import CalibrationError
 
 FINAL_NORMS = ("decoder.final_layer_norm", "model.norm")
@@ -87,7 +86,7 @@ def hooked(model: nn.Module, name: str, hook: Any) -> Iterator[None]:
         handle.remove()
 
 
-def find_final_norm(modelpool: BaseModelPool, final_norm: str | None) -> str:
+def find_final_norm(models: PoolModels, final_norm: str | None) -> str:
     """The last norm of a pool's language models, from the names of the base's weights.
 
     `final_norm` is the setting: a module's name, or None to find it.
@@ -95,14 +94,14 @@ def find_final_norm(modelpool: BaseModelPool, final_norm: str | None) -> str:
     Raises:
         CalibrationError: If there is none, before a model is loaded where it lies in files.
     """
-    name = BASE_MODEL if modelpool.has_pretrained else modelpool.model_names[0]
-    source = pool_source(modelpool, name, stream_experts="auto")
+    model = models.base or next(iter(models.experts.values()))
+    source = model.source("auto")
     weights = source.state_dict() if isinstance(source, nn.Module) else source.names()
     owners = {weight.rpartition(".")[0] for weight in weights}
     for norm in FINAL_NORMS if final_norm is None else (final_norm,):
         if norm in owners:
             return norm
-    raise no_final_norm(f"model {name!r}", final_norm)
+    raise no_final_norm(f"model {model.name!r}", final_norm)
 
 
 def no_final_norm(owner: str, wanted: str | None) -> CalibrationError:

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_bench import BaseModelPool
 from torch import Tensor, nn
 from transformers import CLIPModel
 
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, pool_source
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.settings import CalibrationError
 
 _PROJECTION = "visual_projection.weight"
@@ -62,30 +61,29 @@ def project(output: Any, model: nn.Module, projection: nn.Module) -> Tensor:
     return projection(pooled.to(weight.dtype))
 
 
-def check_projection(modelpool: BaseModelPool, clip_model: str | None) -> None:
+def check_projection(models: PoolModels, clip_model: str | None) -> None:
     """Find the projection of `load_projection` before any model is loaded, where files tell.
 
     Raises:
         CalibrationError: If there is none.
     """
     if clip_model is None:
-        location = _base_location(modelpool)
-        source = pool_source(modelpool, BASE_MODEL, stream_experts="auto")
-        if not isinstance(source, nn.Module) and _PROJECTION not in source.names():
+        location, files = _base_location(models), models[BASE_MODEL].files
+        if files is not None and _PROJECTION not in files.names():
             raise _no_projection(location)
 
 
-def load_projection(modelpool: BaseModelPool, clip_model: str | None) -> nn.Linear:
+def load_projection(models: PoolModels, clip_model: str | None) -> nn.Linear:
     """CLIP's visual projection, which turns pooled outputs into features: a frozen float32 copy.
 
     Args:
-        modelpool: The pool; its base model's checkpoint is the default.
+        models: The pool's; its base model's checkpoint is the default.
         clip_model: Folder or hub id of the checkpoint of a CLIP model that has one.
 
     Raises:
         CalibrationError: If there is none.
     """
-    location = _base_location(modelpool) if clip_model is None else clip_model
+    location = _base_location(models) if clip_model is None else clip_model
     try:
         loaded: Any = CLIPModel.from_pretrained(location, output_loading_info=True)
     except (OSError, ValueError) as error:
@@ -102,9 +100,9 @@ def load_projection(modelpool: BaseModelPool, clip_model: str | None) -> nn.Line
     return projection
 
 
-def _base_location(modelpool: BaseModelPool) -> str:
+def _base_location(models: PoolModels) -> str:
     """Folder or hub id of the base model's checkpoint."""
-    entry: Any = modelpool._models.get(BASE_MODEL)
+    entry: Any = models.base and models.base.entry
     if isinstance(entry, Mapping):
         entry = entry.get("pretrained_model_name_or_path")
     if not isinstance(entry, str):

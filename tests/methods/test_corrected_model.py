@@ -12,6 +12,7 @@ from tiny_pools import TASKS, tiny_pool, tiny_processor
 from transformers import CLIPModel, CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
 from fusion_bench_featcal.methods.corrected_model import AffineModule, SurgeryModule
 from fusion_bench_featcal.methods.projection import load_projection
@@ -30,7 +31,7 @@ def make(models, kind, normalize):
             parts = 0.1 * normal(seed, WIDTH, WIDTH), normal(seed + 10, WIDTH)
             corrections[task] = AffineModule(*parts)
     merged = CLIPVisionModel.from_pretrained(models["_merged_"])
-    projection = load_projection(tiny_pool(models), None)
+    projection = load_projection(PoolModels(tiny_pool(models)), None)
     samples = {task: {"samples": 8, "split": "train"} for task in TASKS}
     curves = {task: [(0, 2.5), (20, 1.25)] for task in TASKS}
     return CorrectedModel(

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from tiny_pools import TASKS, cpu_fabric, inputs_of, tiny_pool
 from transformers import CLIPModel, CLIPVisionModel
 
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.methods import Surgery
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.projection import ProjectedFeatures, load_projection
@@ -106,7 +107,7 @@ def our_initial(width: int, task: str, rank: int = Surgery.rank) -> SurgeryModul
 
 def test_every_step_agrees_with_fusion_bench(models, their_run):
     assert len(their_run.states) == STEPS
-    site = ProjectedFeatures(load_projection(tiny_pool(models), None))
+    site = ProjectedFeatures(load_projection(PoolModels(tiny_pool(models)), None))
     for task in TASKS:
         expert = CLIPVisionModel.from_pretrained(models[task])
         merged_features, expert_features = (
@@ -127,7 +128,7 @@ def test_every_step_agrees_with_fusion_bench(models, their_run):
 def test_features_computed_once_train_as_on_the_fly(models, normalize):
     method = Surgery(steps=8, batch_size=4, normalize=normalize, rank=3)
     task, pool = TASKS[0], tiny_pool(models)
-    pixels, projection = stream(pool)[task], load_projection(pool, None)
+    pixels, projection = stream(pool)[task], load_projection(PoolModels(pool), None)
     merged, expert = (
         CLIPVisionModel.from_pretrained(models[name]).eval() for name in ("_merged_", task)
     )

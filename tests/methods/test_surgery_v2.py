@@ -13,6 +13,7 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import CLIP
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.methods import SurgeryV2, SurgeryV2Algorithm
 from fusion_bench_featcal.methods.corrected_clip import (
     LayerCorrectedModel,
@@ -131,7 +132,7 @@ def test_no_input_is_refused() -> None:
 
 def corrected_model(folders) -> LayerCorrectedModel:
     merged: Any = CLIPVisionModel.from_pretrained(folders["_merged_"])
-    projection = load_projection(tiny_pool(folders), None)
+    projection = load_projection(PoolModels(tiny_pool(folders)), None)
     widths = [merged.config.hidden_size] * len(clip_blocks(merged))
     corrections = {}
     for seed, task in enumerate(TASKS, start=1):
