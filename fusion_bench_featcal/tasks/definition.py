@@ -115,7 +115,9 @@ def _parse(task: Any, place: str) -> TaskDefinition:
     if not isinstance(task, Mapping):
         raise ValueError(f"{place} must be a mapping with a key data, got {task!r}")
     refuse_unknown_keys(task, [field.name for field in fields(TaskDefinition)], place)
-    values = {key: v for key, v in task.items() if v is not None or key not in _MAY_BE_NONE}
+    values: dict[str, Any] = {
+        key: value for key, value in task.items() if value is not None or key not in _MAY_BE_NONE
+    }
     for key, (wanted, accepts) in _CHECKS.items():
         if key in values and not accepts(values[key]):
             raise ValueError(f"{place}.{key} must be {wanted}, got {values[key]!r}")
