@@ -198,10 +198,7 @@ class TextEncoder:
 
     def _rendered(self, turns: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
-            turns,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            date_string=_DATE,
+            turns, tokenize=False, add_generation_prompt=add_generation_prompt, date_string=_DATE
         )
 
     def _plain(self, prompt: Any, target: Any, place: str) -> _Text:

@@ -25,13 +25,7 @@ from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.least_squares import GainMean, LinearMean, shrink_off_diagonal
 from fusion_bench_featcal.progress import progress_bar
-from fusion_bench_featcal.settings import (
-    Check,
-    FeatCalSettings,
-    is_number,
-    one_of,
-    problems_of,
-)
+from fusion_bench_featcal.settings import Check, FeatCalSettings, is_number, one_of, problems_of
 
 log = logging.getLogger(__name__)
 

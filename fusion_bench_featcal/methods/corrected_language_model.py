@@ -32,11 +32,7 @@ class CorrectedLanguageModel(Corrected):
     described = (*Corrected.described, "final_norm")
 
     def __init__(
-        self,
-        model: nn.Module,
-        final_norm: str,
-        corrections: Mapping[str, nn.Module],
-        **record: Any,
+        self, model: nn.Module, final_norm: str, corrections: Mapping[str, nn.Module], **record: Any
     ) -> None:
         """Put the parts together and freeze them.
 

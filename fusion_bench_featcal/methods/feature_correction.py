@@ -130,11 +130,7 @@ class FeatureCorrection:
         return "test" if self.stream == "test_tta" else self.calibration_split
 
     def fit(
-        self,
-        merged: Tensor,
-        expert: Tensor,
-        task: str = "",
-        losses: list[Tensor] | None = None,
+        self, merged: Tensor, expert: Tensor, task: str = "", losses: list[Tensor] | None = None
     ) -> nn.Module:
         """Fit one task's correction.
 

@@ -14,11 +14,7 @@ from torch.nn import functional
 
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.feature_correction import check_features
-from fusion_bench_featcal.methods.training import (
-    TrainedCorrection,
-    initial_weight,
-    task_generator,
-)
+from fusion_bench_featcal.methods.training import TrainedCorrection, initial_weight, task_generator
 from fusion_bench_featcal.settings import integer, is_number
 
 # Standard deviation of the noise in units of the features' root mean square, where the authors'
@@ -54,11 +50,7 @@ class ProbSurgery(TrainedCorrection):
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
     def fit(
-        self,
-        merged: Tensor,
-        expert: Tensor,
-        task: str = "",
-        losses: list[Tensor] | None = None,
+        self, merged: Tensor, expert: Tensor, task: str = "", losses: list[Tensor] | None = None
     ) -> SurgeryModule:
         """Train one task's module: mean absolute difference under one draw of noise, plus KL term.
 

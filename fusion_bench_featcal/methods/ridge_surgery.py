@@ -33,7 +33,7 @@ class RidgeSurgery(FeatureCorrection):
         "ridge_lambda": (
             "a finite number >= 0, or auto",
             lambda value: value == "auto" or (is_number(value) and value >= 0),
-        ),
+        )
     }
 
     def __init__(self, **keys: Any) -> None:
@@ -50,11 +50,7 @@ class RidgeSurgery(FeatureCorrection):
             )
 
     def fit(
-        self,
-        merged: Tensor,
-        expert: Tensor,
-        task: str = "",
-        losses: list[Tensor] | None = None,
+        self, merged: Tensor, expert: Tensor, task: str = "", losses: list[Tensor] | None = None
     ) -> AffineModule:
         """Fit one task's affine correction: ridge regression of the drift on the merged features.
 

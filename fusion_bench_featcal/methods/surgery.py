@@ -8,11 +8,7 @@ from torch.nn import functional
 
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.feature_correction import check_features
-from fusion_bench_featcal.methods.training import (
-    TrainedCorrection,
-    initial_surgery,
-    task_generator,
-)
+from fusion_bench_featcal.methods.training import TrainedCorrection, initial_surgery, task_generator
 from fusion_bench_featcal.settings import integer
 
 
@@ -29,11 +25,7 @@ class Surgery(TrainedCorrection):
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
     def fit(
-        self,
-        merged: Tensor,
-        expert: Tensor,
-        task: str = "",
-        losses: list[Tensor] | None = None,
+        self, merged: Tensor, expert: Tensor, task: str = "", losses: list[Tensor] | None = None
     ) -> SurgeryModule:
         """Train one task's module: mean absolute difference of corrected and expert features."""
         check_features(merged, expert, task)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from calibrations import assert_identical, assert_same, distance, replay, samples_in
-from chain_models import chain_suite
 from fusion_bench_mergers import SAMPLES, FewSamplesPool, their_regmean, their_regmean_plusplus
 from tiny_models import (
     Suite,
     add_up,
+    batched,
     blocks_of,
     clip_model,
     clip_suite,
@@ -19,6 +19,7 @@ from tiny_models import (
     normal,
     residual_suite,
     scatter,
+    suite_of,
     t5_suite,
 )
 from tiny_open_clip import converted
@@ -44,6 +45,27 @@ def run(merger: LeastSquares, suite: Suite, *, family: Any = None, **options: An
     settings = FeatCalSettings(samples_per_task=samples_in(suite), family=family or replay(suite))
     models = suite.base, suite.experts, suite.inputs
     return merge_blockwise(*models, settings, replace(merger, **options), progress=False)
+
+
+class Chain(nn.Module):
+    """Blocks of one linear module each: its input is the block's input, in every model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def chain_suite() -> Suite:
+    torch.manual_seed(0)
+    inputs: dict[str, list] = {
+        f"task_{i}": batched((1 + i) * normal(i, 40, 5), (25, 15)) for i in range(3)
+    }
+    return suite_of(Chain(), inputs, ["layers.0", "layers.1", "layers.2"], 0)
 
 
 def mean_of(suite: Suite) -> nn.Module:

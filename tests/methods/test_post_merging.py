@@ -140,16 +140,8 @@ def refusing(models, **options):
 @pytest.mark.parametrize(
     ("options", "algorithm", "message"),
     [
-        (
-            {"test": 0},
-            SurgeryAlgorithm(),
-            r"method\.stream=test_tta.*test_datasets\.one.*none",
-        ),
-        (
-            {"train": 0},
-            RidgeSurgeryAlgorithm(),
-            r"method\.stream=calibration.*=train.*\.one",
-        ),
+        ({"test": 0}, SurgeryAlgorithm(), r"method\.stream=test_tta.*test_datasets\.one.*none"),
+        ({"train": 0}, RidgeSurgeryAlgorithm(), r"method\.stream=calibration.*=train.*\.one"),
         (
             {},
             SurgeryAlgorithm(stream="calibration", calibration_split="val"),

@@ -18,11 +18,7 @@ from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.methods import Surgery
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.projection import ProjectedFeatures, load_projection
-from fusion_bench_featcal.methods.training import (
-    initial_surgery,
-    shuffled_batches,
-    task_generator,
-)
+from fusion_bench_featcal.methods.training import initial_surgery, shuffled_batches, task_generator
 
 STEPS = 6
 OPTIONS: dict[str, Any] = {"batch_size": 4, "normalize": "pre", "learning_rate": 1e-3}

@@ -12,11 +12,7 @@ from fusion_bench_featcal.methods import ProbSurgery, Surgery
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.feature_correction import CURVE_WINDOW, thinned
 from fusion_bench_featcal.methods.prob_surgery import kl_term, standard_normal_kl
-from fusion_bench_featcal.methods.training import (
-    initial_surgery,
-    shuffled_batches,
-    task_generator,
-)
+from fusion_bench_featcal.methods.training import initial_surgery, shuffled_batches, task_generator
 
 SHORT: dict[str, Any] = {"rank": 4, "steps": 20}
 

@@ -113,12 +113,7 @@ def test_the_pool_loads_pictures_and_processor() -> None:
     ("name", "target", "row", "tasks"),
     [
         (f"{CLIP}_alphabets2", None, "simple_average", image.ALPHABETS2),
-        (
-            f"{CLIP}_TA6",
-            "fusion_bench.taskpool.CLIPVisionModelTaskPool",
-            "base",
-            image.TA6[3:],
-        ),
+        (f"{CLIP}_TA6", "fusion_bench.taskpool.CLIPVisionModelTaskPool", "base", image.TA6[3:]),
         ("flan-t5-mini_TA6", None, "simple_average", ["clinc_auto"]),
         ("llama-mini_TA6", None, "simple_average", ["clinc_auto"]),
     ],

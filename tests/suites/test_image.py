@@ -2,10 +2,7 @@
 
 import numpy as np
 import pytest
-from fusion_bench.tasks.clip_classification import (
-    CLIPTemplateFactory,
-    get_classnames_and_templates,
-)
+from fusion_bench.tasks.clip_classification import CLIPTemplateFactory, get_classnames_and_templates
 
 from fusion_bench_featcal.suites import image
 

@@ -42,23 +42,30 @@ def two_tasks(tmp_path, shapes) -> dict:
     }
 
 
-def test_same_accuracies_as_fusion_benchs_own_pool(make_pool, two_tasks, clip_folder):
-    ours = make_pool(tasks=two_tasks)
+def test_same_accuracies_as_fusion_benchs_own_pool_item_by_item(make_pool, two_tasks, clip_folder):
+    ours, processor = make_pool(tasks=two_tasks), CLIPProcessor.from_pretrained(clip_folder)
+    items = {name: load_images(task["data"]) for name, task in two_tasks.items()}
     theirs = CLIPVisionModelTaskPool(
-        {name: load_images(task["data"]) for name, task in two_tasks.items()},  # type: ignore[arg-type]
-        processor=CLIPProcessor.from_pretrained(clip_folder),
+        items,  # type: ignore[arg-type]
+        processor=processor,
         clip_model=CLIPModel.from_pretrained(clip_folder),
         dataloader_kwargs={"batch_size": 3},  # type: ignore[arg-type]
     )
     theirs.fabric = ours.fabric
     seen = set()
     for model in (CLIPVisionModel.from_pretrained(clip_folder), other_model(clip_folder)):
-        report, expected = ours.evaluate(model), theirs.evaluate(model)
-        for task in two_tasks:
-            assert report[task]["accuracy"] == pytest.approx(expected[task]["accuracy"], abs=1e-6)
-            seen.add(round(report[task]["accuracy"], 3))
+        report, expected = ours.evaluate(model, name="model"), theirs.evaluate(model)
+        assert list(ours.item_correct) == list(two_tasks)
+        for task, correct in ours.item_correct.items():
+            accuracy = report[task]["accuracy"]
+            assert accuracy == pytest.approx(expected[task]["accuracy"], abs=1e-6)
+            seen.add(round(accuracy, 3))
+            assert correct.dtype == torch.bool and correct.double().mean().item() == accuracy
+            known = predictions(clip_folder, model, processor, items[task], task)
+            labels = torch.tensor([items[task][index]["label"] for index in range(len(correct))])
+            assert torch.equal(correct, known == labels)
         assert report["average"]["accuracy"] == pytest.approx(expected["average"]["accuracy"])
-        assert report["model_info"] == expected["model_info"]
+        assert report["model_info"] == expected["model_info"] | {"name": "model"}
     assert len(seen) > 2 and seen - {0.0, 1.0}  # the comparison was not of trivial numbers
 
 
@@ -72,22 +79,6 @@ def test_loss_is_a_mean_over_items_whatever_the_batch_size(make_pool, two_tasks,
         assert single[task]["loss"] > 0
         assert whole[task]["loss"] == pytest.approx(single[task]["loss"], rel=1e-5)
         assert uneven[task]["loss"] == pytest.approx(single[task]["loss"], rel=1e-5)
-
-
-def test_item_correct_is_the_accuracy_item_by_item(make_pool, two_tasks, clip_folder):
-    pool = make_pool(tasks=two_tasks)
-    model = other_model(clip_folder)
-    report = pool.evaluate(model, name="other")
-    assert report["model_info"]["name"] == "other"
-    assert list(pool.item_correct) == list(two_tasks)
-    processor = CLIPProcessor.from_pretrained(clip_folder)
-    for task, correct in pool.item_correct.items():
-        assert correct.dtype == torch.bool
-        assert correct.double().mean().item() == report[task]["accuracy"]
-        items = load_images(two_tasks[task]["data"])
-        expected = predictions(clip_folder, model, processor, items, task)
-        labels = torch.tensor([items[index]["label"] for index in range(len(items))])
-        assert torch.equal(correct, expected == labels)
 
 
 def predictions(clip_folder, model, processor, items, task):

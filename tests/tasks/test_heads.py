@@ -6,10 +6,7 @@ import lightning
 import pytest
 import torch
 from fusion_bench.mixins.clip_classification import CLIPClassificationMixin
-from fusion_bench.tasks.clip_classification import (
-    CLIPTemplateFactory,
-    get_classnames_and_templates,
-)
+from fusion_bench.tasks.clip_classification import CLIPTemplateFactory, get_classnames_and_templates
 from fusion_bench.utils import cache_utils
 
 from fusion_bench_featcal.tasks.heads import (

@@ -130,10 +130,7 @@ def test_the_experts_own_answers_match_on_the_tasks_asked_for(suite, expert, tok
     pool = TextTaskPool({TASK: own, "wrong": wrong}, tokenizer=tokenizer)
     found = evaluate(pool, expert, name="expert", tasks=[TASK])
     assert found.accuracy == {TASK: written} and set(found.correct or {}) == {TASK}
-    assert evaluate(pool, expert, name="expert").accuracy == {
-        TASK: written,
-        "wrong": 0,
-    }
+    assert evaluate(pool, expert, name="expert").accuracy == {TASK: written, "wrong": 0}
 
 
 def test_tokenised_rows_score_like_their_texts(suite, expert, tokenizer, rows):
