@@ -38,10 +38,6 @@ def plot_comparison(
     """Draw a comparison from its `report.json`, into `out` or its own folder; return the files.
 
     These are `comparison` and, where gains were timed, `cost`.
-
-    Raises:
-        ReportError: matplotlib is missing, the report is damaged, or a figure cannot be written
-            (the message names `setting`, which chose `out`).
     """
     path = Path(directory) / REPORT_FILE
     content = read_json(path)
@@ -57,9 +53,6 @@ def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":
     """Average accuracy of every cell: a panel for each upstream merger, a line for each method.
 
     A cell's bar is the 95 % interval of its difference to the merger, drawn around its accuracy.
-
-    Raises:
-        ReportError: matplotlib is missing or no merger has a row.
     """
     groups = _panels(rows)
     methods = list(
@@ -88,11 +81,7 @@ def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":
 
 
 def cost_figure(rows: Sequence[Row], title: str = "") -> "Figure":
-    """Gain over the merger, with its 95 % interval, against the method's own seconds.
-
-    Raises:
-        ReportError: matplotlib is missing or no row has a gain and seconds.
-    """
+    """Gain over the merger, with its 95 % interval, against the method's own seconds."""
     groups = _panels([row for row in rows if _timed(row)])
     floor = _floor([100 * row["gain"] for row in _all(groups)])
     with style():

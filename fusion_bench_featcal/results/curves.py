@@ -47,9 +47,6 @@ def write_curves(
     """Write the curves of a run's rows into an existing folder, in place of an earlier run's.
 
     Returns the file; None where no row has curves.
-
-    Raises:
-        ReportError: The file cannot be written in the folder that `setting` chose.
     """
     path = Path(directory) / CURVES_FILE
     records = [
@@ -64,11 +61,7 @@ def write_curves(
 
 
 def load_curves(directory: str | Path) -> dict[str, Curves]:
-    """Read what `write_curves` wrote: row -> its curves; empty where there is no file.
-
-    Raises:
-        ReportError: The file cannot be read or a line of it is damaged.
-    """
+    """Read what `write_curves` wrote: row -> its curves; empty where there is no file."""
     path = Path(directory) / CURVES_FILE
     curves: dict[str, Curves] = {}
     for number, record in enumerate(read_lines(path) if path.exists() else (), start=1):
@@ -80,11 +73,7 @@ def load_curves(directory: str | Path) -> dict[str, Curves]:
 
 
 def drift_records(path: str | Path) -> list[dict[str, Any]]:
-    """Read the records with drift from a calibration log.
-
-    Raises:
-        ReportError: The file cannot be read or a line of it is damaged.
-    """
+    """Read the records with drift from a calibration log."""
     records = []
     for number, record in enumerate(read_lines(Path(path)), start=1):
         drifts = any(record.get(f"drift_{moment}") is None for moment in MOMENTS)

@@ -86,11 +86,7 @@ def marks(names: Sequence[str], upstream: str | None) -> dict[str, dict[str, Any
 
 
 def style() -> Any:
-    """Context in which figures are made and saved.
-
-    Raises:
-        ReportError: matplotlib is missing.
-    """
+    """Context in which figures are made and saved."""
     try:
         import matplotlib
     except ImportError as error:
@@ -152,9 +148,6 @@ def save_figures(
     """Write figures in every format into `out` (chosen by `setting`), or else into `default`.
 
     The same data give the same bytes.
-
-    Raises:
-        ReportError: A file cannot be written.
     """
     setting = setting if out else LOG_DIR_SETTING
     folder = prepare_directory(out or default, setting)

@@ -37,10 +37,6 @@ def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--o
 
     These are `accuracy`; where drift was logged `drift` and `drift.<preset>`; where methods were
     trained `convergence`.
-
-    Raises:
-        ReportError: matplotlib is missing, the run's files are damaged, or a figure cannot be
-            written (the message names `setting`, which chose `out`).
     """
     run = Path(run)
     report = Report.load(run)
@@ -57,11 +53,7 @@ def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--o
 
 
 def accuracy_figure(report: Report, title: str = "") -> "Figure":
-    """One line per task, one mark per row of the report; a bar spans the merged-to-expert gap.
-
-    Raises:
-        ReportError: matplotlib is missing or the report has no rows.
-    """
+    """One line per task, one mark per row of the report; a bar spans the merged-to-expert gap."""
     if not report.rows:
         raise ReportError("the report has no rows to draw")
     keys = [*report.tasks, AVERAGE]
@@ -111,9 +103,6 @@ def drift_figure(records: Sequence[Mapping[str, Any]], title: str = "") -> "Figu
     """Drift of each block's output before and after its own calibration: mean and single tasks.
 
     Relative drift is drawn where the records have it, absolute drift otherwise.
-
-    Raises:
-        ReportError: matplotlib is missing or there are no records.
     """
     if not records:
         raise ReportError("there is no drift to draw: the run was made with log_drift=false")
@@ -166,11 +155,7 @@ def _short_blocks(blocks: Sequence[str]) -> list[str]:
 
 
 def convergence_figure(curves: Mapping[str, Curves], title: str = "") -> "Figure":
-    """A panel for each trained method, a line for each task: its loss, relative to step 0.
-
-    Raises:
-        ReportError: matplotlib is missing or nothing was trained.
-    """
+    """A panel for each trained method, a line for each task: its loss, relative to step 0."""
     if not curves:
         raise ReportError("there are no training curves to draw: no method of the run trains")
     tasks = list(dict.fromkeys(task for rows in curves.values() for task in rows))

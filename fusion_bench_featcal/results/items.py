@@ -22,11 +22,7 @@ Items = dict[str, dict[str, NDArray[np.bool_]]]
 
 
 def as_correct(values: Any, place: str) -> NDArray[np.bool_]:
-    """Turn one task's flags (array, list or CPU tensor, bool or 0/1) into a bool array `[items]`.
-
-    Raises:
-        ReportError: Not one-dimensional, empty, or holding anything but true and false.
-    """
+    """Turn one task's flags (array, list or CPU tensor of bool or 0/1) into bool `[items]`."""
     array = np.asarray(values)
     if array.ndim != 1 or array.size == 0:
         raise ReportError(f"{place}: expected one flag per test item, got shape {array.shape}")
@@ -41,9 +37,6 @@ def save_items(directory: Path, items: Mapping[str, Mapping[str, Any]],
 
     Row and task names may hold any character: arrays are numbered, and a JSON index (stored as
     bytes, so that no pickle is involved) tells which is which.
-
-    Raises:
-        ReportError: Flags are malformed or the file cannot be written.
     """
     index = [(row, task) for row, tasks in items.items() for task in tasks]
     arrays: dict[str, NDArray[Any]] = {
@@ -130,11 +123,7 @@ class Interval:
 
 
 def paired_difference(row: Scores, other: Scores, *, resamples: int = RESAMPLES) -> Interval:
-    """Accuracy of `row` minus that of `other`, averaged over tasks; seeds may differ in number.
-
-    Raises:
-        ReportError: The rows are not about the same tasks and test items.
-    """
+    """Accuracy of `row` minus that of `other`, averaged over tasks; seeds may differ in number."""
     gains = {task: gain[:, None] for task, gain in _differences(row, other).items()}
     estimate, resampled = _macro_means(gains, resamples)
     return _interval(estimate[0], resampled[:, 0])
@@ -145,9 +134,6 @@ def recovered_gap_interval(row: Scores, merged: Scores, experts: Scores) -> Inte
 
     One resample of items serves all three rows. None where the gap is not positive, in the data or
     in any resample: a share of it would mean nothing.
-
-    Raises:
-        ReportError: The rows are not about the same tasks and test items.
     """
     gains, gaps = _differences(row, merged), _differences(experts, merged)
     both = {task: np.stack([gains[task], gaps[task]], axis=1) for task in gains}

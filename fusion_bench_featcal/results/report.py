@@ -40,11 +40,7 @@ REPORT_FILE = "report.json"
 def write_files(
     directory: Path, content: Mapping[str, Any], table: str, page: str, setting: str
 ) -> Path:
-    """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path.
-
-    Raises:
-        ReportError: A file cannot be written; each is whole or absent.
-    """
+    """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path."""
     text = sealed_json(content)
     write_atomic(directory / "report.csv", table, setting)
     write_atomic(directory / "report.md", page, setting)
@@ -212,9 +208,6 @@ class Report:
         """Write `report.csv`, `report.md`, `items.npz` (if known) and, last, `report.json`.
 
         Each file is whole or absent, whatever happens. Returns the path of `report.json`.
-
-        Raises:
-            ReportError: The folder, which `setting` chose, or a file in it cannot be written.
         """
         content = self.to_dict()
         directory = prepare_directory(directory, setting)

@@ -63,11 +63,7 @@ _DERIVED = {"kind", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"
 
 
 def check_types(value: Any, layout: Any, place: str) -> None:
-    """Check what was read from JSON against a layout.
-
-    Raises:
-        ReportError: Naming the first place that holds something else.
-    """
+    """Check what was read from JSON against a layout."""
     if isinstance(layout, dict):
         if value is None and layout.get("?"):
             return
@@ -111,11 +107,7 @@ def _check_kind(content: Any, kind: str, place: str) -> None:
 
 
 def check_comparison(content: Any, place: str) -> None:
-    """Check the content of a comparison's `report.json`, as far as it is read again.
-
-    Raises:
-        ReportError: Not a comparison, another schema, a key missing or of another type.
-    """
+    """Check the content of a comparison's `report.json`, as far as it is read again."""
     _check_kind(content, SIDE_BY_SIDE_KIND, place)
     check_types(content, COMPARISON, place)
 

@@ -57,11 +57,7 @@ def combined_tables(summary: Summary, width: int, *, tasks: bool = True) -> "lis
 
 
 def write_combined(summary: Summary, directory: str | Path, setting: str = "--out") -> Path:
-    """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path.
-
-    Raises:
-        ReportError: The folder cannot be written, or is itself a run whose report would be lost.
-    """
+    """Write `report.csv`, `report.md` and, last, `report.json`; return the last one's path."""
     content = {
         "kind": COMBINED_KIND,
         "schema": SCHEMA,
@@ -159,11 +155,7 @@ def _task_grid(rows: Sequence[SummaryRow]) -> Grid:
 
 
 def show_side_by_side(summary: Summary) -> None:
-    """Print accuracy, what each row takes, and what the columns mean to stdout.
-
-    Raises:
-        ReportError: The summary is of several suites.
-    """
+    """Print accuracy, what each row takes, and what the columns mean to stdout."""
     suite, width = _only_suite(summary), console().width
     tables = [
         table
