@@ -12,7 +12,6 @@ from transformers import CLIPVisionModel
 from fusion_bench_featcal.comparison import (
     CellInputs,
     Chain,
-    ComparisonAlgorithm,
     FeatCal,
     FeatureCorrection,
 )
@@ -131,13 +130,6 @@ def test_cells_share_processed_images_where_asked_to(keeps: str, tmp_path: Path)
     shared = "images_processed" if keeps == "nothing" else f"images_from_{keeps}"
     assert found["ridge"] == {shared: number}
     assert found["surgery"] == found["test stream"] == {"images_processed": number}
-
-
-def test_comparison_checks_where_images_are_kept() -> None:
-    with pytest.raises(ValueError, match=r"method\.pixel_cache_mb must be .*>= 0, got -1"):
-        ComparisonAlgorithm(pixel_cache_mb=-1)
-    with pytest.raises(ValueError, match=r"method\.cache_dir must be .*folder"):
-        ComparisonAlgorithm(cache_dir="")
 
 
 def test_correction_before_featcal_is_named() -> None:

@@ -109,6 +109,7 @@ ANCHOR = "fusion_bench_featcal.comparison.AnchorOnly"
             r"x\.method must be one of surgery.*nearest: 'surgery'",
         ),
         ("post_merging_methods", {"_target_": CORRECTION, "metod": "surgery"}, r"x: .*'method'"),
+        ("post_merging_methods", method(Refusing), r"x: the pool has no such stream"),
     ],
 )  # fmt: skip
 def test_wrong_entry_is_named_before_anything_is_loaded(
@@ -180,27 +181,6 @@ class NoModels:
 
 
 @pytest.mark.parametrize(
-    ("choices", "error", "message"),
-    [
-        ({"post_merging": ["unknown"]}, ValueError, "unknown"),
-        ({"upstreams": []}, ValueError, "empty"),
-        (
-            {"post_merging_methods": {"refusing": method(Refusing)}},
-            CalibrationError,
-            r"post_merging_methods\.refusing: the pool has no such stream",
-        ),
-    ],
-)
-def test_refusal_comes_before_any_model_is_loaded(
-    choices: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    pool: Any = NoModels()
-    with pytest.raises(error, match=message):
-        comparison(tmp_path, **choices).run(pool)
-    assert not (tmp_path / "results").exists()
-
-
-@pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [("taskpool", None, "taskpool="), ("merged_model_save_path", "x", "merged_model_save_path")],
 )
@@ -221,6 +201,8 @@ def test_program_that_does_not_suit_is_refused(
         ({"upstream": ["wudi"]}, r"method\.upstream .* nearest is 'upstreams'"),
         ({"sampels_per_task": 1}, r"method\.sampels_per_task .* nearest is 'samples_per_task'"),
         ({"stepz": 1}, r"method\.stepz .* nearest is 'steps'"),
+        ({"pixel_cache_mb": -1}, r"method\.pixel_cache_mb must be .*>= 0, got -1"),
+        ({"cache_dir": ""}, r"method\.cache_dir must be .*folder"),
     ],
 )
 def test_bad_key_is_named(choices: dict[str, Any], message: str) -> None:
