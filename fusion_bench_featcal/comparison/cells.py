@@ -259,6 +259,6 @@ def _result(
 
 def _inference(seconds_per_sample: Sequence[float | str]) -> dict[str, Any]:
     """Mean over models; a model that could not be timed leaves it open for all."""
-    known = [value for value in seconds_per_sample if isinstance(value, float)]
-    whole = bool(known) and len(known) == len(seconds_per_sample)
-    return {SECONDS_PER_SAMPLE: statistics.fmean(known) if whole else UNAVAILABLE}
+    times = [value for value in seconds_per_sample if isinstance(value, float)]
+    complete = times and len(times) == len(seconds_per_sample)
+    return {SECONDS_PER_SAMPLE: statistics.fmean(times) if complete else UNAVAILABLE}

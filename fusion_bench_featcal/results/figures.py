@@ -19,7 +19,7 @@ from .drawing import (
     save_figures,
     style,
 )
-from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL
+from .long_table import AVERAGE, EXPERTS, FEATCAL, is_repair
 from .report import Report
 from .tables import short_names
 
@@ -92,7 +92,7 @@ def _shifts(report: Report) -> tuple[dict[str, float], float]:
 
     They are in units of the distance of two tasks' lines, which is returned in inches.
     """
-    shifted = [name for name in report.rows if name not in (BASE, EXPERTS, report.upstream)]
+    shifted = [name for name in report.rows if is_repair(name, report.upstream)]
     crowd = max(len(shifted) - 3, 0)
     reach = min(0.12 + 0.05 * crowd, 0.38) if len(shifted) > 1 else 0.0
     step = 2 * reach / max(len(shifted) - 1, 1)

@@ -77,6 +77,11 @@ class LongTable:
         }
 
 
+def is_repair(row: str, merger: str | None) -> bool:
+    """Tell what was made of a merged model from the references: base, experts and the merger."""
+    return row not in (BASE, EXPERTS, merger)
+
+
 def mean(row: Row) -> float:
     """Mean over the tasks of a row (which must not hold the average itself)."""
     return math.fsum(row.values()) / len(row)

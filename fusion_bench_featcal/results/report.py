@@ -17,7 +17,6 @@ from .items import ITEMS_FILE, Items, as_correct, load_items, save_items
 from .long_table import (
     ACCURACY,
     AVERAGE,
-    BASE,
     CORRECT,
     COST,
     EXPERTS,
@@ -26,6 +25,7 @@ from .long_table import (
     NORMALISED,
     SHARE,
     Entry,
+    is_repair,
     mean,
     normalised_average,
     recovered_share,
@@ -185,7 +185,7 @@ class Report:
 
     def worst(self, name: str) -> tuple[str, float | None] | None:
         """A row's worst task and the share of its gap recovered; None for references."""
-        if name in (BASE, EXPERTS, self.upstream):
+        if not is_repair(name, self.upstream):
             return None
         return worst_task(self.rows[name], self._merged, self.rows.get(EXPERTS))
 
@@ -294,7 +294,7 @@ def report_scalars(report: Report) -> dict[str, float]:
     """
     scalars = {}
     for entry in report.entries():
-        reference = entry.row in (BASE, EXPERTS, report.upstream)
+        reference = not is_repair(entry.row, entry.merger)
         what = _scalar_name(entry, reference)
         if what and isinstance(entry.value, int | float):
             merger = "" if reference or not report.upstream else f"{entry.merger}/"

@@ -67,8 +67,9 @@ def _title(report: "Report") -> str:
 
 def report_grid(report: "Report") -> Grid:
     """Rows by tasks, average, recovered gap and worst task; the best of each column stands out."""
-    made = [name for name in report.rows if name not in (BASE, EXPERTS)]
-    rows = [(name, row, name in made and len(made) > 1) for name, row in report.rows.items()]
+    merged = [name for name in report.rows if name not in (BASE, EXPERTS)]
+    competing = merged if len(merged) > 1 else []
+    rows = [(name, row, name in competing) for name, row in report.rows.items()]
     grid = accuracy_grid(rows, report.tasks)
     worst = [report.worst(name) for name in report.rows]
     lines = []

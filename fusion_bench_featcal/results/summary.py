@@ -23,6 +23,7 @@ from .long_table import (
     UNAVAILABLE,
     LongTable,
     RowKey,
+    is_repair,
     normalised_average,
     recovered_share,
     worst_task,
@@ -80,7 +81,7 @@ class SummaryRow:
     @property
     def is_repair(self) -> bool:
         """True for what was made of a merged model."""
-        return self.name not in (BASE, EXPERTS, self.upstream)
+        return is_repair(self.name, self.upstream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +296,7 @@ def _against_merger(table: LongTable, key: RowKey, seeds: Sequence[str]) -> dict
         gain = row[AVERAGE] - merged[AVERAGE]
         if experts:
             share = recovered_share(row[AVERAGE], merged[AVERAGE], experts[AVERAGE])
-        if name not in (BASE, EXPERTS, upstream):
+        if is_repair(name, upstream):
             worst = worst_task(row, merged, experts or None)
     if flags and merged_flags:
         gain_interval = paired_difference(flags, merged_flags)
