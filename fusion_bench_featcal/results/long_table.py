@@ -82,6 +82,17 @@ def is_repair(row: str, merger: str | None) -> bool:
     return row not in (BASE, EXPERTS, merger)
 
 
+def samples_range(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Number of samples per task and their splits, such as `256` and `train`; nothing for none."""
+    drawn = list(entries)
+    if not drawn:
+        return []
+    counts = sorted({int(entry["samples"]) for entry in drawn})
+    splits = sorted({str(entry["split"]) for entry in drawn})
+    number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return [number, " and ".join(splits)]
+
+
 def mean(row: Row) -> float:
     """Mean over the tasks of a row (which must not hold the average itself)."""
     return math.fsum(row.values()) / len(row)

@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL
-
-if TYPE_CHECKING:
-    from .report import Report
+from .report import Report
 
 _FILE = Path(__file__).with_name("paper_results.csv")
 
@@ -55,7 +53,7 @@ class Published:
 
 
 def published_average(
-    suite: str, upstream: str | None, name: str, reports: "Sequence[Report]"
+    suite: str, upstream: str | None, name: str, reports: Sequence[Report]
 ) -> Published | None:
     """Return the paper's average for a row that was made as the paper's was in all its runs.
 
@@ -75,7 +73,7 @@ def paper_settings(suite: str) -> dict[str, Any] | None:
     return next((s for start, s in _FEATCAL.items() if suite.startswith(start)), None)
 
 
-def _is_papers(report: "Report", suite: str, name: str, method: str) -> bool:
+def _is_papers(report: Report, suite: str, name: str, method: str) -> bool:
     """Tell whether a row and its upstream merger were made with the paper's settings."""
     upstream = report.upstream or ""
     scale = _MERGERS.get(upstream, {})

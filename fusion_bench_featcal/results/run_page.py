@@ -1,10 +1,9 @@
 """The report of one run as text: tables for the terminal, and the page `report.md`."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .long_table import AVERAGE, BASE, EXPERTS
+from .long_table import AVERAGE, BASE, EXPERTS, samples_range
 from .tables import (
     WORST,
     Grid,
@@ -101,14 +100,3 @@ def provenance(report: "Report") -> list[str]:
     last += [", ".join(place)] if place else []
     lines += ["; ".join(last)] if last else []
     return lines + [f"note: {note}" for note in report.notes]
-
-
-def samples_range(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Number of samples per task and their splits, such as `256` and `train`; nothing for none."""
-    drawn = list(entries)
-    if not drawn:
-        return []
-    counts = sorted({int(entry["samples"]) for entry in drawn})
-    splits = sorted({str(entry["split"]) for entry in drawn})
-    number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return [number, " and ".join(splits)]

@@ -26,11 +26,11 @@ from .long_table import (
     is_repair,
     normalised_average,
     recovered_share,
+    samples_range,
     worst_task,
 )
 from .published import Published, published_average
 from .report import Report
-from .run_page import samples_range
 
 _SEED_SETTING = "seed"
 # The seed of all mergers and cells of a comparison, among the seeds of its reports.
