@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fusion_bench_featcal.results.tables import Grid
+
 REFERENCES = ("base", "experts")
 Row = dict[str, Any]
 
@@ -20,13 +22,13 @@ def grid_table(folder: Path) -> str:
     paired = _paired(rows)
     mergers = list(dict.fromkeys(row["upstream"] for row in paired))
     lines = {_head(name): _by_merger(paired, name) for name in _methods(paired)}
-    heads = ["average, %", *mergers, "task id", "parameters added", "samples"]
-    table = [heads, [":--", *["--:"] * len(mergers), "--:", "--:", ":--"]]
+    table = []
     best = {merger: max(_percent(line[merger]) for line in lines.values()) for merger in mergers}
     for head, line in lines.items():
         cells = [_cell(line[merger], best[merger]) for merger in mergers]
-        table.append([head, *cells, *_deployed(next(iter(line.values())), head)])
-    return "\n".join([_markdown(table), "", *_beside(rows, paired)])
+        table.append((head, [*cells, *_deployed(next(iter(line.values())), head)]))
+    columns = [*mergers, "task id", "parameters added", "samples"]
+    return "\n".join([Grid("average, %", columns, table).markdown(), "", *_beside(rows, paired)])
 
 
 def seeds_table(folders: Sequence[Path]) -> str:
@@ -38,12 +40,12 @@ def seeds_table(folders: Sequence[Path]) -> str:
             title = f"{merger}, {folder.name.replace('n', 'n = ', 1)}"
             columns[title] = {_method(row): row for row in paired if row["upstream"] == merger}
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
-    table = [["average, %", *columns], [":--", *["--:"] * len(columns)]]
+    table = []
     best = {title: max(map(_percent, column.values())) for title, column in columns.items()}
     for name in names:
         cells = [_cell(column[name], best[title]) for title, column in columns.items()]
-        table.append([_head(name), *cells])
-    return _markdown(table)
+        table.append((_head(name), cells))
+    return Grid("average, %", list(columns), table).markdown()
 
 
 def tasks_table(folder: Path, merger: str) -> str:
@@ -52,12 +54,12 @@ def tasks_table(folder: Path, merger: str) -> str:
     repaired = {row["upstream"] for row in _paired(rows)} - {merger}
     shown = [row for row in rows if row["upstream"] not in repaired or row["name"] in REFERENCES]
     heads = list(rows[0]["accuracy"])
-    table = [["accuracy, %", *heads], [":--", *["--:"] * len(heads)]]
+    table = []
     for row in shown:
         head = row["name"] if row["name"] == row["upstream"] else _head(row["name"])
         head = row["name"] if row["name"] in REFERENCES else head
-        table.append([head, *[f"{100 * row['accuracy'][task]:.1f}" for task in heads]])
-    return _markdown(table)
+        table.append((head, [f"{100 * row['accuracy'][task]:.1f}" for task in heads]))
+    return Grid("accuracy, %", heads, table).markdown()
 
 
 def _paired(rows: Sequence[Row]) -> list[Row]:
@@ -110,8 +112,3 @@ def _beside(rows: Sequence[Row], paired: Sequence[Row]) -> list[str]:
     others = [row for row in rows if row["name"] not in known]
     texts = [f"{row['name']} {_percent(row):.1f}" for row in others]
     return [f"- beside them: {', '.join(texts)}"] if texts else []
-
-
-def _markdown(table: Sequence[Sequence[str]]) -> str:
-    head, rule, *body = ["|" + "|".join(f" {cell} " for cell in line) + "|" for line in table]
-    return "\n".join([head, rule.replace(" ", ""), *body])
