@@ -216,7 +216,7 @@ def _description(
     shown: nn.Module, problem: Problem, kernel: str, merging: UpstreamMerge | None
 ) -> dict[str, Any]:
     """Everything that kept blocks depend on, but for samples and weights that are read later."""
-    from fusion_bench_featcal.checkpoints.fingerprint import describe_run
+    from fusion_bench_featcal.checkpoints.dependencies import describe_run
 
     models = [*([BASE] if problem.base is not None else []), *problem.tasks]
     described = describe_run(

@@ -62,14 +62,14 @@ def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> 
     return directory
 
 
-def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write a file beside its place, bring it to the disk, and move it into place.
+@contextmanager
+def new_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a new path beside `path`; the file that is made there is moved into place.
 
     A reader, or a process that begins after a kill, sees the old file or the new one.
 
     Args:
         path: The file; its folder exists.
-        data: The content.
         durable: Whether it must outlive a loss of power too.
 
     Raises:
@@ -77,16 +77,21 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
     """
     partial = temporary_neighbour(path)
     try:
-        with open(partial, "xb") as file:
-            file.write(data)
-            if durable:
-                file.flush()
+        yield partial
+        if durable:
+            with open(partial, "rb+") as file:
                 os.fsync(file.fileno())
         os.replace(partial, path)
         if durable:
             sync(path.parent)
     finally:  # after a signal, too
         remove(partial)
+
+
+def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a file as `new_file` does."""
+    with new_file(path, durable=durable) as partial:
+        partial.write_bytes(data)
 
 
 def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTING) -> Path:
@@ -138,6 +143,13 @@ def clear_leftovers(target: Path, dropped: Sequence[str] = ()) -> None:
             if left.is_dir():
                 _carry_over(left, target, dropped)
     remove_orphans(target.parent, f".{target.name}.")
+
+
+def free_space(folder: Path) -> int:
+    """Return the free bytes of the disk that a folder is on or, if it is missing, will be on."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def sync(*paths: Path) -> None:

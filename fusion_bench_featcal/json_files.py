@@ -16,13 +16,14 @@ log = logging.getLogger(__name__)
 
 DIGEST = "digest"
 _LINE_DIGITS = 16  # of a digest that stands in every line
+_LARGEST = 2**28  # bytes of a file; a checkpoint's manifest has about 200 for each tensor
 _told: list[Path] = []
 
 
 def sealed_json(content: Mapping[str, Any]) -> str:
     """Return the text of a JSON file that carries the digest of its own content."""
     # It comes first: no gap in the file takes the digest away and leaves other content.
-    return json.dumps({DIGEST: _digest(content), **content}, indent=2, allow_nan=False) + "\n"
+    return json.dumps({DIGEST: digest_json(content), **content}, indent=2, allow_nan=False) + "\n"
 
 
 def read_json(path: Path, *, sealed: bool = False) -> Any:
@@ -40,6 +41,8 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
             beyond 64 bits, or is not what was written.
     """
     try:
+        if path.stat().st_size > _LARGEST:
+            raise ReportError(f"{path} is larger than {_LARGEST >> 20} MiB")
         content = parse_json(path.read_bytes())
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror or error}") from error
@@ -47,13 +50,14 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
         raise ReportError(f"{path} is not valid JSON: {error}") from error
     seal = content.pop(DIGEST, None) if isinstance(content, dict) else None
     if seal is None and sealed:
-        raise ReportError(f"{path} has no digest")
+        raise ReportError(f"{path} has no digest: it is damaged, or of an earlier version")
     if seal is None:
         tell_without_digest(path)
-    elif seal != _digest(content):
+    elif seal != digest_json(content):
+        edited = f' (if it was edited on purpose, remove its key "{DIGEST}")' * (not sealed)
         raise ReportError(
-            f"{path} is damaged: its digest does not fit its content. Restore it or run again (if "
-            f'it was edited on purpose, remove its key "{DIGEST}")'
+            f"{path} is damaged: its digest does not fit its content. Restore it or run again"
+            + edited
         )
     return content
 
@@ -61,7 +65,7 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
 def sealed_lines(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of a JSON lines file whose lines carry the digest of them all."""
     # In each line: none can be missing, or be changed, unnoticed.
-    digest = _digest(records)[:_LINE_DIGITS]
+    digest = digest_json(records)[:_LINE_DIGITS]
     return "".join(
         json.dumps({**record, DIGEST: digest}, allow_nan=False) + "\n" for record in records
     )
@@ -91,7 +95,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         raise ReportError(f"{path} is damaged: it is empty")
     if not any(digests):
         tell_without_digest(path)
-    elif set(map(str, digests)) != {_digest(records)[:_LINE_DIGITS]}:
+    elif set(map(str, digests)) != {digest_json(records)[:_LINE_DIGITS]}:
         raise ReportError(f"{path} is damaged: its digest does not fit its content")
     return records
 
@@ -146,7 +150,8 @@ def plain(value: Any, place: str) -> Any:
     raise ReportError(f"{place}: a {type(value).__name__} cannot be kept in report.json")
 
 
-def _digest(content: Any) -> str:
+def digest_json(content: Any) -> str:
+    """SHA-256 of a value's JSON form, whatever the order of its keys."""
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,6 +1,5 @@
 """Attacks by settings, families, the caller's precision and hostile checkpoints."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from attacks.judging import (
 from attacks.worlds import ARITHMETIC, World
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.json_files import sealed_json
 
 # --- settings ---
 
@@ -157,32 +157,27 @@ for _precision, _dtype in (("16-true", torch.float16), ("bf16-true", torch.bfloa
 # --- checkpoints that mean harm ---
 
 
-def _with_checksum(content: Any) -> str:
-    text = json.dumps(content, sort_keys=True).encode()
-    return json.dumps({**content, "checksum": hashlib.sha256(text).hexdigest()})
-
-
 def _nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
 _RUNS: Mapping[str, Callable[[Any], str]] = {
-    "nothing in it": lambda content: _with_checksum({}),
-    "numbers in place of parts": lambda content: _with_checksum(dict.fromkeys(content, 5)),
-    "lists in place of parts": lambda content: _with_checksum({key: [1] for key in content}),
+    "nothing in it": lambda content: sealed_json({}),
+    "numbers in place of parts": lambda content: sealed_json(dict.fromkeys(content, 5)),
+    "lists in place of parts": lambda content: sealed_json({key: [1] for key in content}),
     "deep nesting": lambda content: _nested(100_000),
     "no JSON object": lambda content: "17",
 }
 _BLOCKS: Mapping[str, Callable[[Any], str]] = {
-    "only run and block": lambda content: _with_checksum(
+    "only run and block": lambda content: sealed_json(
         {key: content[key] for key in ("run", "block")}
     ),
-    "a number for a digest": lambda content: _with_checksum(content | {"digest": 5}),
-    "reads of another form": lambda content: _with_checksum(content | {"reads": [3]}),
-    "reads of unknown tensors": lambda content: _with_checksum(
+    "a number for a digest": lambda content: sealed_json(content | {"parameters": 5}),
+    "reads of another form": lambda content: sealed_json(content | {"reads": [3]}),
+    "reads of unknown tensors": lambda content: sealed_json(
         content | {"reads": {"task_0": {"nothing": "00"}}}
     ),
-    "records of another form": lambda content: _with_checksum(content | {"records": 7}),
+    "records of another form": lambda content: sealed_json(content | {"records": 7}),
     "deep nesting": lambda content: _nested(100_000),
 }
 
@@ -195,7 +190,7 @@ def _hostile(name: str, file: str, change: Callable[[Any], str]) -> None:
         suite, place = clip_suite(tasks=2), folder / "kept"
         run_fast(suite, checkpoint_dir=str(place))
         content = json.loads((place / file).read_text())
-        del content["checksum"]
+        del content["digest"]
         (place / file).write_text(change(content))
         run_fast(suite, checkpoint_dir=str(place), resume=True)
 

@@ -140,15 +140,15 @@ MUTATIONS = [
     Mutation(
         "experts of restored blocks not checked for changes",
         "checkpoints/store.py",
-        "self._refuse([*changed_models(self._sources, own)])",
-        "changed_models(self._sources, own)",
+        'self._refuse([*changed_models(self._sources, self._manifests[block]["reads"])])',
+        'changed_models(self._sources, self._manifests[block]["reads"])',
         "test_resume.py::test_what_changed_is_named",
     ),
     Mutation(
         "checkpoint's digest not checked",
-        "checkpoints/files.py",
-        "if digest(data) != wanted:",
-        "if not data:",
+        "tensor_files.py",
+        "if digest_file(path) != digest:",
+        "if not digest:",
         "checkpoints",
     ),
     Mutation(

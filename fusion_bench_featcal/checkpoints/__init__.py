@@ -83,7 +83,7 @@ def check_checkpoints(settings: FeatCalSettings, processes: Any = None) -> None:
     Raises:
         CalibrationError: As `Checkpoints`; also if kept blocks were made with other settings.
     """
-    from fusion_bench_featcal.checkpoints.fingerprint import describe_settings
+    from fusion_bench_featcal.checkpoints.dependencies import describe_settings
 
     checkpoints = open_checkpoints(settings, processes)
     checkpoints.compare(lambda: {"settings": describe_settings(settings)})

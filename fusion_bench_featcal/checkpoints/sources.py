@@ -5,25 +5,27 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
-from fusion_bench_featcal.experts import SourceView
+from fusion_bench_featcal.checkpoints.dependencies import differing_names
+from fusion_bench_featcal.digests import digest_tensor
+
+Reads = Mapping[str, Mapping[str, str]]
+"""Model -> name -> digest of the tensors that were read."""
 
 
-class WatchedSource(SourceView):
+class WatchedSource:
     """An `ExpertSource` that knows the digest of every tensor that was read from it.
 
     A tensor is digested when it is read for the first time: it is in memory then anyway.
     """
 
     def __init__(self, source: Any) -> None:
-        """Wrap a source.
-
-        Args:
-            source: The `ExpertSource`.
-        """
-        super().__init__(source)
+        """Wrap a source."""
+        self._source = source
         self._digests: dict[str, str] = {}
         self._recent: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as the source gives it."""
@@ -39,30 +41,22 @@ class WatchedSource(SourceView):
         self._recent.clear()
         return recent
 
-    def differing(self, digests: Mapping[str, str]) -> list[str]:
-        """Names whose tensors have other digests, or do not exist; reads what it must."""
-        return [name for name in digests if self._digest(name) != digests[name]]
+    def known(self, names: Iterable[str]) -> dict[str, str]:
+        """Name -> digest of those of some tensors that exist; reads what it must."""
+        there = [name for name in names if name in self._source.names()]
+        for name in there:
+            if name not in self._digests:
+                self.tensor(name)
+        return {name: self._digests[name] for name in there}
 
-    def _digest(self, name: str) -> str | None:
-        if name not in self._digests and name in self.names():
-            self.tensor(name)
-        return self._digests.get(name)
 
-
-def take_recent(sources: Mapping[str, WatchedSource]) -> dict[str, dict[str, str]]:
-    """Model -> name -> digest of what was read since this was last asked."""
+def take_recent(sources: Mapping[str, WatchedSource]) -> Reads:
+    """What was read since this was last asked."""
     return {model: source.take_recent() for model, source in sources.items()}
 
 
-def joined_reads(
-    gathered: Iterable[Mapping[str, Mapping[str, str]]], models: Iterable[str]
-) -> dict[str, dict[str, str]]:
-    """Join the reads of several processes into those of one that read everything.
-
-    Args:
-        gathered: The result of `take_recent` in each process.
-        models: All models in order.
-    """
+def joined_reads(gathered: Iterable[Reads], models: Iterable[str]) -> Reads:
+    """Join the reads of several processes into those of one that read everything, in order."""
     joined: dict[str, dict[str, str]] = {}
     for reads in gathered:
         for model, digests in reads.items():
@@ -70,14 +64,9 @@ def joined_reads(
     return {model: joined[model] for model in models if model in joined}
 
 
-def changed_models(
-    sources: Mapping[str, WatchedSource], reads: Mapping[str, Mapping[str, str]]
-) -> Iterable[str]:
+def changed_models(sources: Mapping[str, WatchedSource], reads: Reads) -> Iterable[str]:
     """One phrase for every model whose tensors are not those that were read before."""
-    for model, digests in reads.items():
-        names = sources[model].differing(digests)
+    for model in filter(sources.__contains__, reads):
+        names = differing_names(sources[model].known(reads[model]), reads[model])
         if names:
-            yield (
-                f"weights of {model} (modelpool.models.{model}: {len(names)} of {len(digests)} "
-                f"tensors, the first is {names[0]})"
-            )
+            yield f"weights of {model} (modelpool.models.{model}: {names})"

@@ -9,28 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_bench_featcal.checkpoints.files import (
-    damaged,
-    prepare_folder,
-    read_block_manifest,
-    read_manifest,
-    read_tensors,
-    remove_partials,
-    write_manifest,
-    write_tensors,
-)
-from fusion_bench_featcal.checkpoints.fingerprint import InputsDigest, differences
+from fusion_bench_featcal.checkpoints.dependencies import differences
+from fusion_bench_featcal.checkpoints.manifests import naming_damage, naming_room, read_manifest
 from fusion_bench_featcal.checkpoints.sources import (
     WatchedSource,
     changed_models,
     joined_reads,
     take_recent,
 )
+from fusion_bench_featcal.digests import InputsDigest
+from fusion_bench_featcal.files import ReportError, prepare_directory, remove_orphans, write_whole
+from fusion_bench_featcal.json_files import digest_json, sealed_json
 from fusion_bench_featcal.settings import LINEAR_KERNELS, CalibrationError
+from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _RUN = "run.json"
 
 
@@ -57,7 +52,10 @@ class Checkpoints:
                 holds checkpoints and `resume` is off.
         """
         self.folder = folder
-        prepare_folder(folder)
+        try:
+            prepare_directory(folder, "method.checkpoint_dir")
+        except ReportError as error:
+            raise CalibrationError(str(error)) from error
         kept = sorted(folder.glob("block-*.json"))
         if not resume and (kept or (folder / _RUN).exists()):
             raise CalibrationError(
@@ -69,10 +67,9 @@ class Checkpoints:
         self._size = 1 if processes is None else processes.size
         self._then: dict[str, Any] = {}
         self._key = ""
-        if kept and not (folder / _RUN).exists():
-            raise damaged(folder / _RUN, "it is missing, and blocks are there")
-        if (folder / _RUN).exists():
-            self._then, self._key = read_manifest(folder / _RUN)
+        if kept or (folder / _RUN).exists():
+            self._then = read_manifest(folder / _RUN)
+            self._key = digest_json(self._then)
         self._now: dict[str, Any] = {}
         self._samples: dict[str, InputsDigest] = {}
         self._sources: dict[str, WatchedSource] = {}
@@ -138,9 +135,10 @@ class Checkpoints:
             path = self._path(block, "json")
             if not path.exists():
                 break
-            manifests[block] = read_block_manifest(path)
+            manifests[block] = read_manifest(path)
             if (manifests[block]["run"], manifests[block]["block"]) != (self._key, block):
-                raise damaged(path, "it belongs to another run")
+                with naming_damage(path):
+                    raise ReportError("it belongs to another run")
         return manifests
 
     def start(self) -> None:
@@ -167,11 +165,13 @@ class Checkpoints:
                     f"another run has begun to use method.checkpoint_dir {self.folder}; choose "
                     "another"
                 )
-            self._key = write_manifest(self.folder / _RUN, self._now)
+            self._write_manifest(self.folder / _RUN, self._now)
+            self._key = digest_json(self._now)
         for block in self._places:  # a block after one that is missing is calibrated anew
             if not self.has(block):
                 self._path(block, "json").unlink(missing_ok=True)
-        remove_partials(self.folder)
+        for prefix in (".block-", ".run.json."):
+            remove_orphans(self.folder, prefix)
 
     def has(self, block: str) -> bool:
         """Return whether a block is kept, and all before it."""
@@ -191,14 +191,13 @@ class Checkpoints:
         """
         manifest = self._manifests[block]
         path = self._path(block, "safetensors")
-        tensors = read_tensors(path, manifest["digest"])
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name, tensor in tensors.items():
-            parameter = parameters.get(name)
-            if parameter is None or (parameter.shape, parameter.dtype) != (
-                tensor.shape, tensor.dtype,
-            ):  # fmt: skip
-                raise damaged(path, f"{name[:100]!r} does not fit the model")
+        with naming_damage(path):
+            tensors = read_tensors(path, manifest["parameters"])
+            for name, tensor in tensors.items():
+                known = parameters.get(name)
+                if known is None or (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                    raise ReportError(f"{name[:100]!r} does not fit the model")
         with torch.no_grad():
             for name, tensor in tensors.items():
                 parameters[name].copy_(tensor)
@@ -213,9 +212,7 @@ class Checkpoints:
         Raises:
             CalibrationError: If not, naming them.
         """
-        reads = self._manifests[block]["reads"]
-        own = {model: read for model, read in reads.items() if model in self._sources}
-        self._refuse([*changed_models(self._sources, own)])
+        self._refuse([*changed_models(self._sources, self._manifests[block]["reads"])])
         take_recent(self._sources)
 
     def keep(self, block: str, model: nn.Module, names: Iterable[str], run_log: Any) -> None:
@@ -233,14 +230,17 @@ class Checkpoints:
         reads = self._gather(take_recent(self._sources))
         if self._writes:
             tensors = {name: model.get_parameter(name) for name in names}
+            path = self._path(block, "safetensors")
+            with naming_room(path, sum(tensor.nbytes for tensor in tensors.values())):
+                digest = write_tensors(path, tensors)
             content = {
                 "run": self._key,
                 "block": block,
-                "digest": write_tensors(self._path(block, "safetensors"), tensors),
+                "parameters": digest,
                 "reads": joined_reads(reads, self._now["models"]),
-                "records": run_log.records[self._logged :],
+                "records": run_log.plain_records(self._logged),
             }
-            write_manifest(self._path(block, "json"), content)
+            self._write_manifest(self._path(block, "json"), content)
         self._logged = len(run_log.records)
 
     def finish(self, run_log: Any) -> None:
@@ -248,6 +248,12 @@ class Checkpoints:
         if self._restored:
             seconds = self._restore_seconds
             run_log.add("resumed", {"blocks": self._restored, "seconds": seconds})
+
+    @staticmethod
+    def _write_manifest(path: Path, content: Mapping[str, Any]) -> None:
+        data = sealed_json(content).encode()
+        with naming_room(path, len(data)):
+            write_whole(path, data)
 
     def _path(self, block: str, kind: str) -> Path:
         return self.folder / f"block-{self._places[block]:04d}.{kind}"

@@ -18,8 +18,8 @@ from fusion_bench_featcal.comparison.data import DataDigests
 from fusion_bench_featcal.comparison.fingerprint import (
     FileDigests,
     describe_code,
+    describe_makers,
     describe_pool,
-    describe_software,
     describe_task_pool,
     fingerprint,
 )
@@ -67,7 +67,7 @@ class GridRun:
         self._conditions = {  # of all results
             "modelpool": describe_pool(modelpool, self._files),
             "taskpool": describe_task_pool(taskpool, self._files),
-            "software": describe_software(),
+            "software": describe_makers(),
             "device": fabric.device.type,
             "precision": str(fabric.strategy.precision.precision),
             "test_items": self._data.tested(),

@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from fusion_bench_featcal.calibration_data import draw_samples
-from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
 from fusion_bench_featcal.comparison.entries import OWN
 from fusion_bench_featcal.data.images import ImageItems
+from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks.pool_settings import build_part

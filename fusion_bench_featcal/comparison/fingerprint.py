@@ -19,21 +19,25 @@ from hydra.utils import get_object
 from torch import nn
 
 import fusion_bench_featcal
-from fusion_bench_featcal.checkpoints.fingerprint import InputsDigest, describe_model, digest_code
+from fusion_bench_featcal.digests import (
+    InputsDigest,
+    describe_model,
+    describe_software,
+    digest_file,
+)
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 
 log = logging.getLogger(__name__)
 
 _LENGTH = 20  # hexadecimal digits of a fingerprint
-_FILE_LENGTH = 32
 _LARGE = 2**30  # bytes of a folder whose digest takes seconds
 _PACKAGES = ("fusion-bench", "torch", "transformers")
 _OWN_FOLDER = Path(fusion_bench_featcal.__file__).resolve().parent
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
 # These read results, or start runs; they have no part in making a result.
 _NO_PART_IN_RESULTS = {
-    "results", "compare.py", "files.py", "json_files.py", "cli.py", "plan", "_hydra_plugin",
+    "results", "files.py", "json_files.py", "cli.py", "plan", "_hydra_plugin",
     "setting_docs.py", "old_names.py",
 }  # fmt: skip
 
@@ -63,12 +67,6 @@ def describe(value: Any) -> Any:
         weights.add(value.state_dict())
         return {"class": kind, "model": describe_model(value), "weights": weights.text()}
     return {"class": kind, "length": len(value) if hasattr(value, "__len__") else None}
-
-
-def digest_file(path: Path) -> str:
-    """Digest of a file's bytes."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:_FILE_LENGTH]
 
 
 class FileDigests:
@@ -139,11 +137,10 @@ def describe_task_pool(taskpool: BaseTaskPool, files: FileDigests) -> dict[str, 
     }
 
 
-@cache
-def describe_software() -> dict[str, str]:
+def describe_makers() -> dict[str, str]:
     """Versions of the packages that make results, and a digest of this package's own code."""
-    code = digest_code(name for name in os.listdir(_OWN_FOLDER) if name not in _NO_PART_IN_RESULTS)
-    return {package: version(package) for package in _PACKAGES} | {"code": code}
+    code = set(os.listdir(_OWN_FOLDER)) - _NO_PART_IN_RESULTS
+    return describe_software(_PACKAGES, tuple(sorted(code)))
 
 
 def describe_code(value: Any, files: FileDigests) -> dict[str, str]:

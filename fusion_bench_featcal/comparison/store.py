@@ -8,17 +8,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fusion_bench_featcal.comparison.fingerprint import digest_file
-from fusion_bench_featcal.files import OLD, orphans, remove, replacing, write_atomic
+from fusion_bench_featcal.digests import digest_file
+from fusion_bench_featcal.files import OLD, orphans, remove, write_atomic
 from fusion_bench_featcal.json_files import plain, read_json, sealed_json
 from fusion_bench_featcal.results import ReportError, load_items, prepare_directory, save_items
 from fusion_bench_featcal.results.curves import Curves, as_curves
 from fusion_bench_featcal.results.items import ITEMS_FILE
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +27,7 @@ _WEIGHTS = "model.safetensors"
 _COST = "cost.json"
 _ROW = "cell"
 # Whatever reading a damaged file or its content raises.
-_DAMAGES = (
-    ReportError, OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError,
-)  # fmt: skip
+_DAMAGES = (ReportError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(kw_only=True)
@@ -71,12 +68,12 @@ class ResultStore:
         """Make the folder, and remove what interrupted runs left half-written in it."""
         self.folder = prepare_directory(folder, SETTING)
         # The folder may hold others' files: only names of our own temporary ones are removed.
-        for pattern in ("", "*", "cells/*", "upstreams/*"):
-            for folder in self.folder.glob(pattern) if pattern else [self.folder]:
-                for left in orphans(folder, "."):
-                    # Saving to that place again finishes what is half replaced.
-                    if not left.with_suffix(OLD).exists():
-                        remove(left)
+        places = [self.folder, *self.folder.glob("*"), *self.folder.glob("cells/*")]
+        places += self.folder.glob("upstreams/*")
+        for left in (path for place in places for path in orphans(place, ".")):
+            # Saving to that place again finishes what is half replaced.
+            if not left.with_suffix(OLD).exists():
+                remove(left)
 
     def result(self, name: str, key: str) -> CellResult | None:
         """A finished cell by its name and fingerprint; None if there is none that is whole."""
@@ -121,16 +118,12 @@ class ResultStore:
             Whether it is kept: a full disk is no reason to stop.
         """
         folder = self._place("upstreams", name, key)
-        # Copies: safetensors refuses tensors that share memory, and tied weights do.
-        state = {entry: tensor.clone() for entry, tensor in model.state_dict().items()}
         content = {"cost": plain(cost, "cost")}
         try:
             _make_way(folder, (_WEIGHTS, _COST))
-            with replacing(folder / _WEIGHTS) as new:
-                save_file(state, new)
-            content["weights"] = digest_file(folder / _WEIGHTS)
+            content["weights"] = write_tensors(folder / _WEIGHTS, model.state_dict())
             write_atomic(folder / _COST, sealed_json(content), SETTING)
-        except (ReportError, OSError, SafetensorError) as error:
+        except (ReportError, OSError) as error:
             log.warning("the model that %s made is not kept: %s", name, error)
             return False
         return True
@@ -151,10 +144,7 @@ class ResultStore:
             return None
         try:
             content = read_json(folder / _COST, sealed=True)
-            cost = content["cost"]
-            if digest_file(path) != content["weights"]:
-                raise ReportError(f"{_WEIGHTS} is not the one that was kept")
-            state = load_file(path)
+            cost, state = content["cost"], read_tensors(path, content["weights"])
         except _DAMAGES as error:
             log.warning("the merged model in %s is damaged and made again: %s", folder, error)
             return None

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
-from fusion_bench_featcal.checkpoints.fingerprint import digest_tensor
+from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.files import PART, remove_orphans, write_whole
 from fusion_bench_featcal.settings import CalibrationError
 

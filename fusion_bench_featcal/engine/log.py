@@ -52,6 +52,13 @@ class CalibrationLog:
         kinds = ("inputs", "task")
         return sum(r["expert_bytes"] for kind in kinds for r in self.of_kind(kind))
 
+    def plain_records(self, start: int = 0) -> list[dict[str, Any]]:
+        """The records from one on, as files hold them.
+
+        A condition estimate may be infinite, which JSON cannot hold: there it is null.
+        """
+        return json.loads(json.dumps(self.records[start:]), parse_constant=lambda _: None)
+
     def write(self, path: str | Path) -> None:
         """Write one JSON object a line, atomically, with a digest of them all.
 
@@ -61,9 +68,7 @@ class CalibrationLog:
         Raises:
             ReportError: The file cannot be written.
         """
-        # A condition estimate may be infinite, which JSON cannot hold: the log says null.
-        records = json.loads(json.dumps(self.records), parse_constant=lambda _: None)
-        write_atomic(Path(path), sealed_lines(records))
+        write_atomic(Path(path), sealed_lines(self.plain_records()))
 
 
 @dataclass

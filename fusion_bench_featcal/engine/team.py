@@ -265,7 +265,8 @@ def team_of(
     """
     if processes.size == 1:
         return Alone()
-    from fusion_bench_featcal.checkpoints.fingerprint import describe_settings, glimpse
+    from fusion_bench_featcal.checkpoints.dependencies import describe_settings
+    from fusion_bench_featcal.digests import glimpse
 
     check_agreement(
         processes,

@@ -12,7 +12,7 @@ from fusion_bench import BaseTaskPool
 from torch import nn
 
 from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
-from fusion_bench_featcal.results.report import accuracies, losses
+from fusion_bench_featcal.results import AVERAGE
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,21 @@ def evaluate(
     if correct is None or not set(accuracy) <= set(correct):
         return Evaluation(raw, accuracy, None)
     return Evaluation(raw, accuracy, {task: correct[task] for task in accuracy})
+
+
+def accuracies(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Pick task -> accuracy out of what FusionBench's `taskpool.evaluate(model)` returns."""
+    return {
+        task: float(values["accuracy"])
+        for task, values in evaluation.items()
+        if task not in (AVERAGE, "model_info") and isinstance(values, Mapping)
+    }
+
+
+def losses(evaluation: Mapping[str, Any], tasks: Iterable[str]) -> dict[str, float | None]:
+    """Pick task -> loss out of the same for some tasks; None where the pool computes none."""
+    values = {task: evaluation[task].get("loss") for task in tasks}
+    return {task: None if value is None else float(value) for task, value in values.items()}
 
 
 def _device(taskpool: BaseTaskPool) -> torch.device:

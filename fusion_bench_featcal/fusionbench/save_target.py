@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.files import (
     clear_leftovers,
+    free_space,
     remove,
     temporary_neighbour,
 )
@@ -36,13 +36,6 @@ MODEL_FILES = (
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of some tensors, those that share memory counted once."""
     return sum({t.data_ptr() or id(t): t.nbytes for t in tensors if t is not None}.values())
-
-
-def free_space(folder: Path) -> int:
-    """Return the free bytes of the disk that a folder is on or, if it is missing, will be on."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 _UPLOAD = ("token", "private", "commit_message", "commit_description", "revision", "create_pr")

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from fusion_bench_featcal.files import (
+    free_space,
     replacing,
     write_atomic,
 )
@@ -25,7 +26,6 @@ from fusion_bench_featcal.fusionbench.save_target import (
     MODEL_FILES,
     OPTIONS,
     SAVE_PATH,
-    free_space,
     save_options,
     save_target,
     stored_bytes,

@@ -9,7 +9,7 @@ from fusion_bench_featcal.files import ReportError, prepare_directory
 from .cost import Cost, describe_device, measure, versions
 from .items import load_items, save_items
 from .long_table import AVERAGE, BASE, EXPERTS, FEATCAL, UNAVAILABLE
-from .report import Report, accuracies
+from .report import Report
 from .tables import console
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Cost",
     "Report",
     "ReportError",
-    "accuracies",
     "console",
     "describe_device",
     "load_items",

@@ -310,18 +310,3 @@ def _scalar_name(entry: Entry, reference: bool) -> str | None:
     if entry.metric in (GAIN, SHARE) and (reference or entry.task != AVERAGE):
         return None
     return entry.metric.removeprefix(COST)
-
-
-def accuracies(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Pick task -> accuracy out of what FusionBench's `taskpool.evaluate(model)` returns."""
-    return {
-        task: float(values["accuracy"])
-        for task, values in evaluation.items()
-        if task not in (AVERAGE, "model_info") and isinstance(values, Mapping)
-    }
-
-
-def losses(evaluation: Mapping[str, Any], tasks: Iterable[str]) -> dict[str, float | None]:
-    """Pick task -> loss out of the same for some tasks; None where the pool computes none."""
-    values = {task: evaluation[task].get("loss") for task in tasks}
-    return {task: None if value is None else float(value) for task, value in values.items()}

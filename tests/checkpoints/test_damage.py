@@ -14,7 +14,8 @@ from tiny_models import Suite, clip_suite, t5_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.checkpoints.files import digest, read_manifest, write_manifest
+from fusion_bench_featcal.digests import digest_file
+from fusion_bench_featcal.json_files import read_json, sealed_json
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +50,16 @@ def test_damage_is_refused_or_harmless(kept, seed: int, tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("run.json", b"", r"run\.json.*no JSON.*Remove that folder"),
-        ("run.json", b"[]", r"run\.json.*no manifest"),
-        ("run.json", None, r"run\.json.*missing"),
-        ("run.json", b"\xff\xfe", r"run\.json.*no JSON"),
-        ("block-0001.json", b"{}", r"block-0001\.json.*checksum.*Remove .*block-0001\.json"),
+        ("run.json", b"", r"run\.json.*not valid JSON.*Remove that folder"),
+        ("run.json", b"[]", r"run\.json.*no digest"),
+        (
+            "run.json",
+            b'{"checksum": "of an earlier version"}',
+            r"run\.json.*earlier version.*Remove",
+        ),
+        ("run.json", None, r"run\.json.*No such file"),
+        ("run.json", b"\xff\xfe", r"run\.json.*not valid JSON"),
+        ("block-0001.json", b"{}", r"block-0001\.json.*digest.*Remove .*block-0001\.json"),
         ("block-0000.safetensors", b"", r"block-0000\.safetensors.*digest.*Remove .*0000\.json"),
         ("block-0000.safetensors", None, r"block-0000\.safetensors.*No such file.*0000\.json"),
     ],
@@ -92,17 +98,16 @@ HOSTILE: dict[str, Any] = {
 
 
 def _rewritten(file: Path, change: Any) -> None:
-    content, _ = read_manifest(file)
+    content = read_json(file, sealed=True)
     change(content)
-    file.unlink()
-    write_manifest(file, content)
+    file.write_text(sealed_json(content))
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("name", ["run.json", "block-0001.json"])
 def test_hostile_manifest_with_a_right_checksum_is_refused(kept, name, case, tmp_path: Path):
     suite, folder, _, wanted = kept["clip"]
-    keys = [key for key in json.loads((folder / name).read_text()) if key != "checksum"]
+    keys = [key for key in json.loads((folder / name).read_text()) if key != "digest"]
     before = {path: path.read_bytes() for path in tmp_path.parent.glob("*") if path.is_file()}
     for key in keys:
         damaged = tmp_path / key
@@ -121,9 +126,9 @@ def test_manifest_that_nests_too_deep_or_is_too_large_is_refused(kept, tmp_path,
     suite, folder, _, _ = kept["clip"]
     shutil.copytree(folder, tmp_path / "deep")
     (tmp_path / "deep" / "run.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(CalibrationError, match=r"run\.json .*no JSON"):
+    with pytest.raises(CalibrationError, match=r"run\.json .*not valid JSON"):
         run_fast(suite, checkpoint_dir=str(tmp_path / "deep"), resume=True)
-    monkeypatch.setattr("fusion_bench_featcal.checkpoints.files._LARGEST", 10)
+    monkeypatch.setattr("fusion_bench_featcal.json_files._LARGEST", 10)
     with pytest.raises(CalibrationError, match=r"run\.json .*larger than"):
         run_fast(suite, checkpoint_dir=str(folder), resume=True)
 
@@ -139,8 +144,9 @@ def test_manifest_that_nests_too_deep_or_is_too_large_is_refused(kept, tmp_path,
 def test_hostile_tensors_with_a_right_digest_are_refused(kept, data, message, tmp_path: Path):
     suite, folder, _, _ = kept["clip"]
     shutil.copytree(folder, tmp_path / "x")
-    (tmp_path / "x" / "block-0000.safetensors").write_bytes(data)
-    mark = digest(data)
-    _rewritten(tmp_path / "x" / "block-0000.json", lambda content: content.update(digest=mark))
+    file = tmp_path / "x" / "block-0000.safetensors"
+    file.write_bytes(data)
+    change = {"parameters": digest_file(file)}
+    _rewritten(file.with_suffix(".json"), lambda content: content.update(change))
     with pytest.raises(CalibrationError, match=rf"block-0000\.safetensors .*{message}"):
         run_fast(suite, checkpoint_dir=str(tmp_path / "x"), resume=True)

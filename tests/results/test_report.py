@@ -12,9 +12,9 @@ import pytest
 import torch
 from synthetic import LEVELS, make_report
 
-from fusion_bench_featcal.results import AVERAGE, Report, ReportError, accuracies
+from fusion_bench_featcal.results import AVERAGE, Report, ReportError
 from fusion_bench_featcal.results.long_table import LongTable
-from fusion_bench_featcal.results.report import losses, report_scalars
+from fusion_bench_featcal.results.report import report_scalars
 
 
 def lines_of(report: Report) -> list[dict[str, str]]:
@@ -195,17 +195,6 @@ def test_items_of_another_run_are_refused(tmp_path: Path):
     (tmp_path / "two" / "items.npz").replace(tmp_path / "one" / "items.npz")
     with pytest.raises(ReportError, match="row 'featcal', task 'cars': 140 of 200"):
         Report.load(tmp_path / "one")
-
-
-def test_accuracies_and_losses_come_out_of_an_evaluation():
-    evaluation = {
-        "model_info": {"all_params": 3},
-        "cars": {"accuracy": 0.5, "loss": 1.0},
-        "dtd": {"accuracy": 0.25},
-        "average": {"accuracy": 0.375, "loss": 1.5},
-    }
-    assert accuracies(evaluation) == {"cars": 0.5, "dtd": 0.25}
-    assert losses(evaluation, ["cars", "dtd"]) == {"cars": 1.0, "dtd": None}
 
 
 # ---- the long table
