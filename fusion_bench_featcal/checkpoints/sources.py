@@ -7,12 +7,13 @@ from torch import Tensor
 
 from fusion_bench_featcal.checkpoints.dependencies import differing_names
 from fusion_bench_featcal.digests import digest_tensor
+from fusion_bench_featcal.experts import SourceView
 
 Reads = Mapping[str, Mapping[str, str]]
 """Model -> name -> digest of the tensors that were read."""
 
 
-class WatchedSource:
+class WatchedSource(SourceView):
     """An `ExpertSource` that knows the digest of every tensor that was read from it.
 
     A tensor is digested when it is read for the first time: it is in memory then anyway.
@@ -20,12 +21,9 @@ class WatchedSource:
 
     def __init__(self, source: Any) -> None:
         """Wrap a source."""
-        self._source = source
+        super().__init__(source)
         self._digests: dict[str, str] = {}
         self._recent: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, as the source gives it."""
@@ -43,7 +41,7 @@ class WatchedSource:
 
     def known(self, names: Iterable[str]) -> dict[str, str]:
         """Name -> digest of those of some tensors that exist; reads what it must."""
-        there = [name for name in names if name in self._source.names()]
+        there = [name for name in names if name in self.names()]
         for name in there:
             if name not in self._digests:
                 self.tensor(name)
