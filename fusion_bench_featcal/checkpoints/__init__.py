@@ -53,14 +53,12 @@ class NoCheckpoints:
         """There is nothing to tell."""
 
 
-def open_checkpoints(
-    settings: FeatCalSettings, processes: Any = None
-) -> "Checkpoints | NoCheckpoints":
+def open_checkpoints(settings: FeatCalSettings, processes: Any) -> "Checkpoints | NoCheckpoints":
     """The checkpoints that settings ask for.
 
     Args:
         settings: Settings.
-        processes: The processes that work on the calibration; None: this one alone.
+        processes: The processes that work on the calibration.
 
     Raises:
         CalibrationError: As `Checkpoints`.
@@ -73,12 +71,12 @@ def open_checkpoints(
     return Checkpoints(folder, resume=settings.resume, processes=processes)
 
 
-def check_checkpoints(settings: FeatCalSettings, processes: Any = None) -> None:
+def check_checkpoints(settings: FeatCalSettings, processes: Any) -> None:
     """Refuse, before any work, a folder that a run with these settings cannot use.
 
     Args:
         settings: Settings.
-        processes: The processes that will work on the calibration; None: this one alone.
+        processes: The processes that will work on the calibration.
 
     Raises:
         CalibrationError: As `Checkpoints`; also if kept blocks were made with other settings.

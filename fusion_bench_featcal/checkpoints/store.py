@@ -38,14 +38,14 @@ class Checkpoints:
     twice for a fingerprint.
     """
 
-    def __init__(self, folder: Path, *, resume: bool, processes: Any = None) -> None:
+    def __init__(self, folder: Path, *, resume: bool, processes: Any) -> None:
         """Open a folder.
 
         Args:
             folder: The folder; made if it is not there.
             resume: Whether blocks that are there may be used.
             processes: The processes that work on the calibration (`engine.processes`): each opens
-                the folder, and the first one writes. None: this one alone.
+                the folder, and the first one writes.
 
         Raises:
             CalibrationError: If it cannot be written, its `run.json` is missing or damaged, or it
@@ -62,9 +62,7 @@ class Checkpoints:
                 f"method.checkpoint_dir {folder} holds the checkpoints of a run. Set "
                 "method.resume=true to go on with it, or choose another folder, or remove this one"
             )
-        self._gather = (lambda value: [value]) if processes is None else processes.gather
-        self._writes = processes is None or processes.rank == 0
-        self._size = 1 if processes is None else processes.size
+        self._processes, self._gather = processes, processes.gather
         self._then: dict[str, Any] = {}
         self._key = ""
         if kept or (folder / _RUN).exists():
@@ -112,7 +110,7 @@ class Checkpoints:
         Raises:
             CalibrationError: If it differs, with the differences, or a manifest is damaged.
         """
-        self._now = {"format": _FORMAT, "processes": self._size, **describe()}
+        self._now = {"format": _FORMAT, "processes": self._processes.size, **describe()}
         if self._then:
             machine = self._now.pop("machine", None)
             self._refuse(differences(self._then, self._now))
@@ -155,7 +153,7 @@ class Checkpoints:
         self._now["samples"] = {task: digests[task] for task in models if task in digests}
         if self._then:
             self._refuse(differences(self._then, {"samples": self._now["samples"]}))
-        if self._writes:
+        if self._processes.rank == 0:
             self._begin_to_write()
 
     def _begin_to_write(self) -> None:
@@ -228,7 +226,7 @@ class Checkpoints:
             CalibrationError: If it cannot be written.
         """
         reads = self._gather(take_recent(self._sources))
-        if self._writes:
+        if self._processes.rank == 0:
             tensors = {name: model.get_parameter(name) for name in names}
             path = self._path(block, "safetensors")
             with naming_room(path, sum(tensor.nbytes for tensor in tensors.values())):
