@@ -13,11 +13,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.calibration_text import text_batches, text_rows
+from fusion_bench_featcal.calibration_text import TextBatches, text_rows
 from fusion_bench_featcal.data.image_cache import MEMORY, PROCESSED, ImageCache, describe_processor
 from fusion_bench_featcal.data.images import ImageItems, offline_hint
 from fusion_bench_featcal.data.pictures import Processor, fixed_content, stack_pixels, to_pixels
 from fusion_bench_featcal.data.read_ahead import automatic_workers, in_order
+from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.engine.samples import warn_of_few_samples
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.nearest_names import nearest_hint
@@ -154,25 +155,31 @@ def calibration_batches(
                 f"modelpool.{split}_datasets.{task} or method.calibration_split (now {split}). The "
                 f"pool's {split}_datasets are: {', '.join(available) or 'none'}."
             )
-    is_text = text_kind(modelpool) is not None
-    if not is_text:
-        images = images or ImageCache(folder=settings.cache_dir)
-        _warn_of_settings(modelpool, settings, images, processor)
-    workers = 0 if is_text else decode_workers(settings, processor)
-    batches: dict[str, Any] = {}
+    kind = text_kind(modelpool)
+    if kind is not None:
+        encoder = TextEncoder(processor, kind, settings.max_length)
+        return {
+            task: TextBatches(modelpool, task, rows, indices, settings, encoder, device)
+            for task, rows, indices in _drawn(modelpool, task_names, settings)
+        }
+    images = images or ImageCache(folder=settings.cache_dir)
+    _warn_of_settings(modelpool, settings, images, processor)
+    size, workers = settings.batch_size, decode_workers(settings, processor)
+    return {
+        task: TaskBatches(task, rows, indices, size, processor, split, workers, images)
+        for task, rows, indices in _drawn(modelpool, task_names, settings)
+    }
+
+
+def _drawn(
+    modelpool: Any, task_names: Iterable[str], settings: FeatCalSettings
+) -> Iterator[tuple[str, Any, list[int]]]:
+    """Yield every task with its opened data set and the positions of its samples."""
     for task in task_names:
-        rows = _open(modelpool, task, split, is_text)
+        rows = _open(modelpool, task, settings.calibration_split)
         indices = draw_samples(len(rows), task, settings)
         _note_size(modelpool, task, len(rows), settings)
-        if images is None or is_text:
-            batches[task] = text_batches(
-                modelpool, task, rows, indices, settings, processor, device
-            )
-        else:
-            batches[task] = TaskBatches(
-                task, rows, indices, settings.batch_size, processor, split, workers, images
-            )
-    return batches
+        yield task, rows, indices
 
 
 def decode_workers(settings: FeatCalSettings, processor: Any) -> int:
@@ -217,8 +224,7 @@ def samples_used(
         if task not in getattr(modelpool, f"{split}_dataset_names"):
             continue
         if (split, task) not in sizes:
-            rows = _open(modelpool, task, split, text_kind(modelpool) is not None)
-            sizes[split, task] = len(rows)
+            sizes[split, task] = len(_open(modelpool, task, split))
         used[task] = {"samples": min(wanted, sizes[split, task]), "split": split}
     return used
 
@@ -262,12 +268,12 @@ def _note_size(modelpool: Any, task: str, size: int, settings: FeatCalSettings) 
     sizes[key] = size
 
 
-def _open(modelpool: Any, task: str, split: str, is_text: bool) -> Any:
+def _open(modelpool: Any, task: str, split: str) -> Any:
     """A task's data set, whose items are read when asked for."""
     setting = f"modelpool.{split}_datasets.{task}"
     try:
         rows = getattr(modelpool, f"load_{split}_dataset")(task)
-        if is_text:
+        if text_kind(modelpool) is not None:
             return text_rows(rows, f"task {task!r}, {setting}")
         return ImageItems(rows, place=f"task {task!r}, {setting}", label_column=None)
     except CalibrationError as error:

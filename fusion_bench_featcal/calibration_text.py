@@ -1,6 +1,6 @@
 """Calibration samples for language models: texts, with the data's targets or the expert's own."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ from fusion_bench_featcal.data.images import require_numbered
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.engine.samples import check_token_ids
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
-from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_left
 
@@ -19,15 +18,19 @@ from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_le
 class TextBatches:
     """One task's calibration samples; texts are read and tokenised anew in each iteration."""
 
+    modelpool: Any
     task: str
     rows: Any  # the data set they are drawn from
     indices: list[int]  # the samples' positions in it
-    batch_size: int  # samples per batch; the last batch may have fewer
+    settings: FeatCalSettings
     encoder: TextEncoder
-    place: str  # the data set's name in messages
-    load_expert: Callable[[], nn.Module] | None = None  # writes the targets; None: the data's
-    generated_tokens: int = 64  # longest target the expert may write
+    device: Any = None  # of the expert, where it writes the targets; None: where it is loaded
     _answers: list[list[int]] = field(default_factory=list, init=False)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch; the last batch may have fewer."""
+        return self.settings.batch_size
 
     @property
     def samples(self) -> int:
@@ -36,7 +39,8 @@ class TextBatches:
 
     def at(self, number: int) -> str:
         """Name of a sample in messages."""
-        return f"{self.place}, item {self.indices[number]}"
+        place = f"modelpool.{self.settings.calibration_split}_datasets.{self.task}"
+        return f"task {self.task!r}, {place}, item {self.indices[number]}"
 
     def _check(self, batch: Mapping[str, Tensor], model: nn.Module, start: int) -> None:
         check_token_ids(batch, model, lambda row: self.at(start + row))
@@ -57,8 +61,11 @@ class TextBatches:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield `input_ids`, `attention_mask`, `labels`: `[batch, length]`, padded."""
-        if self.load_expert is not None and not self._answers:
-            self._answers = self._generate(self.load_expert())
+        if self.settings.calibration_targets == "generated" and not self._answers:
+            expert = load_pool_model(self.modelpool, self.task)
+            self._answers = self._generate(
+                expert if self.device is None else expert.to(self.device)
+            )
         numbers = range(len(self.indices))
         for start in range(0, len(numbers), self.batch_size):
             samples = [self._sample(n) for n in numbers[start : start + self.batch_size]]
@@ -66,9 +73,9 @@ class TextBatches:
 
     def _sample(self, number: int) -> Sample:
         row, place = self._row(number)
-        if self.load_expert is None:
+        if self.settings.calibration_targets != "generated":
             return self.encoder.sample(row, place)
-        prompt = self.encoder.prompt(row, place, self.generated_tokens)
+        prompt = self.encoder.prompt(row, place, self.settings.generated_tokens)
         return self.encoder.answered(prompt, self._answers[number], place)
 
     def _row(self, number: int) -> tuple[Mapping[str, Any], str]:
@@ -84,51 +91,15 @@ class TextBatches:
     def _generate(self, expert: nn.Module) -> list[list[int]]:
         """The expert's greedy answers to all prompts, in order."""
         rows = [self._row(number) for number in range(len(self.indices))]
-        prompts = [self.encoder.prompt(*row, self.generated_tokens) for row in rows]
+        most = self.settings.generated_tokens
+        prompts = [self.encoder.prompt(*row, most) for row in rows]
         answers: list[list[int]] = []
         for start in range(0, len(prompts), self.batch_size):
             chosen = prompts[start : start + self.batch_size]
             ids = padded_left(chosen, self.encoder.pad_id)[0]
             self._check({"input_ids": ids}, expert, start)
-            answers += greedy_answers(expert, chosen, self.encoder, self.generated_tokens)
+            answers += greedy_answers(expert, chosen, self.encoder, most)
         return answers
-
-
-def text_batches(
-    modelpool: Any,
-    task: str,
-    rows: Any,
-    indices: list[int],
-    settings: FeatCalSettings,
-    tokenizer: Any,
-    device: Any = None,
-) -> TextBatches:
-    """One task's samples as batches; where experts generate targets, they do so on `device`.
-
-    Raises:
-        CalibrationError: If `max_length` is more than the tokenizer's limit.
-    """
-    kind = text_kind(modelpool)
-    if kind is None:
-        raise CalibrationError(
-            f"task {task!r}: a tokenizer was given, but {type(modelpool).__name__} is no pool of "
-            "language models. Use a Seq2SeqLMPool or a CausalLMPool as modelpool"
-        )
-
-    def load_expert() -> nn.Module:
-        expert = load_pool_model(modelpool, task)
-        return expert if device is None else expert.to(device)
-
-    return TextBatches(
-        task=task,
-        rows=rows,
-        indices=indices,
-        batch_size=settings.batch_size,
-        encoder=TextEncoder(tokenizer, kind, settings.max_length),
-        place=f"task {task!r}, modelpool.{settings.calibration_split}_datasets.{task}",
-        load_expert=load_expert if settings.calibration_targets == "generated" else None,
-        generated_tokens=settings.generated_tokens,
-    )
 
 
 def text_rows(rows: Any, place: str) -> Any:

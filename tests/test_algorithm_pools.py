@@ -19,7 +19,6 @@ from fusion_bench_featcal.fusionbench.options import checked_choices
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.run_results import RunResults, method_name
-from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.methods import FeatCal, MethodInputs
 from fusion_bench_featcal.results import Cost
 from fusion_bench_featcal.suites import image
@@ -37,28 +36,6 @@ def memory_pool(seed: int = 3) -> Any:
     return pool_of({name: model.float() for name, model in models.items()})
 
 
-def test_unknown_key_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"method\.ridge_lamda .* 'ridge_lambda'"):
-        FeatCalAlgorithm(ridge_lamda=0.1)
-
-
-def test_settings_out_of_range_are_all_named() -> None:
-    with pytest.raises(ValueError, match=r"method\.ridge_lambda .*; method\.mix_alpha"):
-        FeatCalAlgorithm(ridge_lambda=-1, mix_alpha=2)
-
-
-def test_preset_with_a_misspelt_setting_is_named() -> None:
-    with pytest.raises(ValueError, match=r"method\.presets\.weak\.lambda.*ridge_lambda"):
-        FeatCalAlgorithm(presets={"weak": {"lambda": 1}})
-    with pytest.raises(ValueError, match=r"method\.presets\.weak\.mix_alpha must be"):
-        FeatCalAlgorithm(presets={"weak": {"mix_alpha": 7}})
-
-
-def test_unknown_reference_is_refused() -> None:
-    with pytest.raises(ValueError, match="compare_with"):
-        FeatCalAlgorithm(compare_with=["expert"])
-
-
 def test_pool_without_merged_model_needs_a_merger() -> None:
     pool = memory_pool()
     del pool._models["_merged_"]
@@ -72,15 +49,29 @@ def test_missing_model_folder_is_named(tmp_path: Path) -> None:
         FeatCalAlgorithm(base_method=AVERAGE).run(pool)
 
 
-def test_merger_without_the_at_sign_is_explained() -> None:
-    with pytest.raises(ValueError, match=r"method@method\.base_method=task_arithmetic"):
-        FeatCalAlgorithm(base_method="simple_average")
-
-
-@pytest.mark.parametrize("presets", [["a"], {"a": None}, {"a/b": {}}])
-def test_presets_of_another_shape_are_refused(presets: object) -> None:
-    with pytest.raises(ValueError, match=r"method\.presets"):
-        FeatCalAlgorithm(presets=presets)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ridge_lamda": 0.1}, r"method\.ridge_lamda .* 'ridge_lambda'"),
+        ({"ridge_lambda": -1, "mix_alpha": 2}, r"method\.ridge_lambda .*; method\.mix_alpha"),
+        ({"family": "bert"}, r"method\.family must be auto, clip"),
+        ({"fuse_merge": True}, r"method\.fuse_merge must be auto or false, got True"),
+        ({"compare_with": ["expert"]}, "method.compare_with must be of .*got "),
+        ({"base_method": "simple_average"}, r"method@method\.base_method=task_arithmetic"),
+        ({"presets": ["a"]}, r"method\.presets must map names to settings"),
+        ({"presets": {"a": None}}, r"method\.presets: a preset is a name"),
+        ({"presets": {"a/b": {}}}, r"method\.presets: a preset is a name"),
+        ({"presets": {"weak": {"lambda": 1}}}, r"method\.presets\.weak\.lambda.*ridge_lambda"),
+        ({"presets": {"weak": {"mix_alpha": 7}}}, r"method\.presets\.weak\.mix_alpha must be"),
+        (
+            {"presets": {"weak": {"checkpoint_dir": "elsewhere"}}},
+            r"presets\.weak\.checkpoint_dir.*method\.checkpoint_dir",
+        ),
+    ],
+)
+def test_keys_are_checked_before_anything_is_loaded(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FeatCalAlgorithm(**keys)
 
 
 def test_suite_with_a_misspelt_key_is_refused() -> None:
@@ -111,11 +102,6 @@ def test_preset_of_the_pool_that_is_the_runs_own_is_not_calibrated_twice(
         assert checked_choices(own, None, None, PAPER).presets == {}
     assert "preset paper_flan_t5 is this run's own settings" in caplog.text
     assert list(checked_choices(own, PAPER["presets"], None, {}).presets) == ["paper_flan_t5"]
-
-
-def test_unknown_family_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ValueError, match=r"method\.family must be auto, clip"):
-        FeatCalAlgorithm(family="bert")
 
 
 def test_anchor_without_a_base_is_refused_before_merging() -> None:
@@ -195,11 +181,6 @@ def test_checkpoints_of_presets_lie_apart_and_are_resumed(tmp_path: Path) -> Non
         FeatCalAlgorithm(**changed, resume=True).run(suite_pool())
 
 
-def test_preset_has_no_folder_of_its_own_choice() -> None:
-    with pytest.raises(ValueError, match=r"presets\.weak\.checkpoint_dir.*method\.checkpoint_dir"):
-        FeatCalAlgorithm(presets={"weak": {"checkpoint_dir": "elsewhere"}})
-
-
 def test_read_budget_is_refused_where_an_expert_is_loaded_whole(tmp_path: Path) -> None:
     folder = tmp_path / "pickled"
     model = CLIPVisionModel.from_pretrained(image.path("mini_greek"))
@@ -238,23 +219,6 @@ def test_processor_that_cannot_be_found_offline_is_named() -> None:
     pool = suite_pool(processor="nobody/no-such-processor")
     with pytest.raises(CalibrationError, match=r"nobody/no-such-processor.*modelpool\.processor"):
         FeatCalAlgorithm(base_method=AVERAGE).run(pool)
-
-
-def test_saving_over_an_older_model_leaves_only_the_new_one(tmp_path: Path) -> None:
-    model = CLIPVisionModel.from_pretrained(image.path())
-    target = tmp_path / "saved"
-    model.save_pretrained(target)
-    (target / "notes.txt").write_text("mine")
-    pool = suite_pool()
-    pool.save_model = lambda model, path: model.save_pretrained(path, max_shard_size="2MB")
-    saver = CompleteSaver(pool, image.load_processor())
-    with torch.no_grad():
-        next(model.parameters()).add_(1)
-    saver(model, target)
-    assert (target / "notes.txt").read_text() == "mine"
-    loaded = CLIPVisionModel.from_pretrained(target)
-    torch.testing.assert_close(next(loaded.parameters()), next(model.parameters()))
-    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize(

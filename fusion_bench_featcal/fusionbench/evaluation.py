@@ -1,8 +1,8 @@
 """Evaluating models on a FusionBench task pool, and keeping what it says about every test item."""
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,18 +62,17 @@ def evaluate(
     """
     loaders = getattr(taskpool, "test_dataloaders", None) if task_names(taskpool) else None
     wanted = None if tasks is None else set(tasks)
-    before = _own_reports(log_dir)
+    device = getattr(getattr(taskpool, "fabric", None), "device", torch.device("cpu"))
     try:
         if loaders is not None and wanted is not None:
             chosen = {task: loader for task, loader in loaders.items() if task in wanted}
             taskpool.test_dataloaders = chosen  # type: ignore[attr-defined]
-        with with_kernel(choose_kernel(linear_kernel, _device(taskpool)), nullcontext)():
+        kernel = with_kernel(choose_kernel(linear_kernel, device), nullcontext)
+        with _own_reports_moved(log_dir, name), kernel():
             raw = taskpool.evaluate(model)
     finally:
         if loaders is not None:
             taskpool.test_dataloaders = loaders  # type: ignore[attr-defined]
-    if log_dir is not None:
-        _move_reports(_own_reports(log_dir) - before, log_dir, name)
     accuracy = {t: a for t, a in accuracies(raw).items() if wanted is None or t in wanted}
     correct = getattr(taskpool, "item_correct", None)
     if correct is None or not set(accuracy) <= set(correct):
@@ -94,12 +93,6 @@ def losses(evaluation: Mapping[str, Any], tasks: Iterable[str]) -> dict[str, flo
     """Pick task -> loss out of the same for some tasks; None where the pool computes none."""
     values = {task: evaluation[task].get("loss") for task in tasks}
     return {task: None if value is None else float(value) for task, value in values.items()}
-
-
-def _device(taskpool: BaseTaskPool) -> torch.device:
-    """Device on which the pool's Fabric evaluates; the CPU where it has none."""
-    fabric = getattr(taskpool, "fabric", None)
-    return getattr(fabric, "device", torch.device("cpu"))
 
 
 def join(evaluations: Iterable[Evaluation]) -> Evaluation:
@@ -129,10 +122,7 @@ class EvaluatedTaskPool:
         evaluation: Evaluation,
         when_asked: Callable[[], object],
     ) -> None:
-        """Remember a model's evaluation; `when_asked` is called when FusionBench asks for it.
-
-        That it does after saving the model.
-        """
+        """Remember a model's evaluation; FusionBench asks for it after saving the model."""
         self._when_asked = when_asked
         self._taskpool = taskpool
         self._model = model
@@ -157,12 +147,14 @@ class _Unprinted(dict[str, Any]):
         return ()
 
 
-def _own_reports(log_dir: Path | None) -> set[Path]:
-    return set() if log_dir is None else set(log_dir.glob("report*.json"))
-
-
-def _move_reports(reports: Iterable[Path], log_dir: Path, name: str) -> None:
+@contextmanager
+def _own_reports_moved(log_dir: Path | None, name: str) -> Iterator[None]:
+    """Context that moves reports that the task pool leaves itself."""
+    before = set() if log_dir is None else set(log_dir.glob("report*.json"))
+    yield
+    if log_dir is None:
+        return
     folder = log_dir / "evaluations"
-    for report in sorted(reports):
+    for report in sorted(set(log_dir.glob("report*.json")) - before):
         folder.mkdir(exist_ok=True)
         shutil.move(report, folder / f"{name.replace(':', '_').replace('/', '_')}.json")

@@ -330,8 +330,3 @@ def test_several_processes_and_models_in_memory_are_not_fused(caplog):
         model, merging = started(ARITHMETIC, pool, processes=processes)
         assert isinstance(model, nn.Module) and merging is None
         assert why in caplog.text
-
-
-def test_setting_is_auto_or_false():
-    with pytest.raises(ValueError, match=r"method\.fuse_merge must be auto or false, got True"):
-        FeatCalAlgorithm(fuse_merge=True)
