@@ -37,7 +37,6 @@ from fusion_bench_featcal.fusionbench.program_processes import (
     share_model,
 )
 from fusion_bench_featcal.fusionbench.run_results import RunResults
-from fusion_bench_featcal.fusionbench.saving import skip_saving
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.featcal import check_calibration
 from fusion_bench_featcal.methods.interface import MethodInputs
@@ -137,13 +136,11 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         ):
             model = self._run(modelpool)
             self._processes.gather(None)  # none ends well while the first one still fails
-        skip_saving(self._program, model)
-        return model
+            return model
 
     def _run(self, modelpool: BaseModelPool) -> nn.Module:
         """Run in one of several processes; all but the first only help to calibrate."""
         choices, rows = self._chosen()
-        first = self._processes.rank == 0
         shared = self.settings.pixel_cache_mb if choices.presets else 0
         images = ImageCache(shared, self.settings.cache_dir)
         taskpool = getattr(self._program, "taskpool", None)
@@ -152,7 +149,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         # Data sets are opened before a merger that may take hours.
         batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
         self._results = results = RunResults(
-            self._program if first else None,
+            self._program,
             modelpool,
             self.log_dir,
             upstream=upstream.name,
@@ -176,7 +173,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             del result  # one model less in memory
         images.close()
         self._processes.doing = "evaluations of references and the report"
-        if not first:
+        if self._processes.rank > 0:
             return results.saver.model
         if MERGED in (*choices.compare_with, choices.save):
             results.add_reference(upstream.name, merged, plain(self.base_method))

@@ -35,7 +35,7 @@ def end_job(callback: LogDirectoryCheck, status: JobStatus) -> None:
 def finished_results(
     taskpool: Any, folder: Path, program: Any, saved: Path | None = None
 ) -> RunResults:
-    program.taskpool, program.merged_model_save_path = taskpool, None
+    program.taskpool = taskpool
     run = run_results(program, folder)
     run.saver.folder = saved
     run.finish(FABRIC)
@@ -44,6 +44,7 @@ def finished_results(
 
 def run_results(program: Any, folder: Path) -> RunResults:
     """Results with one model, and no place to save it."""
+    program.merged_model_save_path, program.save_merged_model = None, None
     names: dict[str, Any] = {"upstream": "merged", "row": "featcal", "device": "cpu"}
     run = RunResults(program, BaseModelPool({}), str(folder), **names)
     model = nn.Identity()

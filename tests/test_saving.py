@@ -171,38 +171,32 @@ def program_with(path: Any, **options: Any) -> Any:
     )
 
 
-def refusals(folder: Path) -> dict[str, tuple[str, str]]:
-    """Case -> path and a part of the message."""
-    (folder / "file").touch()
-    (folder / "expert").mkdir()
-    return {
-        "empty": ("", "is empty"),
-        "here": (".", "is the current folder or one above it"),
-        "above": ("..", "is the current folder or one above it"),
-        "file": (str(folder / "file"), "is a file"),
-        "below a file": (str(folder / "file" / "model"), "is a file, not a directory"),
-        "read-only": ("/proc/nowhere/model", "cannot write"),
-        "long": ("x" * 250, "cannot be made .*too long"),
-        "very long": ("x" * 5000, "too long"),
-        "expert": (str(folder / "expert"), r"modelpool\.models\.one"),
-        "in an expert": (str(folder / "expert" / "a" / "b"), r"modelpool\.models\.one"),
-        "above an expert": (str(folder), r"modelpool\.models\.one"),
-        "braces": (str(folder / "{logdir}" / "model"), "braces"),
-        "no log directory": ("{log_dir}/model", "braces"),
-        "mount": ("/proc", "is a mount point"),
-    }
+PLACES = {  # in FOLDER lie a file and the folder of an expert
+    "empty": ("", "is empty"),
+    "here": (".", "is the current folder or one above it"),
+    "above": ("..", "is the current folder or one above it"),
+    "file": ("FOLDER/file", "is a file"),
+    "below a file": ("FOLDER/file/model", "is a file, not a directory"),
+    "read-only": ("/proc/nowhere/model", "cannot write"),
+    "long": ("x" * 250, "cannot be made .*too long"),
+    "very long": ("x" * 5000, "too long"),
+    "expert": ("FOLDER/expert", r"modelpool\.models\.one"),
+    "in an expert": ("FOLDER/expert/a/b", r"modelpool\.models\.one"),
+    "above an expert": ("FOLDER", r"modelpool\.models\.one"),
+    "braces": ("FOLDER/{logdir}/model", "braces"),
+    "no log directory": ("{log_dir}/model", "braces"),
+    "mount": ("/proc", "is a mount point"),
+}
 
 
-@pytest.mark.parametrize("case", [
-    "empty", "here", "above", "file", "below a file", "read-only", "long", "very long", "expert",
-    "in an expert", "above an expert", "braces", "no log directory", "mount",
-])  # fmt: skip
-def test_place_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+@pytest.mark.parametrize(("path", "message"), PLACES.values(), ids=PLACES)
+def test_place_is_refused(path: str, message: str, tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "folder"
-    folder.mkdir()
-    path, message = refusals(folder)[case]
+    for made in (tmp_path / "here", folder / "expert"):
+        made.mkdir(parents=True)
+    (folder / "file").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    path = path.replace("FOLDER", str(folder))
     models = pool(_pretrained_=Tiny(0), one={"_target_": "x", "path": str(folder / "expert")})
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((ValueError, ReportError), match=rf"(?s){message}") as seen:

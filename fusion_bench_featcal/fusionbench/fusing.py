@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.merging import UpstreamMerge
-from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, plain
 from fusion_bench_featcal.fusionbench.pool_models import (
@@ -27,7 +26,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     PoolModels,
     load_pool_model,
 )
-from fusion_bench_featcal.settings import CalibrationError
 
 _OPTIONS = {"_target_", "inplace", "show_pbar", "scaling_factor", *FUSION_BENCH_KEYS}
 
@@ -111,10 +109,7 @@ def prepare_fused(
 
 def _configured_dtypes(model: PoolModel) -> frozenset[str]:
     """Every dtype that a model's config.json names."""
-    try:
-        config = (model.folder and read_config(model.folder)) or {}
-    except CalibrationError as error:
-        raise CalibrationError(f"{error}. Check modelpool.models.{model.name}") from error
+    config = model.config or {}
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     dtypes = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
     return frozenset(str(dtype) for dtype in dtypes if dtype is not None)

@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.far_experts import far_experts
-from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import (
     PoolModel,
@@ -117,7 +116,7 @@ def check_read_budget(models: PoolModels, settings: FeatCalSettings) -> None:
 
 def _check_same_kind(expert: PoolModel, base: Any) -> None:
     """Compare the config of a language model's expert with the base's."""
-    config, expected = read_config(expert.folder or expert.folders[0]), base.config
+    config, expected = expert.config, base.config
     if config is None:
         return
     place = f"Check modelpool.models.{expert.name}"
@@ -182,7 +181,7 @@ def _check_files(model: PoolModel) -> None:
             raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
         if not any(fnmatch(file, pattern) for file in files for pattern in _WEIGHTS):
             raise model.not_loadable(FileNotFoundError(f"no weights in {path}"))
-        if read_config(path) is None and "adapter_config.json" not in files:
+        if model.config is None and "adapter_config.json" not in files:
             raise model.not_loadable(FileNotFoundError(f"no config.json in {path}"))
     _ = model.files  # reads the headers
 

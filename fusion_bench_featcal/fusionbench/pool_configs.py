@@ -12,7 +12,6 @@ from fusion_bench_featcal.experts.model_config import (
     check_same_function,
     complete_config,
     matching_part,
-    read_config,
 )
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_models import (
@@ -62,7 +61,7 @@ def _config(model: PoolModel) -> dict[str, Any] | None:
     """A model's complete config; of a pool of CLIP's vision towers the tower's."""
     if model.module is not None:
         return complete_config(getattr(model.module, "config", None))
-    config = complete_config(read_config(model.folders[0])) if model.folders else None
+    config = complete_config(model.config)
     if config is None or not _holds_towers(model.pool):
         return config
     return matching_part(config, _VISION_TOWER)

@@ -1,6 +1,5 @@
 """Models of a FusionBench pool: where they lie, and how they are read or loaded."""
 
-import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from torch import nn
 
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
 from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.settings import CalibrationError
@@ -93,6 +93,15 @@ class PoolModel:
         """Existing local folders of its files: one, or a LoRA expert's base and adapter."""
         folders = self.adapter or (self.folder,)
         return [folder for folder in folders if folder is not None and folder.is_dir()]
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """Content of its config.json, a LoRA expert's base's; None if there is none.
+
+        Raises:
+            CalibrationError: If the file cannot be read or is damaged.
+        """
+        return read_config(self.folders[0]) if self.folders else None
 
     @cached_property
     def files(self) -> ExpertSource | None:
@@ -291,19 +300,3 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         raise
     except Exception as error:  # a loader may raise anything
         raise PoolModel(modelpool, name).not_loadable(error) from error
-
-
-def pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
-    """The pool as a merger may use it: with copies of models that it holds in memory.
-
-    Mergers may work in place on such models, and the base and the experts are needed again.
-    """
-    if not modelpool.has_instance_models:
-        return modelpool
-    pool = copy.copy(modelpool)
-    models: Any = {
-        name: copy.deepcopy(entry) if isinstance(entry, nn.Module) else entry
-        for name, entry in modelpool._models.items()
-    }
-    pool._models = models
-    return pool

@@ -1,5 +1,6 @@
 """FusionBench's program as a method uses it: its task pool, its mergers, its machine."""
 
+import copy
 import logging
 import os
 import re
@@ -19,7 +20,6 @@ from fusion_bench_featcal.engine.checks import refuse_not_finite
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     load_pool_model,
-    pool_for_merging,
 )
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.save_target import check_save_target
@@ -116,7 +116,7 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
         merger = program._instantiate_and_setup(config, compat_load_fn=_LOAD_METHOD)
     else:
         merger = instantiate(config, _recursive_=False)
-    merged = merger.run(pool_for_merging(modelpool))
+    merged = merger.run(_pool_for_merging(modelpool))
     if not isinstance(merged, nn.Module):
         raise CalibrationError(
             f"{setting} ({type(merger).__name__}) returned {type(merged).__name__}; "
@@ -124,6 +124,22 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
         )
     _refuse_not_finite(merged, modelpool, setting)
     return merged.requires_grad_(False)
+
+
+def _pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
+    """The pool as a merger may use it: with copies of models that it holds in memory.
+
+    Mergers may work in place on such models, and the base and the experts are needed again.
+    """
+    if not modelpool.has_instance_models:
+        return modelpool
+    pool = copy.copy(modelpool)
+    models: Any = {
+        name: copy.deepcopy(entry) if isinstance(entry, nn.Module) else entry
+        for name, entry in modelpool._models.items()
+    }
+    pool._models = models
+    return pool
 
 
 def _refuse_not_finite(merged: nn.Module, modelpool: BaseModelPool, setting: str) -> None:

@@ -27,7 +27,7 @@ def join_processes(algorithm: Any) -> Processes:
     """The processes that Fabric has started, of which each works alone from now on.
 
     The program, its pools and the method get a Fabric of this process alone. Only the first
-    process keeps loggers, a log directory and a task pool.
+    process keeps loggers, a log directory, a task pool and a place to save to.
 
     Args:
         algorithm: The method, of which all processes call this.
@@ -55,7 +55,7 @@ def join_processes(algorithm: Any) -> Processes:
         if hasattr(part, "_fabric_instance"):
             part._fabric_instance = alone
     if program is not None and processes.rank > 0:
-        program.taskpool = None
+        program.taskpool = program.merged_model_save_path = None
     log.info("process %d of %d on %s", processes.rank, processes.size, alone.device)
     return processes
 

@@ -172,12 +172,11 @@ class RowSaver:
         if facts.row != self.row:
             return
         self.model = model
-        if self._target is None:
-            return
-        card = model_card(self._modelpool, facts) if self._options.card else None
-        self._files = self._save(model, self._target, card=card, **self._options.own)
-        self.folder, self._facts = self._target, facts
-        skip_saving(self._program, model)
+        if self._target is not None:
+            card = model_card(self._modelpool, facts) if self._options.card else None
+            self._files = self._save(model, self._target, card=card, **self._options.own)
+            self.folder, self._facts = self._target, facts
+        _skip_saving(self._program, model)
 
     def finish(self, report: Report) -> None:
         """Complete the model card with the run's accuracies; push the folder where asked.
@@ -212,7 +211,7 @@ class RowSaver:
         log.info("pushed %s to %s", folder, made.repo_id)
 
 
-def skip_saving(program: Any, model: nn.Module) -> None:
+def _skip_saving(program: Any, model: nn.Module) -> None:
     """Keep a program from saving a model that is saved already; others it saves as before."""
     if program is None:
         return

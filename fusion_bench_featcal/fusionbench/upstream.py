@@ -8,7 +8,7 @@ from torch import nn
 from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.experts.read_plan import budget_left
 from fusion_bench_featcal.fusionbench.fusing import merger_class, prepare_fused, why_not_fused
-from fusion_bench_featcal.fusionbench.options import MERGED, check_merger
+from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
@@ -36,17 +36,16 @@ class Upstream:
     """
 
     def __init__(self, config: Any, models: PoolModels) -> None:
-        """Check the merger.
+        """Refer to the merger, which is not run yet.
 
         Args:
-            config: `method.base_method`.
+            config: `method.base_method`, checked by `check_merger`.
             models: The pool's models.
 
         Raises:
             CalibrationError: If there is neither a merger nor a merged model in the pool, or the
                 merger cannot be imported.
         """
-        check_merger(config)
         if config is None and not models.pool.has_merged:
             raise CalibrationError(
                 "method.base_method is null, but the pool has no merged model: name one as "

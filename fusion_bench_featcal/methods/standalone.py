@@ -17,7 +17,7 @@ from fusion_bench_featcal.fusionbench.options import check_merger, plain, take_f
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import RunResults
-from fusion_bench_featcal.fusionbench.saving import CompleteSaver, skip_saving
+from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.anchor_only import AnchorOnly
 from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
@@ -115,7 +115,6 @@ class _Standalone(LightningFabricMixin, BaseAlgorithm):
         results.finish(self.fabric)
         if self.log_dir is not None:
             write_curves(self.log_dir, {name: getattr(model, "curves", {})})
-        skip_saving(self._program, model)
         return model
 
 

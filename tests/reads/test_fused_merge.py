@@ -276,15 +276,6 @@ def other_config(folder: Path) -> Any:
     return pool
 
 
-def test_damaged_config_is_named(tmp_path: Path):
-    pool = other_dtype(tmp_path / "other")
-    (tmp_path / "other" / "config.json").write_text("{")
-    with pytest.raises(
-        CalibrationError, match=r"config\.json is damaged.*modelpool\.models\.mini_greek"
-    ):
-        started(AVERAGE, pool)
-
-
 def named_dtype(_: Path) -> Any:
     """A pool that loads one expert in another precision."""
     load = {
