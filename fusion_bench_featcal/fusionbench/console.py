@@ -95,13 +95,7 @@ class Console(Callback):
         sys.stdout.flush()
 
     def on_run_end(self, config: DictConfig, *, job_return: JobReturn, **kwargs: Any) -> None:
-        """End a failed run here: Hydra would first print all overrides.
-
-        Args:
-            config: The config.
-            job_return: As `on_job_end` left it.
-            **kwargs: What else Hydra tells.
-        """
+        """End a failed run here: Hydra would first print all overrides."""
         if isinstance(job_return._return_value, SystemExit):
             raise job_return._return_value
 
@@ -149,10 +143,10 @@ class Quiet(logging.Filter):
         # Here and not by the switches in the config: Hydra has copied it, and its
         # `print_function_call` never reaches the functions that print.
         if "print_config=true" not in asked:
-            self._replace(fabric_fusion_program, "print_config_tree", _nothing)
+            self._replace(fabric_fusion_program, "print_config_tree", _print_nothing)
         if "print_function_call=true" not in asked:
             self._replace(instantiate_utils, "PRINT_FUNCTION_CALL", False)
-        self._replace(SimpleProfilerMixin, "print_profile_summary", _nothing)
+        self._replace(SimpleProfilerMixin, "print_profile_summary", _print_nothing)
 
     def _shorten_log(self) -> None:
         """Filter what reaches the screen, in lines that leave room for the message."""
@@ -195,12 +189,10 @@ class _WithoutTraceback(logging.Formatter):
         return super().format(message)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for what prints."""
+def _print_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _more() -> str:
-    """Tell where the traceback is."""
     files = [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
     place = f"{files[0].baseFilename}, or on the screen with " if files else ""
     return f"traceback: {place}method.debug=true"

@@ -21,11 +21,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
 def at_the_end(show: Show) -> bool:
-    """Show something at the end of the job.
-
-    Returns:
-        False, and nothing is kept, where no job with our Hydra callback is under way.
-    """
+    """Show something at the end of the job; return False where none with our callback runs."""
     if _waiting is not None:
         _waiting.append(show)
     return _waiting is not None
@@ -43,10 +39,6 @@ class LogDirectoryCheck(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Make the log directory, as Hydra would a moment later; or see that there is none.
-
-        Args:
-            config: The whole config, Hydra's node included.
-            **kwargs: What else Hydra tells.
 
         Raises:
             SystemExit: If a file is in its place or it cannot be written; Hydra would only warn.
@@ -79,11 +71,7 @@ class LogDirectoryCheck(Callback):
 
 
 def is_helper(environment: Mapping[str, str]) -> bool:
-    """Return whether whoever started this process says that it is not the first of several.
-
-    Args:
-        environment: Environment variables, as Fabric, torchrun and Slurm set them.
-    """
+    """Return whether Fabric, torchrun or Slurm says that this process is not the first one."""
     own = next((environment[name] for name in _RANKS if name in environment), "0")
     return int(own) > 0 or int(environment.get("NODE_RANK", "0")) > 0
 

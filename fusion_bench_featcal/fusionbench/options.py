@@ -32,13 +32,9 @@ class Choices:
 
 
 def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """Take out of a method's keys those that are none of its settings.
+    """Take out of a method's keys those of FusionBench's constructor, and return them.
 
-    Args:
-        keys: All keys; `debug`, which the console reads from the config, is taken out too.
-
-    Returns:
-        What FusionBench's own constructor takes.
+    `debug`, which the console reads from the config, is taken out too.
 
     Raises:
         ValueError: If `debug` is neither true nor false.
@@ -123,10 +119,13 @@ def _without_own(
     """The pool's presets, without those that are the run's own settings."""
     folder = settings.checkpoint_dir
     others = {n: p for n, p in presets.items() if p.replace(checkpoint_dir=folder) != settings}
+    default = FeatCalSettings()
+    names = ("ridge_lambda", "mix_alpha", "anchor_rho")
+    is_default = all(getattr(settings, name) == getattr(default, name) for name in names)
     for name in presets.keys() - others.keys():
         log.info("the pool's preset %s is this run's own settings: the row is featcal", name)
     papers = [name for name in others if name.startswith("paper_") and "-" not in name]
-    if papers and len(others) == len(presets) and _is_default(settings):
+    if papers and len(others) == len(presets) and is_default:
         log.warning(
             "the row featcal has the paper's settings for CLIP; those for this pool are the row "
             "featcal:%s. With them alone: fusion_bench method=featcal/%s modelpool=...",
@@ -134,12 +133,6 @@ def _without_own(
             papers[0],
         )
     return others
-
-
-def _is_default(settings: FeatCalSettings) -> bool:
-    default = FeatCalSettings()
-    names = ("ridge_lambda", "mix_alpha", "anchor_rho")
-    return all(getattr(settings, name) == getattr(default, name) for name in names)
 
 
 def _checked_presets(
@@ -173,11 +166,9 @@ def _checked_presets(
 
 
 def check_merger(base_method: Any) -> None:
-    """Check that the upstream merger's config is one.
+    """Check that `method.base_method` is None or a merger's config.
 
-    Args:
-        base_method: `method.base_method`: a mapping with `_target_` or, for older methods of
-            FusionBench, `name`; or None.
+    That is a mapping with `_target_` or, for older methods of FusionBench, `name`.
 
     Raises:
         ValueError: If it is anything else, such as a bare name.

@@ -4,7 +4,7 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +33,20 @@ _LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
 
 
 def take_default_taskpool(program: Any) -> None:
-    """Give the program the model pool's own task pool where none was named.
+    """Give a program the model pool's own task pool, or None, where none was named.
 
     `taskpool=dummy` on the command line is named: then nothing is evaluated.
-
-    Args:
-        program: The running program; its task pool becomes None where the pool brings none either.
     """
     if not isinstance(program.taskpool, DummyTaskPool):
         return
     default = program._modelpool.get("default_taskpool")
     program.taskpool = None
-    if _taskpool_was_named():
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    if any(re.match(r"\+*taskpool(@\w+)?=", word) for word in words):
         log.info("taskpool=dummy was asked for: nothing is evaluated")
     elif default is not None:
         log.info("no task pool was named: evaluating on the model pool's default_taskpool")
         program.taskpool = program._instantiate_and_setup(default)
-
-
-def _taskpool_was_named() -> bool:
-    if not HydraConfig.initialized():
-        return False
-    words = HydraConfig.get().overrides.task
-    return any(re.match(r"\+*taskpool(@\w+)?=", word) for word in words)
 
 
 def prepare_run(program: Any, log_dir: str | None) -> None:
@@ -170,7 +161,8 @@ def warn_if_busy() -> None:
     anything of this package runs: all that can be done here is to say so.
     """
     threads = torch.get_num_threads()
-    if threads < 2 or not waits_spinning(os.environ):
+    is_set = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ)
+    if threads < 2 or is_set:  # by default threads wait spinning
         return
     own = psutil.Process()
     cores = own.cpu_affinity() if hasattr(own, "cpu_affinity") else range(psutil.cpu_count() or 1)
@@ -187,8 +179,3 @@ def warn_if_busy() -> None:
             len(cores),
             threads,
         )
-
-
-def waits_spinning(environment: Mapping[str, str]) -> bool:
-    """Tell whether OpenMP's threads wait as they do by default."""
-    return not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(environment)

@@ -24,16 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def join_processes(algorithm: Any) -> Processes:
-    """The processes that Fabric has started, of which each works alone from now on.
+    """Join the processes that Fabric has started; each works alone from now on.
 
     The program, its pools and the method get a Fabric of this process alone. Only the first
     process keeps loggers, a log directory, a task pool and a place to save to.
-
-    Args:
-        algorithm: The method, of which all processes call this.
-
-    Returns:
-        The processes, for what they do together.
 
     Raises:
         CalibrationError: If Fabric's strategy spreads models over processes.
@@ -61,12 +55,7 @@ def join_processes(algorithm: Any) -> Processes:
 
 
 def fabric_alone(fabric: Any, *, first: bool) -> Any:
-    """A Fabric of this process alone, on its device and in its precision.
-
-    Args:
-        fabric: The Fabric of all processes.
-        first: Whether this is the first of them, which keeps the loggers.
-    """
+    """A Fabric of this process alone; the `first` process keeps the loggers."""
     strategy = SingleDeviceStrategy(
         device=fabric.device, accelerator=fabric.accelerator, precision=fabric._precision
     )
@@ -86,16 +75,13 @@ def announcing(processes: Processes) -> Iterator[None]:
 def share_model(
     model: nn.Module | None, processes: Processes, device: torch.device, setting: str
 ) -> nn.Module:
-    """Give every process the model that the first one has.
+    """Give every process the model that the first one has; the others have it on the CPU.
 
     Args:
         model: The model; None in all processes but the first.
         processes: The processes.
-        device: Over which tensors travel: this process's own.
+        device: This process's own, by which tensors travel.
         setting: What made the model, for the message.
-
-    Returns:
-        The model; the others have it on the CPU.
 
     Raises:
         CalibrationError: If its structure cannot be sent, naming the setting.
@@ -103,8 +89,8 @@ def share_model(
     if processes.size == 1:
         assert model is not None
         return model
-    told = processes.gather(None if model is None else _packed(model, setting))
-    shared = pickle.loads(told[0] or b"") if model is None else model
+    gathered = processes.gather(None if model is None else _packed(model, setting))
+    shared = pickle.loads(gathered[0] or b"") if model is None else model
     for tensor in _stored(shared):
         if model is None:
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)

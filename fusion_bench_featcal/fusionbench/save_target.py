@@ -24,8 +24,7 @@ from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 
 SAVE_PATH, OPTIONS = "merged_model_save_path", "merged_model_save_kwargs"
-
-
+_UPLOAD = ("token", "private", "commit_message", "commit_description", "revision", "create_pr")
 # Weights that would be loaded in place of, or together with, those of a new model.
 MODEL_FILES = (
     "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*",
@@ -38,45 +37,38 @@ def stored_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({t.data_ptr() or id(t): t.nbytes for t in tensors if t is not None}.values())
 
 
-_UPLOAD = ("token", "private", "commit_message", "commit_description", "revision", "create_pr")
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Options in `merged_model_save_kwargs`."""
+    """Place and options of saving, from a program's `merged_model_save_path` and `..._kwargs`."""
 
+    target: Path | None  # absolute; None: nothing is saved
     card: bool  # whether a model card is written
     repo_id: str | None  # the hub's repository to push to; None: the model stays local
     upload: Mapping[str, Any]  # of the push
     own: Mapping[str, Any]  # of the pool's own `save_model`
 
 
-def save_target(program: Any) -> Path | None:
-    """Return the absolute path that a program saves its model to; None: it saves none."""
-    path = getattr(program, SAVE_PATH, None)
-    if path is None:
-        return None
-    log_dir = getattr(program, "log_dir", None)
-    text = str(path) if log_dir is None else str(path).replace("{log_dir}", str(log_dir))
-    return Path(text).expanduser().resolve()
-
-
 def save_options(program: Any) -> SaveOptions:
-    """Return what a program's `merged_model_save_kwargs` ask for.
+    """Return where and how a program saves its model.
 
     Raises:
         ValueError: If a value is of the wrong type.
     """
+    path, target = getattr(program, SAVE_PATH, None), None
+    if path is not None:
+        log_dir = getattr(program, "log_dir", None)
+        text = str(path) if log_dir is None else str(path).replace("{log_dir}", str(log_dir))
+        target = Path(text).expanduser().resolve()
     options = dict(plain(getattr(program, OPTIONS, None)) or {})
     card, push = options.pop("model_card", True), options.pop("push_to_hub", False)
-    repo_id = options.pop("repo_id", None)
     for name, value in (("model_card", card), ("push_to_hub", push)):
         if not isinstance(value, bool):
             raise ValueError(f"{OPTIONS}.{name} must be true or false, got {value!r}")
+    repo_id = options.pop("repo_id", None) or (target.name if target else "")
     upload = {name: options.pop(name) for name in _UPLOAD if push and name in options}
-    target = save_target(program)
-    name = str(repo_id or (target.name if target else ""))
-    return SaveOptions(card, name if push else None, upload, options)
+    return SaveOptions(target, card, str(repo_id) if push else None, upload, options)
 
 
 def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
@@ -87,10 +79,11 @@ def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
         ReportError: If the folder cannot be written.
         CalibrationError: If the disk has too little room.
     """
-    target = save_target(program)
+    options = save_options(program)
+    target = options.target
     if target is None:
         return
-    _check_options(save_options(program), modelpool)
+    _check_options(options, modelpool)
     _check_path(target, str(program.merged_model_save_path), modelpool)
     parent = prepare_directory(target.parent, SAVE_PATH)
     _check_name(target)

@@ -27,7 +27,6 @@ from fusion_bench_featcal.fusionbench.save_target import (
     OPTIONS,
     SAVE_PATH,
     save_options,
-    save_target,
     stored_bytes,
 )
 from fusion_bench_featcal.results import Report
@@ -60,16 +59,16 @@ class CompleteSaver:
         card: str | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """Save a model to a folder (or, for pools that save a state dict, a file).
+        """Save a model, which is not changed, to a folder (a file where pools save a state dict).
 
         Args:
-            model: The model; it is not changed.
+            model: The model.
             path: The folder.
             card: Text of a README.md, unless the folder has one that somebody else wrote.
             **kwargs: The pool's own options.
 
         Returns:
-            The files that belong to the model, relative to the folder.
+            The model's files, relative to the folder.
 
         Raises:
             CalibrationError: If it cannot be written; what was there before stays whole.
@@ -120,7 +119,7 @@ def _save_pretrained(model: Any, path: str, **options: Any) -> None:
 
 
 def keep_untied(model: Any, folder: Path) -> None:
-    """Let a saved config tell that the head is a matrix of its own, where it is.
+    """Correct a saved config where the model's head is a matrix of its own.
 
     transformers 5 gives every T5 a config with `tie_word_embeddings: true`, by which older releases
     would put the embeddings in the head's place and rescale its input.
@@ -157,7 +156,7 @@ class RowSaver:
         self.row = row
         self.folder: Path | None = None
         self._program, self._modelpool = program, modelpool
-        self._target, self._options = save_target(program), save_options(program)
+        self._options = save_options(program)
         self._facts: CardFacts | None = None
         self._files: list[str] = []
         self._save = CompleteSaver(modelpool, processor)
@@ -172,10 +171,11 @@ class RowSaver:
         if facts.row != self.row:
             return
         self.model = model
-        if self._target is not None:
-            card = model_card(self._modelpool, facts) if self._options.card else None
-            self._files = self._save(model, self._target, card=card, **self._options.own)
-            self.folder, self._facts = self._target, facts
+        options = self._options
+        if options.target is not None:
+            card = model_card(self._modelpool, facts) if options.card else None
+            self._files = self._save(model, options.target, card=card, **options.own)
+            self.folder, self._facts = options.target, facts
         _skip_saving(self._program, model)
 
     def finish(self, report: Report) -> None:
