@@ -24,10 +24,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from tiny_models import scatter
 from tiny_texts import TASKS, llama_model, t5_model, with_data, word_tokenizer, write
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-)
+from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.comparison import ComparisonAlgorithm

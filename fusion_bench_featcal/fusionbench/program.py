@@ -17,10 +17,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.engine.checks import refuse_not_finite
-from fusion_bench_featcal.fusionbench.pool_models import (
-    BASE_MODEL,
-    load_pool_model,
-)
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.save_target import check_save_target
 from fusion_bench_featcal.results import prepare_directory
