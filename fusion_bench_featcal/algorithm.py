@@ -30,6 +30,7 @@ from fusion_bench_featcal.fusionbench.options import (
 )
 from fusion_bench_featcal.fusionbench.plan_run import known_samples, log_plan, stored_itemsize
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
+from fusion_bench_featcal.fusionbench.pool_models import ExpertSources
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.program_processes import (
     announcing,
@@ -149,13 +150,11 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         # Data sets are opened before a merger that may take hours.
         batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
         self._results = results = RunResults(
-            self._program,
+            self,
             modelpool,
-            self.log_dir,
+            inputs.processor,
             upstream=upstream.name,
             row=choices.save,
-            device=self.fabric.device,
-            processor=inputs.processor,
             linear_kernel=self.settings.linear_kernel,
         )
         merged, merging = self._merge(inputs, upstream, results)
@@ -179,7 +178,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             results.add_reference(upstream.name, merged, plain(self.base_method))
         del merged
         results.add_base_and_experts(choices.compare_with)
-        return results.finish(self.fabric)
+        return results.finish()
 
     def _chosen(self) -> tuple[Choices, dict[str, FeatCalSettings]]:
         """Return the choices of method and model pool, and the settings of each calibrated row."""
@@ -229,22 +228,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         exchanged = processes.exchanged_bytes
         with measure() as cost:
             base, experts = inputs.base(limited), inputs.experts(limited)
-            base_held = isinstance(base, nn.Module)
-            log_plan(
-                merged,
-                limited,
-                len(experts),
-                fabric.device,
-                samples=known_samples(batches),
-                held=experts.whole(),
-                base_held=base_held,
-                loaded=1 + base_held,
-                itemsize=stored_itemsize(base),
-                fused=merging is not None,
-                merges=first and self.base_method is not None,
-                processes=processes.size,
-                neighbours=processes.neighbours,
-            )
+            shares = {"fused": merging is not None, "merges": first and upstream.config is not None}
+            self._log_plan(merged, limited, base, experts, batches, **shares)
             result = calibrate(
                 merged,
                 base,
@@ -265,6 +250,31 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         _add_amounts(cost, result)
         log.info("calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
+
+    def _log_plan(
+        self,
+        merged: nn.Module,
+        settings: FeatCalSettings,
+        base: Any,
+        experts: ExpertSources,
+        batches: Mapping[str, Any],
+        **shares: bool,
+    ) -> None:
+        base_held = isinstance(base, nn.Module)
+        log_plan(
+            merged,
+            settings,
+            len(experts),
+            self.fabric.device,
+            samples=known_samples(batches),
+            held=experts.whole(),
+            base_held=base_held,
+            loaded=1 + base_held,
+            itemsize=stored_itemsize(base),
+            processes=self._processes.size,
+            neighbours=self._processes.neighbours,
+            **shares,
+        )
 
     def _how_to_go_on(self) -> str:
         """Return what a run that is stopped says last."""

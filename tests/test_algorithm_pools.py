@@ -254,8 +254,9 @@ def test_a_task_that_keeps_a_high_drift_is_named_and_noted(
     log = CalibrationLog()
     log.add("task", {"block": "0", "task": "far", "samples": 8, "relative_drift_after": 0.95})
     log.add("task", {"block": "0", "task": "near", "samples": 8, "relative_drift_after": 0.3})
-    names: dict[str, Any] = {"upstream": "merged", "row": "featcal", "device": "cpu"}
-    results = RunResults(None, memory_pool(), str(tmp_path), **names)
+    fabric = SimpleNamespace(device="cpu")
+    method = SimpleNamespace(_program=None, log_dir=str(tmp_path), fabric=fabric)
+    results = RunResults(method, memory_pool(), upstream="merged", row="featcal")
     calibrated = CalibrationResult(torch.nn.Identity(), log)
     results.add_calibrated("featcal", calibrated, FeatCalSettings(), Cost(), None)
     (note,) = results.report.notes

@@ -17,7 +17,7 @@ from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.results import Cost
 
 NO_CONFIG = OmegaConf.create({})
-FABRIC = SimpleNamespace(loggers=[])
+FABRIC = SimpleNamespace(loggers=[], device="cpu")
 
 
 class OneTaskPool:
@@ -38,15 +38,15 @@ def finished_results(
     program.taskpool = taskpool
     run = run_results(program, folder)
     run.saver.folder = saved
-    run.finish(FABRIC)
+    run.finish()
     return run
 
 
 def run_results(program: Any, folder: Path) -> RunResults:
     """Results with one model, and no place to save it."""
     program.merged_model_save_path, program.save_merged_model = None, None
-    names: dict[str, Any] = {"upstream": "merged", "row": "featcal", "device": "cpu"}
-    run = RunResults(program, BaseModelPool({}), str(folder), **names)
+    method = SimpleNamespace(_program=program, log_dir=str(folder), fabric=FABRIC)
+    run = RunResults(method, BaseModelPool({}), upstream="merged", row="featcal")
     model = nn.Identity()
     run.saver.offer(model, CardFacts("featcal"))
     run.add_made("featcal", model, settings={}, cost=Cost(), samples={}, seed=None)
@@ -110,7 +110,7 @@ def test_without_the_callback_results_wait_for_the_end_of_the_interpreter(
 def test_losses_and_tasks_below_the_merged_model_reach_the_report(tmp_path: Path) -> None:
     run = run_results(SimpleNamespace(taskpool=OneTaskPool(), log_dir=None), tmp_path)
     run.report.add_row("merged", {"cars": 0.6})
-    run.finish(FABRIC)
+    run.finish()
     assert run.report.loss == {"featcal": {"cars": 1.5, "average": 1.5}}
     note = "cars ends below the merged model: featcal -10.0 points"
     assert run.report.notes == [note]

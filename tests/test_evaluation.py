@@ -86,9 +86,12 @@ def test_a_task_pool_that_trains_while_it_evaluates_gets_gradients(onednn_calls:
 def test_results_of_a_run_evaluate_with_its_setting(onednn_calls: list[Any]) -> None:
     for kernel, calls in (("torch", 0), ("onednn", 1)):
         pool: Any = LinearTaskPool()
-        names: dict[str, Any] = {"upstream": "merged", "row": "featcal", "device": "cpu"}
-        program = SimpleNamespace(taskpool=pool)
-        run = RunResults(program, BaseModelPool({}), None, **names, linear_kernel=kernel)
+        fabric = SimpleNamespace(device="cpu")
+        method = SimpleNamespace(
+            _program=SimpleNamespace(taskpool=pool), log_dir=None, fabric=fabric
+        )
+        names = {"upstream": "merged", "row": "featcal", "linear_kernel": kernel}
+        run = RunResults(method, BaseModelPool({}), **names)
         run.add_reference("merged", nn.Linear(7, 4))
         assert len(onednn_calls) == calls
 

@@ -58,39 +58,36 @@ class RunResults:
 
     def __init__(
         self,
-        program: Any,
+        algorithm: Any,
         modelpool: BaseModelPool,
-        log_dir: str | None,
+        processor: Any = None,
         *,
         upstream: str,
         row: str,
-        device: Any,
-        processor: Any = None,
         linear_kernel: str = "auto",
     ) -> None:
         """Start a report; `check_save_target` has looked at the place to save to.
 
         Args:
-            program: The running FusionBench program, or None.
+            algorithm: The running method: its program, log directory and Fabric are used.
             modelpool: The pool; its `save_model` saves the processor too from now on.
-            log_dir: The run's folder; None: nothing is written.
+            processor: The pool's processor or tokenizer.
             upstream: Name of the row of the upstream merger.
             row: The row whose model is saved and returned.
-            device: What the run computes on.
-            processor: The pool's processor or tokenizer.
             linear_kernel: The setting of that name, for evaluation too.
         """
-        self.saver = RowSaver(program, modelpool, processor, row)
+        self._program, self._fabric = algorithm._program, algorithm.fabric
+        self._log_dir = None if algorithm.log_dir is None else Path(algorithm.log_dir)
+        self.saver = RowSaver(self._program, modelpool, processor, row)
         self.report = Report(
             suite=suite_name(modelpool),
             upstream=upstream,
             versions=versions(),
-            device=describe_device(device),
+            device=describe_device(self._fabric.device),
         )
-        self._program, self._modelpool = program, modelpool
-        self._taskpool: BaseTaskPool | None = getattr(program, "taskpool", None)
+        self._modelpool = modelpool
+        self._taskpool: BaseTaskPool | None = getattr(self._program, "taskpool", None)
         self._linear_kernel = linear_kernel
-        self._log_dir = None if log_dir is None else Path(log_dir)
         self._returned: Evaluation | None = None  # of the model that is returned
 
     def add_notes(self, notes: Sequence[str]) -> None:
@@ -183,15 +180,8 @@ class RunResults:
         for kept, value in made.items():
             getattr(self.report, kept)[name] = dict(value)
 
-    def finish(self, fabric: Any) -> nn.Module:
-        """Write and show the report, and spare FusionBench what is done already.
-
-        Args:
-            fabric: Fabric, whose loggers get the numbers.
-
-        Returns:
-            The model that the run returns.
-        """
+    def finish(self) -> nn.Module:
+        """Write, log and show the report; return the model that FusionBench need not evaluate."""
         self.report.notes += tasks_below_merged(self.report)
         first = [BASE, EXPERTS, self.report.upstream]  # references are evaluated last
         for kept in (self.report.rows, self.report.loss, self.report.settings, self.report.items):
@@ -204,7 +194,7 @@ class RunResults:
         if self._program is not None:
             self._show_at_the_end(self._program)
         self.saver.finish(self.report)
-        log_reports(fabric, [self.report])
+        log_reports(self._fabric, [self.report])
         return self.saver.model
 
     def _show_at_the_end(self, program: Any) -> None:

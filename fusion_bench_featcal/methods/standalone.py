@@ -86,15 +86,8 @@ class _Standalone(LightningFabricMixin, BaseAlgorithm):
         return getattr(self._program, "method", None) is self
 
     def _results(self, inputs: MethodInputs, upstream: str) -> RunResults:
-        return RunResults(
-            self._program,
-            inputs.modelpool,
-            self.log_dir,
-            upstream=upstream,
-            row=self.method.name,
-            device=self.fabric.device,
-            processor=_processor(inputs),
-        )
+        pool, processor = inputs.modelpool, _processor(inputs)
+        return RunResults(self, pool, processor, upstream=upstream, row=self.method.name)
 
     def _report(
         self,
@@ -112,7 +105,7 @@ class _Standalone(LightningFabricMixin, BaseAlgorithm):
         used, seed = samples(model), seed_of(self.method.settings)
         results.saver.offer(model, CardFacts(name, self.base_method, settings, used))
         results.add_made(name, model, settings=settings, cost=cost, samples=used, seed=seed)
-        results.finish(self.fabric)
+        results.finish()
         if self.log_dir is not None:
             write_curves(self.log_dir, {name: getattr(model, "curves", {})})
         return model
