@@ -116,8 +116,8 @@ def check_read_budget(models: PoolModels, settings: FeatCalSettings) -> None:
 
 def _check_same_kind(expert: PoolModel, base: Any) -> None:
     """Compare the config of a language model's expert with the base's."""
-    config, expected = expert.config, base.config
-    if config is None:
+    config, expected = expert.config, getattr(base, "config", None)
+    if config is None or expected is None:
         return
     place = f"Check modelpool.models.{expert.name}"
     if config.get("model_type") != expected.model_type:
