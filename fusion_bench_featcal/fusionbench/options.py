@@ -173,7 +173,7 @@ def check_merger(base_method: Any) -> None:
     Raises:
         ValueError: If it is anything else, such as a bare name.
     """
-    known = isinstance(base_method, Mapping | DictConfig)
+    known = isinstance(base_method, Mapping)
     if base_method is not None and not (known and {"_target_", "name"} & set(base_method)):
         raise ValueError(
             f"method.base_method must be a method's config, got {base_method!r}; choose one by "

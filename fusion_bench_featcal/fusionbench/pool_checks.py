@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from typing import Any
 from weakref import WeakSet
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.far_experts import far_experts
@@ -162,7 +162,7 @@ def _check_targets(modelpool: Any) -> None:
 
 
 def _targets(config: Any, place: str) -> Iterator[tuple[str, str]]:
-    if not isinstance(config, Mapping | DictConfig):
+    if not isinstance(config, Mapping):
         return
     for key, value in config.items():
         if key == "_target_" and isinstance(value, str):
@@ -205,7 +205,7 @@ def _warn_of_tasks(modelpool: Any) -> None:
 
 def _names(pool: Any, keys: Iterable[str]) -> set[str]:
     parts = (getattr(pool, key, None) for key in keys)
-    return {str(name) for part in parts if isinstance(part, Mapping | DictConfig) for name in part}
+    return {str(name) for part in parts if isinstance(part, Mapping) for name in part}
 
 
 def _warn_of_twins(models: PoolModels) -> None:

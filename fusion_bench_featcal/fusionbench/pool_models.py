@@ -12,7 +12,6 @@ from fusion_bench.modelpool import BaseModelPool
 from fusion_bench.utils.modelscope import resolve_repo_path
 from hydra.errors import HydraException
 from hydra.utils import get_object
-from omegaconf import DictConfig
 from torch import nn
 
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
@@ -51,8 +50,16 @@ class PoolModel:
 
     @property
     def entry(self) -> Any:
-        """Its entry in `modelpool.models`."""
-        return self.pool._models[self.name]
+        """Its entry in `modelpool.models`, None if it has none."""
+        return self.pool._models.get(self.name)
+
+    @property
+    def location(self) -> str | None:
+        """The folder or hub id that its entry names."""
+        location = self.entry
+        if isinstance(location, Mapping):
+            location = location.get("pretrained_model_name_or_path")
+        return location if isinstance(location, str) else None
 
     @property
     def module(self) -> nn.Module | None:
@@ -66,12 +73,12 @@ class PoolModel:
         Raises:
             CalibrationError: If it cannot be found, naming the model and its entry.
         """
-        location = self.entry
-        if isinstance(location, Mapping | DictConfig):
-            plain = str(location.get("_target_", "")).endswith(".from_pretrained")
-            plain = plain and not set(location) - PLAIN_OPTIONS
-            location = location.get("pretrained_model_name_or_path") if plain else None
-        return self._resolve(location) if isinstance(location, str) else None
+        entry = self.entry
+        if isinstance(entry, Mapping):
+            plain = str(entry.get("_target_", "")).endswith(".from_pretrained")
+            if not plain or set(entry) - PLAIN_OPTIONS:
+                return None
+        return None if self.location is None else self._resolve(self.location)
 
     @cached_property
     def adapter(self) -> tuple[Path, Path] | None:
@@ -81,7 +88,7 @@ class PoolModel:
             CalibrationError: If one cannot be found, naming the model and its entry.
         """
         entry = self.entry
-        if not isinstance(entry, Mapping | DictConfig):
+        if not isinstance(entry, Mapping):
             return None
         loader = str(entry.get("_target_", "")).rsplit(".", 1)[-1]
         if not entry.get("merge_and_unload", _LORA_LOADERS.get(loader, False)):
@@ -153,10 +160,7 @@ class PoolModel:
 
     def not_loadable(self, error: Exception) -> CalibrationError:
         """The error of a model that cannot be found or loaded."""
-        entry = self.pool._models.get(self.name)
-        location = entry
-        if isinstance(entry, Mapping | DictConfig):
-            location = entry.get("pretrained_model_name_or_path")
+        entry, location = self.entry, self.location
         why, hint = reason(error), f": {EXPECTED}"
         if why.startswith("Unsupported model configuration type"):
             why = "its model pool takes no plain names"
@@ -164,7 +168,7 @@ class PoolModel:
                 ": write {_target_: transformers.<class>.from_pretrained, "
                 f"pretrained_model_name_or_path: {entry}}}"
             )
-        elif not isinstance(location, str) or os.path.exists(location):
+        elif location is None or os.path.exists(location):
             hint = ""
         return CalibrationError(
             f"model {self.name!r} ({entry}) cannot be loaded: {why}. "

@@ -5,7 +5,6 @@ from typing import Any
 
 from fusion_bench import instantiate
 from fusion_bench.modelpool import BaseModelPool
-from omegaconf import DictConfig
 from transformers import AutoTokenizer
 
 from fusion_bench_featcal.data.text_samples import TextKind
@@ -63,7 +62,7 @@ def _tokenizer(entry: Any) -> Any:
     """The tokenizer of an entry; FusionBench's `Seq2SeqLMPool` cannot load its own."""
     if isinstance(entry, str):
         return AutoTokenizer.from_pretrained(entry)
-    return instantiate(entry) if isinstance(entry, Mapping | DictConfig) else entry
+    return instantiate(entry) if isinstance(entry, Mapping) else entry
 
 
 def _check_expert_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool
-from omegaconf import DictConfig
 from torch import Tensor
 
 from fusion_bench_featcal.files import (
@@ -146,7 +145,7 @@ def _check_options(options: SaveOptions, modelpool: BaseModelPool) -> None:
 
 def _folders(entry: Any) -> Iterator[Path]:
     """Yield the local folders that a pool's entry names."""
-    if isinstance(entry, Mapping | DictConfig):
+    if isinstance(entry, Mapping):
         for value in plain(entry).values():
             yield from _folders(value)
     elif isinstance(entry, str) and Path(entry).is_dir():

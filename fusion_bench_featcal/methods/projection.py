@@ -102,16 +102,14 @@ def load_projection(models: PoolModels, clip_model: str | None) -> nn.Linear:
 
 def _base_location(models: PoolModels) -> str:
     """Folder or hub id of the base model's checkpoint."""
-    entry: Any = models.base and models.base.entry
-    if isinstance(entry, Mapping):
-        entry = entry.get("pretrained_model_name_or_path")
-    if not isinstance(entry, str):
+    location = None if models.base is None else models.base.location
+    if location is None:
         raise CalibrationError(
             f"the pool's base model (modelpool.models.{BASE_MODEL}) is no checkpoint whose visual "
             "projection could be read: set method.clip_model to a CLIP checkpoint, which surgery "
             "methods need for the projected features that they correct"
         )
-    return entry
+    return location
 
 
 def _no_projection(location: str) -> CalibrationError:
