@@ -10,12 +10,7 @@ from typing import Any
 from fusion_bench import BaseModelPool
 from torch import Tensor
 
-from fusion_bench_featcal.files import (
-    clear_leftovers,
-    free_space,
-    remove,
-    temporary_neighbour,
-)
+from fusion_bench_featcal.files import clear_leftovers, free_space, remove, temporary_neighbour
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import text_kind
@@ -34,8 +29,6 @@ MODEL_FILES = (
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of some tensors, those that share memory counted once."""
     return sum({t.data_ptr() or id(t): t.nbytes for t in tensors if t is not None}.values())
-
-
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,9 @@ from fusion_bench import BaseModelPool
 from safetensors import SafetensorError
 from torch import nn
 
-from fusion_bench_featcal.files import (
-    free_space,
-    replacing,
-    write_atomic,
-)
+from fusion_bench_featcal.files import free_space, replacing, write_atomic
 from fusion_bench_featcal.fusionbench.model_card import CARD, CardFacts, is_our_card, model_card
-from fusion_bench_featcal.fusionbench.pool_models import (
-    reason,
-)
+from fusion_bench_featcal.fusionbench.pool_models import reason
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.fusionbench.save_target import (
     MODEL_FILES,
