@@ -38,7 +38,7 @@ def accuracy_cells(row: SummaryRow) -> dict[str, str]:
 
 
 def cost_cells(row: SummaryRow) -> dict[str, str]:
-    """What the row takes."""
+    """Costs of the row, of making it and at inference."""
     modules, parameters = (_cost(row, key) for key in (MODULES_ADDED, PARAMETERS_ADDED))
     return {
         "task id": str(row.cost.get(TASK_ID, ABSENT)),

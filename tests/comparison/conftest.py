@@ -1,4 +1,4 @@
-"""What the tests of comparisons share."""
+"""Fixtures of all tests of comparisons."""
 
 import pytest
 

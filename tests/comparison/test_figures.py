@@ -1,4 +1,4 @@
-"""What a comparison draws, and how its trainings reach the figures."""
+"""Figures of a comparison, and the way of its training curves into them."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a grid may hold, and what is refused before anything is loaded."""
+"""Grids that are made of keys, and those refused before anything is loaded."""
 
 from dataclasses import replace
 from pathlib import Path
