@@ -30,7 +30,6 @@ from fusion_bench_featcal.engine.setup import set_up
 from fusion_bench_featcal.engine.team import Shares, team_of
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource
 from fusion_bench_featcal.experts.merging import FusedMerge, UpstreamMerge
-from fusion_bench_featcal.experts.reading import BASE
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -218,15 +217,5 @@ def _description(
     """Everything that kept blocks depend on, but for samples and weights that are read later."""
     from fusion_bench_featcal.checkpoints.dependencies import describe_run
 
-    models = [*([BASE] if problem.base is not None else []), *problem.tasks]
-    described = describe_run(
-        shown,
-        problem.family,
-        problem.stages,
-        problem.settings,
-        models,
-        problem.autocast,
-        kernel,
-        problem.device,
-    )
-    return described | {"upstream": None if merging is None else dict(merging.description)}
+    upstream = None if merging is None else merging.description
+    return describe_run(shown, problem, kernel, upstream)

@@ -56,10 +56,6 @@ class NoCheckpoints:
 def open_checkpoints(settings: FeatCalSettings, processes: Any) -> "Checkpoints | NoCheckpoints":
     """The checkpoints that settings ask for.
 
-    Args:
-        settings: Settings.
-        processes: The processes that work on the calibration.
-
     Raises:
         CalibrationError: As `Checkpoints`.
     """
@@ -73,10 +69,6 @@ def open_checkpoints(settings: FeatCalSettings, processes: Any) -> "Checkpoints 
 
 def check_checkpoints(settings: FeatCalSettings, processes: Any) -> None:
     """Refuse, before any work, a folder that a run with these settings cannot use.
-
-    Args:
-        settings: Settings.
-        processes: The processes that will work on the calibration.
 
     Raises:
         CalibrationError: As `Checkpoints`; also if kept blocks were made with other settings.

@@ -2,8 +2,7 @@
 
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from fusion_bench_featcal.digests import (
     digest_tensor,
     without_addresses,
 )
+from fusion_bench_featcal.experts.reading import BASE
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
 _PACKAGES = ("torch", "transformers", "safetensors", "fusion-bench-featcal")
@@ -33,57 +33,41 @@ def describe_settings(settings: FeatCalSettings) -> dict[str, Any]:
 
 
 def describe_run(
-    merged: nn.Module,
-    family: Any,
-    stages: Sequence[Sequence[str]],
-    settings: FeatCalSettings,
-    models: Sequence[str],
-    autocast: Callable[[], AbstractContextManager[Any]],
-    kernel: str,
-    device: torch.device,
+    merged: nn.Module, problem: Any, kernel: str, upstream: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Everything that a calibration depends on but its samples and the weights it reads by block.
 
     Args:
         merged: The merged model, as it is shown to the calibration.
-        family: How it is cut into blocks.
-        stages: Its blocks.
-        settings: Settings.
-        models: Names of the base, if there is one, and of the experts in order: sums are rounded in
-            it.
-        autocast: Makes the context of forward passes.
+        problem: The `engine.problem.Problem`.
         kernel: What multiplies matrices on the CPU.
-        device: Where it is computed.
+        upstream: Description of a fused upstream merger.
 
     Returns:
         A JSON-able mapping. `machine` tells what may change the rounding and no more.
     """
     tensors = dict(merged.named_buffers()) | merged.state_dict()
+    family, device = problem.family, problem.device
+    with problem.autocast():
+        on = torch.is_autocast_enabled(device.type)
+        autocast = str(torch.get_autocast_dtype(device.type)) if on else None
     return {
-        "settings": describe_settings(settings),
-        "models": list(models),
+        "settings": describe_settings(problem.settings),
+        # in order: sums are rounded in it
+        "models": [*([] if problem.base is None else [BASE]), *problem.tasks],
         "family": {"name": family.name, "options": without_addresses(repr(family))},
-        "blocks": [list(stage) for stage in stages],
+        "blocks": [list(stage) for stage in problem.stages],
         "merged": describe_model(merged),
         "weights": {name: digest_tensor(t) for name, t in tensors.items()},
-        "precision": _describe_precision(device, autocast) | {"linear_kernel": kernel},
+        "precision": {
+            "device": device.type,
+            "autocast": autocast,
+            "products": products_in_force(),
+            "linear_kernel": kernel,
+        },
         "software": describe_software(_PACKAGES, _CODE),
         "machine": _describe_machine(device),
-    }
-
-
-def _describe_precision(
-    device: torch.device, autocast: Callable[[], AbstractContextManager[Any]]
-) -> dict[str, Any]:
-    """Precision in which forward passes are computed."""
-    kind = device.type
-    with autocast():
-        on = torch.is_autocast_enabled(kind)
-        dtype = str(torch.get_autocast_dtype(kind)) if on else None
-    return {
-        "device": kind,
-        "autocast": dtype,
-        "products": products_in_force(),
+        "upstream": None if upstream is None else dict(upstream),
     }
 
 
@@ -112,12 +96,7 @@ _LABELS = {
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences between two descriptions, one phrase each.
-
-    Args:
-        then: What a checkpoint was made with.
-        now: The same, or some of its entries, as they are now.
-    """
+    """Differences of a description, or of some of its entries, to an earlier one: a phrase each."""
     differing: list[str] = []
     for part, value in now.items():
         before = then.get(part)

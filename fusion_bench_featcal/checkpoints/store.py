@@ -39,13 +39,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, resume: bool, processes: Any) -> None:
-        """Open a folder.
-
-        Args:
-            folder: The folder; made if it is not there.
-            resume: Whether blocks that are there may be used.
-            processes: The processes that work on the calibration (`engine.processes`): each opens
-                the folder, and the first one writes.
+        """Open a folder, made if need be; of several processes the first one writes.
 
         Raises:
             CalibrationError: If it cannot be written, its `run.json` is missing or damaged, or it
@@ -79,12 +73,7 @@ class Checkpoints:
         self._restore_seconds = 0.0
 
     def watched(self, name: str, source: Any) -> WatchedSource:
-        """A source of the same weights, of which it is known what was read.
-
-        Args:
-            name: The model's name in the pool.
-            source: An `ExpertSource`.
-        """
+        """A model's source, of which it is known what was read."""
         self._sources[name] = WatchedSource(source)
         return self._sources[name]
 
@@ -102,10 +91,7 @@ class Checkpoints:
         return kernel if kernel in LINEAR_KERNELS else None
 
     def compare(self, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Compare what this run depends on with what the kept blocks do, and find those.
-
-        Args:
-            describe: Gives the description, or some entries of it.
+        """Compare what this run depends on, or a part of it, with what the kept blocks do.
 
         Raises:
             CalibrationError: If it differs, with the differences, or a manifest is damaged.
@@ -176,13 +162,9 @@ class Checkpoints:
         return block in self._manifests
 
     def restore(self, block: str, model: nn.Module, run_log: Any) -> None:
-        """Load a block's parameters and append its log records.
+        """Load a block's parameters into the calibrated model.
 
-        Args:
-            block: Its name.
-            model: The calibrated model, which takes them.
-            run_log: The run's log; what was logged since the last block is replaced by what was
-                logged then.
+        What was logged since the last block is replaced by what was logged then.
 
         Raises:
             CalibrationError: If its file is missing, damaged or does not fit the model.
@@ -214,13 +196,7 @@ class Checkpoints:
         take_recent(self._sources)
 
     def keep(self, block: str, model: nn.Module, names: Iterable[str], run_log: Any) -> None:
-        """Keep a calibrated block.
-
-        Args:
-            block: Its name.
-            model: The calibrated model.
-            names: Names of the block's new parameters.
-            run_log: The run's log.
+        """Keep a calibrated block: its new parameters by their names, and what was logged.
 
         Raises:
             CalibrationError: If it cannot be written.
@@ -244,8 +220,8 @@ class Checkpoints:
     def finish(self, run_log: Any) -> None:
         """Tell in the log how many blocks were restored."""
         if self._restored:
-            seconds = self._restore_seconds
-            run_log.add("resumed", {"blocks": self._restored, "seconds": seconds})
+            record = {"blocks": self._restored, "seconds": self._restore_seconds}
+            run_log.add("resumed", record)
 
     @staticmethod
     def _write_manifest(path: Path, content: Mapping[str, Any]) -> None:

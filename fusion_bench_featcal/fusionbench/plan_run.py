@@ -131,16 +131,10 @@ def log_plan(
 ) -> Plan | None:
     """Log at the start of a run what it will take, and warn where that is more than there is.
 
-    Args:
-        merged: The merged model.
-        settings: Settings.
-        tasks: Number of tasks.
-        device: Device of the calibration.
-        known: Further attributes of the `Request`.
-
     Returns:
-        The plan; None where none can be made, which is no reason not to run: of texts whose length
-        is unknown (no `method.max_length`), or of a model of unknown inputs.
+        The plan, of a `Request` with the attributes `known` besides; None where none can be made,
+        which is no reason not to run: of texts whose length is unknown (no `method.max_length`), or
+        of a model of unknown inputs.
     """
     is_text = getattr(merged, "main_input_name", None) == "input_ids"
     if settings.max_length is None and is_text:

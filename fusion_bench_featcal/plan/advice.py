@@ -19,7 +19,7 @@ LABELS = {
     "statistics": "sums and systems of a block",
     "block": "an expert's block, anchors, new parameters",
 }
-"""Parts of `Memory`, for people."""
+"""Parts of a calibration's memory, for people."""
 
 _SETTINGS = {
     "activations": "method.activations=disk or a lower method.samples_per_task",

@@ -189,7 +189,7 @@ def memory_of(
     Args:
         run: One batch's way.
         settings: Settings.
-        samples: Samples of all tasks of this process.
+        samples: Samples of this process, of all its tasks.
         tasks: Number of tasks of all processes.
         held: Experts and bases that are loaded whole.
         fused: Whether an upstream merge holds a block of every expert.
