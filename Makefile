@@ -62,8 +62,9 @@ compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 
 tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's and compare-full's runs if there are any
 	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS)) $(if $(wildcard $(COMPARISONS)/tables),--comparisons $(COMPARISONS))
 
+# Without the checks of tensor shapes in core, which plain pytest and test-newest make.
 test: $(VENV)/.installed ## run the tests but the slowest: offline, on the CPU, in minutes
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow'
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow' --override-ini addopts=--strict-markers
 
 test-slow: $(VENV)/.installed ## the slowest tests, which test-newest runs too
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
@@ -72,7 +73,7 @@ test-newest: $(NEWEST)/.installed ## all tests under the newest transformers 5.x
 	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 # Rooms that meet transformers only through tiny models: make test covers them.
-ELSEWHERE := core engine results comparison checkpoints reads plan packaging test_resume.py test_kills.py \
+ELSEWHERE := engine results comparison checkpoints reads plan packaging test_resume.py test_kills.py \
 	test_processes.py test_processes_resume.py test_out_of_memory.py test_small_lambda.py
 
 test-newest-quick: $(NEWEST)/.installed ## test-newest without fast tests that no transformers release touches

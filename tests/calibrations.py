@@ -8,7 +8,12 @@ from oracle import Knobs, Outcome, calibrate_slowly
 from tiny_models import NO_TARGET, Suite, modules_of
 from torch import Tensor, nn
 
-from fusion_bench_featcal import CalibrationResult, FeatCalSettings, calibrate
+from fusion_bench_featcal import (
+    CalibrationResult,
+    FeatCalSettings,
+    InMemoryExpert,
+    calibrate,
+)
 
 EXACT = 1e-9  # float64, relative to each parameter's norm
 PAPER = Knobs(eps=1e-8)
@@ -136,3 +141,23 @@ def assert_identical(found: nn.Module, wanted: nn.Module) -> None:
     theirs = wanted.state_dict()
     for name, value in found.state_dict().items():
         assert torch.equal(value, theirs[name]), f"{name} differs"
+
+
+class Overheard(InMemoryExpert):
+    """Remembers the names of the tensors that were read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.read: list[str] = []
+
+    def tensor(self, name: str) -> Tensor:
+        self.read.append(name)
+        return super().tensor(name)
+
+
+class Bare:
+    """A source that does not tell the sizes of its tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        inner = InMemoryExpert(module)
+        self.names, self.shape, self.tensor = inner.names, inner.shape, inner.tensor

@@ -128,7 +128,7 @@ def _run(
             return subprocess.run(
                 words, cwd=cwd, env=environment, stdout=stdout, stderr=stderr
             ).returncode
-    server = _server(columns)
+    server = _server()
     assert server.stdin is not None and server.stdout is not None
     run = {"arguments": [*arguments], "cwd": str(cwd), "out": str(out), "err": str(err)}
     run |= {"environment": environment, "paths": paths, "command": COMMAND}
@@ -138,12 +138,14 @@ def _run(
 
 
 @cache
-def _server(columns: str) -> "subprocess.Popen[str]":
+def _server() -> "subprocess.Popen[str]":
     """The process that forks; it ends when this one closes its input."""
     paths = os.pathsep.join([str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = _environment("") | {"PYTHONPATH": paths}
+    del environment["COLUMNS"]  # consoles that are made on import take it for ever
     return subprocess.Popen(
         [sys.executable, "-c", FORKING],
-        env=_environment(columns) | {"PYTHONPATH": paths},
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

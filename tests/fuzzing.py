@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from calibrations import cast
+from test_settings import OUT_OF_RANGE
 from tiny_models import REPLAY, Suite, clip_suite, gpt2_suite, residual_suite, t5_suite
 from torch import nn
 
@@ -65,39 +66,14 @@ WORKLOADS = {
     ),
 }
 
-_WRONG: dict[str, tuple[Any, ...]] = {
-    "ridge_lambda": (-1e-3, float("nan"), float("inf"), "0.1", None, True),
-    "mix_alpha": (-0.1, 1.1, "half", [0.3]),
-    "anchor_rho": (float("inf"), None, "2"),
-    "eps": (-1e-9, float("nan"), "small"),
-    "samples_per_task": (0, -3, 2.5, "all", True),
-    "batch_size": (0, None, "16"),
-    "seed": (-1, 0.5, "x"),
-    "calibrate_bias": (1, "yes", None),
-    "calibrate_norm": (0, "no"),
-    "modules": ("fc1", [], [""], [3]),
-    "token_weights": ("demo", None, 1),
-    "decoder_rows": ("target", True),
-    "calibration_split": ("training", None),
-    "calibration_targets": ("label", 0),
-    "generated_tokens": (0, "64"),
-    "max_length": (1, 0, "long"),
-    "family": (None, "", "clop", {"name": "replay"}, {"name": "replay", "blocks": "h"}, 7),
-    "stream_experts": ("yes", 1, None),
-    "expert_read_budget": (0, "half", "120%", [5]),
-    "log_drift": (None, "true"),
-    "linear_kernel": ("mkl", True),
-    "sums_precision": ("float16", None),
-    "activations": ("disc", None, True),
-    "activations_dir": ("", 5),
-    "checkpoint_dir": ("", 5),
-    "resume": (True, "yes"),
-    "decode_workers": (-1, 1.5, "many", None),
-    "pixel_cache_mb": (-1, "512", None),
-    "cache_dir": ("", 5),
-    "ridge_lamda": (0.1,),
-    "alpha": (0.3,),
-}
+WRONG: list[tuple[str, Any]] = [
+    *((name, value) for name, value, _ in OUT_OF_RANGE),
+    ("family", "clop"),
+    ("family", {"name": "replay"}),
+    ("resume", True),  # without a folder
+    ("ridge_lamda", 0.1),
+    ("alpha", 0.3),
+]
 
 
 @dataclass(frozen=True)
@@ -142,8 +118,8 @@ def random_case(seed: int) -> Case:
     settings = {key: settings[key] for key in kept}
     valid = generator.random() < 0.75
     if not valid:
-        wrong = draw(sorted(_WRONG))
-        settings[wrong] = draw(_WRONG[wrong])
+        wrong, value = draw(WRONG)
+        settings[wrong] = value
     return Case(name, settings, valid)
 
 

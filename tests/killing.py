@@ -5,12 +5,12 @@ import os
 import random
 import signal
 import stat
-import time
-import traceback
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from process_group import in_forks
 from torch import nn
 
 from fusion_bench_featcal.checkpoints.store import Checkpoints
@@ -35,53 +35,6 @@ def digest_of(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def killed(
-    calibrate: Calibrate,
-    folder: Path,
-    moment: str,
-    count: int = 0,
-    *,
-    resume: bool,
-    seconds: float = 0.0,
-) -> str:
-    """Run in a process that kills itself the `count`-th time that a moment comes.
-
-    Args:
-        calibrate: The run.
-        folder: Its checkpoints.
-        moment: One of `MOMENTS`, or `ANYWHERE`: then it is killed from outside.
-        count: Which of them, from 0.
-        resume: Whether it goes on from checkpoints.
-        seconds: When it is killed from outside.
-
-    Returns:
-        What it was doing when it was killed; empty if it finished before.
-    """
-
-    def run(tell: Callable[[str], None]) -> None:
-        if moment != ANYWHERE:
-            _die_at(moment, count, tell)
-        calibrate(folder, resume)
-
-    told, died = _forked(run, seconds if moment == ANYWHERE else None)
-    if not died or moment != ANYWHERE:
-        return told
-    return f"{ANYWHERE} ({seconds:.2f} s, {len(list(folder.glob('block-*.json')))} blocks)"
-
-
-def resumed(calibrate: Calibrate, folder: Path) -> tuple[str, int]:
-    """Resume in a process of its own: digest of the model, number of blocks that were restored."""
-
-    def run(tell: Callable[[str], None]) -> None:
-        result = calibrate(folder, True)
-        restored = [record["blocks"] for record in result.log.of_kind("resumed")]
-        tell(f"{digest_of(result.model)} {sum(restored)}")
-
-    told, _ = _forked(run, None)
-    digest, restored = told.split()
-    return digest, int(restored)
-
-
 def try_kill(
     calibrate: Calibrate, folder: Path, writes: int, blocks: int, seconds: float, seed: int
 ) -> tuple[str, str]:
@@ -93,62 +46,77 @@ def try_kill(
         writes: Number of files that a whole run writes.
         blocks: Number of blocks.
         seconds: How long a whole run takes.
-        seed: Chooses the moments: one in five is any time, from outside.
+        seed: Chooses the moments: one in five is any time.
 
     Returns:
         What happened, and the digest of the model.
     """
     generator = random.Random(seed)
-    told = ""
+    moment = (*MOMENTS, ANYWHERE)[seed % 5]
+    last = (blocks if moment == BETWEEN else writes) - 1
+    kills = []
     for attempt in range(1 + generator.randrange(2)):
-        moment = ANYWHERE if seed % 5 == 4 else MOMENTS[seed % 5]
-        last = (blocks if moment == BETWEEN else writes) - 1
         count = generator.randrange(last) if attempt == 0 else generator.randrange(2)
         wait = generator.uniform(0.1, 0.9) * seconds
-        what = killed(calibrate, folder, moment, count, resume=attempt > 0, seconds=wait)
-        told = "; ".join(filter(None, (told, what)))
-    digest, restored = resumed(calibrate, folder)
-    return f"{told or 'finished before'} -> {restored} restored", digest
+        if killed(calibrate, folder, moment, count, resume=attempt > 0, seconds=wait):
+            kills.append(f"{moment} ({len(list(folder.glob('block-*.json')))} blocks)")
+    digest, restored = _result(lambda: _resumed(calibrate, folder))
+    return f"{'; '.join(kills) or 'finished before'} -> {restored} restored", digest
 
 
-def _forked(run: Callable[[Callable[[str], None]], Any], seconds: float | None) -> tuple[str, bool]:
-    """What a child process told before it ended, and whether it was killed."""
-    reading, writing = os.pipe()
+def killed(
+    calibrate: Calibrate,
+    folder: Path,
+    moment: str,
+    count: int = 0,
+    *,
+    resume: bool,
+    seconds: float = 0.0,
+) -> bool:
+    """Run in a process that is killed the `count`-th time that a moment comes.
 
-    def tell(text: str) -> None:
-        os.write(writing, text.encode())
+    Args:
+        calibrate: The run.
+        folder: Its checkpoints.
+        moment: One of `MOMENTS`, or `ANYWHERE`.
+        count: Which of them, from 0.
+        resume: Whether it goes on from checkpoints.
+        seconds: After which it is killed at any time.
 
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            run(tell)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(writing)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(
-            child, signal.SIGKILL
-        )  # a child that has ended is still there until it is waited for
-    _, status = os.waitpid(child, 0)
-    with os.fdopen(reading) as pipe:
-        told = pipe.read()
-    if os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
-        raise RuntimeError("the calibration failed in the child process, see its traceback")
-    return told, os.WIFSIGNALED(status)
+    Returns:
+        Whether it was; it may have finished before.
+    """
+
+    def run() -> None:
+        if moment == ANYWHERE:
+            threading.Timer(seconds, _die).start()
+        else:
+            _die_at(moment, count)
+        calibrate(folder, resume)
+
+    return _result(run) == -signal.SIGKILL
 
 
-def _die_at(moment: str, count: int, tell: Callable[[str], None]) -> None:
+def _resumed(calibrate: Calibrate, folder: Path) -> tuple[str, int]:
+    """Digest of the model, number of blocks that were restored."""
+    result = calibrate(folder, True)
+    return digest_of(result.model), sum(r["blocks"] for r in result.log.of_kind("resumed"))
+
+
+def _result(work: Callable[[], Any]) -> Any:
+    (result,) = in_forks(1, lambda _: work())
+    if isinstance(result, BaseException):
+        raise RuntimeError("the calibration failed in the child process") from result
+    return result
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_at(moment: str, count: int) -> None:
     """Change the functions that write, in this process only, so that one call of them kills it."""
     left = [count]
-
-    def die(what: object) -> None:
-        tell(f"{moment} {what}")
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def is_turn() -> bool:
         left[0] -= 1
@@ -160,21 +128,21 @@ def _die_at(moment: str, count: int, tell: Callable[[str], None]) -> None:
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode) and is_turn():
             os.ftruncate(descriptor, status.st_size // 2)
-            die(f"({status.st_size // 2} of {status.st_size} bytes were there)")
+            _die()
         sync(descriptor)
 
     def replaced(source: Any, target: Any) -> None:
         turn = is_turn()
         if turn and moment == RENAMING:
-            die(Path(target).name)
+            _die()
         replace(source, target)
         if turn:
-            die(Path(target).name)
+            _die()
 
     def kept(self: Checkpoints, block: str, *rest: Any) -> None:
         keep(self, block, *rest)
         if is_turn():
-            die(f"after {block}")
+            _die()
 
     if moment == WRITING:
         os.fsync = fsync

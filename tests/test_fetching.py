@@ -74,35 +74,29 @@ def test_sharded_checkpoint_asks_in_every_file(asked, tmp_path):
     assert sum(size for _, _, size in asked) == TENSORS["a"].nbytes + TENSORS["b"].nbytes
 
 
-def remove(file: Path, monkeypatch: Any) -> None:
-    file.unlink()
-
-
-def damage(file: Path, monkeypatch: Any) -> None:
-    file.write_bytes(b"\xff" * 100)
-
-
-def scribble(file: Path, monkeypatch: Any) -> None:
+def scribble(file: Path) -> None:
     header = b'{"a": 3, "b": {"data_offsets": ["x", 1]}}'
     file.write_bytes(len(header).to_bytes(8, "little") + header)
 
 
-def refuse(file: Path, monkeypatch: Any) -> None:
-    def advise(*_: Any) -> None:
-        raise OSError(22, "no advice is taken here")
-
-    monkeypatch.setattr(os, "posix_fadvise", advise, raising=False)
+def refuse(*_: Any) -> None:
+    raise OSError(22, "no advice is taken here")
 
 
-def lack(file: Path, monkeypatch: Any) -> None:
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+HARMS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "file removed": lambda file, _: file.unlink(),
+    "file damaged": lambda file, _: file.write_bytes(b"\xff" * 100),
+    "header scribbled": lambda file, _: scribble(file),
+    "advice refused": lambda _, patch: patch.setattr(os, "posix_fadvise", refuse, raising=False),
+    "no advice": lambda _, patch: patch.delattr(os, "posix_fadvise", raising=False),
+}
 
 
-@pytest.mark.parametrize("harm", [remove, damage, scribble, refuse, lack])
+@pytest.mark.parametrize("harm", HARMS)
 def test_never_fails_a_run(tmp_path, monkeypatch, harm):
     file = stored(tmp_path)
     source = SafetensorsExpert(tmp_path)
-    harm(file, monkeypatch)
+    HARMS[harm](file, monkeypatch)
     for _ in range(2):
         source.expect(list(TENSORS))
 
@@ -135,32 +129,35 @@ class Recorder:
         self.events.append(("expect", self.model, set(names)))
 
 
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "watched": WatchedSource,
-    "common rows": lambda source: CommonRows(source, 3),
-    "unfused": lambda source: UnfusedSource(source, "attn"),
+BLOCK = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(4, 2)})
+BLOCK["map"] = torch.nn.Linear(2, 3)
+MODEL = torch.nn.ModuleDict({"block": BLOCK})
+PARTS = ("q_proj.weight", "k_proj.weight", "v_proj.bias", "out_proj.weight")
+WHOLE = ("in_proj_weight", "in_proj_bias", "out_proj.weight")
+WRAPPERS: dict[str, tuple[Callable[[Any], Any], list[str], set[str]]] = {
+    "watched": (WatchedSource, ["block.map.weight"], {"block.map.weight"}),
+    "common rows": (lambda s: CommonRows(s, 3), ["block.map.bias"], {"block.map.bias"}),
+    "slices": (
+        lambda source: UnfusedSource(source, "attn"),
+        [f"block.attn.{part}" for part in PARTS],
+        {f"block.attn.{leaf}" for leaf in WHOLE},
+    ),
+    "part of a model": (
+        lambda source: ExpertModel("task", source, BLOCK["map"]),
+        ["weight"],
+        {"block.map.weight"},
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_wrappers_pass_it_on_where_the_source_wants_to_know(kind):
+def test_wrappers_ask_under_the_sources_names_where_it_wants_to_know(kind):
+    wrap, names, wanted = WRAPPERS[kind]
     events: list[Any] = []
-    plain = InMemoryExpert(torch.nn.Linear(2, 3))
-    WRAPPERS[kind](plain).expect(["weight"])
-    WRAPPERS[kind](Recorder(plain, events, "m")).expect(["weight", "bias"])
-    assert events == [("expect", "m", {"weight", "bias"})]
-
-
-def test_slices_expect_the_whole_matrix():
-    events: list[Any] = []
-    block = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(4, 2)})
-    owner = torch.nn.ModuleDict({"block": block})
-    source = UnfusedSource(Recorder(InMemoryExpert(owner), events, "m"), "attn")
-    parts = ("q_proj.weight", "k_proj.weight", "v_proj.bias", "out_proj.weight")
-    source.expect([f"block.attn.{part}" for part in parts])
-    leaves = ("in_proj_weight", "in_proj_bias", "out_proj.weight")
-    whole = {f"block.attn.{leaf}" for leaf in leaves}
-    assert events == [("expect", "m", whole)]
+    plain = InMemoryExpert(MODEL)
+    wrap(plain).expect(names)
+    wrap(Recorder(plain, events, "m")).expect(names)
+    assert events == [("expect", "m", wanted)]
 
 
 def test_lora_expects_the_base_and_its_own_two_matrices(asked, tmp_path):
@@ -174,14 +171,6 @@ def test_lora_expects_the_base_and_its_own_two_matrices(asked, tmp_path):
     module = base.get_submodule(name.removesuffix(".weight"))
     wanted = 2 * (module.in_features + module.out_features) * 4  # type: ignore[operator]
     assert sum(size for _, _, size in asked) == wanted
-
-
-def test_expert_asks_under_the_sources_names():
-    events: list[Any] = []
-    inner = torch.nn.Linear(2, 3)
-    source = Recorder(InMemoryExpert(torch.nn.ModuleDict({"outer": inner})), events, "m")
-    ExpertModel("task", source, inner).expect(["weight"])
-    assert events == [("expect", "m", {"outer.weight"})]
 
 
 @pytest.mark.parametrize("make", [clip_suite, t5_suite])

@@ -1,17 +1,19 @@
 """Processes that are killed at any moment lose nothing."""
 
-import subprocess
 import sys
 from pathlib import Path
 
-KILLS = Path(__file__).parents[1] / "benchmarks" / "kills.py"
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from kills import Workload, tiny
+from tiny_models import clip_suite, t5_suite
 
 
-def test_killed_runs_resume_to_the_same_model():
-    done = subprocess.run(
-        [sys.executable, str(KILLS), "--kills", "8", "--without-suite"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 lost or different" in done.stdout
+@pytest.mark.parametrize(("make", "seeds"), [(clip_suite, range(5)), (t5_suite, range(5, 8))])
+def test_killed_runs_resume_to_the_same_model(make, seeds):
+    workload = Workload("tiny", tiny(make))
+    for seed in seeds:
+        told, same = workload.killed(seed)
+        assert same, told

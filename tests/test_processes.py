@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, assert_same, run_fast
+from calibrations import Overheard, assert_identical, assert_same, run_fast
 from process_group import in_processes
 from tiny_models import ROUNDING, Suite, clip_suite, gpt2_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult
 from fusion_bench_featcal.core import LinearSystem
 from fusion_bench_featcal.engine.processes import LostProcessError, Processes
-from fusion_bench_featcal.experts import InMemoryExpert
 
 Change = Callable[[Suite, Processes], Any]
 
@@ -96,16 +95,6 @@ def test_model_and_log_are_those_of_one_process(name: str):
         assert_alike(records(found[0]), records(wanted), 10 * bound)
 
 
-class Overheard(InMemoryExpert):
-    """An expert that remembers whether it was read."""
-
-    asked = False
-
-    def tensor(self, name: str) -> torch.Tensor:
-        self.asked = True
-        return super().tensor(name)
-
-
 class Asked:
     """Batches that remember whether they were asked for."""
 
@@ -121,14 +110,11 @@ def test_other_processes_experts_and_samples_are_left_alone():
     suite = clip_suite()
 
     def touched(processes: Processes) -> tuple[list[str], list[str]]:
-        suite.experts = {task: Overheard(expert) for task, expert in suite.experts.items()}  # type: ignore[misc]
-        suite.inputs = {task: Asked(batches) for task, batches in suite.inputs.items()}  # type: ignore[misc]
+        experts = {task: Overheard(expert) for task, expert in suite.experts.items()}
+        batches = {task: Asked(batches) for task, batches in suite.inputs.items()}
+        suite.experts, suite.inputs = dict(experts), dict(batches)  # type: ignore[arg-type]
         run(suite, processes, samples_per_task=7)
-        experts, batches = (
-            [task for task, each in table.items() if each.asked]
-            for table in (dict[str, Any](suite.experts), dict[str, Any](suite.inputs))
-        )
-        return experts, batches
+        return [t for t in experts if experts[t].read], [t for t in batches if batches[t].asked]
 
     assert in_processes(2, touched) == [(["task_0", "task_2"],) * 2, (["task_1"],) * 2]
 

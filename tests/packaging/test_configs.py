@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,6 +28,12 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+@cache
+def composed(group: str, override: str) -> dict[str, Any]:
+    """A group of the program's config, from a folder without configs of its own."""
+    return resolved(compose_here(override)[group])
 
 
 def targets(node: Any) -> Iterator[dict[str, Any]]:
@@ -75,7 +82,7 @@ def test_misspelt_keys_are_told_apart(target, taken, misspelt):
 def test_composes_and_every_target_takes_its_keys(group, option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     override = f"{group}={option}" if group in CHOSEN else f"+{group}={option}"
-    config = resolved(compose_here(override)[group])
+    config = composed(group, override)
     assert "_target_" in config or group not in CHOSEN
     for node in targets(config):
         target = get_object(node["_target_"])
@@ -91,11 +98,13 @@ def test_composes_and_every_target_takes_its_keys(group, option, tmp_path, monke
 
 @pytest.mark.parametrize("backbone", ["base-patch32", "base-patch16", "large-patch14"])
 @pytest.mark.parametrize("suite", ["TA8", "TALL14", "TALL20"])
-def test_alias_pool_is_the_original_with_a_task_pool_that_fits(backbone, suite, monkeypatch):
-    monkeypatch.chdir(OUR_CONFIG.parent)
+def test_alias_pool_is_the_original_with_a_task_pool_that_fits(
+    backbone, suite, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     name = f"clip-vit-{backbone}_{suite}"
-    alias = resolved(compose_here(f"modelpool={name}").modelpool)
-    original = resolved(compose_here(f"modelpool=CLIPVisionModelPool/{name}").modelpool)
+    alias = dict(composed("modelpool", f"modelpool={name}"))
+    original = composed("modelpool", f"modelpool=CLIPVisionModelPool/{name}")
     task_pool = alias.pop("default_taskpool")
     assert alias == original
     assert task_pool["test_datasets"] == original["test_datasets"]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, run_fast
+from calibrations import Bare, Overheard, assert_identical, run_fast
 from test_read_ledger import SUITES, small_clip
 from test_resume import interrupt, records, run
 from tiny_models import Suite, clip_suite
 
-from fusion_bench_featcal import CalibrationError, FeatCalSettings, InMemoryExpert
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.settings import budget_in_bytes
 
 NO_FEATURES = SUITES["clip, no features"][1]
@@ -90,31 +90,19 @@ def test_least_budget_leaves_out_every_module_and_marks_all_experts_stale():
 
 def test_budget_below_the_least_is_refused_before_anything_is_read():
     suite = small_clip()
-    read: list[str] = []
-
-    class Overheard(InMemoryExpert):
-        def tensor(self, name: str) -> torch.Tensor:
-            read.append(name)
-            return super().tensor(name)
-
-    suite.experts = {task: Overheard(expert) for task, expert in suite.experts.items()}  # type: ignore[misc]
     least = run_fast(suite).reads["plan"]["least"]
-    read.clear()
+    sources = {task: Overheard(expert) for task, expert in suite.experts.items()}
+    suite.experts = dict(sources)  # type: ignore[arg-type]
     with pytest.raises(
         CalibrationError,
         match=rf"expert_read_budget allows {least - 1} bytes, but {least} are needed",
     ):
         run_fast(suite, expert_read_budget=least - 1)
-    assert not read
+    assert not any(source.read for source in sources.values())
     assert run_fast(suite, expert_read_budget=1, **NO_FEATURES).reads["plan"]["least"] == 0
 
 
 def test_budget_needs_sizes():
-    class Bare:
-        def __init__(self, module: Any) -> None:
-            inner = InMemoryExpert(module)
-            self.names, self.shape, self.tensor = inner.names, inner.shape, inner.tensor
-
     suite = small_clip()
     suite.experts["task_0"] = Bare(suite.experts["task_0"])  # type: ignore[assignment]
     with pytest.raises(CalibrationError, match=r"'Bare' .* 'nbytes'.*method\.expert_read_budget"):

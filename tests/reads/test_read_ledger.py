@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, replay, run_fast
+from calibrations import Bare, Overheard, assert_identical, replay, run_fast
 from safetensors.torch import save_file
 from tiny_models import Suite, clip_suite, gpt2_suite, t5_suite
 from tiny_open_clip import tower_suite
-from torch import Tensor
 
 from fusion_bench_featcal import InMemoryExpert, SafetensorsExpert
 from fusion_bench_featcal.experts.lora import LoraExpert
@@ -32,18 +31,6 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "t5": (lambda: t5_suite(depths=(1, 1)), {}),
     "t5, no features": (lambda: t5_suite(depths=(1, 1)), {"mix_alpha": 0.0, "log_drift": False}),
 }
-
-
-class Overheard(InMemoryExpert):
-    """Remembers what was read."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__(module)
-        self.read: list[str] = []
-
-    def tensor(self, name: str) -> Tensor:
-        self.read.append(name)
-        return super().tensor(name)
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -92,11 +79,6 @@ def test_without_features_only_calibrated_parameters_are_read(modules: Any, bias
 
 
 def test_source_that_tells_no_sizes_is_counted_as_it_reads():
-    class Bare:
-        def __init__(self, module: Any) -> None:
-            inner = InMemoryExpert(module)
-            self.names, self.shape, self.tensor = inner.names, inner.shape, inner.tensor
-
     suite = small_clip()
     wanted = run_fast(suite)
     suite.experts = {task: Bare(expert) for task, expert in suite.experts.items()}  # type: ignore[misc]
