@@ -1,5 +1,6 @@
 """What every test relies on: no network, and no GPU test where there is no GPU."""
 
+import gc
 import os
 
 import pytest
@@ -21,3 +22,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the million objects of imported packages."""
+    gc.freeze()

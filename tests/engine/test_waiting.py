@@ -44,8 +44,8 @@ class Watching(TorchDispatchMode):
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], int]:
-    """Number of looks of a function."""
+def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Number of looks of a function's call."""
     watch = Watching()
     for name in ("tolist", "numpy"):  # which no dispatch sees
         original = getattr(Tensor, name)
@@ -56,52 +56,51 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], int]
 
         monkeypatch.setattr(Tensor, name, look)
 
-    def count(work: Callable[[], Any]) -> int:
+    def count(work: Callable[..., Any], *args: Any, **more: Any) -> int:
         before = watch.looks
         with watch:
-            work()
+            work(*args, **more)
         return watch.looks - before
 
     return count
 
 
 CASES: dict[str, tuple[Callable[[int], Suite], dict[str, Any]]] = {
-    "clip": (lambda depth: clip_suite(depth=depth), {}),
-    "clip, no drift": (lambda depth: clip_suite(depth=depth), {"log_drift": False}),
-    "llama, padded": (lambda depth: decoder_suite(depth=depth), {}),
-    "t5, padded on both sides": (lambda depth: t5_suite(depths=(2, depth)), {}),
+    "clip": (lambda depth: clip_suite(tasks=2, depth=depth), {}),
+    "clip, no drift": (lambda depth: clip_suite(tasks=1, depth=depth), {"log_drift": False}),
+    "llama, padded": (lambda depth: decoder_suite(tasks=1, depth=depth), {}),
+    "t5, padded on both sides": (lambda depth: t5_suite(tasks=1, depths=(1, depth)), {}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_visit_looks_at_nothing_and_a_block_a_few_times(case: str, looks: Any):
     make, more = CASES[case]
+    suites = [make(depth) for depth in (1, 2)]
 
     def looks_of_a_block(copies: int) -> int:
         """Of one block more."""
         totals = []
-        for depth in (2, 3):
-            suite = make(depth)
+        for suite in suites:
             inputs = {task: batches * copies for task, batches in suite.inputs.items()}
-            suite = replace(suite, inputs=inputs)
-            totals.append(looks(lambda suite=suite: run_fast(suite, PAPER, **more)))
+            copied = replace(suite, inputs=inputs)
+            totals.append(looks(run_fast, copied, PAPER, **more))
         return totals[1] - totals[0]
 
-    suite = make(3)
-    log = run_fast(suite, PAPER, **more).log
-    block = suite.blocks[-1]
-    systems = {r["condition"] for r in log.of_kind("module") if r["block"] == block}
+    once = looks_of_a_block(1)
+    assert looks_of_a_block(2) == once  # whatever the number of batches
     # every tensor that is read is checked where it lies; then once for the sums of all tasks, for
     # each solved system, for the new parameters and for the log
-    tensors = len(list(suite.merged.get_submodule(block).parameters()))
-    once = looks_of_a_block(1)
-    assert once <= (len(suite.experts) + 1) * tensors + len(systems) + 3
-    assert looks_of_a_block(2) == once  # whatever the number of batches
+    block, log = suites[1].blocks[-1], run_fast(suites[1], PAPER, **more).log
+    tensors = len(list(suites[1].merged.get_submodule(block).parameters()))
+    systems = {r["condition"] for r in log.of_kind("module") if r["block"] == block}
+    assert once <= (len(suites[1].experts) + 1) * tensors + len(systems) + 3
 
 
 def test_weights_of_tokens_are_not_looked_at(looks: Any):
+    suite = clip_suite(tasks=1)
     weighted, plain = (
-        looks(lambda weights=weights: run_fast(clip_suite(), PAPER, token_weights=weights))
+        looks(run_fast, suite, PAPER, token_weights=weights)
         for weights in ("demo_last_block", "uniform")
     )
     assert weighted == plain + 1  # the last q has a system of its own
