@@ -3,7 +3,7 @@
     python benchmarks/kills.py [--kills 50] [--without-suite]
 
 A run kills itself (SIGKILL) between two blocks, while a file of a checkpoint is half written,
-before it is moved into place or just after; one run in five is killed from outside at any time.
+before it is moved into place or just after; one run in five is killed at any time.
 Every second one is killed once more while it resumes. Exits with 1 if a model is lost or different.
 """
 
