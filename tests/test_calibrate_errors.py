@@ -22,7 +22,7 @@ from tiny_models import (
     t5_suite,
 )
 from torch import Tensor, nn
-from tricky_models import Plain, Tied, stack_suite
+from tricky_models import idle, plain, stack_suite, tied
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 
@@ -62,7 +62,7 @@ def quiet(last: float, others: float = 1.0) -> Callable[[], Suite]:
     """Tasks whose features are those of their samples times a scale; the gram times its square."""
 
     def make() -> Suite:
-        suite = stack_suite(Plain, tasks=3)
+        suite = stack_suite(plain, tasks=3)
         for model in all_models(suite):
             with torch.no_grad():
                 model.get_parameter("embed.bias").zero_()
@@ -72,12 +72,6 @@ def quiet(last: float, others: float = 1.0) -> Callable[[], Suite]:
         return suite
 
     return make
-
-
-class Idle(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(4, 4)
 
 
 class Pooled(nn.Module):
@@ -211,9 +205,9 @@ ROWS: list[Row] = [
     *((clip_suite, same, {"modules": patterns}, NO_MATCH)
      for patterns in (["mlp.fc3"], ["*", "!mlp.fc3"], ["q_prj"])),
     (clip_suite, same, {"modules": ["!*"]}, r"method\.modules leaves no module"),
-    (lambda: stack_suite(Tied), same, {},
+    (lambda: stack_suite(tied), same, {},
      r"layers\.0\.(first|second)\.weight.*one parameter.*method\.modules"),
-    (lambda: stack_suite(Idle), same, {},
+    (lambda: stack_suite(idle), same, {},
      r"block layers\.0: module layers\.0\.spare ran 0 times.*method\.modules"),
 ]
 # fmt: on
@@ -282,7 +276,7 @@ def test_padding_may_hold_anything_but_rows_that_count_may_not():
 
 
 def test_infinity_in_a_buffer_may_be_meant_and_nan_may_not():
-    suite = stack_suite(Plain)
+    suite = stack_suite(plain)
     for model in all_models(suite):
         model.register_buffer("mask", torch.tensor([0.0, -INF]))
     run_fast(suite)
@@ -296,7 +290,7 @@ def test_quiet_task_is_not_a_dead_one():
 
 
 def test_parameter_that_overflows_is_refused_by_name_and_not_loaded():
-    suite = stack_suite(Plain).to(torch.float16)
+    suite = stack_suite(plain).to(torch.float16)
     name = "layers.0.only.weight"
     with torch.no_grad():
         for model, value in ((suite.base, -50.0), (suite.merged, 50.0)):
@@ -310,7 +304,7 @@ def test_parameter_that_overflows_is_refused_by_name_and_not_loaded():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("seed", range(2))
 def test_direction_no_sample_shows_is_not_solved_silently(seed: int, dtype: torch.dtype):
-    suite = stack_suite(Plain, sizes=(30, 30), seed=seed)
+    suite = stack_suite(plain, sizes=(30, 30), seed=seed)
     direction = nn.functional.normalize(torch.ones(4, dtype=torch.float64), dim=0)
     for model in all_models(suite):
         embed: Any = model.get_submodule("embed")

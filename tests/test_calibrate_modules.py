@@ -8,14 +8,14 @@ import torch
 from calibrations import run_fast
 from tiny_models import Suite, clip_suite
 from torch import nn
-from tricky_models import Attention, Convolution, Gainful, Mixture, stack_suite
+from tricky_models import convolution, fused_attention, gainful, mixture, stack_suite
 
 from fusion_bench_featcal import CalibrationError
 
 UNFIT = [
-    (Attention, "attention", "MultiheadAttention", "in_proj_weight"),
-    (Mixture, "experts", "ParameterDict", "stacked"),
-    (Convolution, "filter", "Conv2d", "weight"),
+    (fused_attention, "attention", "MultiheadAttention", "in_proj_weight"),
+    (mixture, "experts", "ParameterDict", "stacked"),
+    (convolution, "filter", "Conv2d", "weight"),
 ]
 
 
@@ -30,7 +30,7 @@ def test_linear_like_modules_are_refused_by_name_and_never_skipped(
     ):
         run_fast(suite)
     # excluded by hand they stay as merged, and the rest is calibrated
-    excluded = [f"!{name}", f"!{name}.*"] if block is Attention else [f"!{name}"]
+    excluded = [f"!{name}", f"!{name}.*"] if block is fused_attention else [f"!{name}"]
     only = {name for name, _ in suite.merged.named_parameters() if ".only." in name}
     assert moved_parameters(suite, modules=excluded) == only
 
@@ -67,7 +67,7 @@ def test_patterns_take_modules_in_and_out():
 
 
 def test_norm_without_shift_and_embeddings_stay_and_are_logged():
-    suite = stack_suite(Gainful)
+    suite = stack_suite(gainful)
     result = run_fast(suite)
     for name in ("norm.weight", "place.weight"):
         full = f"layers.0.{name}"

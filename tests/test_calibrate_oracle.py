@@ -18,14 +18,14 @@ from oracle import Knobs
 from tiny_models import Suite, batched, clip_suite, gpt2_suite, residual_suite, t5_suite
 from torch import nn
 from tricky_models import (
-    Gainful,
-    InPlaceResidual,
-    KeywordCalls,
-    SameTensorChanged,
-    SharesSometimes,
-    UsedTwice,
-    Views,
+    gainful,
+    in_place_residual,
+    keyword_calls,
+    same_tensor_changed,
+    shares_sometimes,
     stack_suite,
+    used_twice,
+    views,
 )
 
 from fusion_bench_featcal import CalibrationError
@@ -74,7 +74,7 @@ def test_a_layer_norms_own_epsilon_counts():
         lambda: gpt2_suite(seed=3),  # with padding
         *(
             lambda block=block, sizes=sizes: stack_suite(block, sizes=sizes, seed=1)
-            for block in (UsedTwice, Views, KeywordCalls, Gainful)
+            for block in (used_twice, views, keyword_calls, gainful)
             for sizes in ((5, 3), (2, 5, 1))
         ),
     ],
@@ -124,7 +124,7 @@ def test_comparison_notices_another_setting(change: dict[str, Any]):
     "sizes", [{"task_1": (2, 5)}, {"task_0": (5, 2)}, {"task_1": (2, 2, 2, 1)}], ids=str
 )
 def test_inputs_that_are_shared_sometimes_are_refused(sizes: dict[str, tuple[int, ...]]):
-    suite = stack_suite(SharesSometimes, sizes=(7,), seed=2)
+    suite = stack_suite(shares_sometimes, sizes=(7,), seed=2)
     for task, parts in sizes.items():
         suite.inputs[task] = batched(torch.cat(suite.inputs[task]), parts)
     (wrong,) = sizes
@@ -133,7 +133,7 @@ def test_inputs_that_are_shared_sometimes_are_refused(sizes: dict[str, tuple[int
         run_fast(suite, PAPER)
 
 
-@pytest.mark.parametrize("block", [InPlaceResidual, SameTensorChanged])
+@pytest.mark.parametrize("block", [in_place_residual, same_tensor_changed])
 def test_blocks_that_overwrite_an_input_are_refused(block: type[nn.Module]):
     suite = stack_suite(block, sizes=(5, 3), seed=1)
     with pytest.raises(

@@ -20,9 +20,8 @@ from calibrations import (
 )
 from safetensors.torch import save_file
 from tiny_models import Suite, clip_suite, gpt2_suite
-from torch import nn
 from transformers import CLIPVisionModel
-from tricky_models import stack_suite
+from tricky_models import biased, stack_suite
 
 from fusion_bench_featcal import SafetensorsExpert
 from fusion_bench_featcal.core import extrapolate_anchor, linear_moments, solve_bias, solve_linear
@@ -120,19 +119,8 @@ def test_a_callers_autocast_changes_nothing():
     assert_identical(found, run_fast(suite).model)
 
 
-class Biased(nn.Module):
-    """One linear map with a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = nn.Linear(4, 4)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.only(hidden)
-
-
 def test_biases_make_up_for_the_rounding_of_the_weights_that_are_stored():
-    suite = stack_suite(Biased, tasks=1, seed=3).to(torch.bfloat16)
+    suite = stack_suite(biased, tasks=1, seed=3).to(torch.bfloat16)
     inputs = torch.cat(suite.inputs["task_0"]).bfloat16()
     found = run_fast(suite, ridge_lambda=1e-3).model
     rows, expert_rows = (

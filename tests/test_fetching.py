@@ -143,8 +143,8 @@ WRAPPERS: dict[str, tuple[Callable[[Any], Any], list[str], set[str]]] = {
         {f"block.attn.{leaf}" for leaf in WHOLE},
     ),
     "part of a model": (
-        lambda source: ExpertModel("task", source, BLOCK["map"]),
-        ["weight"],
+        lambda source: ExpertModel("task", source, BLOCK),
+        ["map.weight"],
         {"block.map.weight"},
     ),
 }

@@ -1,20 +1,147 @@
 """Networks whose blocks do what a careless engine gets wrong. Inputs are `[samples, 4]` tensors."""
 
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from tiny_models import Suite, batched, normal, replayed
 from torch import Tensor, nn
 
+MakeBlock = Callable[[], nn.Module]
+
+
+class Block(nn.Module):
+    """Modules, and a function of them and the hidden features."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor], modules: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.run = run
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.run(self, hidden)
+
+
+def block_of(**makers: MakeBlock) -> Callable[[Callable[[Any, Tensor], Tensor]], MakeBlock]:
+    """Turn a function into a maker of blocks of the named modules."""
+
+    def maker(run: Callable[[Any, Tensor], Tensor]) -> MakeBlock:
+        @wraps(run)
+        def make() -> nn.Module:
+            return Block(run, {name: make_module() for name, make_module in makers.items()})
+
+        return make
+
+    return maker
+
+
+linear = partial(nn.Linear, 4, 4)
+two_maps = block_of(first=linear, second=linear)
+
+
+@two_maps
+def in_place_residual(block: Any, hidden: Tensor) -> Tensor:
+    """Writes into its own input and into what its modules received."""
+    inner = block.first(hidden).tanh_()
+    update = block.second(inner)
+    inner.zero_()
+    hidden += update
+    return hidden
+
+
+@two_maps
+def same_tensor_changed(block: Any, hidden: Tensor) -> Tensor:
+    """Both maps receive one tensor object, but its contents change between them."""
+    shared = hidden.clone()
+    left = block.first(shared)
+    shared.mul_(hidden.flip(-1))
+    return hidden + (left * block.second(shared)).tanh()
+
+
+@two_maps
+def used_twice(block: Any, hidden: Tensor) -> Tensor:
+    """Runs one map twice a pass: its rows are those of both calls."""
+    return hidden + block.second(block.first(hidden) * block.first(hidden.cos())).tanh()
+
+
+@two_maps
+def shares_sometimes(block: Any, hidden: Tensor) -> Tensor:
+    """Both maps receive one tensor in large batches, and equal copies of it in small ones."""
+    other = hidden if len(hidden) > 2 else hidden.clone()
+    return hidden + (block.first(hidden) * block.second(other)).tanh()
+
+
+@two_maps
+def views(block: Any, hidden: Tensor) -> Tensor:
+    """Maps that receive short-lived views, whose addresses the next one may reuse."""
+    return hidden + (block.first(hidden.flip(-1)) * block.second(hidden.roll(1, -1))).tanh()
+
+
+@two_maps
+def keyword_calls(block: Any, hidden: Tensor) -> Tensor:
+    """Names the argument when it calls its maps."""
+    return hidden + block.second(input=block.first(input=hidden).tanh())
+
+
+@two_maps
+def chain(block: Any, hidden: Tensor) -> Tensor:
+    return hidden + block.second(block.first(hidden).tanh())
+
+
+def tied() -> nn.Module:
+    """Two maps that are one parameter."""
+    block: Any = chain()
+    block.second.weight = block.first.weight
+    return block
+
+
+def through_only(block: Any, hidden: Tensor) -> Tensor:
+    return hidden + block.only(hidden)
+
+
+plain = block_of(only=partial(nn.Linear, 4, 4, bias=False))(through_only)  # zero in, zero out
+biased = block_of(only=linear)(through_only)
+idle = block_of(only=linear, spare=linear)(through_only)
+
+
+@block_of(attention=partial(nn.MultiheadAttention, 4, 2, batch_first=True), only=linear)
+def fused_attention(block: Any, hidden: Tensor) -> Tensor:
+    """The weights of q, k and v are one parameter."""
+    mixed, _ = block.attention(hidden[:, None], hidden[:, None], hidden[:, None])
+    return hidden + block.only(mixed[:, 0])
+
+
+@block_of(
+    only=linear,
+    experts=lambda: nn.ParameterDict({"stacked": nn.Parameter(torch.randn(3, 4, 4))}),
+)
+def mixture(block: Any, hidden: Tensor) -> Tensor:
+    """Experts of a mixture, stacked in one parameter `[experts, 4, 4]`."""
+    return hidden + block.only(torch.einsum("nd,edf->nf", hidden, block.experts["stacked"]))
+
+
+@block_of(filter=partial(nn.Conv2d, 1, 1, 1), only=linear)
+def convolution(block: Any, hidden: Tensor) -> Tensor:
+    """A two-dimensional convolution beside a linear map."""
+    return hidden + block.only(block.filter(hidden[:, None, None])[:, 0, 0])
+
+
+@block_of(norm=partial(nn.LayerNorm, 4, bias=False), place=partial(nn.Embedding, 1, 4), only=linear)
+def gainful(block: Any, hidden: Tensor) -> Tensor:
+    """A norm with gain but no shift, and a matrix of position features as an embedding."""
+    return hidden + block.only(block.norm(hidden + block.place.weight))
+
 
 class Stack(nn.Module):
-    """Blocks between two linear maps that are not calibrated."""
+    """Two blocks between two linear maps that are not calibrated."""
 
-    def __init__(self, make_block: Callable[[], nn.Module], depth: int = 2, width: int = 4) -> None:
+    def __init__(self, make_block: MakeBlock) -> None:
         super().__init__()
-        self.embed = nn.Linear(4, width)
-        self.layers = nn.ModuleList(make_block() for _ in range(depth))
-        self.head = nn.Linear(width, 2)
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(make_block() for _ in range(2))
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
@@ -23,146 +150,8 @@ class Stack(nn.Module):
         return self.head(hidden)
 
 
-class TwoMaps(nn.Module):
-    """Base of the blocks below: two linear maps of the same width."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 4)
-
-
-class InPlaceResidual(TwoMaps):
-    """Writes into its own input and into what its modules received."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        inner = self.first(hidden).tanh_()
-        update = self.second(inner)
-        inner.zero_()
-        hidden += update
-        return hidden
-
-
-class SameTensorChanged(TwoMaps):
-    """Both maps receive one tensor object, but its contents change between them."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        shared = hidden.clone()
-        left = self.first(shared)
-        shared.mul_(hidden.flip(-1))
-        return hidden + (left * self.second(shared)).tanh()
-
-
-class UsedTwice(TwoMaps):
-    """Runs one map twice a pass: its rows are those of both calls."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.second(self.first(hidden) * self.first(hidden.cos())).tanh()
-
-
-class SharesSometimes(TwoMaps):
-    """Both maps receive one tensor in large batches, and equal copies of it in small ones."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        other = hidden if len(hidden) > 2 else hidden.clone()
-        return hidden + (self.first(hidden) * self.second(other)).tanh()
-
-
-class Views(TwoMaps):
-    """Maps that receive short-lived views, whose addresses the next one may reuse."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + (self.first(hidden.flip(-1)) * self.second(hidden.roll(1, -1))).tanh()
-
-
-class KeywordCalls(TwoMaps):
-    """Names the argument when it calls its maps."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.second(input=self.first(input=hidden).tanh())
-
-
-class Plain(nn.Module):
-    """One linear map without bias and without a norm before it: zero in, zero out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = nn.Linear(4, 4, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.only(hidden)
-
-
-class Attention(nn.Module):
-    """torch's attention, whose q, k and v weights are one fused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.only = nn.Linear(4, 4)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        mixed, _ = self.attention(hidden[:, None], hidden[:, None], hidden[:, None])
-        return hidden + self.only(mixed[:, 0])
-
-
-class Mixture(nn.Module):
-    """Experts of a mixture, stacked in one parameter `[experts, 4, 4]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = nn.Linear(4, 4)
-        self.experts = nn.ParameterDict({"stacked": nn.Parameter(torch.randn(3, 4, 4))})
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        mixed = torch.einsum("nd,edf->nf", hidden, self.experts["stacked"])
-        return hidden + self.only(mixed)
-
-
-class Convolution(nn.Module):
-    """A two-dimensional convolution beside a linear map."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Conv2d(1, 1, 1)
-        self.only = nn.Linear(4, 4)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.only(self.filter(hidden[:, None, None])[:, 0, 0])
-
-
-class Tied(nn.Module):
-    """Two maps that are one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.second(self.first(hidden).tanh())
-
-
-class Gainful(nn.Module):
-    """A norm with gain but no shift, and a matrix of position features as an embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4, bias=False)
-        self.place = nn.Embedding(1, 4)
-        self.only = nn.Linear(4, 4)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.only(self.norm(hidden + self.place.weight))
-
-
 def stack_suite(
-    make_block: Callable[[], nn.Module],
-    *,
-    tasks: int = 2,
-    sizes: Sequence[int] = (5, 3),
-    seed: int = 0,
+    make_block: MakeBlock, *, tasks: int = 2, sizes: Sequence[int] = (5, 3), seed: int = 0
 ) -> Suite:
     """Suite of such blocks, in float64."""
     torch.manual_seed(seed)
