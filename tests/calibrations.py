@@ -83,9 +83,19 @@ def run_slow(
 ) -> Outcome:
     """The oracle, told which rows every block and module sees."""
     modules = modules_of(suite.merged, suite.blocks)
-    models = (suite.merged, suite.base if has_base else None, suite.experts)
-    masks = counted_rows(suite, modules, decoder_rows)
-    return calibrate_slowly(*models, suite.inputs, suite.blocks, modules, knobs, *masks, features)
+    masks, other_masks = counted_rows(suite, modules, decoder_rows)
+    return calibrate_slowly(
+        suite.merged,
+        suite.base if has_base else None,
+        suite.experts,
+        suite.inputs,
+        suite.blocks,
+        modules,
+        knobs,
+        masks,
+        other_masks,
+        features,
+    )
 
 
 def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: str) -> tuple:

@@ -185,7 +185,7 @@ def residual_suite(*, tasks: int = 2, sizes: Sequence[int] = (9, 6), seed: int =
 def gpt2_suite(*, padded: int = 6, tasks: int = 2, seed: int = 0) -> Suite:
     """GPT-2, whose linear modules are Conv1D, on sentences filled up to `padded` tokens."""
     torch.manual_seed(seed)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    ends: Any = {"bos_token_id": 0, "eos_token_id": 0}
     config = GPT2Config(VOCABULARY, n_positions=16, n_embd=8, n_layer=2, n_head=2, **ends)
     model = GPT2Model(config).eval()
     inputs: dict[str, list] = {}
