@@ -13,8 +13,9 @@ from fusion_bench_featcal.methods.corrected_model import VARIANT, Corrected
 from fusion_bench_featcal.methods.final_states import hooked, no_final_norm
 from fusion_bench_featcal.settings import CalibrationError
 
-_OF_THE_MODEL = ("config", "generation_config", "device")
-_OF_THE_MODEL += ("get_input_embeddings", "get_output_embeddings")
+_OF_THE_MODEL = (
+    "config", "generation_config", "device", "get_input_embeddings", "get_output_embeddings",
+)  # fmt: skip
 
 
 class CorrectedLanguageModel(Corrected):

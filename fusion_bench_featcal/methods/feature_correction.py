@@ -102,7 +102,7 @@ class FeatureCorrection:
 
     def __init_subclass__(cls) -> None:
         dataclass(init=False, eq=False)(cls)  # its annotated attributes are settings too
-        names = [field.name for field in fields(cls) if field.name not in cls.left_out]  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls) if field.name not in cls.left_out]
         cls._config_mapping = {name: name for name in names}
 
     def __init__(self, **keys: Any) -> None:

@@ -45,14 +45,21 @@ def options(suite: str) -> dict:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_test_rows():
-    load = text_builder.load_text_split
+    load, pictures_of = text_builder.load_text_split, image.load_split
 
     def shorter(name: str, split: str):
         rows = load(name, split)
         return rows.select(range(8)) if split == "test" else rows
 
+    def fewer(name: str, split: str):
+        pictures = pictures_of(name, split)
+        if split == "test":
+            pictures.grey, pictures.labels = pictures.grey[:8], pictures.labels[:8]
+        return pictures
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_builder, "load_text_split", shorter)
+        patch.setattr(image, "load_split", fewer)
         yield
 
 
