@@ -215,6 +215,4 @@ def _code_of_module(name: str, files: FileDigests) -> str | None:
     return files.file(path)
 
 
-@cache
-def _distributions() -> Mapping[str, list[str]]:
-    return packages_distributions()
+_distributions = cache(packages_distributions)
