@@ -19,7 +19,7 @@ UNFIT = [
 ]
 
 
-@pytest.mark.parametrize(("block", "name", "kind", "leaf"), UNFIT, ids=lambda value: str(value))
+@pytest.mark.parametrize(("block", "name", "kind", "leaf"), UNFIT)
 def test_linear_like_modules_are_refused_by_name_and_never_skipped(
     block: Callable[[], nn.Module], name: str, kind: str, leaf: str
 ):
