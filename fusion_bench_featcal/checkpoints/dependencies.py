@@ -1,4 +1,4 @@
-"""What a calibration depends on: described, to be kept, compared and explained."""
+"""Description of all that a calibration depends on, to be kept, compared and explained."""
 
 import json
 import platform

@@ -49,7 +49,7 @@ class WatchedSource(SourceView):
 
 
 def take_recent(sources: Mapping[str, WatchedSource]) -> Reads:
-    """What was read since this was last asked."""
+    """Digests of the tensors that were read since this was last asked."""
     return {model: source.take_recent() for model, source in sources.items()}
 
 

@@ -39,7 +39,7 @@ def to_unit_norm(features: Tensor) -> Tensor:
 
 
 def project(output: Any, model: nn.Module, projection: nn.Module) -> Tensor:
-    """What a vision tower returns as features `[batch, d]`, in the projection's dtype.
+    """Features `[batch, d]` of a vision tower's output, in the projection's dtype.
 
     Raises:
         CalibrationError: If there is no pooled output, or the projection takes another width.

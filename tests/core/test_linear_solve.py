@@ -35,7 +35,7 @@ NARROW = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("knobs", GRID, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, *NARROW], ids=str)
 def test_weight_and_bias_solve_the_stacked_least_squares(dtype: torch.dtype, knobs: Knobs):
-    """Of the rows as they are, rounded to any dtype."""
+    """Moments of the rows as they are, rounded to any dtype."""
     problem = random_problem(2, rows=200, width=16).cast(dtype)
     bound = EXACT if dtype is torch.float64 else FLOAT32_BOUND
     assert_close(solve_both(problem, knobs), problem.truth(knobs), bound)

@@ -79,7 +79,7 @@ def test_a_visit_looks_at_nothing_and_a_block_a_few_times(case: str, looks: Any)
     suites = [make(depth) for depth in (1, 2)]
 
     def looks_of_a_block(copies: int) -> int:
-        """Of one block more."""
+        """Looks that one block more takes."""
         totals = []
         for suite in suites:
             inputs = {task: batches * copies for task, batches in suite.inputs.items()}

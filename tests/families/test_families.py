@@ -70,7 +70,7 @@ for _make in MAKES:
 
 
 def stepped(family: Any, model: nn.Module, inputs: Any) -> list[Tensor]:
-    """What each block returns, run one by one."""
+    """Outputs of the blocks, run one by one."""
     found = []
     with torch.no_grad():
         for blocks in family.stages(model):
