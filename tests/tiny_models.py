@@ -186,7 +186,9 @@ def gpt2_suite(*, padded: int = 6, tasks: int = 2, seed: int = 0) -> Suite:
     """GPT-2, whose linear modules are Conv1D, on sentences filled up to `padded` tokens."""
     torch.manual_seed(seed)
     ends: Any = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(VOCABULARY, n_positions=16, n_embd=8, n_layer=2, n_head=2, **ends)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=8, n_layer=2, n_head=2, **ends
+    )
     model = GPT2Model(config).eval()
     inputs: dict[str, list] = {}
     for index in range(tasks):
