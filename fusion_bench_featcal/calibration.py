@@ -21,10 +21,10 @@ from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
 from fusion_bench_featcal.engine.loop import BlockLoop
 from fusion_bench_featcal.engine.memory import naming_memory
 from fusion_bench_featcal.engine.planned_reads import PlannedReads
+from fusion_bench_featcal.engine.plus_rule import rule_of
 from fusion_bench_featcal.engine.precision import coarse_sums_warning
 from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
 from fusion_bench_featcal.engine.processes import Processes, announced
-from fusion_bench_featcal.engine.rules import FeatCalRule
 from fusion_bench_featcal.engine.samples import check_inputs, take_samples
 from fusion_bench_featcal.engine.setup import set_up
 from fusion_bench_featcal.engine.team import Shares, team_of
@@ -35,6 +35,9 @@ from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
+
+MARKS = 4
+"""Features that FeatCal+ keeps of an expert's pass through a block, in widths of its features."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,14 @@ def calibrate(
     visits = len(problem.modules) * len(shares.mine)
     bar = progress_bar(total=visits, unit="visit", show=progress and processes.rank == 0)
     reporter = Reporter(CalibrationLog(family=family.name), bar, processes)
-    activations = open_activations(settings, device, problem.room_of_a_visit, processes.neighbours)
-    rule = FeatCalRule(problem)
+    rule = rule_of(problem, team)
+    activations = open_activations(
+        settings,
+        device,
+        problem.room_of_a_visit,
+        processes.neighbours,
+        further=1 if settings.is_paper else MARKS,
+    )
     loop = BlockLoop(problem, rule, reads, reporter, team=team, kept=kept, activations=activations)
     fused = None
     if merging is not None:

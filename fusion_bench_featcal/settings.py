@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+ORDERS = ("block", "module")
+TARGETS = ("module", "residual")
+RIDGES = ("fixed", "kfold")
 TOKEN_WEIGHTS = ("uniform", "demo_last_block")
 CALIBRATION_SPLITS = ("train", "val", "test")
 DECODER_ROWS = ("all", "targets")
@@ -56,6 +59,17 @@ class FeatCalSettings:
             to 1000.
         eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
             (Eqs. 14, 17), 0 to 1e12.
+        order: Solve all modules of a `block` from one look at it (Algorithm 1), or each `module` (or
+            those that share an input) once the ones before it have changed.
+        target: Towards the expert's output of each `module` (Eq. 10), or, for modules that write to
+            the hidden features, towards the expert's hidden features (`residual`): they then make
+            up for what earlier modules have left.
+        ridge: A `fixed` `ridge_lambda` with `mix_alpha` and `anchor_rho`, or `kfold`: strengths are
+            chosen for each module by 4-fold held-out error, and these three have no part. Unless
+            all of order, target and ridge are the paper's, a fixed lambda is relative to the norm
+            of the summed Gram matrix, divided by the number of tasks.
+        stages: With `ridge` `kfold`: 1: solve towards the target alone; 2: first towards what the
+            experts' weights give on the calibrated features, then from there towards the target.
         samples_per_task: Calibration samples drawn for each task, >= 1; fewer: all of them.
         batch_size: Samples that run through a block together, >= 1. Changes memory and rounding.
         seed: Seeds each task's own draw of samples, together with the task's name, >= 0.
@@ -117,6 +131,10 @@ class FeatCalSettings:
     mix_alpha: float = 0.3
     anchor_rho: float = 2.0
     eps: float = 1e-8
+    order: str = "block"
+    target: str = "module"
+    ridge: str = "fixed"
+    stages: int = 1
     samples_per_task: int = 256
     batch_size: int = 16
     seed: int = 42
@@ -153,6 +171,7 @@ class FeatCalSettings:
                 "expert_read_budget needs experts that are read block by block, and "
                 "method.stream_experts=false loads them whole; set it to auto"
             )
+        problems += self._clashes()
         if problems:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
         for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps"):
@@ -163,6 +182,32 @@ class FeatCalSettings:
         if self.modules is not None:
             object.__setattr__(self, "modules", tuple(self.modules))
         object.__setattr__(self, "ignore_config", tuple(self.ignore_config))
+
+    def _clashes(self) -> list[str]:
+        """A phrase for each setting that has no part in what the others ask for."""
+        clashes: list[str] = []
+        if self.stages == 2 and self.ridge != "kfold":
+            clashes.append("stages=2 needs method.ridge=kfold")
+        if self.is_paper:
+            return clashes
+        if self.calibrate_norm:
+            clashes.append(
+                "calibrate_norm must be false unless method.order=block, method.target=module and "
+                "method.ridge=fixed"
+            )
+        if self.token_weights != "uniform":
+            clashes.append(
+                f"token_weights={self.token_weights} needs method.order=block, "
+                "method.target=module and method.ridge=fixed"
+            )
+        if self.ridge == "kfold":
+            clashes += [
+                f"{name}={getattr(self, name)} has no part in method.ridge=kfold: leave it at its "
+                f"default, {getattr(FeatCalSettings, name)}"
+                for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps")
+                if getattr(self, name) != getattr(FeatCalSettings, name)
+            ]
+        return clashes
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -184,10 +229,27 @@ class FeatCalSettings:
         """
         return dataclasses.replace(self, **changes)
 
+    def with_paper_update(self) -> "FeatCalSettings":
+        """Copy in which modules are solved as the paper has it: what a pool's presets begin with."""
+        if self.is_paper:
+            return self
+        names = ("order", "target", "ridge", "stages", "calibrate_norm")
+        return self.replace(**{name: getattr(FeatCalSettings, name) for name in names})
+
+    @property
+    def is_paper(self) -> bool:
+        """Return whether modules are solved as the paper has it."""
+        return (self.order, self.target, self.ridge) == ("block", "module", "fixed")
+
+    @property
+    def needs_base(self) -> bool:
+        """Return whether anchors are made of the base model."""
+        return self.ridge == "fixed" and self.anchor_rho != 1
+
     @property
     def runs_experts(self) -> bool:
         """Return whether experts run: a target without their features needs only their weights."""
-        return self.mix_alpha > 0 or self.log_drift
+        return self.mix_alpha > 0 or self.log_drift or not self.is_paper
 
     def of_the_model(self) -> "FeatCalSettings":
         """Copy in which everything without a part in the model has its default."""
@@ -316,6 +378,10 @@ _CHECKS: dict[str, Check] = {
         lambda value: is_number(value) and abs(value) <= 1000,
     ),
     "eps": (_RIDGE, _is_ridge),
+    "order": one_of(ORDERS),
+    "target": one_of(TARGETS),
+    "ridge": one_of(RIDGES),
+    "stages": one_of((1, 2)),
     "samples_per_task": integer(1),
     "batch_size": integer(1),
     "seed": integer(0),

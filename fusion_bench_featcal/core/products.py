@@ -76,31 +76,33 @@ def columns_of(rows: Tensor) -> Tensor:
     return rows.T.contiguous() if multiplies_rows_by_onednn(rows) else rows.T
 
 
-def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """`into += left right'`.
+def add_product(into: Tensor, left: Tensor, right: Tensor, weight: float = 1) -> None:
+    """`into += weight left right'`.
 
     Args:
         into: `[m, d]`.
         left: `[m, n]`, from `columns_of`.
         right: `[d, n]`, from `columns_of`.
+        weight: A factor.
     """
     if multiplies_rows_by_onednn(into):
-        into.add_(multiply_transposed(left, right))
+        into.add_(multiply_transposed(left, right), alpha=weight)
     elif left.dtype != into.dtype:
-        into.add_(torch.mm(left, right.T, out_dtype=into.dtype))
+        into.add_(torch.mm(left, right.T, out_dtype=into.dtype), alpha=weight)
     else:
-        into.addmm_(left, right.T)
+        into.addmm_(left, right.T, alpha=weight)
 
 
-def add_lower_gram(into: Tensor, columns: Tensor) -> None:
-    """`into += columns columns'` in the lower triangle.
+def add_lower_gram(into: Tensor, columns: Tensor, weight: float = 1) -> None:
+    """`into += weight columns columns'` in the lower triangle.
 
     Args:
         into: `[d, d]`; strips reach over the diagonal, what is above them is left as it is.
         columns: `[d, n]`, from `columns_of`.
+        weight: A factor.
     """
     for start, stop in _strips(len(into)):
-        add_product(into[start:stop, :stop], columns[start:stop], columns[:stop])
+        add_product(into[start:stop, :stop], columns[start:stop], columns[:stop], weight)
 
 
 def _strips(width: int) -> list[tuple[int, int]]:

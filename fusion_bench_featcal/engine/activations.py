@@ -7,7 +7,7 @@ result.
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -96,8 +96,8 @@ class Store:
 class WaitingBatch(Batch):
     """A batch whose features wait in a store between blocks.
 
-    To set one of `cal`, `exp` and `exp_hidden` is to put it away, to read it to fetch it, and to
-    begin fetching the following batch's.
+    To set one of `cal`, `exp`, `exp_hidden` and the `marks` is to put it away, to read it to fetch
+    it, and to begin fetching the following batch's.
     """
 
     def __init__(self, store: Store, *args: Any) -> None:
@@ -130,18 +130,44 @@ class WaitingBatch(Batch):
     exp_hidden = property(
         lambda self: self._fetch("exp_hidden"), lambda self, value: self._put("exp_hidden", value)
     )
+    marks = property(lambda self: _WaitingMarks(self), lambda self, value: self.marks.update(value))
+
+
+class _WaitingMarks(MutableMapping[int, Any]):
+    """The marks of a waiting batch, each of which waits by itself."""
+
+    def __init__(self, batch: WaitingBatch) -> None:
+        self._batch = batch
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch._fetch(f"mark {index}")
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self._batch._put(f"mark {index}", value)
+
+    def __delitem__(self, index: int) -> None:
+        del self._batch._slots[f"mark {index}"]
+
+    def __iter__(self) -> Iterator[int]:
+        names = list(self._batch._slots)
+        return (int(name.removeprefix("mark ")) for name in names if name.startswith("mark "))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class Activations:
     """Chooses where a batch's features wait; a context that leaves no file behind."""
 
-    def __init__(self, *rooms: tuple[Store | None, float]) -> None:
+    def __init__(self, *rooms: tuple[Store | None, float], further: int = 1) -> None:
         """Prepare.
 
         Args:
             *rooms: Stores with the bytes that each takes, in order of preference; the last takes
                 all that no other does. None in place of a store: features stay where they are.
+            further: Number of features of the size of an expert's that will wait besides.
         """
+        self._further = further
         self._rooms = [store for store, _ in rooms]
         self._left = [float(size) for _, size in rooms]
         self._used: set[int] = {0}
@@ -189,9 +215,9 @@ class Activations:
     def _placed(self, batch: Batch) -> Batch:
         """Book a place for a batch, and put its features there."""
         waiting = batch.cal, batch.exp, batch.exp_hidden
-        size = tensor_bytes(waiting)
-        if batch.exp_hidden is None:  # it will wait besides, and is of the size of what goes in
-            size += tensor_bytes(getattr(batch.exp, "hidden", None))
+        size = tensor_bytes((waiting, dict(batch.marks)))
+        if batch.exp_hidden is None:  # what will wait besides is of the size of what goes in
+            size += self._further * tensor_bytes(getattr(batch.exp, "hidden", None))
         number = next((n for n, left in enumerate(self._left) if size <= left), -1)
         number %= len(self._rooms)
         store = self._rooms[number]
@@ -199,7 +225,9 @@ class Activations:
         if store is not None:
             placed = WaitingBatch(store, batch.inputs, batch.samples, batch.index)
             placed.cal, placed.exp, placed.exp_hidden = waiting
+            placed.marks = batch.marks
             placed.valid, placed.other = batch.valid, batch.other
+            placed.start, placed.folds = batch.start, batch.folds
             if self._last is not None and self._last.store is store:
                 self._last.following = placed
             self._last = placed
@@ -223,6 +251,7 @@ def open_activations(
     device: torch.device,
     reserve: Callable[[], float] = lambda: 0,
     processes: int = 1,
+    further: int = 1,
 ) -> Activations:
     """The places that `method.activations` names.
 
@@ -232,6 +261,7 @@ def open_activations(
         reserve: Bytes that a block's visit needs beside the samples' features; asked for under
             `auto` only.
         processes: How many may share the host's memory.
+        further: As `Activations` takes it.
 
     Returns:
         The places, as a context; to enter it makes the folder for files, if they come first.
@@ -247,10 +277,11 @@ def open_activations(
     memory = free_bytes(torch.device("cpu"))
     host = UNLIMITED if memory is None else memory / processes
     if device.type == "cpu":
-        return Activations((None, host - reserve()), files)
+        return Activations((None, host - reserve()), files, further=further)
     own = free_bytes(device)
     own = UNLIMITED if own is None else own - reserve()
-    return Activations((None, own), (Store(HostPlace(device)), host * HOST_SHARE), files)
+    rooms = (None, own), (Store(HostPlace(device)), host * HOST_SHARE), files
+    return Activations(*rooms, further=further)
 
 
 HOST_SHARE = 0.7

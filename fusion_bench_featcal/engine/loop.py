@@ -14,7 +14,7 @@ from fusion_bench_featcal.engine.activations import UNLIMITED, Activations
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.log import Reporter
 from fusion_bench_featcal.engine.problem import Problem
-from fusion_bench_featcal.engine.rules import Rule
+from fusion_bench_featcal.engine.rules import Rule, Streams, Turn
 from fusion_bench_featcal.engine.samples import (
     Batch,
     check_finite_inputs,
@@ -23,14 +23,11 @@ from fusion_bench_featcal.engine.samples import (
     to_device,
 )
 from fusion_bench_featcal.engine.team import Alone, Solvable, Team
-from fusion_bench_featcal.engine.visits import Stopwatch, Visit, accounts_of, task_record
+from fusion_bench_featcal.engine.visits import Visit, accounts_of, task_record
 from fusion_bench_featcal.experts.reading import Reads, stage_place
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.checkpoints.store import Checkpoints
-
-Streams = Mapping[str, list[Batch]]
-"""Each task's batches on their way through the blocks."""
 
 
 class BlockLoop:
@@ -66,7 +63,7 @@ class BlockLoop:
         self._team, self._kept = team or Alone(), kept or NoCheckpoints()
         self._activations = activations or Activations((None, UNLIMITED))
         reads.experts, reads.visits = problem.experts, self._visits()
-        if problem.base is not None and problem.settings.anchor_rho != 1:
+        if problem.base is not None and problem.settings.needs_base:
             reads.base = problem.base
             reads.base_visits = {
                 block: [name for site in modules.sites for name in site.names]
@@ -79,7 +76,8 @@ class BlockLoop:
         for index, stage in enumerate(self._problem.stages):
             runs = self._rule.runs_experts
             visits[stage_place(index)] = self._problem.tensors_before(index) if runs else []
-            visits |= {block: self._rule.tensors(block) for block in stage}
+            for block in stage:
+                visits |= self._rule.visits(block)
         return visits
 
     def run(self, samples: Mapping[str, Iterable[Batch]]) -> None:
@@ -94,8 +92,8 @@ class BlockLoop:
             streams = self._pass_by(samples) if is_over else self._begin_stage(index, samples)
             self._kept.start()
             for block in stage:
-                self._reads.enter(block)
                 if self._kept.has(block):
+                    self._reads.enter(block)
                     self._restore(block, {} if is_over else streams)
                 else:
                     self._change(block, streams)
@@ -104,34 +102,42 @@ class BlockLoop:
         self._kept.finish(self._reporter.log)
 
     def _change(self, block: str, streams: Streams) -> None:
-        """Collect from every task, solve, load, advance: one turn of Algorithm 1's loop."""
+        """In each turn collect from every task, solve and load; advance (Algorithm 1's loop)."""
         start = time.perf_counter()
-        sums = self._rule.block_sums(block)
-        visits: dict[str, Visit] = {}
-        for task, batches in streams.items():
-            visits[task] = self._collect(block, task, batches, sums)
-        self._reporter.at(f"{block} · solve")
-        with exact_products():
-            updates, records = self._team.solve(sums, self._problem.model)
-        load_updates(self._problem.model, block, updates)
+        changed: dict[str, None] = {}
+        records: list[dict[str, Any]] = []
+        visits = {task: Visit(self._problem.device) for task in streams}
+        for turn in self._rule.turns(block, streams):
+            self._reads.enter(turn.place)
+            sums = self._rule.block_sums(turn)
+            for task, batches in streams.items():
+                self._collect(turn, task, batches, visits[task], sums)
+            self._reporter.at(f"{block} · solve")
+            with exact_products():
+                updates, solved = self._team.solve(sums, self._problem.model)
+            load_updates(self._problem.model, block, updates)
+            changed |= dict.fromkeys(updates)
+            records += solved
         for task, batches in streams.items():
             self._reporter.at(f"{block} · {task} (update)")
             self._advance(block, batches, visits[task])
+            self._reporter.progress.update()
         self._log(block, visits, records, time.perf_counter() - start)
-        self._kept.keep(block, self._problem.model, list(updates), self._reporter.log)
+        self._kept.keep(block, self._problem.model, list(changed), self._reporter.log)
 
-    def _collect(self, block: str, task: str, batches: list[Batch], into: Solvable) -> Visit:
-        """Sum one task's module inputs over its batches and fold them into the block's sums."""
+    def _collect(
+        self, turn: Turn, task: str, batches: list[Batch], visit: Visit, into: Solvable
+    ) -> None:
+        """Sum one task's module inputs over its batches and fold them into the turn's sums."""
         problem, rule = self._problem, self._rule
-        self._reporter.at(f"{block} · {task}")
-        self._reads.expect_after(block, task)
-        visit = Visit(Stopwatch(problem.device))
-        with rule.opened(task, self._reads.visits[block]) as expert:
-            sums = rule.task_sums(task, block, expert)
+        self._reporter.at(f"{turn.block} · {task}")
+        self._reads.expect_after(turn.place, task)
+        with visit.watched(), rule.opened(task, turn.tensors) as expert:
+            sums = rule.task_sums(task, turn, expert)
             for number, batch in enumerate(batches):
-                cal, exp = rule.record(block, expert, batch)
+                cal, exp = rule.record(turn, expert, batch)
                 visit.count(batch, batch.cal.hidden if cal.hidden is None else cal.hidden)
-                if cal.hidden is not None:
+                if rule.shows_drift_before and cal.hidden is not None:
                     visit.add_drift("before", cal.hidden, batch)
                 with summing_in(problem.settings.sums_precision, problem.device):
                     sums.add(problem.model, cal, exp, batch.valid, batch.other)
@@ -139,10 +145,7 @@ class BlockLoop:
             with exact_products():
                 if self._team.combine(sums, problem.device):
                     into.add(sums, expert)
-        visit.watch.stop()
-        visit.expert_bytes = self._reads.read(task, block)
-        self._reporter.progress.update()
-        return visit
+        visit.expert_bytes[turn.place] = self._reads.read(task, turn.place)
 
     def _advance(self, block: str, batches: list[Batch], visit: Visit | None = None) -> None:
         """Run the changed block, whose outputs the next block receives; log the drift left."""
@@ -150,7 +153,7 @@ class BlockLoop:
             return
         last = block == self._problem.stages[-1][-1]
         for number, batch in enumerate(batches):
-            if last and (visit is None or not visit.drift):
+            if last and (visit is None or batch.exp_hidden is None):
                 break
             hidden, batch.cal = self._problem.step(self._problem.model, block, batch.cal)
             if visit is not None:
@@ -198,7 +201,7 @@ class BlockLoop:
                 exp = problem.begin(expert, index, inputs, ends[1])
         kept = batch.inputs if len(problem.stages) > 1 else None
         begun = self._activations.batch(kept, batch.samples, batch.index, cal, exp)
-        begun.valid, begun.other = rows
+        begun.valid, begun.other, begun.start = *rows, batch.start
         return begun
 
     def _is_over(self, index: int) -> bool:

@@ -1,6 +1,6 @@
-"""Inputs of every calibrated module of a block, noted by hooks while the block runs."""
+"""Inputs and outputs of a block's modules, noted by hooks while the block runs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +13,22 @@ from fusion_bench_featcal.settings import CalibrationError
 InputKey = tuple[int, int]
 """Identity of an input: the tensor and its version (in-place writes raise the version)."""
 
+Outputs = Mapping[str, Callable[[Tensor], Any]]
+"""By module: what is to be kept of its outputs, which a block may overwrite."""
+
+NO_OUTPUTS: Outputs = {}
+
 
 @dataclass
 class Recording:
-    """Inputs of one pass through a block, which are not copied.
+    """Inputs of one pass through a block, which are not copied, and what is kept of outputs.
 
     Attributes:
-        stop_after: Number of calls after which the pass ends; None: it runs to its end.
+        stop_after: Number of notes after which the pass ends; None: it runs to its end.
         inputs: Each distinct input once, by identity.
         calls: For each module, the identities of its inputs, one a call.
-        count: Number of calls.
+        outputs: For each module whose outputs were asked for, what is kept of them, one a call.
+        count: Number of notes: of inputs and of outputs.
         output: What the block returned: its hidden features, and the inputs of the next block; None
             if the pass ended before.
     """
@@ -30,18 +36,27 @@ class Recording:
     stop_after: int | None = None
     inputs: dict[InputKey, Tensor] = field(default_factory=dict)
     calls: dict[str, list[InputKey]] = field(default_factory=dict)
+    outputs: dict[str, list[Any]] = field(default_factory=dict)
     count: int = 0
     output: tuple[Any, Any] | None = None
     _originals: dict[InputKey, Tensor] = field(default_factory=dict)
 
     def add(self, module: str, value: Tensor) -> None:
-        """Note one call of a module; ends the pass if it was the last that is asked for."""
+        """Note an input of a module; ends the pass if it was the last that is asked for."""
         key = (id(value), 0 if value.is_inference() else value._version)
         self._originals[key] = value  # a freed tensor's identity can return
         if key not in self.inputs:
             # An inference tensor has no version to tell by that it was overwritten.
             self.inputs[key] = value.clone() if value.is_inference() else value
         self.calls.setdefault(module, []).append(key)
+        self._count()
+
+    def add_output(self, module: str, kept: Any) -> None:
+        """Note an output of a module; ends the pass if it was the last that is asked for."""
+        self.outputs.setdefault(module, []).append(kept)
+        self._count()
+
+    def _count(self) -> None:
         self.count += 1
         if self.count == self.stop_after:
             raise stop_forward()
@@ -84,7 +99,7 @@ class Recorder:
 
     def __init__(self) -> None:
         """Start knowing no block."""
-        self._calls: dict[tuple[str, ...], int] = {}
+        self._calls: dict[tuple[tuple[str, ...], ...], int] = {}
 
     def record(
         self,
@@ -93,6 +108,7 @@ class Recorder:
         run: Callable[[], Any],
         *,
         needs_output: bool = True,
+        outputs: Outputs = NO_OUTPUTS,
     ) -> Recording:
         """Run a block and note what the named modules receive.
 
@@ -102,6 +118,7 @@ class Recorder:
             run: Runs the block.
             needs_output: Whether the block has to run to its end. False is for blocks that call
                 the same modules equally often in every pass.
+            outputs: Modules of which outputs are noted, too.
 
         Returns:
             The recording.
@@ -109,12 +126,12 @@ class Recorder:
         Raises:
             CalibrationError: If the block overwrites an input of a module.
         """
-        names = tuple(modules)
-        recording = Recording(None if needs_output else self._calls.get(names))
-        with _hooks(model, names, recording), stoppable():
+        key = tuple(modules), tuple(outputs)
+        recording = Recording(None if needs_output else self._calls.get(key))
+        with _hooks(model, modules, outputs, recording), stoppable():
             recording.output = run()
         recording.refuse_overwritten()
-        self._calls[names] = recording.count
+        self._calls[key] = recording.count
         return recording
 
 
@@ -123,8 +140,13 @@ def _version(value: Tensor) -> int:
 
 
 @contextmanager
-def _hooks(model: nn.Module, modules: Sequence[str], recording: Recording) -> Iterator[None]:
-    """Context in which the named modules' inputs are recorded."""
+def _hooks(
+    model: nn.Module, modules: Sequence[str], outputs: Outputs, recording: Recording
+) -> Iterator[None]:
+    """Context in which the named modules' inputs and outputs are recorded."""
+
+    def leave(name: str) -> Any:
+        return lambda _, __, output: recording.add_output(name, outputs[name](output))
 
     def hook(name: str) -> Any:
         def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -136,6 +158,7 @@ def _hooks(model: nn.Module, modules: Sequence[str], recording: Recording) -> It
         model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True)
         for name in modules
     ]
+    handles += [model.get_submodule(name).register_forward_hook(leave(name)) for name in outputs]
     try:
         yield
     finally:

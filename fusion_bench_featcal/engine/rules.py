@@ -1,7 +1,8 @@
 """Rules: whose features a block's sums are made of, and what the sums become."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +15,24 @@ from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.engine.team import Solvable
 
+Streams = Mapping[str, list[Batch]]
+"""Each task's batches on their way through the blocks."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Modules of a block that are solved from one look at the samples.
+
+    Attributes:
+        block: The block.
+        place: Name of the place at which the expert's tensors are read.
+        tensors: Names of these tensors.
+    """
+
+    block: str
+    place: str
+    tensors: Sequence[str]
+
 
 class Rule(Protocol):
     """One method of changing blocks in forward order, applied to one problem.
@@ -21,42 +40,46 @@ class Rule(Protocol):
     Attributes:
         runs_model: Whether the model's blocks run, each on what the changed ones before it gave.
         runs_experts: Whether each expert's blocks run on the expert's own features.
+        shows_drift_before: Whether the drift of the merged block is logged, which runs it whole.
     """
 
     runs_model: bool
     runs_experts: bool
+    shows_drift_before: bool
 
-    def tensors(self, block: str) -> list[str]:
-        """Names of the expert's tensors that a visit to a block needs."""
+    def visits(self, block: str) -> dict[str, list[str]]:
+        """Names of the expert's tensors that a block needs, by the place of their reading."""
+        ...
+
+    def turns(self, block: str, streams: Streams) -> Iterable[Any]:
+        """The turns in which a block changes; the samples are at the block when it is asked for."""
         ...
 
     def opened(self, task: str, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
-        """Context with a model that holds some of the expert's tensors, as `tensors` named them."""
+        """Context with a model that holds some of the expert's tensors, as `visits` named them."""
         ...
 
-    def task_sums(self, task: str, block: str, expert: nn.Module) -> TaskSums:
-        """Sums of one task over one block, empty."""
+    def task_sums(self, task: str, turn: Any, expert: nn.Module) -> Any:
+        """Sums of one task in a turn, empty."""
         ...
 
-    def record(
-        self, block: str, expert: nn.Module, batch: Batch
-    ) -> tuple[Recording, Recording | None]:
-        """Run a batch through a block; the inputs to sum, and the expert's where they are used."""
+    def record(self, turn: Any, expert: nn.Module, batch: Batch) -> tuple[Recording, Any]:
+        """Run a batch through a block; the inputs to sum, and what is summed of the expert's."""
         ...
 
     def follow(self, block: str, expert: nn.Module, batch: Batch) -> Recording:
         """Run a batch through the expert's block alone."""
         ...
 
-    def block_sums(self, block: str) -> Solvable:
-        """Sums of one block over tasks, empty."""
+    def block_sums(self, turn: Any) -> Solvable:
+        """Sums of a turn over tasks, empty."""
         ...
 
 
 class FeatCalRule:
     """FeatCal: the model's features on their way to the experts' (Eqs. 10 to 17)."""
 
-    runs_model = True
+    runs_model = shows_drift_before = True
 
     def __init__(self, problem: Problem) -> None:
         """Apply to a problem."""
@@ -68,23 +91,28 @@ class FeatCalRule:
         closing = problem.stages[-1:] if problem.family.hands_on else problem.stages
         self._closing = {stage[-1] for stage in closing}
 
-    def tensors(self, block: str) -> list[str]:
-        """All of the block where experts run, else those of the calibrated modules."""
+    def visits(self, block: str) -> dict[str, list[str]]:
+        """All of the block where experts run, else what the calibrated modules hold."""
         problem = self._problem
-        return problem.tensors_of(block) if self.runs_experts else problem.calibrated_in(block)
+        runs = self.runs_experts
+        return {block: problem.tensors_of(block) if runs else problem.calibrated_in(block)}
+
+    def turns(self, block: str, streams: Streams) -> Iterable[Turn]:
+        """One, with all modules."""
+        return [Turn(block, block, self.visits(block)[block])]
 
     def opened(self, task: str, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """The expert with what the visit needs."""
         return self._problem.experts[task].loaded(names)
 
-    def task_sums(self, task: str, block: str, expert: nn.Module) -> TaskSums:
+    def task_sums(self, task: str, turn: Turn, expert: nn.Module) -> TaskSums:
         """Sums in the precision that lambda asks for."""
         problem, settings = self._problem, self._problem.settings
         return TaskSums(
-            block,
+            turn.block,
             task,
-            problem.modules[block].sites,
-            demo_weights=settings.token_weights == "demo_last_block" and block == self._last,
+            problem.modules[turn.block].sites,
+            demo_weights=settings.token_weights == "demo_last_block" and turn.block == self._last,
             mix_alpha=settings.mix_alpha,
             expert=expert,
             dtype=problem.row_dtype,
@@ -92,13 +120,13 @@ class FeatCalRule:
         )
 
     def record(
-        self, block: str, expert: nn.Module, batch: Batch
+        self, turn: Turn, expert: nn.Module, batch: Batch
     ) -> tuple[Recording, Recording | None]:
         """Run both sides, each on its own features."""
-        cal = self._run(self._problem.model, block, batch.cal, to_end=False)
+        cal = self._run(self._problem.model, turn.block, batch.cal, to_end=False)
         if not self.runs_experts:
             return cal, None
-        exp = self.follow(block, expert, batch)
+        exp = self.follow(turn.block, expert, batch)
         if self._problem.settings.log_drift:
             batch.exp_hidden = exp.hidden
         return cal, exp
@@ -121,6 +149,6 @@ class FeatCalRule:
             needs_output=to_end or not may_stop,
         )
 
-    def block_sums(self, block: str) -> BlockSums:
+    def block_sums(self, turn: Turn) -> BlockSums:
         """FeatCal's running sums."""
-        return BlockSums(self._problem, block)
+        return BlockSums(self._problem, turn.block)

@@ -1,7 +1,7 @@
 """Calibration samples on their way through the blocks."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,9 @@ class Batch:
         valid: The positions that count; None: all do.
         other: The same for modules that receive other rows, by the end of their names.
         booked: The place where its features wait, as `Activations` numbers them, and their bytes.
+        start: Number of the task's samples before it.
+        marks: Features of the expert that turns of the block in hand need, by the turn's modules.
+        folds: Rows of each fold, by the identity of the mask of those that count.
     """
 
     inputs: Any
@@ -43,6 +46,9 @@ class Batch:
     valid: CountedRows | None = None
     other: Mapping[str, CountedRows | None] = field(default_factory=dict)
     booked: tuple[int, float] = (0, 0)
+    start: int = 0
+    marks: MutableMapping[int, Any] = field(default_factory=dict)
+    folds: dict[int, Any] = field(default_factory=dict)
 
 
 def find_rows(
@@ -106,7 +112,7 @@ def check_inputs(
         CalibrationError: If a task lacks its expert or its data, or has one batch in place of
             several.
     """
-    if base is None and settings.anchor_rho != 1:
+    if base is None and settings.needs_base:
         raise ValueError(
             f"method.anchor_rho = {settings.anchor_rho} needs the base model "
             "(modelpool.models._pretrained_); without one set method.anchor_rho to 1"
@@ -157,7 +163,7 @@ def take_samples(
             inputs, size = _first(inputs, size, wanted - taken), wanted - taken
         check_token_ids(inputs, model, partial(_place, task, batches, taken))
         taken += size
-        yield Batch(inputs, size, index)
+        yield Batch(inputs, size, index, start=taken - size)
         if taken == wanted:
             return
     if taken == 0:

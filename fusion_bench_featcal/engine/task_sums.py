@@ -87,7 +87,7 @@ class TaskSums:
                     f"{len(expert_inputs)} in the expert's. Exclude it: "
                     f"method.modules=['!{site.name}']"
                 )
-            mask = _counted_in(site, valid, other)
+            mask = counted_in(site, valid, other)
             if site.kind == "norm":
                 self._add_norm(model, site, cal, mask)
             else:
@@ -97,7 +97,7 @@ class TaskSums:
             sums = self._sums_of(members, cal)
             inputs = cal.of(members[0].name)
             expert_inputs = [None] * len(inputs) if exp is None else exp.of(members[0].name)
-            mask = _counted_in(members[0], valid, other)
+            mask = counted_in(members[0], valid, other)
             for x_cal, x_exp in zip(inputs, expert_inputs, strict=True):
                 weights = self._row_weights(members[0], x_cal, mask)
                 expert_rows = None if x_exp is None else rows_of(x_exp, mask)
@@ -218,8 +218,8 @@ class TaskSums:
         )
 
 
-def _counted_in(
+def counted_in(
     site: Site, valid: CountedRows | None, other: Mapping[str, CountedRows | None]
 ) -> CountedRows | None:
-    """Mask of a module's rows that count."""
+    """The rows of a module's input that count; None: all."""
     return next((mask for end, mask in other.items() if matches(site.name, end)), valid)

@@ -85,9 +85,9 @@ class Shares:
 
 
 class Solvable(Protocol):
-    """Sums of one block over tasks."""
+    """Sums of a turn over tasks."""
 
-    def add(self, sums: TaskSums, expert: nn.Module) -> None:
+    def add(self, sums: Any, expert: nn.Module) -> None:
         """Fold one task in, given its expert with the block's parameters."""
         ...
 
@@ -103,9 +103,17 @@ class Alone:
         """The batches of a task that this process works on: all."""
         return batches
 
-    def combine(self, sums: TaskSums, device: torch.device) -> bool:
+    def combine(self, sums: Any, device: torch.device) -> bool:
         """Add up a task's sums over its processes; return whether this one folds them."""
         return True
+
+    def add_up(self, tensors: Iterable[Tensor]) -> bool:
+        """Add up tensors over all processes in one; return whether it is this one."""
+        return True
+
+    def spread(self, updates: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+        """Give every process the new parameters that one of them has found."""
+        return updates
 
     def solve(self, sums: Solvable, model: nn.Module) -> Solved:
         """Solve a block."""
@@ -140,7 +148,7 @@ class Team:
         self.gather = processes.gather
         self.collected = shares.collected
 
-    def combine(self, sums: TaskSums, device: torch.device) -> bool:
+    def combine(self, sums: Any, device: torch.device) -> bool:
         """Add up the sums of a task that several processes share, in the one that leads it.
 
         Its weight needs the whole gram, so this comes before it is folded into the block's sums.
@@ -155,8 +163,8 @@ class Team:
         Raises:
             CalibrationError: If the processes summed up different things.
         """
-        if not self._shares.divided:
-            return True
+        if not self._shares.divided or not isinstance(sums, TaskSums):
+            return True  # other sums are added up over all tasks and processes at once
         members = self._shares.members(sums.task)
         # A process without batches of the task has no sums, and adds zeros.
         tensors = sums.tensors()
@@ -187,7 +195,8 @@ class Team:
         Raises:
             CalibrationError: As `BlockSums.solve`.
         """
-        assert isinstance(sums, BlockSums)  # what no other method's sums can do is to be added up
+        if not isinstance(sums, BlockSums):
+            return sums.solve()
         gathered = self._processes.gather(sums.tallies() if self._shares.leads else {})
         tallies = {t: gathered[self._shares.members(t)[0]][t] for t in self._shares.tasks}
         groups = list(next(iter(tallies.values())))
@@ -223,6 +232,17 @@ class Team:
                 sums.norm[name].tasks = len(tallies)
             else:
                 del sums.norm[name]
+
+    def add_up(self, tensors: Iterable[Tensor]) -> bool:
+        """Add up tensors, of the same shapes in all processes, in the first one."""
+        self.gather(None)  # what may fail comes before: all must be there to add up
+        for tensor in tensors:
+            self._processes.reduce(tensor, 0, range(self._processes.size))
+        return self._processes.rank == 0
+
+    def spread(self, updates: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+        """Spread what one process has found; the others give nothing."""
+        return self._spread(updates, self.gather(list(updates)), model)
 
     def _reduced(self, tensors: Sequence[Tensor], owner: int) -> bool:
         """Add up tensors in one process; return whether it is this one."""

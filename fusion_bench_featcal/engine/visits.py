@@ -1,7 +1,8 @@
 """Visits of a task's samples to a block: how long they took, and how far features drift."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,22 +59,33 @@ class Visit:
     """One process's work on its batches of a task at one block.
 
     Attributes:
-        watch: Runs while the block's inputs are summed.
+        device: Device of the work.
+        watches: One for each turn, which runs while inputs are summed.
         samples: Number of samples.
         rows: Number of positions that count.
-        expert_bytes: Bytes of the expert that were read.
+        expert_bytes: Bytes of the expert that were read, by place.
         drift: Sums of `sum_drift`, `[3]`, on the device, `before` and `after` the update; empty
             where the drift is not logged.
     """
 
-    watch: Stopwatch
+    device: torch.device
+    watches: list[Stopwatch] = field(default_factory=list)
     samples: int = 0
     rows: int = 0
-    expert_bytes: int = 0
+    expert_bytes: dict[str, int] = field(default_factory=dict)
     drift: dict[str, Tensor] = field(default_factory=dict)
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context of a turn."""
+        self.watches.append(Stopwatch(self.device))
+        yield
+        self.watches[-1].stop()
+
     def count(self, batch: Batch, hidden: Tensor) -> None:
-        """Count a batch, given features of its positions, `[..., positions, d]`."""
+        """Count a batch in the first turn, given features of its positions, `[..., d]`."""
+        if len(self.watches) > 1:
+            return
         self.samples += batch.samples
         self.rows += hidden.shape[:-1].numel() if batch.valid is None else batch.valid.count
 
@@ -103,8 +115,8 @@ def accounts_of(visits: Mapping[str, Visit]) -> dict[str, Account]:
         task: Account(
             visit.samples,
             visit.rows,
-            visit.watch.seconds,
-            visit.expert_bytes,
+            sum(watch.seconds for watch in visit.watches),
+            sum(visit.expert_bytes.values()),
             {when: [next(numbers) for _ in sums] for when, sums in visit.drift.items()},
         )
         for task, visit in visits.items()

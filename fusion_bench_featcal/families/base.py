@@ -105,6 +105,18 @@ class Family:
         """
         return {}
 
+    def closing_rows(self, model: nn.Module, hidden: Tensor) -> Tensor | None:
+        """Mask of the rows of the last block's output that the model goes on to read.
+
+        Args:
+            model: The model.
+            hidden: That output, `[batch, positions, d]`.
+
+        Returns:
+            1 for rows that are read, 0 for others, `[batch, positions]`; None: all are.
+        """
+        return None
+
 
 class _Stopped(Exception):
     """Ends a forward pass that was only needed up to a block; never leaves this package."""

@@ -1,8 +1,9 @@
 """CLIP's vision tower as transformers builds it; fits other `encoder.layers` towers too."""
 
 import re
+from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal.families.base import ChainFamily
 from fusion_bench_featcal.settings import CalibrationError
@@ -32,5 +33,18 @@ def clip_stages(model: nn.Module) -> list[list[str]]:
     return [blocks]
 
 
-CLIP = ChainFamily(name="clip", find_stages=clip_stages, same_calls=True)
+@dataclass(frozen=True)
+class ClipFamily(ChainFamily):
+    """A chain of blocks; models with a class token read nothing else behind the last one."""
+
+    def closing_rows(self, model: nn.Module, hidden: Tensor) -> Tensor | None:
+        """The class token, where the model has one."""
+        if not any(name.endswith("class_embedding") for name, _ in model.named_parameters()):
+            return None
+        mask = hidden.new_zeros(hidden.shape[:-1])
+        mask[:, 0] = 1
+        return mask
+
+
+CLIP = ClipFamily(name="clip", find_stages=clip_stages, same_calls=True)
 """Every position of every image counts: there is no padding."""

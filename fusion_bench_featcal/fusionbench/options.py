@@ -101,7 +101,8 @@ def checked_choices(
     references = compare_with if compare_with is not None else suite.get("compare_with", [MERGED])
     if isinstance(references, str) or not set(references) <= set(REFERENCES):
         raise ValueError(f"method.compare_with must be of {list(REFERENCES)}, got {references!r}")
-    checked = _checked_presets(settings, wanted, f"{place}.presets")
+    start = settings if presets is not None else settings.with_paper_update()
+    checked = _checked_presets(start, wanted, f"{place}.presets")
     if presets is None:
         checked = _without_own(settings, checked)
     rows = [FEATCAL, *(f"{FEATCAL}:{name}" for name in checked), MERGED]
@@ -120,7 +121,7 @@ def _without_own(
     folder = settings.checkpoint_dir
     others = {n: p for n, p in presets.items() if p.replace(checkpoint_dir=folder) != settings}
     default = FeatCalSettings()
-    names = ("ridge_lambda", "mix_alpha", "anchor_rho")
+    names = ("ridge_lambda", "mix_alpha", "anchor_rho", "order", "target", "ridge")
     is_default = all(getattr(settings, name) == getattr(default, name) for name in names)
     for name in presets.keys() - others.keys():
         log.info("the pool's preset %s is this run's own settings: the row is featcal", name)

@@ -18,6 +18,7 @@ from fusion_bench_featcal.engine.loop import BlockLoop
 from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
 from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.engine.recording import Recorder, Recording
+from fusion_bench_featcal.engine.rules import Streams, Turn
 from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
 from fusion_bench_featcal.engine.setup import set_up
 from fusion_bench_featcal.engine.task_sums import TaskSums
@@ -153,6 +154,8 @@ def _load_means(model: nn.Module, experts: Mapping[str, ExpertModel]) -> None:
 class LeastSquaresRule:
     """Sums the inputs of each expert's block, from which its outputs are reproduced best."""
 
+    shows_drift_before = False
+
     def __init__(self, problem: Problem, method: LeastSquares, base: nn.Module) -> None:
         """Apply a method to a problem.
 
@@ -166,11 +169,15 @@ class LeastSquaresRule:
         self.runs_model = method.stream == "merged"
         self.runs_experts = not self.runs_model
 
-    def tensors(self, block: str) -> list[str]:
+    def visits(self, block: str) -> dict[str, list[str]]:
         """All that the block needs, or, behind merged blocks, its own."""
         if self.runs_experts:
-            return self._problem.tensors_of(block)
-        return names_under(self._problem.model.state_dict(), [block])
+            return {block: self._problem.tensors_of(block)}
+        return {block: names_under(self._problem.model.state_dict(), [block])}
+
+    def turns(self, block: str, streams: Streams) -> Iterable[Turn]:
+        """One, with all modules."""
+        return [Turn(block, block, self.visits(block)[block])]
 
     def opened(self, task: str, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """The expert, or the merged model with the expert's block."""
@@ -179,15 +186,16 @@ class LeastSquaresRule:
             return expert.loaded(names)
         return _grafted(self._problem.model, expert, names)
 
-    def task_sums(self, task: str, block: str, expert: nn.Module) -> TaskSums:
+    def task_sums(self, task: str, turn: Turn, expert: nn.Module) -> TaskSums:
         """Sums of the expert's inputs."""
-        return TaskSums(block, task, self._problem.modules[block].sites, demo_weights=False)
+        sites = self._problem.modules[turn.block].sites
+        return TaskSums(turn.block, task, sites, demo_weights=False)
 
     def record(
-        self, block: str, expert: nn.Module, batch: Batch
+        self, turn: Turn, expert: nn.Module, batch: Batch
     ) -> tuple[Recording, Recording | None]:
         """Run the expert's block alone: its inputs are what is summed."""
-        return self.follow(block, expert, batch), None
+        return self.follow(turn.block, expert, batch), None
 
     def follow(self, block: str, expert: nn.Module, batch: Batch) -> Recording:
         """Run the expert's block on the features that the method names."""
@@ -200,9 +208,9 @@ class LeastSquaresRule:
             batch.exp = recording.following
         return recording
 
-    def block_sums(self, block: str) -> "LeastSquaresSums":
+    def block_sums(self, turn: Turn) -> "LeastSquaresSums":
         """Sums over the experts."""
-        return LeastSquaresSums(self._problem, self._method, self._base, block)
+        return LeastSquaresSums(self._problem, self._method, self._base, turn.block)
 
 
 class LeastSquaresSums:

@@ -25,7 +25,7 @@ def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[s
             cannot be kept.
         ValueError: If the family does not know the models.
     """
-    if settings.anchor_rho != 1:
+    if settings.needs_base:
         inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
     check_pool_settings(inputs.models, settings)
     check_read_budget(inputs.models, settings)

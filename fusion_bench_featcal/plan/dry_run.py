@@ -1,8 +1,9 @@
 """A calibration of one batch without weights: the engine's own steps on the meta device."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -10,12 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fusion_bench_featcal.core.kfold import GRID
 from fusion_bench_featcal.engine.activations import tensor_bytes
 from fusion_bench_featcal.engine.block import Names
+from fusion_bench_featcal.engine.group_sums import FOLDS
 from fusion_bench_featcal.engine.modules import find_all_modules
+from fusion_bench_featcal.engine.plus_rule import PlusRule, TurnRows, rule_of
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.rules import FeatCalRule
 from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.engine.task_sums import TaskSums
+from fusion_bench_featcal.engine.team import Alone
 from fusion_bench_featcal.experts.reading import stage_place
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan.metering import metered
@@ -31,6 +37,8 @@ class Group:
     outputs: tuple[int, ...]  # features of each module's output
     summed: int  # bytes of one task's sums
     has_cross: bool  # whether there is a cross moment among them
+    turn: int | None = None  # in which its sums are kept; None: one task's sums, then the block's
+    factors: int = 1  # number of factorisations of its system
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class Place:
     calibrated: int = 0  # number of calibrated values
     parameters: int = 0  # size of the block's parameters
     groups: tuple[Group, ...] = ()
+    later: Mapping[str, Sequence[str]] = field(default_factory=dict)  # tensors that are read again
 
 
 @dataclass(frozen=True)
@@ -96,23 +105,26 @@ def dry_run(model: nn.Module, inputs: Any, settings: FeatCalSettings, tasks: int
         modules=find_all_modules(model, stages, settings),
         autocast=nullcontext,
     )
-    rule = FeatCalRule(problem)
-    batch = Batch(inputs if len(stages) > 1 else None, 1)
+    rule = rule_of(problem, Alone())
+    if isinstance(rule, PlusRule):
+        rule.adopt({"": defaultdict(lambda: 1.0)})
+    first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    batch = Batch(inputs if len(stages) > 1 else None, len(first))
     places = tuple(_stage(problem, rule, index, inputs, batch) for index in range(len(stages)))
     tensors = model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    names = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return DryRun(
         family=family.name,
-        samples=len(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))),
+        samples=batch.samples,
         stages=places,
-        tied={name: first[id(tensor)] for name, tensor in tensors.items()},
-        sizes={name: tensors[name].nbytes for name in first.values()},
+        tied={name: names[id(tensor)] for name, tensor in tensors.items()},
+        sizes={name: tensors[name].nbytes for name in names.values()},
         dtype=next(model.parameters()).dtype,
     )
 
 
 def _stage(
-    problem: Problem, rule: FeatCalRule, index: int, inputs: Any, batch: Batch
+    problem: Problem, rule: FeatCalRule | PlusRule, index: int, inputs: Any, batch: Batch
 ) -> tuple[Place, ...]:
     """Take a batch through a stage; blocks that do the same are run once."""
     ends = (batch.cal, batch.exp) if problem.family.hands_on else (None, None)
@@ -127,7 +139,8 @@ def _stage(
         kind = _kind(problem, block)
         if kind not in known:
             known[kind] = _block(problem, rule, block, batch)
-        place = replace(known[kind], name=block, needed=rule.tensors(block))
+        visits = rule.visits(block)
+        place = replace(known[kind], name=block, needed=visits.pop(block), later=visits)
         if block == problem.stages[-1][-1] and not problem.settings.log_drift:
             place = replace(place, flops={**place.flops, "update": 0})  # nothing follows it
         places.append(place)
@@ -144,29 +157,24 @@ def _kind(problem: Problem, block: str) -> Any:
     return shapes, sites
 
 
-def _block(problem: Problem, rule: FeatCalRule, block: str, batch: Batch) -> Place:
+def _block(problem: Problem, rule: FeatCalRule | PlusRule, block: str, batch: Batch) -> Place:
     """Take a batch through a block as `BlockLoop` does, and on to the next one."""
     model, modules = problem.model, problem.modules[block]
-    get, sums = model.get_parameter, rule.task_sums("", block, model)
-    with metered("passes") as meter:
-        cal, exp = rule.record(block, model, batch)
-        peak, carried = meter.peak, _carried(batch)
-        meter.step = "moments"
-        sums.add(model, cal, exp, None)
+    get, groups, peak, carried = model.get_parameter, list[Group](), 0, 0
+    with metered("search") as meter:
+        for number, turn in enumerate(rule.turns(block, {"": [batch]})):
+            rule.block_sums(turn)
+            sums = rule.task_sums("", turn, model)
+            meter.step = "passes"
+            cal, exp = rule.record(turn, model, batch)
+            peak, carried = peak or meter.peak, carried or _carried(batch)
+            meter.step = "moments"
+            sums.add(model, cal, exp, None)
+            groups += _groups(problem, turn.block, number, sums)
+            meter.step = "search"
         meter.step = "update"
         _, batch.cal = problem.step(model, block, batch.cal)
     batch.exp_hidden = None
-    sites = {site.name: site for site in modules.sites}
-    groups = [
-        Group(
-            names,
-            width=len(linear.gram),
-            outputs=tuple(len(sites[n].oriented(get(sites[n].weight_name))) for n in names),
-            summed=sum(tensor.nbytes for tensor in linear.tensors()),
-            has_cross=linear.cross is not None,
-        )
-        for names, linear in sums.linear.items()
-    ]
     return Place(
         name=block,
         needed=(),
@@ -179,8 +187,32 @@ def _block(problem: Problem, rule: FeatCalRule, block: str, batch: Batch) -> Pla
     )
 
 
+def _groups(problem: Problem, block: str, turn: int, sums: Any) -> Iterator[Group]:
+    """The groups of modules of which there are sums of one task."""
+    get = problem.model.get_parameter
+    sites = {site.name: site for site in problem.modules[block].sites}
+
+    def outputs(names: Names) -> tuple[int, ...]:
+        return tuple(len(sites[n].oriented(get(sites[n].weight_name))) for n in names)
+
+    if isinstance(sums, TaskSums):
+        for names, linear in sums.linear.items():
+            summed = sum(tensor.nbytes for tensor in linear.tensors())
+            has_cross = linear.cross is not None
+            yield Group(names, len(linear.gram), outputs(names), summed, has_cross)
+    elif isinstance(sums, TurnRows):
+        for rows in sums.by_group.values():
+            rows.flush()
+            into = rows.sums
+            names = tuple(site.name for site in into.group.sites)
+            summed = sum(tensor.nbytes for tensor in into.tensors())
+            factors = len(GRID) * FOLDS + problem.settings.stages if into.kfold else 1
+            width = into.weight.shape[1]
+            yield Group(names, width, outputs(names), summed, rows.has_cross, turn, factors)
+
+
 def _carried(batch: Batch) -> int:
-    return tensor_bytes((batch.inputs, batch.cal, batch.exp, batch.exp_hidden))
+    return tensor_bytes((batch.inputs, batch.cal, batch.exp, batch.exp_hidden, dict(batch.marks)))
 
 
 def example_inputs(model: nn.Module, samples: int, length: int, target_length: int) -> Any:

@@ -22,6 +22,8 @@ from fusion_bench_featcal.plan.probe import Rate, measured_rate
 from fusion_bench_featcal.settings import FeatCalSettings, budget_in_bytes
 
 CPU = torch.device("cpu")
+SYSTEMS = 5
+"""Matrices of a module's width, in float64, beside its sums while lambdas are chosen."""
 HOLES, SCRATCH = 1.15, 20 * 2**20
 """Share of memory that allocators hold beside what is in use, and bytes of libraries' buffers."""
 
@@ -214,7 +216,12 @@ def _visit(
     """Bytes of a place where it is fullest: while a task is summed, or at the solve."""
     fold = max(fold_dtype(settings, tasks, CPU).itemsize, run.dtype.itemsize)
     folded = summed = transient = system = 0
+    turns = Counter[int]()
     for group in place.groups:
+        if group.turn is not None:  # beside its sums: copies of second moments, or a fold's systems
+            square = group.width**2
+            turns[group.turn] += group.summed + max(2 * fold, SYSTEMS * 8) * square
+            continue
         square, largest = group.width**2, max(group.outputs) * group.width
         summed += group.summed
         folded += fold * ((1 + group.has_cross) * square + sum(group.outputs) * group.width)
@@ -224,7 +231,7 @@ def _visit(
     beside = max(0, summed + max(0, transient - place.peak), system - place.peak)
     return {
         "batch": place.peak,
-        "statistics": folded + beside,
+        "statistics": max([folded + beside, *turns.values()]),
         "block": (tasks if fused else 1) * read + fold * place.calibrated + place.parameters // 2,
     }
 
@@ -234,7 +241,10 @@ def _bytes_read(run: DryRun, request: Request) -> int:
     own = run.dtype.itemsize
     sizes = {name: n * (request.itemsize or own) // own for name, n in run.sizes.items()}
     blocks = [block.name for block in run.blocks]
-    visits = {place.name: list(place.needed) for place in run.places}
+    visits: dict[str, list[str]] = {}
+    for place in run.places:
+        visits[place.name] = list(place.needed)
+        visits |= {name: list(tensors) for name, tensors in place.later.items()}
     if request.fused:  # the merge needs every tensor
         for place, names in merged_at(request.model, blocks).items():
             visits[place] += names
@@ -296,5 +306,5 @@ def _fold_flops(group: Group) -> int:
 
 def _solve_flops(groups: Sequence[Group], processes: int) -> float:
     """FLOPs of the factors, and of solving and checking each module, in the busiest process."""
-    each = [group.width**3 / 3 + 2 * _fold_flops(group) for group in groups]
+    each = [group.factors * group.width**3 / 3 + 2 * _fold_flops(group) for group in groups]
     return max(sum(each) / processes, max(each, default=0))

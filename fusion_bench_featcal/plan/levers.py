@@ -56,7 +56,7 @@ def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, Request, bool]
         yield "fuse_merge=false", replace(request, fused=False), True
     if settings.log_drift:
         yield "log_drift=false", changed(log_drift=False), True
-    if settings.mix_alpha > 0:
+    if settings.is_paper and settings.mix_alpha > 0:
         yield "mix_alpha=0 log_drift=false", changed(mix_alpha=0.0, log_drift=False), False
     if settings.max_length is not None and (half := request.length // 2) > 1:
         shorter = replace(request, length=half, settings=settings.replace(max_length=half))

@@ -1,0 +1,317 @@
+"""Sums over the rows of all tasks for modules that are solved together, and their solve."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.core.cholesky import UnsolvedError, solve_dtype
+from fusion_bench_featcal.core.finite import not_finite
+from fusion_bench_featcal.core.kfold import (
+    Change,
+    InputSums,
+    Means,
+    TargetSums,
+    choose_lambdas,
+    probes_of,
+    solve_fixed,
+    solve_stages,
+)
+from fusion_bench_featcal.core.moments import outputs_are_few
+from fusion_bench_featcal.core.products import (
+    add_lower_gram,
+    add_product,
+    columns_of,
+    mirror_lower,
+    times_transposed,
+)
+from fusion_bench_featcal.engine.checks import DeferredCheck
+from fusion_bench_featcal.engine.fold_rows import FoldRows
+from fusion_bench_featcal.engine.module_groups import Group
+from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.settings import CalibrationError
+
+FOLDS = 4
+"""Number of folds that samples are dealt out to."""
+
+ROWS_AT_ONCE = 1024
+"""Rows of a fold wait until there are so many: products of few rows are slow."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a batch shows of a group of modules.
+
+    Attributes:
+        inputs: The modules' inputs in the calibrated model, one a call.
+        drifts: Where the modules write to the hidden features: how far these, behind the module,
+            are from the expert's; else how far the inputs are from the expert's; one a call.
+        rows: The rows that count, by fold.
+    """
+
+    inputs: list[Tensor]
+    drifts: list[Tensor]
+    rows: FoldRows
+
+
+def stacked(module: nn.Module, group: Group) -> tuple[Tensor, Tensor]:
+    """Weights of a group's modules, `[m, d]`, and biases, `[m]` (0 where there are none)."""
+    get = module.get_parameter
+    weights = [site.oriented(get(site.weight_name)).detach() for site in group.sites]
+    biases = [
+        get(site.bias_name).detach() if site.has_bias else weight.new_zeros(len(weight))
+        for site, weight in zip(group.sites, weights, strict=True)
+    ]
+    return torch.cat(weights), torch.cat(biases)
+
+
+class GroupSums:
+    """Sums of one group over the rows of all tasks, and its solve.
+
+    Second moments and, for held-out errors, sketches of the targets are kept by fold; the targets'
+    own moments once. Every task's rows go straight into these sums, already weighted: memory does
+    not depend on the number of tasks.
+
+    Attributes:
+        group: The modules.
+        checks: Checks that must pass before the sums are used.
+    """
+
+    def __init__(self, problem: Problem, block: str, group: Group) -> None:
+        """Start with no rows.
+
+        Args:
+            problem: The problem, whose model has the modules as they are before their change.
+            block: The block.
+            group: The modules.
+        """
+        self.group, self._problem, self._block = group, problem, block
+        self.weight, self.bias = stacked(problem.model, group)
+        dtype = torch.promote_types(self.weight.dtype, problem.row_dtype)
+        self.weight, self.bias = self.weight.to(dtype), self.bias.to(dtype)
+        outputs, width = self.weight.shape
+        self.kfold = problem.settings.ridge == "kfold"
+        folds, zeros = FOLDS if self.kfold else 1, self.weight.new_zeros
+        self.probes = probes_of(outputs, self.weight)
+        sketched = outputs if self.probes is None else len(self.probes)
+        sketched *= 2 * self.kfold  # own targets, then further ones; none where nothing is held out
+        self.inputs = InputSums(
+            gram=zeros(folds, width, width), x=zeros(folds, width), weight=zeros(folds)
+        )
+        self.sketches = TargetSums(moment=zeros(folds, sketched, width), u=zeros(folds, sketched))
+        self.own = TargetSums(moment=zeros(outputs, width), u=zeros(outputs))
+        # Relative to the own targets, or, where the modules write, the full targets.
+        self.further = TargetSums(moment=zeros(outputs, width), u=zeros(outputs))
+        self.checks: list[DeferredCheck] = []
+
+    def tensors(self) -> list[Tensor]:
+        """The sums, to which those of other rows may be added in place."""
+        parts = [self.inputs, self.sketches, self.own, self.further]
+        return [tensor for part in parts for tensor in vars(part).values()]
+
+    def project(self, outputs: Tensor) -> Tensor:
+        """Combinations of outputs, `[m, ...]`, of which held-out errors are taken."""
+        return outputs if self.probes is None else self.probes @ outputs
+
+    def refuse_not_finite(self, task: str) -> None:
+        """Note, without looking yet, whether a task has brought NaN or infinity."""
+        place = f"task {task}, block {self._block}, module {self.group.first}"
+        error = CalibrationError(
+            f"{place}: inputs are NaN or infinite, or their sums overflow, while weights and "
+            "samples are finite: a forward pass overflows. Compute in a wider precision "
+            "(fabric.precision=32-true, or wider modelpool.models), or check "
+            f"modelpool.models.{task} and modelpool.train_datasets.{task} for extreme values"
+        )
+        total = self.inputs.gram.sum() + self.further.moment.sum()
+        self.checks.append(DeferredCheck(not_finite(total), error))
+
+    def solve(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """New parameters by name, and a log record for each module.
+
+        Raises:
+            CalibrationError: If a system has no trustworthy solution.
+        """
+        wide = solve_dtype(self.weight.device)
+        for gram in self.inputs.gram:
+            mirror_lower(gram)
+        total = InputSums(
+            gram=self.inputs.gram.sum(0, dtype=wide),
+            x=self.inputs.x.sum(0, dtype=wide),
+            weight=self.inputs.weight.sum(dtype=wide),
+        )
+        try:
+            change, noted = self._changed(total)
+        except UnsolvedError as error:
+            raise CalibrationError(
+                f"block {self._block}, module {self.group.first}: {error}. Raise "
+                f"method.samples_per_task (now {self._problem.settings.samples_per_task})"
+                + ("" if self.kfold else " or method.ridge_lambda")
+            ) from error
+        record = {"block": self._block, "residual": change.residual, "condition": change.condition}
+        updates = self._updates(change)
+        return updates, [{"module": site.name, **record, **noted} for site in self.group.sites]
+
+    def _changed(self, total: InputSums) -> tuple[Change, dict[str, Any]]:
+        settings, biased = self._problem.settings, self.group.biased
+        wide, means = total.gram.dtype, Means(total, biased=biased)
+        own = TargetSums(moment=self.own.moment.to(wide), u=self.own.u.to(wide))
+        full = TargetSums(moment=self.further.moment.to(wide), u=self.further.u.to(wide))
+        if not self.group.writes:
+            full = TargetSums(moment=full.moment + own.moment, u=full.u + own.u)
+        if self.kfold:
+            targets = self._sketched_targets()
+            choice = choose_lambdas(
+                self.inputs, total, targets, biased=biased, stages=settings.stages
+            )
+            change = solve_stages(means, own, full, choice.lambdas)
+            return change, {"lambdas": list(choice.lambdas), "writes": self.group.writes}
+        target = TargetSums(
+            moment=own.moment.lerp(full.moment, settings.mix_alpha),
+            u=own.u.lerp(full.u, settings.mix_alpha),
+        )
+        ridge = settings.ridge_lambda / len(self._problem.tasks)
+        ridge = ridge * torch.linalg.matrix_norm(means.gram) + settings.eps
+        return solve_fixed(means, target, ridge, self._anchor(wide)), {"writes": self.group.writes}
+
+    def _sketched_targets(self) -> dict[str, TargetSums]:
+        moments, us = self.sketches.moment.chunk(2, dim=1), self.sketches.u.chunk(2, dim=1)
+        own, full = (TargetSums(moment=m, u=u) for m, u in zip(moments, us, strict=True))
+        if not self.group.writes:
+            full = TargetSums(moment=own.moment + full.moment, u=own.u + full.u)
+        return {"own": own, "full": full}
+
+    def _anchor(self, dtype: torch.dtype) -> Tensor | None:
+        """The anchor less what the modules are."""
+        base, rho = self._problem.base, self._problem.settings.anchor_rho
+        if base is None or rho == 1:
+            return None
+        starts = [site.oriented(base.tensor(site.weight_name)) for site in self.group.sites]
+        return (self.weight.to(dtype) - torch.cat(starts).to(dtype)) * (rho - 1)
+
+    def _updates(self, change: Change) -> dict[str, Tensor]:
+        """New parameters by name; what does not change keeps its bits."""
+        get, wide = self._problem.model.get_parameter, change.step.dtype
+        updates: dict[str, Tensor] = {}
+        sizes = [len(site.oriented(get(site.weight_name))) for site in self.group.sites]
+        steps, shifts = change.step.split(sizes), change.shift.split(sizes)
+        for site, step, shift in zip(self.group.sites, steps, shifts, strict=True):
+            weight = site.oriented(get(site.weight_name)).to(wide) + step
+            updates[site.weight_name] = site.oriented(weight)
+            if self.group.biased:
+                updates[site.bias_name] = get(site.bias_name).to(wide) + shift
+        return updates
+
+
+class TaskRows:
+    """Adds one task's rows to the sums of a group.
+
+    Attributes:
+        sums: The sums.
+    """
+
+    def __init__(self, sums: GroupSums, task: str, expert: nn.Module, weight: float) -> None:
+        """Begin a task.
+
+        Args:
+            sums: The sums.
+            task: The task.
+            expert: Its expert, with the group's parameters.
+            weight: The task's weight.
+        """
+        self.sums, self._task, self._weight = sums, task, weight
+        like, inputs = sums.weight, sums.inputs
+        expert_weight, expert_bias = (part.to(like.dtype) for part in stacked(expert, sums.group))
+        self._step, self._shift = expert_weight - like, expert_bias - sums.bias
+        # The drift of inputs reaches outputs through the expert's weight, that of outputs is there.
+        self._reach = None if sums.group.writes else expert_weight
+        self._before = inputs.gram.sum(0), inputs.x.clone(), inputs.weight.clone()
+        outputs, width = like.shape
+        self._drift = like.new_zeros(len(inputs.x), outputs if sums.group.writes else width)
+        self._cross: Tensor | None = None
+        if not sums.group.writes and not outputs_are_few(outputs, width):
+            self._cross = like.new_zeros(width, width)
+        self._waiting: list[list[tuple[Tensor, Tensor, Tensor | None]]] = [[] for _ in inputs.x]
+
+    def add(self, features: Features) -> None:
+        """Add a batch's rows."""
+        for fold, waiting in enumerate(self._waiting):
+            weights = features.rows.weights(fold)
+            for x, drift in zip(features.inputs, features.drifts, strict=True):
+                own = features.rows.select(x, fold)
+                if len(own):
+                    waiting.append((own, features.rows.select(drift, fold), weights))
+            if sum(len(own) for own, _, _ in waiting) >= ROWS_AT_ONCE:
+                self._absorb(fold)
+
+    def _absorb(self, fold: int) -> None:
+        """Add the rows of one fold that wait."""
+        if not self._waiting[fold]:
+            return
+        sums, inputs, weight = self.sums, self.sums.inputs, self._weight
+        dtype = sums.weight.dtype
+        x, drift, weights = (
+            None if parts[0] is None else torch.cat(parts).to(dtype)
+            for parts in zip(*self._waiting[fold], strict=True)
+        )
+        self._waiting[fold].clear()
+        assert x is not None and drift is not None
+        inputs.weight[fold] += weight * (len(x) if weights is None else weights.sum())
+        for total, rows in ((inputs.x[fold], x), (self._drift[fold], drift)):
+            total.add_(rows.sum(0) if weights is None else weights @ rows, alpha=weight)
+        if weights is not None:  # roots on both sides: a gram stays one, however it is rounded
+            roots = weights.sqrt()[:, None]
+            x, drift = x * roots, drift * roots
+        columns = columns_of(x)
+        add_lower_gram(inputs.gram[fold], columns, weight)
+        if sums.kfold:
+            add_product(sums.sketches.moment[fold], self._sketched(x, drift), columns, weight)
+        if self._cross is not None:
+            add_product(self._cross, columns_of(drift), columns, weight)
+            return
+        if self._reach is not None:
+            drift = times_transposed(drift, self._reach)
+        add_product(sums.further.moment, columns_of(drift), columns, weight)
+
+    def _sketched(self, x: Tensor, drift: Tensor) -> Tensor:
+        """Columns of the two targets' sketches, but for what does not depend on the rows."""
+        project = self.sums.project
+        own = times_transposed(x, project(self._step))
+        if self._reach is not None:
+            reached = times_transposed(drift, project(self._reach))
+        else:
+            reached = (
+                drift if self.sums.probes is None else times_transposed(drift, self.sums.probes)
+            )
+        return columns_of(torch.cat([own, reached], 1))
+
+    @property
+    def has_cross(self) -> bool:
+        """Return whether products of inputs and their drift are kept until the task's end."""
+        return self._cross is not None
+
+    def flush(self) -> None:
+        """Add the rows that wait."""
+        for fold in range(len(self._waiting)):
+            self._absorb(fold)
+
+    def close(self) -> None:
+        """End the task: what its weights would give follows from its second moments."""
+        self.flush()
+        sums, inputs = self.sums, self.sums.inputs
+        gram, x, weight = self._before
+        gram = mirror_lower(inputs.gram.sum(0).sub_(gram))
+        x, weight = inputs.x - x, inputs.weight - weight
+        sums.own.moment.add_(times_transposed(self._step, gram)).addr_(self._shift, x.sum(0))
+        sums.own.u.add_(self._step @ x.sum(0) + self._shift * weight.sum())
+        drift = self._drift if self._reach is None else self._drift @ self._reach.T
+        sums.further.u.add_(drift.sum(0))
+        if self._cross is not None and self._reach is not None:
+            sums.further.moment.addmm_(self._reach, self._cross)
+        if sums.kfold:
+            own = x @ self._step.T + weight[:, None] * self._shift
+            both = torch.cat([sums.project(own.T), sums.project(drift.T)])
+            sums.sketches.u.add_(both.T)
+            shift = sums.project(self._shift)
+            sums.sketches.moment[:, : len(shift)] += shift[:, None] * x[:, None]
+        sums.refuse_not_finite(self._task)

@@ -1,0 +1,147 @@
+"""Linear modules of a block that are solved together, in the order in which they run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.engine.modules import Site
+from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.engine.recording import Recorder
+from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.engine.stream_writers import find_writers
+from fusion_bench_featcal.engine.task_sums import counted_in
+from fusion_bench_featcal.settings import CalibrationError
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear modules that receive the same input, or one that writes to the hidden features.
+
+    Attributes:
+        sites: The modules.
+        biased: Whether their biases are calibrated.
+        writes: Whether its output is added to the block's hidden features.
+        behind: Modules of earlier groups whose outputs are added before.
+        closing: Whether only those rows count that the model reads behind its last block.
+    """
+
+    sites: tuple[Site, ...]
+    biased: bool
+    writes: bool = False
+    behind: tuple[str, ...] = ()
+    closing: bool = False
+
+    @property
+    def first(self) -> str:
+        """Name of the first module."""
+        return self.sites[0].name
+
+
+def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
+    """Find the groups of a block's linear modules by running a batch through it.
+
+    Args:
+        problem: The problem.
+        block: The block.
+        batch: A batch of any task.
+
+    Returns:
+        The groups in the order in which the block calls them.
+
+    Raises:
+        CalibrationError: If a module does not run.
+    """
+    model, settings = problem.model, problem.settings
+    sites = {site.name: site for site in problem.modules[block].sites}
+
+    def run() -> Any:
+        return problem.step(model, block, batch.cal)
+
+    recording = Recorder().record(model, list(sites), run)
+    for name in sites:
+        if name not in recording.calls:
+            raise CalibrationError(
+                f"block {block}: module {name} does not run. Exclude it: method.modules=['!{name}']"
+            )
+    residual = settings.target == "residual"
+    writers = find_writers(model, block, list(sites), run) if residual else set[str]()
+    writers = {name for name in writers if len(recording.calls[name]) == 1}
+    closing = find_closing(problem, block, batch, list(sites))
+    grouped: dict[Any, list[Site]] = {}
+    for name, keys in recording.calls.items():
+        site = sites[name]
+        biased = site.has_bias and settings.calibrate_bias
+        mask = id(counted_in(site, batch.valid, batch.other))
+        own = name if name in writers else None
+        key = tuple(keys), biased, mask, name in closing, own
+        grouped.setdefault(key, []).append(site)
+    groups: list[Group] = []
+    behind: tuple[str, ...] = ()
+    for (_, biased, _, ends, writer), members in grouped.items():
+        writes = writer is not None
+        groups.append(Group(tuple(members), biased, writes, behind if writes else (), ends))
+        behind += (writer,) if writes else ()
+    return groups
+
+
+def find_closing(problem: Problem, block: str, batch: Batch, modules: Sequence[str]) -> set[str]:
+    """Find the modules of the last block of which only the rows count that the model reads on.
+
+    A row that no output of the block is read through does not count. The block's own gradients
+    tell which rows these are, for each module.
+
+    Args:
+        problem: The problem.
+        block: The block; for any but the last one nothing is found.
+        batch: A batch of any task.
+        modules: Names of the block's linear modules.
+    """
+    if block != problem.stages[-1][-1]:
+        return set()
+    hidden, _ = problem.step(problem.model, block, batch.cal)
+    if hidden.is_meta:  # in a plan, where no value can be looked at
+        return set()
+    mask = problem.family.closing_rows(problem.model, hidden)
+    if mask is None:
+        return set()
+    gradients = _gradients(problem, block, batch, modules, mask)
+    return {
+        name
+        for name, gradient in gradients.items()
+        if gradient.shape[:-1] == mask.shape and not bool(gradient[mask == 0].any())
+    }
+
+
+def _gradients(
+    problem: Problem, block: str, batch: Batch, modules: Sequence[str], mask: Tensor
+) -> dict[str, Tensor]:
+    """Gradients at the modules' outputs of a random combination of the rows that are read."""
+    model, outputs = problem.model, dict[str, Tensor]()
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        hidden = args[0].detach().requires_grad_()
+        return (hidden, *args[1:]), kwargs
+
+    def leave(name: str) -> Callable[..., None]:
+        def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+            outputs[name] = output
+
+        return keep
+
+    handles = [model.get_submodule(block).register_forward_pre_hook(enter, with_kwargs=True)]
+    handles += [model.get_submodule(n).register_forward_hook(leave(n)) for n in modules]
+    try:
+        with torch.enable_grad():
+            hidden, _ = problem.step(model, block, batch.cal)
+            generator = torch.Generator().manual_seed(0)
+            probe = torch.randn(hidden.shape, generator=generator).to(hidden) * mask[..., None]
+            found = torch.autograd.grad(
+                hidden, list(outputs.values()), probe, allow_unused=True, materialize_grads=True
+            )
+    finally:
+        for handle in handles:
+            handle.remove()
+    return dict(zip(outputs, found, strict=True))

@@ -1,0 +1,329 @@
+"""FeatCal+: modules are solved one after another, each towards what the features still lack."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.finite import read_back
+from fusion_bench_featcal.engine.block import DEAD_TASK_RATIO
+from fusion_bench_featcal.engine.checks import run_checks
+from fusion_bench_featcal.engine.fold_rows import FoldRows
+from fusion_bench_featcal.engine.group_sums import FOLDS, Features, GroupSums, TaskRows
+from fusion_bench_featcal.engine.module_groups import Group, find_groups
+from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.engine.recording import Recorder, Recording
+from fusion_bench_featcal.engine.rows import CountedRows, rows_of
+from fusion_bench_featcal.engine.rules import FeatCalRule, Streams, Turn
+from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.engine.task_sums import counted_in
+from fusion_bench_featcal.engine.team import Alone, Solved, Team
+from fusion_bench_featcal.settings import CalibrationError
+
+Squares = dict[int, list[Tensor]]
+"""By group: the sum of squares of the modules' outputs, and how much their rows weigh."""
+
+
+@dataclass(frozen=True)
+class ExpertTurn(Turn):
+    """A block's first turn: experts run once, and what later turns need of them is marked."""
+
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class GroupTurn(Turn):
+    """A turn in which modules are solved.
+
+    Attributes:
+        groups: Groups of modules by their number in the block.
+    """
+
+    groups: Mapping[int, Group]
+
+
+class PlusRule:
+    """Residual targets, modules in their order and lambdas by held-out error, or some of these."""
+
+    runs_model = runs_experts = True
+    shows_drift_before = False  # no turn runs the whole block as it was merged
+
+    def __init__(self, problem: Problem, team: Alone | Team) -> None:
+        """Apply to a problem.
+
+        Args:
+            problem: The problem.
+            team: The processes that share the work.
+        """
+        self._problem, self._team, self._recorder = problem, team, Recorder()
+        self._weights: Mapping[str, Mapping[int, float]] = {}
+
+    def visits(self, block: str) -> dict[str, list[str]]:
+        """All of the block, and then the calibrated modules once more."""
+        problem = self._problem
+        weights = problem.calibrated_in(block)
+        return {block: problem.tensors_of(block), _weights_of(block): weights}
+
+    def opened(self, task: str, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
+        """The expert with what the visit needs."""
+        return self._problem.experts[task].loaded(names)
+
+    def turns(self, block: str, streams: Streams) -> Iterator[Turn]:
+        """The experts' turn, and one for each group of modules or one for all of them."""
+        problem = self._problem
+        first = next((batches[0] for batches in streams.values() if batches), None)
+        # Those of the first process, so that all have the same: it always has samples.
+        found = None if first is None else find_groups(problem, block, first)
+        groups = tuple(self._team.gather(found)[0] or ())
+        yield ExpertTurn(block, block, problem.tensors_of(block), groups)
+        numbered = dict(enumerate(groups))
+        alone = problem.settings.order == "module"
+        for part in [{n: g} for n, g in numbered.items()] if alone else [numbered]:
+            names = [name for group in part.values() for site in group.sites for name in site.names]
+            yield GroupTurn(block, _weights_of(block), names, part)
+
+    def block_sums(self, turn: ExpertTurn | GroupTurn) -> "TaskSquares | TurnSums":
+        """Sums of a turn, empty."""
+        if isinstance(turn, ExpertTurn):
+            return TaskSquares(turn, self._team, self.adopt)
+        self._sums = TurnSums(self._problem, turn, self._team)
+        return self._sums
+
+    def adopt(self, weights: Mapping[str, Mapping[int, float]]) -> None:
+        """Take over each task's weight, by group, for the turns to come."""
+        self._weights = weights
+
+    def task_sums(self, task: str, turn: ExpertTurn | GroupTurn, expert: nn.Module) -> Any:
+        """Sums of one task in a turn."""
+        if isinstance(turn, ExpertTurn):
+            return OneTaskSquares(task)
+        weights = self._weights[task]
+        rows = {
+            number: TaskRows(sums, task, expert, weights[number])
+            for number, sums in self._sums.by_group.items()
+        }
+        return TurnRows(rows)
+
+    def record(
+        self, turn: ExpertTurn | GroupTurn, expert: nn.Module, batch: Batch
+    ) -> tuple[Recording, Any]:
+        """Run the expert, or the model with the modules as they are by now."""
+        if isinstance(turn, ExpertTurn):
+            return self._watch(turn, expert, batch)
+        return self._look(turn, batch)
+
+    def follow(self, block: str, expert: nn.Module, batch: Batch) -> Recording:
+        """Run a batch through the expert's block alone, with hooks as in its turn."""
+        names = [site.name for site in self._problem.modules[block].sites]
+        return self._run_expert(block, expert, batch, dict.fromkeys(names, bool))
+
+    def _run_expert(self, block: str, expert: nn.Module, batch: Batch, outputs: Any) -> Recording:
+        run = partial(self._problem.step, expert, block, batch.exp)
+        recording = self._recorder.record(expert, [block, *outputs], run, outputs=outputs)
+        batch.exp = recording.following
+        return recording
+
+    def _watch(
+        self, turn: ExpertTurn, expert: nn.Module, batch: Batch
+    ) -> tuple[Recording, Squares]:
+        """Run the expert's block; mark what later turns need, and sum squares of outputs."""
+        outputs: dict[str, Any] = {}
+        masks = [self._counted(turn.block, group, batch) for group in turn.groups]
+        for group, mask in zip(turn.groups, masks, strict=True):
+            for site in group.sites:
+                outputs[site.name] = Tensor.clone if group.writes else partial(_square, mask=mask)
+        exp = self._run_expert(turn.block, expert, batch, outputs)
+        squares: Squares = {}
+        for number, (group, mask) in enumerate(zip(turn.groups, masks, strict=True)):
+            calls = [exp.calls.get(site.name, []) for site in group.sites]
+            if any(other != calls[0] for other in calls):
+                raise self._unlike(turn.block, group)
+            given = [o for site in group.sites for o in exp.outputs.get(site.name, ())]
+            batch.marks[number] = _behind(turn.block, group, exp) or exp.of(group.first)
+            values = [_square(o, mask) for o in given] if group.writes else given
+            weight = sum(_weight_of(x, mask) for x in exp.of(group.first))
+            squares[number] = [sum(values, start=torch.zeros(())), torch.as_tensor(weight)]
+        if self._problem.settings.log_drift:
+            batch.exp_hidden = exp.hidden
+        return exp, squares
+
+    def _look(self, turn: GroupTurn, batch: Batch) -> tuple[Recording, dict[int, Features]]:
+        """Run the model's block as far as the turn's modules."""
+        problem, groups = self._problem, turn.groups
+        names = [group.first for group in groups.values()]
+        writers = [name for g in groups.values() if g.writes for name in (*g.behind, g.first)]
+        cal = self._recorder.record(
+            problem.model,
+            [turn.block, *names] if writers else names,
+            partial(problem.step, problem.model, turn.block, batch.cal),
+            needs_output=not problem.family.same_calls,
+            outputs=dict.fromkeys(writers, Tensor.clone),
+        )
+        folds = FOLDS if problem.settings.ridge == "kfold" else 1
+        features: dict[int, Features] = {}
+        for number, group in groups.items():
+            mark, inputs = batch.marks[number], cal.of(group.first)
+            del batch.marks[number]
+            seen = _behind(turn.block, group, cal) or inputs
+            if [x.shape for x in mark] != [x.shape for x in seen]:
+                raise self._unlike(turn.block, group)
+            drifts = [exp - own for exp, own in zip(mark, seen, strict=True)]
+            rows = FoldRows.of(batch, self._counted(turn.block, group, batch), folds)
+            features[number] = Features(inputs, drifts, rows)
+        return cal, features
+
+    def _counted(self, block: str, group: Group, batch: Batch) -> CountedRows | None:
+        """Rows of a group's inputs that count."""
+        counted = counted_in(group.sites[0], batch.valid, batch.other)
+        if not group.closing:
+            return counted
+        if block not in batch.other:  # no module is named like the block
+            hidden = batch.cal.hidden
+            mask = self._problem.family.closing_rows(self._problem.model, hidden)
+            batch.other = {**batch.other, block: CountedRows.of_mask(mask)}
+        return batch.other[block]
+
+    def _unlike(self, block: str, group: Group) -> CalibrationError:
+        return CalibrationError(
+            f"block {block}: module {group.first} is not called alike for all samples and models, "
+            f"which method.order=block with method.target=module and method.ridge=fixed may "
+            f"support. Or exclude it: method.modules=['!{group.first}']"
+        )
+
+
+def rule_of(problem: Problem, team: Alone | Team) -> FeatCalRule | PlusRule:
+    """The rule that the settings ask for."""
+    return FeatCalRule(problem) if problem.settings.is_paper else PlusRule(problem, team)
+
+
+def _weights_of(block: str) -> str:
+    """Name of the place at which a block's calibrated modules are read."""
+    return f"{block} · weights"
+
+
+def _behind(block: str, group: Group, recording: Recording) -> list[Tensor]:
+    """The hidden features behind a module that writes to them; empty for other groups."""
+    if not group.writes:
+        return []
+    hidden = recording.of(block)[0]
+    for name in (*group.behind, group.first):
+        hidden = hidden + recording.outputs[name][0]
+    return [hidden]
+
+
+def _square(output: Tensor, mask: CountedRows | None) -> Tensor:
+    """Sum of squares over the rows that count, weighted."""
+    squares = torch.linalg.vector_norm(rows_of(output, mask), dim=1).square()
+    weighted = squares if mask is None or mask.weights is None else squares * mask.weights
+    return weighted.sum(dtype=solve_dtype(output.device))
+
+
+def _weight_of(x: Tensor, mask: CountedRows | None) -> Tensor | float:
+    """Sum of the weights of the rows that count."""
+    if mask is None:
+        return x.numel() // x.shape[-1]
+    return mask.count if mask.weights is None else mask.weights.sum()
+
+
+@dataclass
+class OneTaskSquares:
+    """Squares of one task's outputs."""
+
+    task: str
+    sums: Squares = field(default_factory=dict)
+
+    def add(self, model: nn.Module, cal: Recording, exp: Squares, *rows: Any) -> None:
+        """Add a batch's."""
+        for number, new in exp.items():
+            old = self.sums.get(number, [torch.zeros_like(part) for part in new])
+            self.sums[number] = [a + b for a, b in zip(old, new, strict=True)]
+
+
+class TaskSquares:
+    """Squares of every task's outputs, from which the tasks' weights follow."""
+
+    def __init__(self, turn: ExpertTurn, team: Alone | Team, adopt: Any) -> None:
+        self._turn, self._team, self._adopt = turn, team, adopt
+        self._sums: dict[str, dict[int, list[float]]] = {}
+
+    def add(self, sums: OneTaskSquares, expert: nn.Module) -> None:
+        """Add one task's."""
+        values = read_back([part for pair in sums.sums.values() for part in pair])
+        pairs = [values[i : i + 2] for i in range(0, len(values), 2)]
+        self._sums[sums.task] = dict(zip(sums.sums, pairs, strict=True))
+
+    def solve(self) -> Solved:
+        """Weigh the tasks; no parameter changes."""
+        total: dict[str, dict[int, list[float]]] = {}
+        for part in self._team.gather(self._sums):
+            for task, groups in part.items():
+                for number, new in groups.items():
+                    old = total.setdefault(task, {}).get(number, [0.0, 0.0])
+                    total[task][number] = [a + b for a, b in zip(old, new, strict=True)]
+        for number, group in enumerate(self._turn.groups):
+            self._refuse_dead_tasks(group, {task: groups[number] for task, groups in total.items()})
+        self._adopt(
+            {
+                task: {n: 1 / (square or weight) for n, (square, weight) in groups.items()}
+                for task, groups in total.items()
+            }
+        )
+        return {}, []
+
+    def _refuse_dead_tasks(self, group: Group, squares: Mapping[str, Sequence[float]]) -> None:
+        means = {task: square / weight for task, (square, weight) in squares.items()}
+        median = statistics.median(means.values())
+        for task, mean in means.items():
+            if mean < DEAD_TASK_RATIO * median:
+                raise CalibrationError(
+                    f"task {task}, block {self._turn.block}, module {group.first}: what its expert "
+                    f"gives is almost zero (mean square {mean:.1e}, median task {median:.1e}), so "
+                    f"its weight would swamp the others'. Check modelpool.models.{task} and its "
+                    "calibration data, or drop the task"
+                )
+
+
+@dataclass
+class TurnRows:
+    """One task's rows, by group."""
+
+    by_group: Mapping[int, TaskRows]
+
+    def add(self, model: nn.Module, cal: Recording, exp: dict[int, Features], *rows: Any) -> None:
+        """Add a batch's."""
+        for number, features in exp.items():
+            self.by_group[number].add(features)
+
+
+class TurnSums:
+    """Sums of a turn's groups over tasks, and their solves."""
+
+    def __init__(self, problem: Problem, turn: GroupTurn, team: Alone | Team) -> None:
+        self._problem, self._team = problem, team
+        self.by_group = {
+            number: GroupSums(problem, turn.block, group) for number, group in turn.groups.items()
+        }
+
+    def add(self, sums: TurnRows, expert: nn.Module) -> None:
+        """End one task."""
+        for rows in sums.by_group.values():
+            rows.close()
+
+    def solve(self) -> Solved:
+        """Solve every group; in one process of several, which gives the others what it found."""
+        updates: dict[str, Tensor] = {}
+        records: list[dict[str, Any]] = []
+        for sums in self.by_group.values():
+            run_checks(sums.checks)
+            if self._team.add_up(sums.tensors()):
+                solved, noted = sums.solve()
+                updates |= solved
+                records += noted
+        spread = self._team.spread(updates, self._problem.model)
+        return dict(spread), [r for part in self._team.gather(records) for r in part]
