@@ -59,8 +59,8 @@ class FeatCalSettings:
             to 1000.
         eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
             (Eqs. 14, 17), 0 to 1e12.
-        order: Solve all modules of a `block` from one look at it (Algorithm 1), or each `module` (or
-            those that share an input) once the ones before it have changed.
+        order: Solve all modules of a `block` from one look at it (Algorithm 1), or each `module`
+            (those that share an input together) once the ones before it have changed.
         target: Towards the expert's output of each `module` (Eq. 10), or, for modules that write to
             the hidden features, towards the expert's hidden features (`residual`): they then make
             up for what earlier modules have left.
@@ -230,7 +230,7 @@ class FeatCalSettings:
         return dataclasses.replace(self, **changes)
 
     def with_paper_update(self) -> "FeatCalSettings":
-        """Copy in which modules are solved as the paper has it: what a pool's presets begin with."""
+        """Copy in which modules are solved as the paper has it: where a pool's presets begin."""
         if self.is_paper:
             return self
         names = ("order", "target", "ridge", "stages", "calibrate_norm")

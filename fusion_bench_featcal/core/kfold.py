@@ -276,7 +276,7 @@ class Change:
 
     Attributes:
         step: `E`, `[m, d]`.
-        shift: Change of the bias, where there is one to be set: mean target - `E` mean input, `[m]`.
+        shift: Change of the bias, where there is one: mean target - `E` mean input, `[m]`.
         residual: Largest relative residual of the systems that were solved; 0 if none was.
         condition: Largest estimate of their condition numbers; 1 if none was solved.
     """

@@ -76,7 +76,7 @@ def columns_of(rows: Tensor) -> Tensor:
     return rows.T.contiguous() if multiplies_rows_by_onednn(rows) else rows.T
 
 
-def add_product(into: Tensor, left: Tensor, right: Tensor, weight: float = 1) -> None:
+def add_product(into: Tensor, left: Tensor, right: Tensor, weight: float = 1.0) -> None:
     """`into += weight left right'`.
 
     Args:
@@ -93,7 +93,7 @@ def add_product(into: Tensor, left: Tensor, right: Tensor, weight: float = 1) ->
         into.addmm_(left, right.T, alpha=weight)
 
 
-def add_lower_gram(into: Tensor, columns: Tensor, weight: float = 1) -> None:
+def add_lower_gram(into: Tensor, columns: Tensor, weight: float = 1.0) -> None:
     """`into += weight columns columns'` in the lower triangle.
 
     Args:

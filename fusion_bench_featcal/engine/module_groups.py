@@ -1,7 +1,7 @@
 """Linear modules of a block that are solved together, in the order in which they run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.engine.modules import Site
 from fusion_bench_featcal.engine.problem import Problem
-from fusion_bench_featcal.engine.recording import Recorder
+from fusion_bench_featcal.engine.recording import Recorder, Recording
 from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.engine.stream_writers import find_writers
 from fusion_bench_featcal.engine.task_sums import counted_in
@@ -22,16 +22,20 @@ class Group:
 
     Attributes:
         sites: The modules.
+        calls: How often each is called in a pass.
         biased: Whether their biases are calibrated.
         writes: Whether its output is added to the block's hidden features.
         behind: Modules of earlier groups whose outputs are added before.
+        closes: Whether the hidden features behind the module are the block's output.
         closing: Whether only those rows count that the model reads behind its last block.
     """
 
     sites: tuple[Site, ...]
+    calls: int
     biased: bool
     writes: bool = False
     behind: tuple[str, ...] = ()
+    closes: bool = False
     closing: bool = False
 
     @property
@@ -60,7 +64,8 @@ def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
     def run() -> Any:
         return problem.step(model, block, batch.cal)
 
-    recording = Recorder().record(model, list(sites), run)
+    outputs = dict.fromkeys(sites, Tensor.clone)
+    recording = Recorder().record(model, [block, *sites], run, outputs=outputs)
     for name in sites:
         if name not in recording.calls:
             raise CalibrationError(
@@ -71,8 +76,8 @@ def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
     writers = {name for name in writers if len(recording.calls[name]) == 1}
     closing = find_closing(problem, block, batch, list(sites))
     grouped: dict[Any, list[Site]] = {}
-    for name, keys in recording.calls.items():
-        site = sites[name]
+    for name in sorted(sites, key=list(recording.calls).index):  # as they were called
+        site, keys = sites[name], recording.calls[name]
         biased = site.has_bias and settings.calibrate_bias
         mask = id(counted_in(site, batch.valid, batch.other))
         own = name if name in writers else None
@@ -80,11 +85,31 @@ def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
         grouped.setdefault(key, []).append(site)
     groups: list[Group] = []
     behind: tuple[str, ...] = ()
-    for (_, biased, _, ends, writer), members in grouped.items():
+    for (calls, biased, _, ends, writer), members in grouped.items():
         writes = writer is not None
-        groups.append(Group(tuple(members), biased, writes, behind if writes else (), ends))
+        group = Group(tuple(members), len(calls), biased, writes, behind if writes else ())
+        groups.append(replace(group, closing=ends))
         behind += (writer,) if writes else ()
+    if behind and recording.hidden is not None:  # on the meta device nothing can be compared
+        last = max(n for n, group in enumerate(groups) if group.writes)
+        features = hidden_behind(block, groups[last], recording)
+        same = features.is_meta or torch.equal(features, recording.hidden)
+        groups[last] = replace(groups[last], closes=same)
     return groups
+
+
+def hidden_behind(block: str, group: Group, recording: Recording) -> Tensor:
+    """The hidden features behind a module that writes to them.
+
+    Args:
+        block: The block.
+        group: The module.
+        recording: A pass in which the block's input was noted, and the outputs of the modules.
+    """
+    hidden = recording.of(block)[0]
+    for name in (*group.behind, group.first):
+        hidden = hidden + recording.outputs[name][0]
+    return hidden
 
 
 def find_closing(problem: Problem, block: str, batch: Batch, modules: Sequence[str]) -> set[str]:

@@ -16,7 +16,7 @@ from fusion_bench_featcal.engine.block import DEAD_TASK_RATIO
 from fusion_bench_featcal.engine.checks import run_checks
 from fusion_bench_featcal.engine.fold_rows import FoldRows
 from fusion_bench_featcal.engine.group_sums import FOLDS, Features, GroupSums, TaskRows
-from fusion_bench_featcal.engine.module_groups import Group, find_groups
+from fusion_bench_featcal.engine.module_groups import Group, find_groups, hidden_behind
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.recording import Recorder, Recording
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
@@ -74,7 +74,7 @@ class PlusRule:
         """The expert with what the visit needs."""
         return self._problem.experts[task].loaded(names)
 
-    def turns(self, block: str, streams: Streams) -> Iterator[Turn]:
+    def turns(self, block: str, streams: Streams) -> Iterator[ExpertTurn | GroupTurn]:
         """The experts' turn, and one for each group of modules or one for all of them."""
         problem = self._problem
         first = next((batches[0] for batches in streams.values() if batches), None)
@@ -145,7 +145,7 @@ class PlusRule:
             if any(other != calls[0] for other in calls):
                 raise self._unlike(turn.block, group)
             given = [o for site in group.sites for o in exp.outputs.get(site.name, ())]
-            batch.marks[number] = _behind(turn.block, group, exp) or exp.of(group.first)
+            batch.marks[number] = self._mark(turn.block, group, exp)
             values = [_square(o, mask) for o in given] if group.writes else given
             weight = sum(_weight_of(x, mask) for x in exp.of(group.first))
             squares[number] = [sum(values, start=torch.zeros(())), torch.as_tensor(weight)]
@@ -153,24 +153,32 @@ class PlusRule:
             batch.exp_hidden = exp.hidden
         return exp, squares
 
+    def _mark(self, block: str, group: Group, exp: Recording) -> list[Tensor]:
+        """The expert's features that a group's turn needs."""
+        if group.closes and exp.hidden is not None:
+            return [exp.hidden]  # which is kept anyway
+        return [hidden_behind(block, group, exp)] if group.writes else exp.of(group.first)
+
     def _look(self, turn: GroupTurn, batch: Batch) -> tuple[Recording, dict[int, Features]]:
         """Run the model's block as far as the turn's modules."""
         problem, groups = self._problem, turn.groups
         names = [group.first for group in groups.values()]
         writers = [name for g in groups.values() if g.writes for name in (*g.behind, g.first)]
+        notes = sum(group.calls for group in groups.values())
+        notes += 1 + len(set(writers)) if writers else 0
         cal = self._recorder.record(
             problem.model,
             [turn.block, *names] if writers else names,
             partial(problem.step, problem.model, turn.block, batch.cal),
-            needs_output=not problem.family.same_calls,
             outputs=dict.fromkeys(writers, Tensor.clone),
+            stop_after=notes if problem.family.same_calls else None,
         )
         folds = FOLDS if problem.settings.ridge == "kfold" else 1
         features: dict[int, Features] = {}
         for number, group in groups.items():
             mark, inputs = batch.marks[number], cal.of(group.first)
             del batch.marks[number]
-            seen = _behind(turn.block, group, cal) or inputs
+            seen = [hidden_behind(turn.block, group, cal)] if group.writes else inputs
             if [x.shape for x in mark] != [x.shape for x in seen]:
                 raise self._unlike(turn.block, group)
             drifts = [exp - own for exp, own in zip(mark, seen, strict=True)]
@@ -186,6 +194,7 @@ class PlusRule:
         if block not in batch.other:  # no module is named like the block
             hidden = batch.cal.hidden
             mask = self._problem.family.closing_rows(self._problem.model, hidden)
+            assert mask is not None  # as the group was found by it
             batch.other = {**batch.other, block: CountedRows.of_mask(mask)}
         return batch.other[block]
 
@@ -205,16 +214,6 @@ def rule_of(problem: Problem, team: Alone | Team) -> FeatCalRule | PlusRule:
 def _weights_of(block: str) -> str:
     """Name of the place at which a block's calibrated modules are read."""
     return f"{block} · weights"
-
-
-def _behind(block: str, group: Group, recording: Recording) -> list[Tensor]:
-    """The hidden features behind a module that writes to them; empty for other groups."""
-    if not group.writes:
-        return []
-    hidden = recording.of(block)[0]
-    for name in (*group.behind, group.first):
-        hidden = hidden + recording.outputs[name][0]
-    return [hidden]
 
 
 def _square(output: Tensor, mask: CountedRows | None) -> Tensor:

@@ -109,6 +109,7 @@ class Recorder:
         *,
         needs_output: bool = True,
         outputs: Outputs = NO_OUTPUTS,
+        stop_after: int | None = None,
     ) -> Recording:
         """Run a block and note what the named modules receive.
 
@@ -119,6 +120,7 @@ class Recorder:
             needs_output: Whether the block has to run to its end. False is for blocks that call
                 the same modules equally often in every pass.
             outputs: Modules of which outputs are noted, too.
+            stop_after: Number of notes after which the pass ends, where it is known beforehand.
 
         Returns:
             The recording.
@@ -127,7 +129,9 @@ class Recorder:
             CalibrationError: If the block overwrites an input of a module.
         """
         key = tuple(modules), tuple(outputs)
-        recording = Recording(None if needs_output else self._calls.get(key))
+        recording = Recording(stop_after)
+        if not (needs_output or stop_after):
+            recording.stop_after = self._calls.get(key)
         with _hooks(model, modules, outputs, recording), stoppable():
             recording.output = run()
         recording.refuse_overwritten()

@@ -1,7 +1,7 @@
 """Calibration samples on their way through the blocks."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,7 +47,7 @@ class Batch:
     other: Mapping[str, CountedRows | None] = field(default_factory=dict)
     booked: tuple[int, float] = (0, 0)
     start: int = 0
-    marks: MutableMapping[int, Any] = field(default_factory=dict)
+    marks: Any = field(default_factory=dict)
     folds: dict[int, Any] = field(default_factory=dict)
 
 

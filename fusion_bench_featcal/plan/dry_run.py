@@ -18,7 +18,7 @@ from fusion_bench_featcal.engine.group_sums import FOLDS
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.plus_rule import PlusRule, TurnRows, rule_of
 from fusion_bench_featcal.engine.problem import Problem
-from fusion_bench_featcal.engine.rules import FeatCalRule
+from fusion_bench_featcal.engine.rules import Rule
 from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.engine.team import Alone
@@ -124,7 +124,7 @@ def dry_run(model: nn.Module, inputs: Any, settings: FeatCalSettings, tasks: int
 
 
 def _stage(
-    problem: Problem, rule: FeatCalRule | PlusRule, index: int, inputs: Any, batch: Batch
+    problem: Problem, rule: Rule, index: int, inputs: Any, batch: Batch
 ) -> tuple[Place, ...]:
     """Take a batch through a stage; blocks that do the same are run once."""
     ends = (batch.cal, batch.exp) if problem.family.hands_on else (None, None)
@@ -157,7 +157,7 @@ def _kind(problem: Problem, block: str) -> Any:
     return shapes, sites
 
 
-def _block(problem: Problem, rule: FeatCalRule | PlusRule, block: str, batch: Batch) -> Place:
+def _block(problem: Problem, rule: Rule, block: str, batch: Batch) -> Place:
     """Take a batch through a block as `BlockLoop` does, and on to the next one."""
     model, modules = problem.model, problem.modules[block]
     get, groups, peak, carried = model.get_parameter, list[Group](), 0, 0
