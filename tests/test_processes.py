@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import Overheard, assert_identical, assert_same, run_fast
+from calibrations import PLUS, Overheard, assert_identical, assert_same, run_fast
 from process_group import in_processes
 from tiny_models import ROUNDING, Suite, clip_suite, gpt2_suite, t5_suite
 
@@ -80,6 +80,9 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], flo
     "no expert features": (clip_suite, {"mix_alpha": 0.0, "log_drift": False}, (4,), 1e-12),
     "t5": (t5_suite, {}, (2,), ROUNDING),
     "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}, (2,), 1e-12),
+    "plus": (clip_suite, PLUS, (2, 5), 1e-9),
+    "plus, few samples": (few_samples, PLUS | {"samples_per_task": 99}, (5,), 1e-9),
+    "plus, t5": (t5_suite, PLUS, (2,), 10 * ROUNDING),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, replay, run_fast
+from calibrations import PLUS, assert_identical, replay, run_fast
 from tiny_models import Suite, clip_suite, gpt2_suite, t5_suite
 from tiny_open_clip import tower_suite
 
@@ -51,6 +51,8 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any], int]] = {
     "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}, 2),
     "open_clip": (tower_suite, {}, 2),
     "t5": (t5_suite, {}, 4),
+    "plus": (clip_suite, PLUS, 2),
+    "plus, t5": (t5_suite, PLUS, 4),
 }
 
 

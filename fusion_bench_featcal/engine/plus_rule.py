@@ -121,7 +121,7 @@ class PlusRule:
     def follow(self, block: str, expert: nn.Module, batch: Batch) -> Recording:
         """Run a batch through the expert's block alone, with hooks as in its turn."""
         names = [site.name for site in self._problem.modules[block].sites]
-        return self._run_expert(block, expert, batch, dict.fromkeys(names, bool))
+        return self._run_expert(block, expert, batch, dict.fromkeys(names, type))
 
     def _run_expert(self, block: str, expert: nn.Module, batch: Batch, outputs: Any) -> Recording:
         run = partial(self._problem.step, expert, block, batch.exp)

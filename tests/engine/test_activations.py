@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, run_fast
+from calibrations import PLUS, assert_identical, run_fast
 from tiny_models import clip_suite, decoder_suite, normal, residual_suite, t5_suite
 from torch import Tensor
 
@@ -74,15 +74,18 @@ def run(name: str, **more: Any) -> Any:
     return run_fast(SUITES[name]().to(torch.float32), **more).model
 
 
+@pytest.mark.parametrize("rule", [{}, PLUS], ids=["paper", "plus"])
 @pytest.mark.parametrize("name", SUITES)
-def test_the_place_has_no_part_in_the_result(name: str, tmp_path: Path, monkeypatch: Any):
-    wanted = run(name, activations="device")
-    assert_identical(run(name, activations="disk", activations_dir=tmp_path), wanted)
+def test_the_place_has_no_part_in_the_result(
+    name: str, rule: dict[str, Any], tmp_path: Path, monkeypatch: Any
+):
+    wanted = run(name, activations="device", **rule)
+    assert_identical(run(name, activations="disk", activations_dir=tmp_path, **rule), wanted)
     assert list(tmp_path.iterdir()) == []
     transfers = LateTransfers()
     host = Activations((Store(HostPlace(CPU, transfers)), UNLIMITED))
-    monkeypatch.setattr("fusion_bench_featcal.calibration.open_activations", lambda *_: host)
-    assert_identical(run(name), wanted)
+    monkeypatch.setattr("fusion_bench_featcal.calibration.open_activations", lambda *_, **__: host)
+    assert_identical(run(name, **rule), wanted)
     assert transfers.started_before_needed
 
 
