@@ -133,24 +133,30 @@ class WaitingBatch(Batch):
     marks = property(lambda self: _WaitingMarks(self), lambda self, value: self.marks.update(value))
 
 
-class _WaitingMarks(MutableMapping[int, Any]):
+class _WaitingMarks(MutableMapping[str, Any]):
     """The marks of a waiting batch, each of which waits by itself."""
 
     def __init__(self, batch: WaitingBatch) -> None:
         self._batch = batch
 
-    def __getitem__(self, index: int) -> Any:
-        return self._batch._fetch(f"mark {index}")
+    def __getitem__(self, name: str) -> Any:
+        if f"mark {name}" not in self._batch._slots:
+            raise KeyError(name)
+        return self._batch._fetch(f"mark {name}")
 
-    def __setitem__(self, index: int, value: Any) -> None:
-        self._batch._put(f"mark {index}", value)
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._batch._put(f"mark {name}", value)
 
-    def __delitem__(self, index: int) -> None:
-        del self._batch._slots[f"mark {index}"]
+    def __delitem__(self, name: str) -> None:
+        del self._batch._slots[f"mark {name}"]
+        self._batch.store.at_hand(self._batch).pop(f"mark {name}", None)
 
-    def __iter__(self) -> Iterator[int]:
-        names = list(self._batch._slots)
-        return (int(name.removeprefix("mark ")) for name in names if name.startswith("mark "))
+    def __contains__(self, name: object) -> bool:
+        return f"mark {name}" in self._batch._slots  # nothing is fetched for it
+
+    def __iter__(self) -> Iterator[str]:
+        slots = [slot for slot in self._batch._slots if slot.startswith("mark ")]
+        return (slot.removeprefix("mark ") for slot in slots)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

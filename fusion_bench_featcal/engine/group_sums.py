@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.cholesky import UnsolvedError, solve_dtype
 from fusion_bench_featcal.core.finite import not_finite
 from fusion_bench_featcal.core.kfold import (
+    INFINITE,
     Change,
     InputSums,
     Means,
@@ -165,7 +166,8 @@ class GroupSums:
                 self.inputs, total, targets, biased=biased, stages=settings.stages
             )
             change = solve_stages(means, own, full, choice.lambdas)
-            return change, {"lambdas": list(choice.lambdas), "writes": self.group.writes}
+            finite = [None if ridge == INFINITE else ridge for ridge in choice.lambdas]
+            return change, {"lambdas": finite, "writes": self.group.writes}
         target = TargetSums(
             moment=own.moment.lerp(full.moment, settings.mix_alpha),
             u=own.u.lerp(full.u, settings.mix_alpha),

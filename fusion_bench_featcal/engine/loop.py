@@ -155,7 +155,7 @@ class BlockLoop:
         for number, batch in enumerate(batches):
             if last and (visit is None or batch.exp_hidden is None):
                 break
-            hidden, batch.cal = self._problem.step(self._problem.model, block, batch.cal)
+            hidden, batch.cal = self._rule.advance(block, batch)
             if visit is not None:
                 visit.add_drift("after", hidden, batch)
             batch.exp_hidden = None

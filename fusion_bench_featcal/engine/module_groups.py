@@ -43,6 +43,11 @@ class Group:
         """Name of the first module."""
         return self.sites[0].name
 
+    @property
+    def mark(self) -> str:
+        """Name under which a batch keeps the expert's features that the group needs."""
+        return f"expert at {self.first}"
+
 
 def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
     """Find the groups of a block's linear modules by running a batch through it.

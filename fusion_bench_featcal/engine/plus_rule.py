@@ -14,13 +14,14 @@ from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.engine.block import DEAD_TASK_RATIO
 from fusion_bench_featcal.engine.checks import run_checks
+from fusion_bench_featcal.engine.finished_parts import finished_parts, replayed
 from fusion_bench_featcal.engine.fold_rows import FoldRows
 from fusion_bench_featcal.engine.group_sums import FOLDS, Features, GroupSums, TaskRows
 from fusion_bench_featcal.engine.module_groups import Group, find_groups, hidden_behind
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.recording import Recorder, Recording
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
-from fusion_bench_featcal.engine.rules import FeatCalRule, Streams, Turn
+from fusion_bench_featcal.engine.rules import FeatCalRule, Rule, Streams, Turn
 from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.engine.task_sums import counted_in
 from fusion_bench_featcal.engine.team import Alone, Solved, Team
@@ -43,12 +44,16 @@ class GroupTurn(Turn):
 
     Attributes:
         groups: Groups of modules by their number in the block.
+        finished: Parts of the block that change no more.
+        writers: Modules in these that write to the hidden features.
     """
 
     groups: Mapping[int, Group]
+    finished: tuple[str, ...] = ()
+    writers: tuple[str, ...] = ()
 
 
-class PlusRule:
+class PlusRule(Rule):
     """Residual targets, modules in their order and lambdas by held-out error, or some of these."""
 
     runs_model = runs_experts = True
@@ -63,6 +68,7 @@ class PlusRule:
         """
         self._problem, self._team, self._recorder = problem, team, Recorder()
         self._weights: Mapping[str, Mapping[int, float]] = {}
+        self._finished: tuple[str, ...] = ()
 
     def visits(self, block: str) -> dict[str, list[str]]:
         """All of the block, and then the calibrated modules once more."""
@@ -84,9 +90,32 @@ class PlusRule:
         yield ExpertTurn(block, block, problem.tensors_of(block), groups)
         numbered = dict(enumerate(groups))
         alone = problem.settings.order == "module"
+        solved: list[str] = []
         for part in [{n: g} for n, g in numbered.items()] if alone else [numbered]:
             names = [name for group in part.values() for site in group.sites for name in site.names]
-            yield GroupTurn(block, _weights_of(block), names, part)
+            finished = self._finish(block, solved)
+            writers = tuple(
+                g.first for g in groups if g.writes and g.first.startswith(_inside(finished))
+            )
+            yield GroupTurn(block, _weights_of(block), names, part, finished, writers)
+            solved += [site.name for group in part.values() for site in group.sites]
+
+    def _finish(self, block: str, solved: Sequence[str]) -> tuple[str, ...]:
+        """Parts of a block that change no more; what they give is the same from now on."""
+        problem = self._problem
+        if not problem.family.same_calls:
+            return ()
+        sites = [site.name for site in problem.modules[block].sites]
+        self._finished = tuple(finished_parts(problem.model, block, sites, solved))
+        return self._finished
+
+    def advance(self, block: str, batch: Batch) -> tuple[Tensor, Any]:
+        """Run the block, but for parts whose outputs the batch still has."""
+        kept = [name for name in self._finished if name in batch.marks]
+        with replayed(self._problem.model, batch, kept):
+            result = self._problem.step(self._problem.model, block, batch.cal)
+        batch.marks.clear()
+        return result
 
     def block_sums(self, turn: ExpertTurn | GroupTurn) -> "TaskSquares | TurnSums":
         """Sums of a turn, empty."""
@@ -145,7 +174,7 @@ class PlusRule:
             if any(other != calls[0] for other in calls):
                 raise self._unlike(turn.block, group)
             given = [o for site in group.sites for o in exp.outputs.get(site.name, ())]
-            batch.marks[number] = self._mark(turn.block, group, exp)
+            batch.marks[group.mark] = self._mark(turn.block, group, exp)
             values = [_square(o, mask) for o in given] if group.writes else given
             weight = sum(_weight_of(x, mask) for x in exp.of(group.first))
             squares[number] = [sum(values, start=torch.zeros(())), torch.as_tensor(weight)]
@@ -163,21 +192,25 @@ class PlusRule:
         """Run the model's block as far as the turn's modules."""
         problem, groups = self._problem, turn.groups
         names = [group.first for group in groups.values()]
-        writers = [name for g in groups.values() if g.writes for name in (*g.behind, g.first)]
-        notes = sum(group.calls for group in groups.values())
-        notes += 1 + len(set(writers)) if writers else 0
-        cal = self._recorder.record(
-            problem.model,
-            [turn.block, *names] if writers else names,
-            partial(problem.step, problem.model, turn.block, batch.cal),
-            outputs=dict.fromkeys(writers, Tensor.clone),
-            stop_after=notes if problem.family.same_calls else None,
-        )
+        writers = {name for g in groups.values() if g.writes for name in (*g.behind, g.first)}
+        # What a part that will be replayed adds to the hidden features is noted with its output.
+        inside = set(turn.writers)
+        noted = [name for name in sorted(writers | inside) if name not in batch.marks]
+        notes = sum(group.calls for group in groups.values()) + len(noted) + bool(writers)
+        with replayed(problem.model, batch, turn.finished):
+            cal = self._recorder.record(
+                problem.model,
+                [turn.block, *names] if writers else names,
+                partial(problem.step, problem.model, turn.block, batch.cal),
+                outputs=dict.fromkeys(noted, Tensor.clone),
+                stop_after=notes if problem.family.same_calls else None,
+            )
+        cal.outputs |= {name: [batch.marks[name]] for name in writers - set(noted)}
+        batch.marks.update({name: cal.outputs[name][0] for name in inside & set(noted)})
         folds = FOLDS if problem.settings.ridge == "kfold" else 1
         features: dict[int, Features] = {}
         for number, group in groups.items():
-            mark, inputs = batch.marks[number], cal.of(group.first)
-            del batch.marks[number]
+            mark, inputs = batch.marks.pop(group.mark), cal.of(group.first)
             seen = [hidden_behind(turn.block, group, cal)] if group.writes else inputs
             if [x.shape for x in mark] != [x.shape for x in seen]:
                 raise self._unlike(turn.block, group)
@@ -209,6 +242,11 @@ class PlusRule:
 def rule_of(problem: Problem, team: Alone | Team) -> FeatCalRule | PlusRule:
     """The rule that the settings ask for."""
     return FeatCalRule(problem) if problem.settings.is_paper else PlusRule(problem, team)
+
+
+def _inside(parts: Sequence[str]) -> tuple[str, ...]:
+    """Beginnings of the names of what is inside parts of a block."""
+    return tuple(f"{part}." for part in parts)
 
 
 def _weights_of(block: str) -> str:

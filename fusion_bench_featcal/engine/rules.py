@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal.engine.block import BlockSums
 from fusion_bench_featcal.engine.problem import Problem
@@ -46,6 +46,7 @@ class Rule(Protocol):
     runs_model: bool
     runs_experts: bool
     shows_drift_before: bool
+    _problem: Problem
 
     def visits(self, block: str) -> dict[str, list[str]]:
         """Names of the expert's tensors that a block needs, by the place of their reading."""
@@ -71,12 +72,16 @@ class Rule(Protocol):
         """Run a batch through the expert's block alone."""
         ...
 
+    def advance(self, block: str, batch: Batch) -> tuple[Tensor, Any]:
+        """Run a batch through the changed block; its hidden output and the next block's input."""
+        return self._problem.step(self._problem.model, block, batch.cal)
+
     def block_sums(self, turn: Any) -> Solvable:
         """Sums of a turn over tasks, empty."""
         ...
 
 
-class FeatCalRule:
+class FeatCalRule(Rule):
     """FeatCal: the model's features on their way to the experts' (Eqs. 10 to 17)."""
 
     runs_model = shows_drift_before = True

@@ -33,7 +33,7 @@ class Batch:
         other: The same for modules that receive other rows, by the end of their names.
         booked: The place where its features wait, as `Activations` numbers them, and their bytes.
         start: Number of the task's samples before it.
-        marks: Features of the expert that turns of the block in hand need, by the turn's modules.
+        marks: Features at the block in hand that its later turns need, by what they are of.
         folds: Rows of each fold, by the identity of the mask of those that count.
     """
 

@@ -18,7 +18,7 @@ from fusion_bench_featcal.engine.loop import BlockLoop
 from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
 from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.engine.recording import Recorder, Recording
-from fusion_bench_featcal.engine.rules import Streams, Turn
+from fusion_bench_featcal.engine.rules import Rule, Streams, Turn
 from fusion_bench_featcal.engine.samples import Batch, check_inputs, take_samples
 from fusion_bench_featcal.engine.setup import set_up
 from fusion_bench_featcal.engine.task_sums import TaskSums
@@ -151,7 +151,7 @@ def _load_means(model: nn.Module, experts: Mapping[str, ExpertModel]) -> None:
             tensor.copy_(total / len(experts))
 
 
-class LeastSquaresRule:
+class LeastSquaresRule(Rule):
     """Sums the inputs of each expert's block, from which its outputs are reproduced best."""
 
     shows_drift_before = False
