@@ -15,6 +15,7 @@ from torch import nn
 from fusion_bench_featcal.checkpoints import open_checkpoints
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
 from fusion_bench_featcal.core.kernels import agreed_kernel, choose_kernel, using_kernel
+from fusion_bench_featcal.data.augmentation import augmented
 from fusion_bench_featcal.engine.activations import open_activations
 from fusion_bench_featcal.engine.checks import refuse_not_finite
 from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
@@ -170,7 +171,9 @@ def calibrate(
             kept.compare(lambda: _description(shown, problem, kernel, merging))
             samples = {t: take_samples(t, batches[t], settings, shown) for t in shares.mine}
             watched = {t: kept.watched_samples(t, taken) for t, taken in samples.items()}
-            loop.run({task: team.cut(task, taken) for task, taken in watched.items()})
+            loop.run(
+                {t: augmented(t, team.cut(t, taken), settings) for t, taken in watched.items()}
+            )
             _check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
     finally:
         modes.restore(problem.model)

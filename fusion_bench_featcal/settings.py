@@ -70,8 +70,14 @@ class FeatCalSettings:
             of the summed Gram matrix, divided by the number of tasks.
         stages: With `ridge` `kfold`: 1: solve towards the target alone; 2: first towards what the
             experts' weights give on the calibrated features, then from there towards the target.
+        augment: Changed copies of calibration samples that are used besides them: null: none;
+            `auto`: of images three jittered ones (turned by up to 8 degrees, scaled and shifted by
+            up to 8 %), of other inputs none; `jitter`: the same, but images are a must; or a
+            mapping with the `_target_` of a callable that takes a batch and a torch.Generator, its
+            arguments, and `copies` (3).
         samples_per_task: Calibration samples drawn for each task, >= 1; fewer: all of them.
-        batch_size: Samples that run through a block together, >= 1. Changes memory and rounding.
+        batch_size: Samples that run through a block together, >= 1. Changes memory, rounding and
+            what `augment` draws.
         seed: Seeds each task's own draw of samples, together with the task's name, >= 0.
         calibrate_bias: Whether biases are calibrated (Eqs. 51-55).
         calibrate_norm: Whether LayerNorm gains and shifts are calibrated (Eqs. 56-59).
@@ -135,6 +141,7 @@ class FeatCalSettings:
     target: str = "module"
     ridge: str = "fixed"
     stages: int = 1
+    augment: Any = None
     samples_per_task: int = 256
     batch_size: int = 16
     seed: int = 42
@@ -269,7 +276,9 @@ class FeatCalSettings:
         values["modules"] = None if self.modules is None else list(self.modules)
         values["ignore_config"] = list(self.ignore_config)
         if not isinstance(self.family, str):
-            values["family"] = _describe_family(self.family)
+            values["family"] = _describe_mapping(self.family)
+        if isinstance(self.augment, Mapping):
+            values["augment"] = _describe_mapping(self.augment)
         return values
 
 
@@ -298,10 +307,10 @@ def _is_budget_or_none(value: Any) -> bool:
     return number > 0 and (unit != "%" or number <= 100) and bool(unit)
 
 
-def _describe_family(family: Any) -> Any:
-    if isinstance(family, Mapping):
-        return {str(key): value for key, value in family.items()}
-    return repr(family)
+def _describe_mapping(given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return {str(key): value for key, value in given.items()}
+    return repr(given)
 
 
 def is_number(value: Any) -> bool:
@@ -327,6 +336,14 @@ def _is_text_list(value: Any) -> bool:
 
 def _is_pattern_list(value: Any) -> bool:
     return value is None or (_is_text_list(value) and len(value) > 0)
+
+
+def _is_augmentation(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("_target_"), str)
+        and _is_integer(value.get("copies", 1), 1)
+    )
 
 
 def _is_folder_or_none(value: Any) -> bool:
@@ -382,6 +399,10 @@ _CHECKS: dict[str, Check] = {
     "target": one_of(TARGETS),
     "ridge": one_of(RIDGES),
     "stages": one_of((1, 2)),
+    "augment": (
+        "null, auto, jitter, or a mapping with `_target_` and, if given, `copies` >= 1",
+        lambda value: value in (None, "auto", "jitter") or _is_augmentation(value),
+    ),
     "samples_per_task": integer(1),
     "batch_size": integer(1),
     "seed": integer(0),

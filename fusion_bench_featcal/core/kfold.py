@@ -242,14 +242,15 @@ class _Trial:
     def full_errors(self, first: float) -> Tensor:
         """Errors of the full targets for every `l2`."""
         if first == INFINITE:
-            return self._errors(self._alone, "full")
-        start = self._own[GRID.index(first)]
-        steps = [
-            alone + (twice if second == first else second / (second - first) * (start - own))
-            for second, own, alone, twice in zip(
-                GRID, self._own, self._alone, self._twice, strict=True
-            )
-        ]
+            start, steps = torch.zeros_like(self._own[0]), list(self._alone)
+        else:
+            start = self._own[GRID.index(first)]
+            steps = [
+                alone + (twice if second == first else second / (second - first) * (start - own))
+                for second, own, alone, twice in zip(
+                    GRID, self._own, self._alone, self._twice, strict=True
+                )
+            ]
         return self._errors(torch.stack([*steps, start]), "full")
 
     def _errors(self, steps: Float[Tensor, "l r d"], kind: str) -> Float[Tensor, " l"]:

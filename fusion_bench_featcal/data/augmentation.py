@@ -1,0 +1,151 @@
+"""Further copies of calibration samples, changed a little."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import cos, radians, sin
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+COPIES = 3
+"""Copies of each sample besides itself, unless `method.augment` says otherwise."""
+
+Change = Callable[[Any, torch.Generator], Any]
+"""Makes a changed copy of a batch of model inputs, from the given random numbers alone."""
+
+
+class Jitter:
+    """Turns, scales and shifts images a little; what comes in at a border repeats the border."""
+
+    def __init__(self, degrees: float = 8.0, scale: float = 0.08, shift: float = 0.08) -> None:
+        """Set the largest changes.
+
+        Args:
+            degrees: Angle.
+            scale: Change of size, relative.
+            shift: Shift along each side, relative to the side.
+        """
+        self._limits = degrees, scale, shift
+
+    def __call__(self, inputs: Any, generator: torch.Generator) -> Any:
+        """A changed copy of a batch of images.
+
+        Args:
+            inputs: Images `[batch, channels, height, width]`, or model inputs with such
+                `pixel_values`, or a tuple that begins with them.
+            generator: Random numbers.
+
+        Raises:
+            CalibrationError: If there are no images in it.
+        """
+        images = images_of(inputs)
+        if images is None:
+            raise CalibrationError(
+                "method.augment=jitter needs images [batch, channels, height, width], and the "
+                "inputs hold none. Set method.augment to null, to auto (which changes images "
+                "only), or to a mapping with the `_target_` of a callable for such inputs"
+            )
+        changed = self._changed(images, generator)
+        if isinstance(inputs, Mapping):
+            return {**inputs, "pixel_values": changed}
+        return (changed, *inputs[1:]) if isinstance(inputs, tuple) else changed
+
+    def _changed(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        degrees, scale, shift = self._limits
+        limits = torch.tensor([degrees, scale, 2 * shift, 2 * shift])  # a side is 2 long here
+        draws = (2 * torch.rand(len(images), 4, generator=generator) - 1) * limits
+        height, width = images.shape[-2:]
+        maps = torch.tensor([_affine(*draw, height / width) for draw in draws.tolist()])
+        grid = functional.affine_grid(maps, list(images.shape), align_corners=False)
+        grid = grid.to(images.device, torch.promote_types(images.dtype, torch.float32))
+        found = functional.grid_sample(
+            images.to(grid.dtype), grid, padding_mode="border", align_corners=False
+        )
+        return found.to(images.dtype)
+
+
+def _affine(
+    degrees: float, scale: float, right: float, down: float, ratio: float
+) -> list[list[float]]:
+    """The map from places of the new image to those of the old, for `affine_grid`."""
+    c, s = ((1 + scale) * f(radians(degrees)) for f in (cos, sin))
+    return [[c, -s * ratio, right], [s / ratio, c, down]]
+
+
+def images_of(inputs: Any) -> Tensor | None:
+    """Images in a batch of model inputs; None: there are none."""
+    if isinstance(inputs, Mapping):
+        inputs = inputs.get("pixel_values")
+    elif isinstance(inputs, tuple):
+        inputs = inputs[0]
+    is_image = isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.is_floating_point()
+    return inputs if is_image else None
+
+
+def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) -> Iterator[Batch]:
+    """Yield batches, each with its changed copies behind it as `method.augment` says.
+
+    Copies have the numbers of the samples that they are of, and so are of the same folds. They
+    depend on seed and task, and on the samples that are in one batch.
+
+    Args:
+        task: The task.
+        batches: Its batches.
+        settings: `augment` and `seed` are used.
+
+    Raises:
+        CalibrationError: If a batch cannot be changed, naming the task.
+    """
+    change, copies = change_of(settings.augment)
+    for batch in batches:
+        yield batch
+        if settings.augment == "auto" and images_of(batch.inputs) is None:
+            continue
+        for copy in range(copies):
+            generator = _generator(settings.seed, task, batch.start, copy)
+            try:
+                inputs = change(batch.inputs, generator)
+            except CalibrationError as error:
+                raise CalibrationError(f"task {task}: {error}") from error
+            yield replace(batch, inputs=inputs, folds={}, marks={})
+
+
+def change_of(augment: Any) -> tuple[Change, int]:
+    """What changes samples, and how many copies it makes of each.
+
+    Args:
+        augment: The setting.
+
+    Raises:
+        ValueError: If it names something that cannot be made or called.
+    """
+    if not isinstance(augment, Mapping):
+        return Jitter(), 0 if augment is None else COPIES
+    from hydra.utils import instantiate
+
+    options = dict(augment)
+    copies = options.pop("copies", COPIES)
+    try:
+        change = instantiate(options)
+    except Exception as error:
+        raise ValueError(f"method.augment: {error}") from error
+    if not callable(change):
+        raise ValueError(
+            f"method.augment: {options['_target_']} made a {type(change).__name__}, which cannot "
+            "be called with a batch of inputs and a torch.Generator"
+        )
+    return change, copies
+
+
+def _generator(seed: int, task: str, start: int, copy: int) -> torch.Generator:
+    digest = hashlib.sha256(f"augment {seed} {task} {start} {copy}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
