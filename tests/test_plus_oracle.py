@@ -1,0 +1,219 @@
+"""FeatCal+ equals a slow replay of whole forward passes, group by group."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from calibrations import EXACT, assert_same, run_fast, samples_in
+from oracle import Knobs, record
+from plus_oracle import calibrated_plus, load
+from plus_rows import Seen, is_linear, stream, writers_of
+from tiny_models import (
+    VOCABULARY,
+    Suite,
+    clip_suite,
+    decoder_suite,
+    gpt2_suite,
+    modules_of,
+    replayed,
+    residual_suite,
+    sentences,
+    t5_suite,
+    without_labels,
+)
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from tricky_models import biased, chain, keyword_calls, plain, stack_suite, used_twice
+
+PLUS: dict[str, Any] = {"order": "module", "target": "residual", "ridge": "kfold", "stages": 2}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plus": {},
+    "stages=1": {"stages": 1},
+    "target=module": {"target": "module"},
+    "order=block": {"order": "block"},
+    "ridge=fixed": {"ridge": "fixed", "stages": 1},
+    "calibrate_bias=False": {"calibrate_bias": False},
+}
+
+
+def parallel_suite(make: str, *, seed: int, **shape: Any) -> Suite:
+    """Decoders without a family of their own, most of them with parallel branches."""
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | shape
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(make, **shape)).eval()
+    inputs: dict[str, list] = {
+        f"task_{index}": [
+            without_labels(sentences(part, max(part) + 1, seed=seed + 10 * index + i))
+            for i, part in enumerate([[5, 2, 4], [3, 6, 4 + index]])
+        ]
+        for index in range(2)
+    }
+    inner = "gpt_neox" if make == "gpt_neox" else "model"
+    return replayed(model, inputs, [f"{inner}.layers.{index}" for index in range(2)], seed)
+
+
+SUITES: dict[str, Callable[[], Suite]] = {
+    "clip": lambda: clip_suite(tasks=2, sizes=(4, 3), seed=1),
+    "clip, 3 tasks": lambda: clip_suite(tasks=3, sizes=(2, 1, 3), width=8, heads=2, seed=2),
+    "clip, 1 sample": lambda: clip_suite(tasks=2, sizes=(1,), seed=3),
+    "residual": lambda: residual_suite(sizes=(5, 4), seed=1),
+    "residual, 2 samples": lambda: residual_suite(sizes=(1, 1), tasks=3, seed=2),
+    "gpt2": lambda: gpt2_suite(seed=3),
+    "llama": lambda: decoder_suite("llama", seed=1),
+    "qwen2, left": lambda: decoder_suite("qwen2", side="left", seed=2),
+    "gemma2": lambda: decoder_suite("gemma2", seed=3),
+    "olmo2": lambda: decoder_suite("olmo2", seed=4),
+    "granite": lambda: decoder_suite("granite", seed=5),
+    "starcoder2": lambda: decoder_suite("starcoder2", seed=6),
+    "phi3": lambda: decoder_suite("phi3", seed=7),
+    "gpt_neox": lambda: parallel_suite("gpt_neox", seed=1),
+    "gpt_neox, serial": lambda: parallel_suite("gpt_neox", seed=2, use_parallel_residual=False),
+    "cohere": lambda: parallel_suite("cohere", seed=3),
+    "phi": lambda: parallel_suite("phi", seed=4),
+    "t5": lambda: t5_suite(seed=1),
+    "t5, ungated": lambda: t5_suite(seed=2, gated=False, depths=(1, 1)),
+    "used twice": lambda: stack_suite(used_twice, sizes=(5, 2), seed=1),
+    "keyword calls": lambda: stack_suite(keyword_calls, sizes=(5, 2), seed=1),
+    "chain": lambda: stack_suite(chain, sizes=(5, 2), seed=1),
+    "one map": lambda: stack_suite(biased, sizes=(5, 2), seed=1),
+    "one map, no bias": lambda: stack_suite(plain, sizes=(5, 2), seed=1),
+}
+NO_WRITERS = {
+    "residual",
+    "residual, 2 samples",
+    "gemma2",
+    "olmo2",
+    "granite",
+    "used twice",
+    "chain",
+}
+# One of each arrangement runs with every part left out; the others do in make test-newest.
+EACH_TIME = ("clip", "residual", "gpt2", "llama", "gpt_neox", "t5, ungated")
+
+
+@pytest.fixture(autouse=True)
+def doubles_stay_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, rotary angles and softmax of language models in float64, not in float32."""
+
+    class Wide:
+        float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    for name, module in list(sys.modules.items()):
+        is_torch = getattr(module, "torch", None) is torch
+        if name.startswith("transformers.models.") and ".modeling_" in name and is_torch:
+            monkeypatch.setattr(module, "torch", Wide())
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+
+
+def fields(**changes: Any) -> Any:
+    """What the oracle reads of the settings."""
+    defaults = {"calibrate_bias": True, "decoder_rows": "all", "anchor_rho": 2.0}
+    return SimpleNamespace(**(defaults | {"mix_alpha": 0.3, "ridge_lambda": 0.05} | PLUS | changes))
+
+
+def expected(suite: Suite, settings: Any) -> nn.Module:
+    model = suite.to(torch.float64).merged
+    load(model, calibrated_plus(suite, settings))
+    return model
+
+
+def found(suite: Suite, settings: Any) -> nn.Module:
+    names = (*PLUS, "decoder_rows")
+    more = {name: getattr(settings, name) for name in names}
+    knobs = Knobs(
+        alpha=settings.mix_alpha,
+        lam=settings.ridge_lambda,
+        rho=settings.anchor_rho,
+        bias=settings.calibrate_bias,
+        norm=False,
+    )
+    more["samples_per_task"] = samples_in(suite)
+    return run_fast(suite, knobs, sums_precision="float64", **more).model
+
+
+def cases() -> list[Any]:
+    """Every suite as FeatCal+, and with each part left out."""
+    return [
+        pytest.param(
+            name,
+            variant,
+            marks=() if variant == "plus" or name in EACH_TIME else pytest.mark.slow,
+        )
+        for name in SUITES
+        for variant in VARIANTS
+    ]
+
+
+@pytest.mark.parametrize(("name", "variant"), cases())
+def test_plus_equals_the_oracle(name: str, variant: str):
+    suite, settings = SUITES[name](), fields(**VARIANTS[variant])
+    assert_same(found(suite, settings), expected(suite, settings), EXACT)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_writers_listed_by_hand_make_the_blocks_output(name: str):
+    suite = SUITES[name]()
+    for block in suite.blocks:
+        names = modules_of(suite.merged, [block])[block]
+        names = [module for module in names if is_linear(suite.merged, module)]
+        writers = writers_of(suite.merged, block, names)
+        for batches in suite.inputs.values():
+            seen = Seen(*record(suite.merged, batches, [block], [block, *writers]))
+            if writers:
+                written = stream(seen, [block, *writers])
+                torch.testing.assert_close(written, seen.outputs([block]), rtol=0, atol=1e-12)
+        if not writers:
+            assert name in NO_WRITERS
+
+
+def test_experts_equal_to_the_merged_model_change_nothing():
+    for make in (gpt2_suite, clip_suite):
+        suite = make(seed=1)
+        suite = replace(suite, experts=dict.fromkeys(suite.experts, suite.merged))
+        for changes in ({}, {"stages": 1}, {"order": "block"}):
+            assert_same(expected(suite, fields(**changes)), suite.merged, 1e-12)
+
+
+def test_a_huge_fixed_ridge_gives_the_anchor():
+    suite = gpt2_suite(seed=2)
+    settings = fields(ridge="fixed", stages=1, ridge_lambda=1e12, anchor_rho=2.5)
+    new = calibrated_plus(suite, settings)
+    merged, base = (dict(m.named_parameters()) for m in (suite.merged, suite.base))
+    for name in new:
+        if name.endswith("weight"):
+            wanted = 2.5 * merged[name] - 1.5 * base[name]
+            torch.testing.assert_close(new[name], wanted, rtol=0, atol=1e-8)
+
+
+def test_a_linear_drift_of_one_expert_is_recovered():
+    suite = stack_suite(biased, tasks=1, sizes=(20, 17), seed=3)
+    suite = replace(suite, blocks=suite.blocks[:1])
+    (expert,) = suite.experts.values()
+
+    def drift(model: nn.Module) -> Tensor:
+        sides: list[Any] = [model, expert]
+        x = torch.cat(suite.inputs["task_0"])
+        with torch.no_grad():
+            ours, theirs = (side.layers[0](side.embed(x)) for side in sides)
+        return (ours - theirs).norm() / theirs.norm()
+
+    assert drift(suite.merged) > 0.02
+    assert drift(expected(suite, fields())) < 1e-3
+    assert drift(expected(suite, fields(target="module"))) > 0.01  # the hidden input drifts, too
