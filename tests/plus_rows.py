@@ -29,7 +29,7 @@ WRITERS = (
 # A norm or a multiplier stands between.
 WITHOUT_WRITERS = ("Gemma2DecoderLayer", "Olmo2DecoderLayer", "GraniteDecoderLayer")
 # Blocks of tricky_models.py, by the name of the function that makes them.
-TRICKY_WRITERS = {"through_only": ("only",), "keyword_calls": ("second",)}
+TRICKY_WRITERS = {"through_only": ("only",), "keyword_calls": ("second",), "chain": ("second",)}
 
 
 @dataclass
