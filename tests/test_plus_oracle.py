@@ -113,8 +113,18 @@ NO_WRITERS = {
     "chain",
 }
 # Of each arrangement one runs with every part left out; make test-newest runs all.
-EACH_TIME = ("clip", "residual", "gpt2", "gpt_neox", "t5, ungated", "one map")
-SLOW = ("clip, 3 tasks", "qwen2, left", "olmo2", "granite", "phi3", "gpt_neox, serial", "t5")
+EACH_TIME = ("clip", "gpt2", "one map")
+SLOW = (
+    "clip, 3 tasks",
+    "qwen2, left",
+    "olmo2",
+    "granite",
+    "phi3",
+    "gpt_neox, serial",
+    "t5",
+    "residual",
+    "starcoder2",
+)
 
 
 @pytest.fixture(autouse=True)
