@@ -15,8 +15,8 @@ from torch import nn
 from fusion_bench_featcal.checkpoints import open_checkpoints
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
 from fusion_bench_featcal.core.kernels import agreed_kernel, choose_kernel, using_kernel
-from fusion_bench_featcal.data.augmentation import augmented
 from fusion_bench_featcal.engine.activations import open_activations
+from fusion_bench_featcal.engine.augmentation import augmented, change_of
 from fusion_bench_featcal.engine.checks import refuse_not_finite
 from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
 from fusion_bench_featcal.engine.loop import BlockLoop
@@ -111,6 +111,7 @@ def calibrate(
     """
     processes = processes or Processes()
     check_inputs(base, experts, batches, settings)
+    change_of(settings.augment)
     _check_options(merged, base, experts, settings, processes, merging, in_place=in_place)
     family = resolve_family(settings.family if family is None else family, merged)
     shown, home = family.view.shown(merged), device_of(merged)

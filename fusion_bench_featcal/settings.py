@@ -12,9 +12,10 @@ from typing import Any
 ORDERS = ("block", "module")
 TARGETS = ("module", "residual")
 RIDGES = ("fixed", "kfold")
+ROW_WEIGHTS = ("uniform", "sensitivity", "auto")
 TOKEN_WEIGHTS = ("uniform", "demo_last_block")
 CALIBRATION_SPLITS = ("train", "val", "test")
-DECODER_ROWS = ("all", "targets")
+DECODER_ROWS = ("all", "targets", "auto")
 STREAM_EXPERTS = ("auto", True, False)
 LINEAR_KERNELS = ("auto", "torch", "onednn")
 SUMS_PRECISIONS = ("auto", "float32", "float64", "tf32", "bfloat16")
@@ -70,6 +71,10 @@ class FeatCalSettings:
             of the summed Gram matrix, divided by the number of tasks.
         stages: With `ridge` `kfold`: 1: solve towards the target alone; 2: first towards what the
             experts' weights give on the calibrated features, then from there towards the target.
+        row_weights: `uniform`, or `sensitivity`: a row weighs as the expert's final features depend
+            on it, by the gradient of a random probe of them at the positions that `decoder_rows`
+            names (with `auto` and no labels the last one); all other rows count, too. `auto`:
+            sensitivity for language models. Not for the paper's order, target and ridge.
         augment: Changed copies of calibration samples that are used besides them: null: none;
             `auto`: of images three jittered ones (turned by up to 8 degrees, scaled and shifted by
             up to 8 %), of other inputs none; `jitter`: the same, but images are a must; or a
@@ -87,9 +92,10 @@ class FeatCalSettings:
         token_weights: `uniform`, or `demo_last_block`: in the last block every token but the first
             weighs 0.01, except for modules named k_proj and v_proj (the authors' demo, not the
             paper).
-        decoder_rows: Which positions of a decoder count: `all` that are no padding, or only the
-            `targets`, whose output predicts a target token. Only models with a decoder heed it. The
-            decoder of an encoder-decoder model fed by `labels` has no others.
+        decoder_rows: Which positions of a decoder count: `all` that are no padding, only the
+            `targets`, whose output predicts a target token, or `auto`: targets where there are
+            labels. Only models with a decoder heed it. The decoder of an encoder-decoder model fed
+            by `labels` has no others.
         calibration_split: The data split samples are drawn from: `train`, `val` or `test`.
         calibration_targets: Text models only: what follows the prompt: the data's `labels`, or what
             the task's expert itself writes by greedy search (`generated`): then no label is used.
@@ -141,6 +147,7 @@ class FeatCalSettings:
     target: str = "module"
     ridge: str = "fixed"
     stages: int = 1
+    row_weights: str = "uniform"
     augment: Any = None
     samples_per_task: int = 256
     batch_size: int = 16
@@ -196,6 +203,11 @@ class FeatCalSettings:
         if self.stages == 2 and self.ridge != "kfold":
             clashes.append("stages=2 needs method.ridge=kfold")
         if self.is_paper:
+            if self.row_weights != "uniform":
+                clashes.append(
+                    f"row_weights={self.row_weights} needs method.order=module, "
+                    "method.target=residual or method.ridge=kfold"
+                )
             return clashes
         if self.calibrate_norm:
             clashes.append(
@@ -240,7 +252,7 @@ class FeatCalSettings:
         """Copy in which modules are solved as the paper has it: where a pool's presets begin."""
         if self.is_paper:
             return self
-        names = ("order", "target", "ridge", "stages", "calibrate_norm")
+        names = ("order", "target", "ridge", "stages", "row_weights", "calibrate_norm")
         return self.replace(**{name: getattr(FeatCalSettings, name) for name in names})
 
     @property
@@ -399,6 +411,7 @@ _CHECKS: dict[str, Check] = {
     "target": one_of(TARGETS),
     "ridge": one_of(RIDGES),
     "stages": one_of((1, 2)),
+    "row_weights": one_of(ROW_WEIGHTS),
     "augment": (
         "null, auto, jitter, or a mapping with `_target_` and, if given, `copies` >= 1",
         lambda value: value in (None, "auto", "jitter") or _is_augmentation(value),

@@ -27,6 +27,7 @@ DEFAULTS = {
     "target": "module",
     "ridge": "fixed",
     "stages": 1,
+    "row_weights": "uniform",
     "augment": None,
     "samples_per_task": 256,
     "batch_size": 16,

@@ -234,6 +234,7 @@ class Activations:
             placed.marks = batch.marks
             placed.valid, placed.other = batch.valid, batch.other
             placed.start, placed.folds = batch.start, batch.folds
+            placed.sensitivity = batch.sensitivity
             if self._last is not None and self._last.store is store:
                 self._last.following = placed
             self._last = placed

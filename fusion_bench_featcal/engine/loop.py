@@ -74,8 +74,7 @@ class BlockLoop:
         """Names of the tensors that every expert's visit to a place needs, in forward order."""
         visits: dict[str, list[str]] = {}
         for index, stage in enumerate(self._problem.stages):
-            runs = self._rule.runs_experts
-            visits[stage_place(index)] = self._problem.tensors_before(index) if runs else []
+            visits[stage_place(index)] = self._rule.tensors_before(index)
             for block in stage:
                 visits |= self._rule.visits(block)
         return visits
@@ -202,6 +201,9 @@ class BlockLoop:
         kept = batch.inputs if len(problem.stages) > 1 else None
         begun = self._activations.batch(kept, batch.samples, batch.index, cal, exp)
         begun.valid, begun.other, begun.start = *rows, batch.start
+        begun.sensitivity = batch.sensitivity
+        with naming_task(task):
+            rule.weigh(task, index, expert, inputs, begun)
         return begun
 
     def _is_over(self, index: int) -> bool:

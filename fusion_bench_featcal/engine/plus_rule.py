@@ -22,7 +22,8 @@ from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.recording import Recorder, Recording
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.engine.rules import FeatCalRule, Rule, Streams, Turn
-from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.engine.samples import Batch, weighs_by_sensitivity
+from fusion_bench_featcal.engine.sensitivity import final_rows, generator_of, sensitivities
 from fusion_bench_featcal.engine.task_sums import counted_in
 from fusion_bench_featcal.engine.team import Alone, Solved, Team
 from fusion_bench_featcal.settings import CalibrationError
@@ -69,6 +70,35 @@ class PlusRule(Rule):
         self._problem, self._team, self._recorder = problem, team, Recorder()
         self._weights: Mapping[str, Mapping[int, float]] = {}
         self._finished: tuple[str, ...] = ()
+
+    def tensors_before(self, stage: int) -> list[str]:
+        """What leads to the stage; where the expert runs whole for its rows' weights, all."""
+        return (
+            list(self._problem.model.state_dict())
+            if self._weighs(stage)
+            else super().tensors_before(stage)
+        )
+
+    def _weighs(self, stage: int) -> bool:
+        """Return whether a batch may come to a stage without its rows' weights."""
+        is_first = stage == 0 or not self._problem.family.hands_on
+        return is_first and weighs_by_sensitivity(self._problem.settings, self._problem.model)
+
+    def weigh(self, task: str, stage: int, expert: nn.Module, inputs: Any, batch: Batch) -> None:
+        """Run the expert whole, and back from its final features."""
+        if not self._weighs(stage) or batch.sensitivity is not None:
+            return
+        problem = self._problem
+        names = [site.name for m in problem.modules.values() for site in m.sites]
+        with problem.autocast():
+            batch.sensitivity = sensitivities(
+                expert,
+                inputs,
+                names,
+                [stage[0] for stage in problem.stages],
+                final_rows(problem, inputs),
+                generator_of(problem.settings.seed, task, batch.start),
+            )
 
     def visits(self, block: str) -> dict[str, list[str]]:
         """All of the block, and then the calibrated modules once more."""
@@ -221,10 +251,16 @@ class PlusRule(Rule):
 
     def _counted(self, block: str, group: Group, batch: Batch) -> CountedRows | None:
         """Rows of a group's inputs that count."""
+        if group.mark in batch.other:  # no module is named like it
+            return batch.other[group.mark]
         counted = counted_in(group.sites[0], batch.valid, batch.other)
+        if batch.sensitivity is not None:
+            counted = _weighed(group, batch.sensitivity, counted)
+            batch.other = {**batch.other, group.mark: counted}
+            return counted
         if not group.closing:
             return counted
-        if block not in batch.other:  # no module is named like the block
+        if block not in batch.other:
             hidden = batch.cal.hidden
             mask = self._problem.family.closing_rows(self._problem.model, hidden)
             assert mask is not None  # as the group was found by it
@@ -242,6 +278,21 @@ class PlusRule(Rule):
 def rule_of(problem: Problem, team: Alone | Team) -> FeatCalRule | PlusRule:
     """The rule that the settings ask for."""
     return FeatCalRule(problem) if problem.settings.is_paper else PlusRule(problem, team)
+
+
+def _weighed(
+    group: Group, sensitivity: Mapping[str, Tensor], counted: CountedRows | None
+) -> CountedRows | None:
+    """Rows that count, weighted by the sensitivity at all of a group's modules together."""
+    known = [sensitivity[site.name] for site in group.sites if site.name in sensitivity]
+    if not known or (counted is not None and known[0].shape != counted.shape):
+        return counted
+    weights = torch.stack(known).sum(0)
+    if counted is not None:
+        weights = weights * counted.mask()
+    if weights.ndim < 2 or not bool((weights > 0).flatten(1).any(1).all()):
+        return counted  # nothing depends on some sample here
+    return CountedRows.of_mask(weights)
 
 
 def _inside(parts: Sequence[str]) -> tuple[str, ...]:

@@ -64,6 +64,16 @@ class CountedRows:
             )
         return self.of_flat(features.reshape(-1, features.shape[-1]))
 
+    def mask(self) -> Tensor:
+        """The mask that they are of, `[batch, positions]`."""
+        device = self.weights.device if self.index is None and self.weights is not None else None
+        if self.index is not None:
+            device = self.index.device
+        mask = torch.zeros(self.shape.numel(), device=device)
+        index = slice(None) if self.index is None else self.index
+        mask[index] = 1.0 if self.weights is None else self.weights.to(mask.dtype)
+        return mask.reshape(self.shape)
+
     def of_flat(self, values: Tensor) -> Tensor:
         """Entries of the rows that count, of what has one for each position, in the first place."""
         return values if self.index is None else values.index_select(0, self.index)

@@ -48,6 +48,13 @@ class Rule(Protocol):
     shows_drift_before: bool
     _problem: Problem
 
+    def tensors_before(self, stage: int) -> list[str]:
+        """Names of the expert's tensors that its way to a stage's first block needs."""
+        return self._problem.tensors_before(stage) if self.runs_experts else []
+
+    def weigh(self, task: str, stage: int, expert: nn.Module, inputs: Any, batch: Batch) -> None:
+        """Find the weights of a batch's rows, before its way through a stage."""
+
     def visits(self, block: str) -> dict[str, list[str]]:
         """Names of the expert's tensors that a block needs, by the place of their reading."""
         ...

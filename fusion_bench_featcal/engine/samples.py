@@ -34,6 +34,7 @@ class Batch:
         booked: The place where its features wait, as `Activations` numbers them, and their bytes.
         start: Number of the task's samples before it.
         marks: Features at the block in hand that its later turns need, by what they are of.
+        sensitivity: Weights of the rows of modules' outputs, where the settings ask for them.
         folds: Rows of each fold, by the identity of the mask of those that count.
     """
 
@@ -48,6 +49,7 @@ class Batch:
     booked: tuple[int, float] = (0, 0)
     start: int = 0
     marks: Any = field(default_factory=dict)
+    sensitivity: Mapping[str, Tensor] | None = None
     folds: dict[int, Any] = field(default_factory=dict)
 
 
@@ -77,9 +79,32 @@ def find_rows(
             counted[id(mask)] = mask, CountedRows.of_mask(mask)
         return counted[id(mask)][1]
 
-    valid = rows(problem.family.row_weights(inputs, stage, problem.settings.decoder_rows))
+    sensitive = weighs_by_sensitivity(problem.settings, problem.model)
+    decoder_rows = "all" if sensitive else rows_named(problem.settings, inputs)
+    valid = rows(problem.family.row_weights(inputs, stage, decoder_rows))
     others = problem.family.other_rows(inputs, stage)
     return valid, {end: rows(mask) for end, mask in others.items()}
+
+
+def rows_named(settings: FeatCalSettings, inputs: Any) -> str:
+    """`decoder_rows`; for `auto` what it means for a batch of a model's inputs."""
+    if settings.decoder_rows != "auto":
+        return settings.decoder_rows
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    return "targets" if isinstance(labels, Tensor) and labels.ndim == 2 else "all"
+
+
+def weighs_by_sensitivity(settings: FeatCalSettings, model: nn.Module) -> bool:
+    """Tell whether rows weigh as final features depend on them, given the model for `auto`."""
+    if settings.row_weights != "auto":
+        return settings.row_weights == "sensitivity"
+    return head_of(model) is not None
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Output embeddings of a language model; None for any other model."""
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    return find()
 
 
 @contextmanager

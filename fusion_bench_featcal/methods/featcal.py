@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.engine.augmentation import change_of
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
@@ -27,6 +28,7 @@ def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[s
     """
     if settings.needs_base:
         inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
+    change_of(settings.augment)
     check_pool_settings(inputs.models, settings)
     check_read_budget(inputs.models, settings)
     return inputs.batches(settings)

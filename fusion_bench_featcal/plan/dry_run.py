@@ -132,7 +132,7 @@ def _stage(
         batch.cal = problem.begin(problem.model, index, inputs, ends[0])
         if rule.runs_experts:
             batch.exp = problem.begin(problem.model, index, inputs, ends[1])
-    needed = problem.tensors_before(index) if rule.runs_experts else []
+    needed = rule.tensors_before(index)
     places = [Place(stage_place(index), needed, meter.flops, meter.peak, _carried(batch))]
     known: dict[Any, Place] = {}
     for block in problem.stages[index]:

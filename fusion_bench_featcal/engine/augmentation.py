@@ -2,9 +2,10 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import cos, radians, sin
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Jitter:
         limits = torch.tensor([degrees, scale, 2 * shift, 2 * shift])  # a side is 2 long here
         draws = (2 * torch.rand(len(images), 4, generator=generator) - 1) * limits
         height, width = images.shape[-2:]
-        maps = torch.tensor([_affine(*draw, height / width) for draw in draws.tolist()])
+        maps = torch.tensor([_affine(draw, height / width) for draw in draws.tolist()])
         grid = functional.affine_grid(maps, list(images.shape), align_corners=False)
         grid = grid.to(images.device, torch.promote_types(images.dtype, torch.float32))
         found = functional.grid_sample(
@@ -73,10 +74,9 @@ class Jitter:
         return found.to(images.dtype)
 
 
-def _affine(
-    degrees: float, scale: float, right: float, down: float, ratio: float
-) -> list[list[float]]:
+def _affine(draw: Sequence[float], ratio: float) -> list[list[float]]:
     """The map from places of the new image to those of the old, for `affine_grid`."""
+    degrees, scale, right, down = draw
     c, s = ((1 + scale) * f(radians(degrees)) for f in (cos, sin))
     return [[c, -s * ratio, right], [s / ratio, c, down]]
 
@@ -130,17 +130,15 @@ def change_of(augment: Any) -> tuple[Change, int]:
     """
     if not isinstance(augment, Mapping):
         return Jitter(), 0 if augment is None else COPIES
-    from hydra.utils import instantiate
-
     options = dict(augment)
-    copies = options.pop("copies", COPIES)
+    copies, target = options.pop("copies", COPIES), options.pop("_target_")
     try:
-        change = instantiate(options)
+        change = resolve_name(target)(**options)
     except Exception as error:
-        raise ValueError(f"method.augment: {error}") from error
+        raise ValueError(f"method.augment: {target}: {error}") from error
     if not callable(change):
         raise ValueError(
-            f"method.augment: {options['_target_']} made a {type(change).__name__}, which cannot "
+            f"method.augment: {target} made a {type(change).__name__}, which cannot "
             "be called with a batch of inputs and a torch.Generator"
         )
     return change, copies
