@@ -26,7 +26,7 @@ from fusion_bench_featcal.engine.plus_rule import rule_of
 from fusion_bench_featcal.engine.precision import coarse_sums_warning
 from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
 from fusion_bench_featcal.engine.processes import Processes, announced
-from fusion_bench_featcal.engine.samples import check_inputs, take_samples
+from fusion_bench_featcal.engine.samples import check_inputs, take_samples, weighs_by_sensitivity
 from fusion_bench_featcal.engine.setup import set_up
 from fusion_bench_featcal.engine.team import Shares, team_of
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource
@@ -169,6 +169,9 @@ def calibrate(
             planned = PlannedReads(problem, reads, team, shown.state_dict(), places)
             reporter.log.add("plan", planned.record())
             reporter.log.add("engine", {"linear_kernel": kernel})
+            if not settings.is_paper:
+                sensitive = weighs_by_sensitivity(settings, problem.model)
+                reporter.log.add("rows", {"weights": "sensitivity" if sensitive else "uniform"})
             kept.compare(lambda: _description(shown, problem, kernel, merging))
             samples = {t: take_samples(t, batches[t], settings, shown) for t in shares.mine}
             watched = {t: kept.watched_samples(t, taken) for t, taken in samples.items()}

@@ -126,6 +126,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-flan-t5-mini": lambda: combined_table("flan-t5-mini"),
     "results-llama-mini": lambda: combined_table("llama-mini"),
     "paper-clip": paper_clip,
+    "plus": lambda: (ROOT / "benchmarks/results/plus.md").read_text(encoding="utf-8").strip(),
     "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
     "preset-choice": preset_choice,

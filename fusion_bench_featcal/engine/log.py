@@ -15,12 +15,15 @@ class CalibrationLog:
 
     The record of kind `plan`, the first, has the hash of the plan of reads, its limit, the bytes of
     a full read and of the planned one, and the number of modules left out by expert. The record of
-    kind `engine` says what multiplied matrices. One of kind `inputs` has task, stage and
+    kind `engine` says what multiplied matrices. One of kind `rows`, with another update than the
+    paper's, says what rows were weighted by. One of kind `inputs` has task, stage and
     expert_bytes: what reading the expert up to its first block took. One of kind `task` has block,
     task, samples, rows (positions that count), the mean L2 drift of the block's output before and
     after its update (Eq. 2) and the same relative to the expert's feature norm (root mean square;
     None where drift is not logged), seconds and expert_bytes. One of kind `module` has block,
-    module, the solve's relative residual, the condition estimate and the task weights. One of kind
+    module, the solve's relative residual, the condition estimate and the task weights; or, with
+    another update than the paper's, whether the module writes to the hidden features and, chosen by
+    held-out error, the lambdas of both stages (None: infinite). One of kind
     `block` has block, seconds and the modules left as merged. One of kind `resumed`, in a run that
     went on from checkpoints, has the number of restored blocks and the seconds until the last of
     them was there; the records of these blocks are those of the run that calibrated them.
