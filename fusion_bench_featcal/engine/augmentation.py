@@ -105,18 +105,23 @@ def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) ->
     Raises:
         CalibrationError: If a batch cannot be changed, naming the task.
     """
-    change, copies = change_of(settings.augment)
+    change, _ = change_of(settings.augment)
     for batch in batches:
         yield batch
-        if settings.augment == "auto" and images_of(batch.inputs) is None:
-            continue
-        for copy in range(copies):
+        for copy in range(copies_of(settings, batch.inputs)):
             generator = _generator(settings.seed, task, batch.start, copy)
             try:
                 inputs = change(batch.inputs, generator)
             except CalibrationError as error:
                 raise CalibrationError(f"task {task}: {error}") from error
             yield replace(batch, inputs=inputs, folds={}, marks={})
+
+
+def copies_of(settings: FeatCalSettings, inputs: Any) -> int:
+    """Number of changed copies that are made of a batch of a model's inputs."""
+    if settings.augment == "auto" and images_of(inputs) is None:
+        return 0
+    return change_of(settings.augment)[1]
 
 
 def change_of(augment: Any) -> tuple[Change, int]:

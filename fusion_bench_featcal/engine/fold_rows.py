@@ -33,17 +33,21 @@ class FoldRows:
         The host looks at a mask once for each batch of a run.
         """
         if id(counted) not in batch.folds:
-            offsets = tuple((k - batch.start) % folds for k in range(folds))
-            indices: tuple[Tensor, ...] = ()
-            if counted is not None:
-                positions = counted.shape.numel() // batch.samples
-                rows = counted.index
-                if rows is None:
-                    rows = torch.arange(counted.count)
-                fold = (rows // positions + batch.start) % folds
-                indices = tuple((fold == k).nonzero().flatten() for k in range(folds))
-            batch.folds[id(counted)] = cls(batch.samples, offsets, counted, indices)
+            batch.folds[id(counted)] = cls._found(batch, counted, folds)
         return batch.folds[id(counted)]
+
+    @classmethod
+    def _found(cls, batch: Batch, counted: CountedRows | None, folds: int) -> "FoldRows":
+        offsets = tuple((k - batch.start) % folds for k in range(folds))
+        if counted is None or (counted.index is None and counted.weights is None):
+            return cls(batch.samples, offsets, None, ())
+        rows = counted.index
+        if rows is None:
+            rows = torch.arange(counted.count, device=counted.mask().device)
+        positions = counted.shape.numel() // batch.samples
+        fold = (rows // positions + batch.start) % folds
+        indices = tuple((fold == k).nonzero().flatten() for k in range(folds))
+        return cls(batch.samples, offsets, counted, indices)
 
     def select(self, features: Tensor, fold: int) -> Tensor:
         """One fold's rows of features, `[n, d]`.

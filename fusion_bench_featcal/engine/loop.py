@@ -66,7 +66,7 @@ class BlockLoop:
         if problem.base is not None and problem.settings.needs_base:
             reads.base = problem.base
             reads.base_visits = {
-                block: [name for site in modules.sites for name in site.names]
+                list(rule.visits(block))[-1]: [n for site in modules.sites for n in site.names]
                 for block, modules in problem.modules.items()
             }
 

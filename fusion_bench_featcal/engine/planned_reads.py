@@ -193,7 +193,8 @@ class PlannedReads:
         base, visits = self._problem.base, self._reads.base_visits
         assert base is not None
         try:
-            return {b: sum(map(base.nbytes, visits.get(b, ()))) for b in self._problem.modules}
+            blocks = dict.fromkeys(self._problem.modules, 0)
+            return blocks | {place: sum(map(base.nbytes, n)) for place, n in visits.items()}
         except CalibrationError:  # it does not tell its sizes
             return None
 

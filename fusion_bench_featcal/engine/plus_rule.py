@@ -75,18 +75,18 @@ class PlusRule(Rule):
         """What leads to the stage; where the expert runs whole for its rows' weights, all."""
         return (
             list(self._problem.model.state_dict())
-            if self._weighs(stage)
+            if self.weighs(stage)
             else super().tensors_before(stage)
         )
 
-    def _weighs(self, stage: int) -> bool:
+    def weighs(self, stage: int) -> bool:
         """Return whether a batch may come to a stage without its rows' weights."""
         is_first = stage == 0 or not self._problem.family.hands_on
         return is_first and weighs_by_sensitivity(self._problem.settings, self._problem.model)
 
     def weigh(self, task: str, stage: int, expert: nn.Module, inputs: Any, batch: Batch) -> None:
         """Run the expert whole, and back from its final features."""
-        if not self._weighs(stage) or batch.sensitivity is not None:
+        if not self.weighs(stage) or batch.sensitivity is not None:
             return
         problem = self._problem
         names = [site.name for m in problem.modules.values() for site in m.sites]
@@ -206,8 +206,8 @@ class PlusRule(Rule):
             given = [o for site in group.sites for o in exp.outputs.get(site.name, ())]
             batch.marks[group.mark] = self._mark(turn.block, group, exp)
             values = [_square(o, mask) for o in given] if group.writes else given
-            weight = sum(_weight_of(x, mask) for x in exp.of(group.first))
-            squares[number] = [sum(values, start=torch.zeros(())), torch.as_tensor(weight)]
+            weights = [_weight_of(x, mask) for x in exp.of(group.first)]
+            squares[number] = [torch.stack(values).sum(), torch.stack(weights).sum()]
         if self._problem.settings.log_drift:
             batch.exp_hidden = exp.hidden
         return exp, squares
@@ -312,11 +312,12 @@ def _square(output: Tensor, mask: CountedRows | None) -> Tensor:
     return weighted.sum(dtype=solve_dtype(output.device))
 
 
-def _weight_of(x: Tensor, mask: CountedRows | None) -> Tensor | float:
+def _weight_of(x: Tensor, mask: CountedRows | None) -> Tensor:
     """Sum of the weights of the rows that count."""
-    if mask is None:
-        return x.numel() // x.shape[-1]
-    return mask.count if mask.weights is None else mask.weights.sum()
+    if mask is not None and mask.weights is not None:
+        return mask.weights.sum()
+    count = x.numel() // x.shape[-1] if mask is None else mask.count
+    return torch.as_tensor(float(count), device=x.device)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from fusion_bench_featcal.engine.plus_rule import PlusRule, TurnRows, rule_of
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.rules import Rule
 from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.engine.sensitivity import sensitivities
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.engine.team import Alone
 from fusion_bench_featcal.experts.reading import stage_place
@@ -132,6 +133,11 @@ def _stage(
         batch.cal = problem.begin(problem.model, index, inputs, ends[0])
         if rule.runs_experts:
             batch.exp = problem.begin(problem.model, index, inputs, ends[1])
+        if isinstance(rule, PlusRule) and rule.weighs(index):
+            names = [site.name for modules in problem.modules.values() for site in modules.sites]
+            firsts = [stage[0] for stage in problem.stages]
+            generator = torch.Generator()
+            sensitivities(problem.model, inputs, names, firsts, None, generator)
     needed = rule.tensors_before(index)
     places = [Place(stage_place(index), needed, meter.flops, meter.peak, _carried(batch))]
     known: dict[Any, Place] = {}
@@ -173,7 +179,7 @@ def _block(problem: Problem, rule: Rule, block: str, batch: Batch) -> Place:
             groups += _groups(problem, turn.block, number, sums)
             meter.step = "search"
         meter.step = "update"
-        _, batch.cal = problem.step(model, block, batch.cal)
+        _, batch.cal = rule.advance(block, batch)
     batch.exp_hidden = None
     return Place(
         name=block,

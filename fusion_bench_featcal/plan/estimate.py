@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.engine.activations import HOST_SHARE
+from fusion_bench_featcal.engine.augmentation import copies_of
 from fusion_bench_featcal.engine.memory import free_bytes
 from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
 from fusion_bench_featcal.engine.team import Shares
@@ -161,8 +162,8 @@ def _run_of(request: Request) -> tuple[DryRun, list[int]]:
 
     Tasks, or the batches of one, are dealt out as to the processes of a run.
     """
-    samples = dict(enumerate(_samples(request)))
-    size = min(request.settings.batch_size, max(samples.values()))
+    settings, samples = request.settings, dict(enumerate(_samples(request)))
+    size = min(settings.batch_size, max(samples.values()))
     names = tuple(map(str, samples))
     busiest: list[int] = []
     for rank in range(request.processes):
@@ -174,7 +175,8 @@ def _run_of(request: Request) -> tuple[DryRun, list[int]]:
         ]
         busiest = max(busiest, mine, key=sum)
     inputs = example_inputs(request.model, size, request.length, request.target_length)
-    return dry_run(request.model, inputs, request.settings, request.tasks), busiest
+    busiest = [count * (1 + copies_of(settings, inputs)) for count in busiest]
+    return dry_run(request.model, inputs, settings, request.tasks), busiest
 
 
 def memory_of(
