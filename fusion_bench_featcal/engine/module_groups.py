@@ -129,7 +129,7 @@ def find_closing(problem: Problem, block: str, batch: Batch, modules: Sequence[s
         batch: A batch of any task.
         modules: Names of the block's linear modules.
     """
-    if block != problem.stages[-1][-1]:
+    if not modules or block != problem.stages[-1][-1]:
         return set()
     hidden, _ = problem.step(problem.model, block, batch.cal)
     if hidden.is_meta:  # in a plan, where no value can be looked at
