@@ -19,8 +19,9 @@ from tiny_models import (
 )
 from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
-from tricky_models import stack_suite, two_maps
+from tricky_models import in_place_residual, stack_suite, two_maps
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.engine import plus_rule
 from fusion_bench_featcal.engine.module_groups import Group
 from fusion_bench_featcal.engine.stream_writers import find_writers
@@ -133,6 +134,11 @@ def test_writers_are_added_and_nothing_else(name: str):
     suite = stack_suite(make)
     for block in suite.blocks:
         assert writers_in(suite, block) == wanted
+
+
+def test_a_block_that_writes_into_its_own_input():
+    with pytest.raises(CalibrationError, match=r"layers\.0: the block overwrites its input"):
+        run_fast(stack_suite(in_place_residual), **PLUS)
 
 
 def test_sums_in_place_are_sums():

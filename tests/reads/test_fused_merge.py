@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, run_fast
+from calibrations import PLUS, assert_identical, run_fast
 from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from safetensors.torch import save_file
@@ -57,6 +57,7 @@ def small_t5(**more: Any) -> Suite:
 SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "clip": (small_clip, {}),
     "clip without features": (small_clip, CALM),
+    "clip, plus": (small_clip, PLUS),
     "t5, tied": (small_t5, {}),
     "t5, untied": (lambda: small_t5(untied=True), {}),
     "gpt2": (gpt2_suite, {}),
@@ -87,6 +88,7 @@ def calibrated(suite: Suite, merged: nn.Module, merging: Any = None, **more: Any
         ("clip", "average"), ("clip without features", "arithmetic"),
         ("t5, untied", "arithmetic"), ("gpt2", "average"),
         ("open_clip", "arithmetic"), ("integers", "average"), ("integers", "arithmetic"),
+        ("clip, plus", "average"), ("clip, plus", "arithmetic"),
     ],
 )  # fmt: skip
 def test_fused_merge_has_fusion_benchs_bits_and_so_has_the_calibrated_model(

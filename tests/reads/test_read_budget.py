@@ -30,7 +30,7 @@ def with_merged_parts(suite: Suite, omitted: dict[str, list[str]]) -> Suite:
     return changed
 
 
-@pytest.mark.parametrize("name", ["clip", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["clip", "gpt2", "t5", "clip, plus"])
 def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str):
     make, more = SUITES[name]
     suite = make()
@@ -46,6 +46,7 @@ def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str):
     [
         ("clip", 30),
         ("clip, no features", 20),
+        ("clip, plus", 50),
         *((name, 60) for name in ("clip", "replay", "gpt2", "open_clip", "t5")),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import Bare, Overheard, assert_identical, replay, run_fast
+from calibrations import PLUS, Bare, Overheard, assert_identical, replay, run_fast
 from safetensors.torch import save_file
 from tiny_models import Suite, clip_suite, gpt2_suite, t5_suite
 from tiny_open_clip import tower_suite
@@ -25,6 +25,8 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "clip": (small_clip, {}),
     "clip, anchor without base": (small_clip, {"anchor_rho": 1.0}),
     "clip, no features": (small_clip, {"mix_alpha": 0.0, "log_drift": False}),
+    "clip, plus": (small_clip, PLUS),
+    "t5, plus": (lambda: t5_suite(depths=(1, 1)), PLUS),
     "replay": (small_clip, {"family": replay(clip_suite())}),
     "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}),
     "open_clip": (tower_suite, {}),
@@ -47,7 +49,7 @@ def test_what_was_planned_is_what_was_read(name: str):
     totals = found["totals"]
     assert totals["experts_read"] == totals["experts_planned"] == found["plan"]["full"]
     assert totals["merged_stood_in"] == 0
-    if more.get("anchor_rho") == 1.0:
+    if more.get("anchor_rho") == 1.0 or more.get("ridge") == "kfold":
         assert totals["base_read"] == 0
     else:
         assert totals["base_read"] >= totals["output"]
