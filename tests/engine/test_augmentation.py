@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from calibrations import PLUS, assert_identical, assert_same, run_fast
-from fusion_bench import BaseModelPool
+from test_algorithm_pools import suite_pool
 from tiny_models import ROUNDING, clip_suite, decoder_suite, normal
 from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.data.augmentation import Jitter, augmented, images_of
+from fusion_bench_featcal.engine.augmentation import Jitter, augmented, images_of
 from fusion_bench_featcal.engine.fold_rows import FoldRows
 from fusion_bench_featcal.engine.samples import Batch
 
@@ -179,8 +179,11 @@ class Negative:
         return inputs * self.times
 
 
-def broken(inputs: Any, generator: torch.Generator) -> Any:
-    raise CalibrationError("no such thing")
+def broken() -> Any:
+    def change(inputs: Any, generator: torch.Generator) -> Any:
+        raise CalibrationError("no such thing")
+
+    return change
 
 
 def test_a_callable_of_ones_own():
@@ -189,16 +192,15 @@ def test_a_callable_of_ones_own():
     (only,) = copies_of(augment=target | {"copies": 1})
     assert torch.equal(only, -2 * IMAGES)
     assert target == {"_target_": f"{HERE}.Negative", "times": -2.0}
-    partial = {"_target_": f"{HERE}.broken", "_partial_": True}
     with pytest.raises(CalibrationError, match=r"^task cars: no such thing$"):
-        copies_of("cars", augment=partial)
+        copies_of("cars", augment={"_target_": f"{HERE}.broken"})
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ({"_target_": "no.such.thing"}, r"^method\.augment: .*no\.such\.thing"),
-        ({"_target_": f"{HERE}.Negative", "time": 2}, r"(?s)^method\.augment: .*'time'"),
+        ({"_target_": "no.such.thing"}, r"^method\.augment: no\.such\.thing: "),
+        ({"_target_": f"{HERE}.Negative", "time": 2}, r"^method\.augment: .*Negative: .*'time'"),
         (
             {"_target_": "builtins.dict", "a": 1},
             r"^method\.augment: builtins\.dict made a dict, which cannot be called with a batch",
@@ -210,13 +212,12 @@ def test_targets_that_cannot_be_made_or_called(target: dict[str, Any], message: 
         copies_of(augment=target)
 
 
-@pytest.mark.xfail(strict=True, reason="change_of runs as the first batch of a stage is drawn")
-def test_targets_are_made_before_any_model_is_loaded():
-    nowhere: Any = dict.fromkeys(("_pretrained_", "_merged_", "a"), "nowhere")
-    with pytest.raises(ValueError, match=r"^method\.augment: "):
-        FeatCalAlgorithm(base_method=None, augment={"_target_": "no.such.thing"}).run(
-            BaseModelPool(nowhere)
-        )
+def test_targets_are_made_before_any_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    pool = suite_pool()
+    monkeypatch.setattr(pool, "load_model", lambda *_: pytest.fail("a model is loaded"))
+    merger = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
+    with pytest.raises(ValueError, match=r"^method\.augment: no\.such\.thing: "):
+        FeatCalAlgorithm(base_method=merger, augment={"_target_": "no.such.thing"}).run(pool)
 
 
 def run(make: Callable[..., Any], **more: Any) -> Any:
@@ -240,12 +241,12 @@ def test_calibration_sees_the_copies():
     assert rows == [5 * 7, 4 * 5 * 7]
 
 
-def same(inputs: Any, generator: torch.Generator) -> Any:
-    return inputs
+def same() -> Any:
+    return lambda inputs, generator: inputs
 
 
 @pytest.mark.parametrize("make", [clip_suite])
 def test_copies_that_are_the_samples_themselves_change_nothing(make: Callable[..., Any]):
-    again = {"_target_": f"{HERE}.same", "_partial_": True, "copies": 2}
+    again = {"_target_": f"{HERE}.same", "copies": 2}
     wanted = run(make).model
     assert_same(run(make, augment=again).model, wanted, 10 * ROUNDING)
