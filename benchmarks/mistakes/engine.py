@@ -77,15 +77,15 @@ MUTATIONS = [
     Mutation(
         "token weights of the last block in every block",
         "engine/rules.py",
-        'settings.token_weights == "demo_last_block" and block == self._last',
+        'settings.token_weights == "demo_last_block" and turn.block == self._last',
         'settings.token_weights == "demo_last_block"',
         "test_calibrate_oracle.py",
     ),
     Mutation(
         "features do not advance behind an updated block",
         "engine/loop.py",
-        "hidden, batch.cal = self._problem.step(",
-        "hidden, _ = self._problem.step(",
+        "hidden, batch.cal = self._rule.advance(",
+        "hidden, _ = self._rule.advance(",
         "test_calibrate_oracle.py",
     ),
     Mutation(
@@ -98,7 +98,7 @@ MUTATIONS = [
     Mutation(
         "masks of padding ignored",
         "engine/samples.py",
-        "valid = rows(problem.family.row_weights(inputs, stage, problem.settings.decoder_rows))",
+        "valid = rows(problem.family.row_weights(inputs, stage, decoder_rows))",
         "valid = rows(None)",
         "test_calibrate_oracle.py",
     ),

@@ -121,14 +121,14 @@ MUTATIONS = [
     ),
     Mutation(
         "plus: no task weighs by its outputs",
-        "engine/plus_rule.py",
+        "engine/task_weights.py",
         "task: {n: 1 / (square or weight) for n, (square, weight) in groups.items()}",
         "task: {n: 1 / weight for n, (square, weight) in groups.items()}",
         ORACLE,
     ),
     Mutation(
         "plus: squares of padding count in a task's weight",
-        "engine/plus_rule.py",
+        "engine/task_weights.py",
         "squares = torch.linalg.vector_norm(rows_of(output, mask), dim=1).square()",
         "squares = torch.linalg.vector_norm(output.flatten(0, -2), dim=1).square()\n"
         "    mask = None",
@@ -136,7 +136,7 @@ MUTATIONS = [
     ),
     Mutation(
         "plus: tasks that give nothing accepted",
-        "engine/plus_rule.py",
+        "engine/task_weights.py",
         "if mean < DEAD_TASK_RATIO * median:",
         "if mean < 0 * median:",
         EDGES,

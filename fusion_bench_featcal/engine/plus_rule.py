@@ -1,18 +1,14 @@
 """FeatCal+: modules are solved one after another, each towards what the features still lack."""
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
-from fusion_bench_featcal.core.finite import read_back
-from fusion_bench_featcal.engine.block import DEAD_TASK_RATIO
 from fusion_bench_featcal.engine.checks import run_checks
 from fusion_bench_featcal.engine.finished_parts import finished_parts, replayed
 from fusion_bench_featcal.engine.fold_rows import FoldRows
@@ -20,16 +16,21 @@ from fusion_bench_featcal.engine.group_sums import FOLDS, Features, GroupSums, T
 from fusion_bench_featcal.engine.module_groups import Group, find_groups, hidden_behind
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.recording import Recorder, Recording
-from fusion_bench_featcal.engine.rows import CountedRows, rows_of
+from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.engine.rules import FeatCalRule, Rule, Streams, Turn
 from fusion_bench_featcal.engine.samples import Batch, weighs_by_sensitivity
 from fusion_bench_featcal.engine.sensitivity import final_rows, generator_of, sensitivities
 from fusion_bench_featcal.engine.task_sums import counted_in
+from fusion_bench_featcal.engine.task_weights import (
+    OneTaskSquares,
+    Squares,
+    TaskSquares,
+    Weights,
+    square_of,
+    weight_of,
+)
 from fusion_bench_featcal.engine.team import Alone, Solved, Team
 from fusion_bench_featcal.settings import CalibrationError
-
-Squares = dict[int, list[Tensor]]
-"""By group: the sum of squares of the modules' outputs, and how much their rows weigh."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class PlusRule(Rule):
             team: The processes that share the work.
         """
         self._problem, self._team, self._recorder = problem, team, Recorder()
-        self._weights: Mapping[str, Mapping[int, float]] = {}
+        self._weights: Weights = {}
         self._finished: tuple[str, ...] = ()
 
     def tensors_before(self, stage: int) -> list[str]:
@@ -150,11 +151,11 @@ class PlusRule(Rule):
     def block_sums(self, turn: ExpertTurn | GroupTurn) -> "TaskSquares | TurnSums":
         """Sums of a turn, empty."""
         if isinstance(turn, ExpertTurn):
-            return TaskSquares(turn, self._team, self.adopt)
+            return TaskSquares(turn.block, turn.groups, self._team, self.adopt)
         self._sums = TurnSums(self._problem, turn, self._team)
         return self._sums
 
-    def adopt(self, weights: Mapping[str, Mapping[int, float]]) -> None:
+    def adopt(self, weights: Weights) -> None:
         """Take over each task's weight, by group, for the turns to come."""
         self._weights = weights
 
@@ -196,7 +197,7 @@ class PlusRule(Rule):
         masks = [self._counted(turn.block, group, batch) for group in turn.groups]
         for group, mask in zip(turn.groups, masks, strict=True):
             for site in group.sites:
-                outputs[site.name] = Tensor.clone if group.writes else partial(_square, mask=mask)
+                outputs[site.name] = Tensor.clone if group.writes else partial(square_of, mask=mask)
         exp = self._run_expert(turn.block, expert, batch, outputs)
         squares: Squares = {}
         for number, (group, mask) in enumerate(zip(turn.groups, masks, strict=True)):
@@ -205,8 +206,8 @@ class PlusRule(Rule):
                 raise self._unlike(turn.block, group)
             given = [o for site in group.sites for o in exp.outputs.get(site.name, ())]
             batch.marks[group.mark] = self._mark(turn.block, group, exp)
-            values = [_square(o, mask) for o in given] if group.writes else given
-            weights = [_weight_of(x, mask) for x in exp.of(group.first)]
+            values = [square_of(o, mask) for o in given] if group.writes else given
+            weights = [weight_of(x, mask) for x in exp.of(group.first)]
             squares[number] = [torch.stack(values).sum(), torch.stack(weights).sum()]
         if self._problem.settings.log_drift:
             batch.exp_hidden = exp.hidden
@@ -303,79 +304,6 @@ def _inside(parts: Sequence[str]) -> tuple[str, ...]:
 def _weights_of(block: str) -> str:
     """Name of the place at which a block's calibrated modules are read."""
     return f"{block} · weights"
-
-
-def _square(output: Tensor, mask: CountedRows | None) -> Tensor:
-    """Sum of squares over the rows that count, weighted."""
-    squares = torch.linalg.vector_norm(rows_of(output, mask), dim=1).square()
-    weighted = squares if mask is None or mask.weights is None else squares * mask.weights
-    return weighted.sum(dtype=solve_dtype(output.device))
-
-
-def _weight_of(x: Tensor, mask: CountedRows | None) -> Tensor:
-    """Sum of the weights of the rows that count."""
-    if mask is not None and mask.weights is not None:
-        return mask.weights.sum()
-    count = x.numel() // x.shape[-1] if mask is None else mask.count
-    return torch.as_tensor(float(count), device=x.device)
-
-
-@dataclass
-class OneTaskSquares:
-    """Squares of one task's outputs."""
-
-    task: str
-    sums: Squares = field(default_factory=dict)
-
-    def add(self, model: nn.Module, cal: Recording, exp: Squares, *rows: Any) -> None:
-        """Add a batch's."""
-        for number, new in exp.items():
-            old = self.sums.get(number, [torch.zeros_like(part) for part in new])
-            self.sums[number] = [a + b for a, b in zip(old, new, strict=True)]
-
-
-class TaskSquares:
-    """Squares of every task's outputs, from which the tasks' weights follow."""
-
-    def __init__(self, turn: ExpertTurn, team: Alone | Team, adopt: Any) -> None:
-        self._turn, self._team, self._adopt = turn, team, adopt
-        self._sums: dict[str, dict[int, list[float]]] = {}
-
-    def add(self, sums: OneTaskSquares, expert: nn.Module) -> None:
-        """Add one task's."""
-        values = read_back([part for pair in sums.sums.values() for part in pair])
-        pairs = [values[i : i + 2] for i in range(0, len(values), 2)]
-        self._sums[sums.task] = dict(zip(sums.sums, pairs, strict=True))
-
-    def solve(self) -> Solved:
-        """Weigh the tasks; no parameter changes."""
-        total: dict[str, dict[int, list[float]]] = {}
-        for part in self._team.gather(self._sums):
-            for task, groups in part.items():
-                for number, new in groups.items():
-                    old = total.setdefault(task, {}).get(number, [0.0, 0.0])
-                    total[task][number] = [a + b for a, b in zip(old, new, strict=True)]
-        for number, group in enumerate(self._turn.groups):
-            self._refuse_dead_tasks(group, {task: groups[number] for task, groups in total.items()})
-        self._adopt(
-            {
-                task: {n: 1 / (square or weight) for n, (square, weight) in groups.items()}
-                for task, groups in total.items()
-            }
-        )
-        return {}, []
-
-    def _refuse_dead_tasks(self, group: Group, squares: Mapping[str, Sequence[float]]) -> None:
-        means = {task: square / weight for task, (square, weight) in squares.items()}
-        median = statistics.median(means.values())
-        for task, mean in means.items():
-            if mean < DEAD_TASK_RATIO * median:
-                raise CalibrationError(
-                    f"task {task}, block {self._turn.block}, module {group.first}: what its expert "
-                    f"gives is almost zero (mean square {mean:.1e}, median task {median:.1e}), so "
-                    f"its weight would swamp the others'. Check modelpool.models.{task} and its "
-                    "calibration data, or drop the task"
-                )
 
 
 @dataclass
