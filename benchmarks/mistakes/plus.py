@@ -4,6 +4,7 @@ from mistakes.entry import Mutation
 
 ORACLE = "test_plus_oracle.py"
 EDGES, PROPERTIES = "test_plus_edges.py", "test_plus_properties.py"
+SENSITIVITY = "engine/test_sensitivity.py"
 WRITERS, COPIES = "engine/test_stream_writers.py", "engine/test_augmentation.py"
 
 MUTATIONS = [
@@ -222,8 +223,8 @@ MUTATIONS = [
     Mutation(
         "plus: sums in place are none",
         "engine/stream_writers.py",
-        "Tensor.add_, Tensor.__iadd__}",
-        "Tensor.add_}",
+        "Tensor.__radd__, Tensor.add_, Tensor.__iadd__}",
+        "Tensor.__radd__}",
         WRITERS,
     ),
     Mutation(
@@ -260,6 +261,34 @@ MUTATIONS = [
         "yield replace(batch, inputs=inputs, folds={}, marks={})",
         "yield replace(batch, inputs=inputs, start=batch.start + 1, folds={}, marks={})",
         COPIES,
+    ),
+    Mutation(
+        "plus: gradients in place of their squares",
+        "engine/sensitivity.py",
+        "torch.linalg.vector_norm(gradient.float(), dim=-1).square()",
+        "torch.linalg.vector_norm(gradient.float(), dim=-1)",
+        SENSITIVITY,
+    ),
+    Mutation(
+        "plus: the first position decides what follows",
+        "engine/sensitivity.py",
+        "mask = (positions == last).long()",
+        "mask = (positions == 0).long()",
+        SENSITIVITY,
+    ),
+    Mutation(
+        "plus: padding weighs by its sensitivity",
+        "engine/plus_rule.py",
+        "weights = weights * counted.mask()",
+        "weights = weights + 0 * counted.mask()",
+        SENSITIVITY,
+    ),
+    Mutation(
+        "plus: every model's rows weigh by sensitivity",
+        "engine/samples.py",
+        "return head_of(model) is not None",
+        "return True",
+        SENSITIVITY,
     ),
     Mutation(
         "plus: two stages without folds accepted",

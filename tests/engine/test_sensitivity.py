@@ -10,6 +10,7 @@ import torch
 from calibrations import PLUS, assert_identical, assert_same, distance, run_fast
 from tiny_models import ROUNDING, Suite, clip_suite, decoder_suite, t5_suite
 from torch import Tensor, nn
+from tricky_models import biased, stack_suite
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.engine.rows import CountedRows
@@ -131,6 +132,12 @@ def test_rows_weigh_and_nothing_else_has_a_part(make: Callable[[], Suite]):
     assert_same(plus(backwards), wanted, 10 * ROUNDING)
     with torch.inference_mode():
         assert_identical(plus(suite, activations="disk"), wanted)
+
+
+@pytest.mark.xfail(strict=True, reason="_weighed passes over outputs [samples, d], without a word")
+def test_rows_that_are_samples_weigh_too_or_are_refused():
+    suite = stack_suite(biased)
+    assert distance(plus(suite), plus(suite, row_weights="uniform")) > 1e-6
 
 
 def test_auto_is_for_language_models():

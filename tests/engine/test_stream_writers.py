@@ -118,6 +118,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "casts": (after(lambda b, h: h + b.second(h).contiguous().to(h.dtype).clone()), BOTH),
     "scaled": (after(lambda b, h: h + 0.5 * b.second(h)), FIRST),
     "scaled by alpha": (after(lambda b, h: torch.add(h, b.second(h), alpha=0.5)), FIRST),
+    "added to each other": (after(lambda b, h: h + (b.second(h) + b.first(h)).tanh()), FIRST),
     "subtracted": (after(lambda b, h: h - b.second(h)), FIRST),
     "an activation behind": (after(lambda b, h: h + b.second(h).tanh()), FIRST),
     "a norm behind": (after(lambda b, h: h + nn.functional.layer_norm(b.second(h), [4])), FIRST),
