@@ -170,6 +170,7 @@ MUTATIONS = [
         "        if len(outputs) == 1:",
         "        if outputs:",
         ORACLE,
+        known="no model of the tests runs a part of a block twice",
     ),
     Mutation(
         "plus: drift of inputs not carried through the expert's weight",
@@ -282,6 +283,7 @@ MUTATIONS = [
         "weights = weights * counted.mask()",
         "weights = weights + 0 * counted.mask()",
         SENSITIVITY,
+        known="nothing reads padding, whose gradients are zero",
     ),
     Mutation(
         "plus: every model's rows weigh by sensitivity",
