@@ -252,7 +252,8 @@ class FeatCalSettings:
         """Copy in which modules are solved as the paper has it: where a pool's presets begin."""
         if self.is_paper:
             return self
-        names = ("order", "target", "ridge", "stages", "row_weights", "calibrate_norm")
+        names = ["order", "target", "ridge", "stages", "row_weights", "augment", "calibrate_norm"]
+        names += ["decoder_rows"] * (self.decoder_rows == "auto")
         return self.replace(**{name: getattr(FeatCalSettings, name) for name in names})
 
     @property

@@ -53,7 +53,6 @@ def test_report_has_the_settings_and_the_pools_presets_begin_with_the_papers(run
     assert "featcal:mini" in run[1].stdout
 
 
-@pytest.mark.xfail(strict=True, reason="with_paper_update keeps augment and decoder_rows")
 def test_preset_of_the_pool_is_what_it_is_beside_the_papers_update(run: Run) -> None:
     preset = Report.load(run[0]).settings["featcal:mini"]
     wanted = FeatCalSettings(

@@ -167,9 +167,6 @@ def one_task_in_small_batches(block: Callable[[], nn.Module]) -> Suite:
     return suite
 
 
-@pytest.mark.xfail(
-    strict=True, reason="ends in a ZeroDivisionError: TaskSquares.solve divides by a weight of 0"
-)
 def test_a_module_that_one_task_does_not_reach():
     with refused(r"layers\.0\.second.*method\.modules=\['!layers\.0\.second'\]"):
         plus(one_task_in_small_batches(by_size))
@@ -183,7 +180,6 @@ def test_modules_that_do_not_always_share_their_input():
         plus(one_task_in_small_batches(shares_sometimes))
 
 
-@pytest.mark.xfail(strict=True, reason="a bare ValueError: TaskRows.add has unequal lists to zip")
 def test_a_module_that_writes_more_often_in_some_batches():
     with refused(UNLIKE):
         plus(one_task_in_small_batches(writes_twice))
@@ -222,9 +218,6 @@ def with_huge_expert(size: float) -> Suite:
     return suite
 
 
-@pytest.mark.xfail(
-    strict=True, reason="names no task: its weight is 0, and refuse_not_finite looks at no `u`"
-)
 def test_features_that_overflow_name_the_task_and_the_module():
     place = r"task task_1, block layers\.\d, module layers\.\d\.only:"
     with refused(rf"{place}.*overflow.*fabric\.precision.*modelpool\.models\.task_1"):

@@ -130,8 +130,8 @@ MUTATIONS = [
     Mutation(
         "plus: squares of padding count in a task's weight",
         "engine/task_weights.py",
-        "squares = torch.linalg.vector_norm(rows_of(output, mask), dim=1).square()",
-        "squares = torch.linalg.vector_norm(output.flatten(0, -2), dim=1).square()\n"
+        "norms = torch.linalg.vector_norm(rows_of(output, mask), dim=1)",
+        "norms = torch.linalg.vector_norm(output.flatten(0, -2), dim=1)\n"
         "    mask = None",
         ORACLE,
     ),

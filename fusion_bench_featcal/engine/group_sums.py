@@ -67,6 +67,21 @@ def stacked(module: nn.Module, group: Group) -> tuple[Tensor, Tensor]:
     return torch.cat(weights), torch.cat(biases)
 
 
+def not_finite_features(place: str, task: str) -> CalibrationError:
+    """The error for features that overflow.
+
+    Args:
+        place: Task, block and module.
+        task: The task.
+    """
+    return CalibrationError(
+        f"{place}: inputs are NaN or infinite, or their sums overflow, while weights and "
+        "samples are finite: a forward pass overflows. Compute in a wider precision "
+        "(fabric.precision=32-true, or wider modelpool.models), or check "
+        f"modelpool.models.{task} and modelpool.train_datasets.{task} for extreme values"
+    )
+
+
 class GroupSums:
     """Sums of one group over the rows of all tasks, and its solve.
 
@@ -117,14 +132,10 @@ class GroupSums:
 
     def refuse_not_finite(self, task: str) -> None:
         """Note, without looking yet, whether a task has brought NaN or infinity."""
-        place = f"task {task}, block {self._block}, module {self.group.first}"
-        error = CalibrationError(
-            f"{place}: inputs are NaN or infinite, or their sums overflow, while weights and "
-            "samples are finite: a forward pass overflows. Compute in a wider precision "
-            "(fabric.precision=32-true, or wider modelpool.models), or check "
-            f"modelpool.models.{task} and modelpool.train_datasets.{task} for extreme values"
+        error = not_finite_features(
+            f"task {task}, block {self._block}, module {self.group.first}", task
         )
-        total = self.inputs.gram.sum() + self.further.moment.sum()
+        total = self.inputs.gram.sum() + self.further.moment.sum() + self.further.u.sum()
         self.checks.append(DeferredCheck(not_finite(total), error))
 
     def solve(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

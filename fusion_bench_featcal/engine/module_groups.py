@@ -70,7 +70,7 @@ def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
         return problem.step(model, block, batch.cal)
 
     outputs = dict.fromkeys(sites, Tensor.clone)
-    recording = Recorder().record(model, [block, *sites], run, outputs=outputs)
+    recording = Recorder().record(model, [block, *sites], run, outputs=outputs, copied=[block])
     for name in sites:
         if name not in recording.calls:
             raise CalibrationError(

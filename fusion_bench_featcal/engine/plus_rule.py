@@ -185,7 +185,9 @@ class PlusRule(Rule):
 
     def _run_expert(self, block: str, expert: nn.Module, batch: Batch, outputs: Any) -> Recording:
         run = partial(self._problem.step, expert, block, batch.exp)
-        recording = self._recorder.record(expert, [block, *outputs], run, outputs=outputs)
+        recording = self._recorder.record(
+            expert, [block, *outputs], run, outputs=outputs, copied=[block]
+        )
         batch.exp = recording.following
         return recording
 
@@ -193,7 +195,7 @@ class PlusRule(Rule):
         self, turn: ExpertTurn, expert: nn.Module, batch: Batch
     ) -> tuple[Recording, Squares]:
         """Run the expert's block; mark what later turns need, and sum squares of outputs."""
-        outputs: dict[str, Any] = {}
+        problem, outputs = self._problem, dict[str, Any]()
         masks = [self._counted(turn.block, group, batch) for group in turn.groups]
         for group, mask in zip(turn.groups, masks, strict=True):
             for site in group.sites:
@@ -208,8 +210,9 @@ class PlusRule(Rule):
             batch.marks[group.mark] = self._mark(turn.block, group, exp)
             values = [square_of(o, mask) for o in given] if group.writes else given
             weights = [weight_of(x, mask) for x in exp.of(group.first)]
-            squares[number] = [torch.stack(values).sum(), torch.stack(weights).sum()]
-        if self._problem.settings.log_drift:
+            nothing = torch.zeros((), device=problem.device)  # where a batch does not reach it
+            squares[number] = [sum(values, start=nothing), sum(weights, start=nothing)]
+        if problem.settings.log_drift:
             batch.exp_hidden = exp.hidden
         return exp, squares
 
@@ -235,6 +238,7 @@ class PlusRule(Rule):
                 partial(problem.step, problem.model, turn.block, batch.cal),
                 outputs=dict.fromkeys(noted, Tensor.clone),
                 stop_after=notes if problem.family.same_calls else None,
+                copied=[turn.block],
             )
         cal.outputs |= {name: [batch.marks[name]] for name in writers - set(noted)}
         batch.marks.update({name: cal.outputs[name][0] for name in inside & set(noted)})
@@ -243,7 +247,8 @@ class PlusRule(Rule):
         for number, group in groups.items():
             mark, inputs = batch.marks.pop(group.mark), cal.of(group.first)
             seen = [hidden_behind(turn.block, group, cal)] if group.writes else inputs
-            if [x.shape for x in mark] != [x.shape for x in seen]:
+            shapes = [x.shape for x in seen]
+            if [x.shape for x in mark] != shapes or len(inputs) != len(shapes):
                 raise self._unlike(turn.block, group)
             drifts = [exp - own for exp, own in zip(mark, seen, strict=True)]
             rows = FoldRows.of(batch, self._counted(turn.block, group, batch), folds)
@@ -291,9 +296,7 @@ def _weighed(
     weights = torch.stack(known).sum(0)
     if counted is not None:
         weights = weights * counted.mask()
-    if weights.ndim < 2 or not bool((weights > 0).flatten(1).any(1).all()):
-        return counted  # nothing depends on some sample here
-    return CountedRows.of_mask(weights)
+    return CountedRows.of_weights(weights)
 
 
 def _inside(parts: Sequence[str]) -> tuple[str, ...]:

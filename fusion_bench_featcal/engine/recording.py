@@ -1,6 +1,6 @@
 """Inputs and outputs of a block's modules, noted by hooks while the block runs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ class Recording:
         inputs: Each distinct input once, by identity.
         calls: For each module, the identities of its inputs, one a call.
         outputs: For each module whose outputs were asked for, what is kept of them, one a call.
+        copied: Modules whose inputs are copied, as they may be overwritten.
         count: Number of notes: of inputs and of outputs.
         output: What the block returned: its hidden features, and the inputs of the next block; None
             if the pass ended before.
@@ -37,6 +38,7 @@ class Recording:
     inputs: dict[InputKey, Tensor] = field(default_factory=dict)
     calls: dict[str, list[InputKey]] = field(default_factory=dict)
     outputs: dict[str, list[Any]] = field(default_factory=dict)
+    copied: Collection[str] = ()
     count: int = 0
     output: tuple[Any, Any] | None = None
     _originals: dict[InputKey, Tensor] = field(default_factory=dict)
@@ -47,7 +49,8 @@ class Recording:
         self._originals[key] = value  # a freed tensor's identity can return
         if key not in self.inputs:
             # An inference tensor has no version to tell by that it was overwritten.
-            self.inputs[key] = value.clone() if value.is_inference() else value
+            copies = value.is_inference() or module in self.copied
+            self.inputs[key] = value.clone() if copies else value
         self.calls.setdefault(module, []).append(key)
         self._count()
 
@@ -81,8 +84,9 @@ class Recording:
         Raises:
             CalibrationError: Naming the module.
         """
+        safe = {key for module in self.copied for key in self.calls.get(module, ())}
         for module, keys in self.calls.items():
-            if any(_version(self._originals[key]) != key[1] for key in keys):
+            if any(_version(self._originals[key]) != key[1] for key in keys if key not in safe):
                 raise CalibrationError(
                     f"module {module}: the block overwrites its input afterwards (an in-place "
                     "operation), so that it cannot be summed. Write the block's forward without "
@@ -110,6 +114,7 @@ class Recorder:
         needs_output: bool = True,
         outputs: Outputs = NO_OUTPUTS,
         stop_after: int | None = None,
+        copied: Collection[str] = (),
     ) -> Recording:
         """Run a block and note what the named modules receive.
 
@@ -121,6 +126,7 @@ class Recorder:
                 the same modules equally often in every pass.
             outputs: Modules of which outputs are noted, too.
             stop_after: Number of notes after which the pass ends, where it is known beforehand.
+            copied: Modules whose inputs may be overwritten: they are copied.
 
         Returns:
             The recording.
@@ -129,7 +135,7 @@ class Recorder:
             CalibrationError: If the block overwrites an input of a module.
         """
         key = tuple(modules), tuple(outputs)
-        recording = Recording(stop_after)
+        recording = Recording(stop_after, copied=copied)
         if not (needs_output or stop_after):
             recording.stop_after = self._calls.get(key)
         with _hooks(model, modules, outputs, recording), stoppable():

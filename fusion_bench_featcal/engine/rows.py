@@ -41,9 +41,15 @@ class CountedRows:
                 "the mask of positions that count holds entries that are negative or not finite. "
                 "Check the data (modelpool.train_datasets)"
             )
+        counted = cls.of_weights(mask)
+        _refuse_empty_samples(counted, mask)
+        return counted
+
+    @classmethod
+    def of_weights(cls, mask: Tensor) -> "CountedRows":
+        """The same for a mask of which no more is asked, `[batch, ...]`; samples may be empty."""
         flat = mask.reshape(-1)
         index = (flat > 0).nonzero().flatten()
-        _refuse_empty_samples(index, mask)
         weights = flat[index]
         return cls(
             mask.shape,
@@ -86,8 +92,11 @@ def rows_of(features: Tensor, counted: CountedRows | None) -> Tensor:
     return features.reshape(-1, features.shape[-1])
 
 
-def _refuse_empty_samples(index: Tensor, mask: Tensor) -> None:
+def _refuse_empty_samples(counted: CountedRows, mask: Tensor) -> None:
     """A sample of which no row counts would feed noise to others (through attention)."""
+    if counted.index is None:
+        return
+    index = counted.index
     positions = mask[0].numel() if len(mask) else 1
     empty = sorted(set(range(len(mask))) - set((index // positions).tolist()))
     if empty:

@@ -1,5 +1,6 @@
 """Weights of the tasks for modules that are solved together, by what their experts give."""
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.engine.block import DEAD_TASK_RATIO
+from fusion_bench_featcal.engine.group_sums import not_finite_features
 from fusion_bench_featcal.engine.module_groups import Group
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
@@ -26,9 +28,10 @@ Weights = Mapping[str, Mapping[int, float]]
 
 def square_of(output: Tensor, mask: CountedRows | None) -> Tensor:
     """Sum of squares over the rows that count, weighted."""
-    squares = torch.linalg.vector_norm(rows_of(output, mask), dim=1).square()
+    norms = torch.linalg.vector_norm(rows_of(output, mask), dim=1)
+    squares = norms.to(solve_dtype(output.device)).square()
     weighted = squares if mask is None or mask.weights is None else squares * mask.weights
-    return weighted.sum(dtype=solve_dtype(output.device))
+    return weighted.sum()
 
 
 def weight_of(x: Tensor, mask: CountedRows | None) -> Tensor:
@@ -99,6 +102,15 @@ class TaskSquares:
         return {}, []
 
     def _refuse_dead_tasks(self, group: Group, squares: Mapping[str, Sequence[float]]) -> None:
+        for task, (square, weight) in squares.items():
+            place = f"task {task}, block {self._block}, module {group.first}"
+            if weight == 0:
+                raise CalibrationError(
+                    f"{place}: no sample of the task reaches it. Exclude it: "
+                    f"method.modules=['!{group.first}']"
+                )
+            if not math.isfinite(square):
+                raise not_finite_features(place, task)
         means = {task: square / weight for task, (square, weight) in squares.items()}
         median = statistics.median(means.values())
         for task, mean in means.items():

@@ -134,7 +134,6 @@ def test_rows_weigh_and_nothing_else_has_a_part(make: Callable[[], Suite]):
         assert_identical(plus(suite, activations="disk"), wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="_weighed passes over outputs [samples, d], without a word")
 def test_rows_that_are_samples_weigh_too_or_are_refused():
     suite = stack_suite(biased)
     assert distance(plus(suite), plus(suite, row_weights="uniform")) > 1e-6
