@@ -80,8 +80,7 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], flo
     "no expert features": (clip_suite, {"mix_alpha": 0.0, "log_drift": False}, (4,), 1e-12),
     "t5": (t5_suite, {}, (2,), ROUNDING),
     "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}, (2,), 1e-12),
-    "plus": (clip_suite, PLUS, (2, 5), 1e-9),
-    "plus, few samples": (few_samples, PLUS | {"samples_per_task": 99}, (5,), 1e-9),
+    "plus": (few_samples, PLUS | {"samples_per_task": 99}, (2, 5), 1e-9),
     "plus, t5": (t5_suite, PLUS, (2,), 10 * ROUNDING),
 }
 

@@ -131,8 +131,7 @@ MUTATIONS = [
         "plus: squares of padding count in a task's weight",
         "engine/task_weights.py",
         "norms = torch.linalg.vector_norm(rows_of(output, mask), dim=1)",
-        "norms = torch.linalg.vector_norm(output.flatten(0, -2), dim=1)\n"
-        "    mask = None",
+        "norms = torch.linalg.vector_norm(output.flatten(0, -2), dim=1)\n    mask = None",
         ORACLE,
     ),
     Mutation(

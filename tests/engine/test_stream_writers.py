@@ -95,6 +95,14 @@ def in_place(block: Any, hidden: Tensor) -> Tensor:
 
 
 @two_maps
+def into_its_input(block: Any, hidden: Tensor) -> Tensor:
+    hidden += block.first(hidden.clone())
+    second = block.second(hidden.tanh())
+    hidden += second
+    return hidden
+
+
+@two_maps
 def not_in_place(block: Any, hidden: Tensor) -> Tensor:
     hidden = hidden + block.first(hidden)
     return hidden + block.second(hidden.tanh())
@@ -137,13 +145,14 @@ def test_writers_are_added_and_nothing_else(name: str):
         assert writers_in(suite, block) == wanted
 
 
-def test_a_block_that_writes_into_its_own_input():
-    with pytest.raises(CalibrationError, match=r"layers\.0: the block overwrites its input"):
+def test_a_block_that_overwrites_what_its_modules_received():
+    with pytest.raises(CalibrationError, match=r"layers\.0\.second: the block overwrites its in"):
         run_fast(stack_suite(in_place_residual), **PLUS)
 
 
-def test_sums_in_place_are_sums():
-    suite = stack_suite(in_place)
+@pytest.mark.parametrize("block", [in_place, into_its_input])
+def test_sums_in_place_are_sums(block: Callable[[], nn.Module]):
+    suite = stack_suite(block)
     other = stack_suite(not_in_place)
     assert_identical(run_fast(suite, **PLUS).model, run_fast(other, **PLUS).model)
 
