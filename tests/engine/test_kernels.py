@@ -72,14 +72,19 @@ def test_probing_leaves_the_random_numbers_alone():
 @needs_onednn
 def test_sums_of_rows_are_the_same_by_either(calls: list[tuple[int, ...]]):
     left, right = torch.randn(40, 9), torch.randn(40, 300)
-    for add, rows in (
-        (products.add_product, (left, right)),
-        (products.add_lower_gram, (right,)),
-    ):
-        sums = {kernel: torch.ones(rows[0].shape[1], 300) for kernel in (TORCH, ONEDNN)}
+
+    def product(into: torch.Tensor, weight: float) -> None:
+        columns = products.columns_of(left), products.columns_of(right)
+        products.add_product(into, *columns, weight=weight)
+
+    def gram(into: torch.Tensor, weight: float) -> None:
+        products.add_lower_gram(into, products.columns_of(right), weight)
+
+    for add, height, weight in ((product, 9, 1.0), (product, 9, 0.3), (gram, 300, 0.3)):
+        sums = {kernel: torch.ones(height, 300) for kernel in (TORCH, ONEDNN)}
         for kernel, into in sums.items():
             with using_kernel(kernel):
-                add(into, *map(products.columns_of, rows))
+                add(into, weight)
         torch.testing.assert_close(sums[ONEDNN].tril(), sums[TORCH].tril(), rtol=1e-5, atol=1e-4)
     assert calls
 
