@@ -17,6 +17,7 @@ PLUS: dict[str, Any] = {
     "order": "module", "target": "residual", "ridge": "kfold", "stages": 2, "row_weights": "auto",
     "augment": "auto", "decoder_rows": "auto", "calibrate_norm": False,
 }  # fmt: skip
+pytestmark = pytest.mark.slow
 Run = tuple[Path, subprocess.CompletedProcess[str]]
 
 

@@ -52,11 +52,15 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any], int]] = {
     "open_clip": (tower_suite, {}, 2),
     "t5": (t5_suite, {}, 4),
     "plus": (clip_suite, PLUS, 2),
-    "plus, t5": (lambda: t5_suite(depths=(1, 1)), PLUS, 2),
+    "plus, t5": (t5_suite, PLUS, 4),
 }
+SLOW = ("plus, t5",)
 
 
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SUITES],
+)
 def test_resumed_model_and_log_are_those_of_an_uninterrupted_run(name: str, tmp_path, monkeypatch):
     make, more, blocks = SUITES[name]
     suite = make()

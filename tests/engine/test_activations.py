@@ -74,8 +74,11 @@ def run(name: str, **more: Any) -> Any:
     return run_fast(SUITES[name]().to(torch.float32), **more).model
 
 
-@pytest.mark.parametrize("rule", [{}, PLUS], ids=["paper", "plus"])
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(name, {}) for name in SUITES]
+    + [pytest.param(n, PLUS, marks=pytest.mark.slow if n != "t5" else ()) for n in SUITES],
+)
 def test_the_place_has_no_part_in_the_result(
     name: str, rule: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ):
