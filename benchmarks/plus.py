@@ -1,4 +1,4 @@
-"""What does FeatCal+ gain on the bundled suites, and what does each of its parts?
+"""Gain of FeatCal+, and of each of its parts, on the bundled suites.
 
     python benchmarks/plus.py --pool clip-vit-mini_TA6 --samples 8 64 --seeds 42 43
     python benchmarks/plus.py --pool llama-mini_TA6 --samples 64 --rows paper plus
@@ -23,13 +23,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from fusion_bench_featcal import FeatCalSettings
+
 PAPER = {
-    "order": "block",
-    "target": "module",
-    "ridge": "fixed",
-    "stages": 1,
-    "row_weights": "uniform",
-    "augment": None,
+    name: getattr(FeatCalSettings, name)
+    for name in ("order", "target", "ridge", "stages", "row_weights", "augment")
 }
 # The paper's settings for each kind of model; on language models on the positions that do best.
 PAPERS: dict[str, dict[str, Any]] = {

@@ -58,7 +58,7 @@ def alike(suite: Suite) -> Suite:
 
 
 def drift(suite: Suite, model: nn.Module) -> float:
-    """How far the last block's outputs are from the experts', over all tasks."""
+    """Distance of the last block's outputs from the experts', over all tasks."""
     total = 0.0
     for task, expert in suite.experts.items():
         batches = cast(suite.inputs, next(model.parameters()).dtype)[task]

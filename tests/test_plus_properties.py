@@ -1,4 +1,4 @@
-"""What every calibration by FeatCal+ must satisfy: `calibrate` from the outside."""
+"""Properties of every calibration by FeatCal+: `calibrate` from the outside."""
 
 import copy
 import random

@@ -244,8 +244,8 @@ MUTATIONS = [
     Mutation(
         "plus: every copy is the same",
         "engine/augmentation.py",
-        "generator = _generator(settings.seed, task, batch.start, copy)",
-        "generator = _generator(settings.seed, task, batch.start, 0)",
+        "task, batch.start, copy)",
+        "task, batch.start, 0)",
         COPIES,
     ),
     Mutation(

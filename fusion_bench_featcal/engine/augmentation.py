@@ -1,6 +1,5 @@
 """Further copies of calibration samples, changed a little."""
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.engine.samples import Batch, batch_generator
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -105,11 +104,11 @@ def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) ->
     Raises:
         CalibrationError: If a batch cannot be changed, naming the task.
     """
-    change, _ = change_of(settings.augment)
+    change = change_of(settings.augment)
     for batch in batches:
         yield batch
         for copy in range(copies_of(settings, batch.inputs)):
-            generator = _generator(settings.seed, task, batch.start, copy)
+            generator = batch_generator("augment", settings.seed, task, batch.start, copy)
             try:
                 inputs = change(batch.inputs, generator)
             except CalibrationError as error:
@@ -119,13 +118,14 @@ def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) ->
 
 def copies_of(settings: FeatCalSettings, inputs: Any) -> int:
     """Number of changed copies that are made of a batch of a model's inputs."""
-    if settings.augment == "auto" and images_of(inputs) is None:
+    augment = settings.augment
+    if augment is None or (augment == "auto" and images_of(inputs) is None):
         return 0
-    return change_of(settings.augment)[1]
+    return augment.get("copies", COPIES) if isinstance(augment, Mapping) else COPIES
 
 
-def change_of(augment: Any) -> tuple[Change, int]:
-    """What changes samples, and how many copies it makes of each.
+def change_of(augment: Any) -> Change:
+    """Make the callable that changes samples.
 
     Args:
         augment: The setting.
@@ -134,9 +134,9 @@ def change_of(augment: Any) -> tuple[Change, int]:
         ValueError: If it names something that cannot be made or called.
     """
     if not isinstance(augment, Mapping):
-        return Jitter(), 0 if augment is None else COPIES
-    options = dict(augment)
-    copies, target = options.pop("copies", COPIES), options.pop("_target_")
+        return Jitter()
+    options = {name: value for name, value in augment.items() if name != "copies"}
+    target = options.pop("_target_")
     try:
         change = resolve_name(target)(**options)
     except Exception as error:
@@ -146,9 +146,4 @@ def change_of(augment: Any) -> tuple[Change, int]:
             f"method.augment: {target} made a {type(change).__name__}, which cannot "
             "be called with a batch of inputs and a torch.Generator"
         )
-    return change, copies
-
-
-def _generator(seed: int, task: str, start: int, copy: int) -> torch.Generator:
-    digest = hashlib.sha256(f"augment {seed} {task} {start} {copy}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    return change

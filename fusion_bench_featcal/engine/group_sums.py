@@ -31,6 +31,7 @@ from fusion_bench_featcal.engine.checks import DeferredCheck
 from fusion_bench_featcal.engine.fold_rows import FoldRows
 from fusion_bench_featcal.engine.module_groups import Group
 from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.engine.task_sums import not_finite_features
 from fusion_bench_featcal.settings import CalibrationError
 
 FOLDS = 4
@@ -42,7 +43,7 @@ ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class Features:
-    """What a batch shows of a group of modules.
+    """Inputs of a group of modules in one batch, and their distance from the expert.
 
     Attributes:
         inputs: The modules' inputs in the calibrated model, one a call.
@@ -65,21 +66,6 @@ def stacked(module: nn.Module, group: Group) -> tuple[Tensor, Tensor]:
         for site, weight in zip(group.sites, weights, strict=True)
     ]
     return torch.cat(weights), torch.cat(biases)
-
-
-def not_finite_features(place: str, task: str) -> CalibrationError:
-    """The error for features that overflow.
-
-    Args:
-        place: Task, block and module.
-        task: The task.
-    """
-    return CalibrationError(
-        f"{place}: inputs are NaN or infinite, or their sums overflow, while weights and "
-        "samples are finite: a forward pass overflows. Compute in a wider precision "
-        "(fabric.precision=32-true, or wider modelpool.models), or check "
-        f"modelpool.models.{task} and modelpool.train_datasets.{task} for extreme values"
-    )
 
 
 class GroupSums:
@@ -173,11 +159,11 @@ class GroupSums:
             full = TargetSums(moment=full.moment + own.moment, u=full.u + own.u)
         if self.kfold:
             targets = self._sketched_targets()
-            choice = choose_lambdas(
+            lambdas = choose_lambdas(
                 self.inputs, total, targets, biased=biased, stages=settings.stages
             )
-            change = solve_stages(means, own, full, choice.lambdas)
-            finite = [None if ridge == INFINITE else ridge for ridge in choice.lambdas]
+            change = solve_stages(means, own, full, lambdas)
+            finite = [None if ridge == INFINITE else ridge for ridge in lambdas]
             return change, {"lambdas": finite, "writes": self.group.writes}
         target = TargetSums(
             moment=own.moment.lerp(full.moment, settings.mix_alpha),

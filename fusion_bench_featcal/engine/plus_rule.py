@@ -18,8 +18,8 @@ from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.recording import Recorder, Recording
 from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.engine.rules import FeatCalRule, Rule, Streams, Turn
-from fusion_bench_featcal.engine.samples import Batch, weighs_by_sensitivity
-from fusion_bench_featcal.engine.sensitivity import final_rows, generator_of, sensitivities
+from fusion_bench_featcal.engine.samples import Batch, batch_generator, weighs_by_sensitivity
+from fusion_bench_featcal.engine.sensitivity import final_rows, sensitivities
 from fusion_bench_featcal.engine.task_sums import counted_in
 from fusion_bench_featcal.engine.task_weights import (
     OneTaskSquares,
@@ -73,7 +73,7 @@ class PlusRule(Rule):
         self._finished: tuple[str, ...] = ()
 
     def tensors_before(self, stage: int) -> list[str]:
-        """What leads to the stage; where the expert runs whole for its rows' weights, all."""
+        """Tensors that lead to the stage; all where the expert runs whole for its rows' weights."""
         return (
             list(self._problem.model.state_dict())
             if self.weighs(stage)
@@ -98,7 +98,7 @@ class PlusRule(Rule):
                 names,
                 [stage[0] for stage in problem.stages],
                 final_rows(problem, inputs),
-                generator_of(problem.settings.seed, task, batch.start),
+                batch_generator("sensitivity", problem.settings.seed, task, batch.start),
             )
 
     def visits(self, block: str) -> dict[str, list[str]]:

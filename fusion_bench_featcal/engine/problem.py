@@ -115,12 +115,17 @@ def tensors_before_stage(
     """
     if family.whole_model:
         return []
-    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = find_head()
+    head = head_of(model)
     unused = [block for later in stages[0 if family.hands_on else stage :] for block in later]
     unused += [name for name, module in model.named_modules() if module is head]
     names = list(model.state_dict())
     return sorted(set(names) - set(names_under(names, unused)))
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Output embeddings of a language model; None for any other model."""
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    return find()
 
 
 def device_of(model: nn.Module) -> torch.device:

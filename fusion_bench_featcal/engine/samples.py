@@ -1,5 +1,6 @@
 """Calibration samples on their way through the blocks."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
-from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.engine.problem import Problem, head_of
 from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -101,10 +102,11 @@ def weighs_by_sensitivity(settings: FeatCalSettings, model: nn.Module) -> bool:
     return head_of(model) is not None
 
 
-def head_of(model: nn.Module) -> nn.Module | None:
-    """Output embeddings of a language model; None for any other model."""
-    find: Any = getattr(model, "get_output_embeddings", lambda: None)
-    return find()
+def batch_generator(purpose: str, seed: int, task: str, *numbers: int) -> torch.Generator:
+    """Random numbers for one purpose and place: the task and, say, the samples before a batch."""
+    text = " ".join(map(str, (purpose, seed, task, *numbers)))
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Weights of rows by how much a model's final features depend on them."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.engine.problem import Problem, head_of
 from fusion_bench_featcal.engine.rows import CountedRows
-from fusion_bench_featcal.engine.samples import head_of, rows_named
+from fusion_bench_featcal.engine.samples import rows_named
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
 
 PROBES = 1
@@ -121,12 +120,6 @@ def final_rows(problem: Problem, inputs: Any) -> CountedRows | None:
         last = torch.where(mask > 0, positions, -1).max(1, keepdim=True).values
         mask = (positions == last).long()
     return None if mask is None else CountedRows.of_mask(mask)
-
-
-def generator_of(seed: int, task: str, start: int) -> torch.Generator:
-    """Random numbers of a batch, by the number of the task's samples before it."""
-    digest = hashlib.sha256(f"sensitivity {seed} {task} {start}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
 
 def _first_tensor(output: Any) -> Tensor:

@@ -208,14 +208,23 @@ class TaskSums:
         )
 
     def _not_finite(self, module: str) -> CalibrationError:
-        return self.error(
-            "inputs are NaN or infinite, or their sums overflow, while weights and samples are "
-            "finite: a forward pass overflows. Compute in a wider precision "
-            "(fabric.precision=32-true, or wider modelpool.models), or check "
-            f"modelpool.models.{self.task} and modelpool.train_datasets.{self.task} for extreme "
-            "values",
-            module,
-        )
+        place = f"task {self.task}, block {self.block}, module {module}"
+        return not_finite_features(place, self.task)
+
+
+def not_finite_features(place: str, task: str) -> CalibrationError:
+    """The error for features that overflow.
+
+    Args:
+        place: Task, block and module.
+        task: The task.
+    """
+    return CalibrationError(
+        f"{place}: inputs are NaN or infinite, or their sums overflow, while weights and "
+        "samples are finite: a forward pass overflows. Compute in a wider precision "
+        "(fabric.precision=32-true, or wider modelpool.models), or check "
+        f"modelpool.models.{task} and modelpool.train_datasets.{task} for extreme values"
+    )
 
 
 def counted_in(

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.engine.block import DEAD_TASK_RATIO
-from fusion_bench_featcal.engine.group_sums import not_finite_features
 from fusion_bench_featcal.engine.module_groups import Group
 from fusion_bench_featcal.engine.recording import Recording
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
+from fusion_bench_featcal.engine.task_sums import not_finite_features
 from fusion_bench_featcal.engine.team import Alone, Solved, Team
 from fusion_bench_featcal.settings import CalibrationError
 

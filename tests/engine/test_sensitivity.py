@@ -14,7 +14,8 @@ from tricky_models import biased, stack_suite
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.engine.rows import CountedRows
-from fusion_bench_featcal.engine.sensitivity import final_rows, generator_of, sensitivities
+from fusion_bench_featcal.engine.samples import batch_generator
+from fusion_bench_featcal.engine.sensitivity import final_rows, sensitivities
 from fusion_bench_featcal.families import resolve_family
 
 STEP = 1e-5
@@ -64,8 +65,12 @@ def test_weights_are_squared_gradients_of_a_probe_of_the_final_features():
     suite = small_clip(depth=2)
     model, batch, (first, last) = suite.merged, suite.inputs["task_0"][0], suite.blocks
     names = [f"{first}.mlp.fc2", f"{last}.self_attn.v_proj", f"{last}.mlp.fc1"]
-    found = sensitivities(model, batch, names, [first], None, generator_of(1, "task_0", 0))
-    signs = torch.randint(2, (2, 8), generator=generator_of(1, "task_0", 0)) * 2 - 1
+    found = sensitivities(
+        model, batch, names, [first], None, batch_generator("sensitivity", 1, "task_0", 0)
+    )
+    signs = (
+        torch.randint(2, (2, 8), generator=batch_generator("sensitivity", 1, "task_0", 0)) * 2 - 1
+    )
     for name in names:
         wanted = by_differences(model, batch, name, signs)
         torch.testing.assert_close(found[name].double(), wanted, rtol=1e-4, atol=1e-9)
@@ -77,7 +82,7 @@ def test_weights_are_squared_gradients_of_a_probe_of_the_final_features():
 
 def test_probes_depend_on_seed_task_and_place():
     draws = [
-        torch.rand(9, generator=generator_of(*of)).tolist()
+        torch.rand(9, generator=batch_generator("sensitivity", *of)).tolist()
         for of in ((0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 4), (0, "a", 0))
     ]
     assert draws[0] == draws[-1]

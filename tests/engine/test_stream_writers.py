@@ -1,4 +1,4 @@
-"""Which modules write to the hidden features, and of which only the rows count that are read."""
+"""Modules that write to the hidden features, and those of which only rows that are read count."""
 
 from collections.abc import Callable
 from typing import Any
