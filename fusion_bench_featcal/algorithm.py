@@ -299,5 +299,10 @@ def _add_amounts(cost: Cost, result: CalibrationResult) -> None:
     totals = result.reads["totals"]
     read, planned = totals["all_experts_read"], totals["experts_planned"]
     cost.more["expert_bytes"] = UNAVAILABLE if read is None else read
+    trials = result.log.of_kind("trial")
+    if len(trials) > 1:
+        cost.more["calibrations"] = len(trials)
+        if read is not None:
+            cost.more["expert_bytes"] = read + totals["trials_read"] - totals["experts_read"]
     if planned is not None:
         cost.more["expert_bytes_planned"] = planned

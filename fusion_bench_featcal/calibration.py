@@ -18,13 +18,21 @@ from fusion_bench_featcal.core.kernels import agreed_kernel, choose_kernel, usin
 from fusion_bench_featcal.engine.activations import open_activations
 from fusion_bench_featcal.engine.augmentation import augmented, change_of
 from fusion_bench_featcal.engine.checks import refuse_not_finite
+from fusion_bench_featcal.engine.held_out import hold_out
 from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
 from fusion_bench_featcal.engine.loop import BlockLoop
 from fusion_bench_featcal.engine.memory import naming_memory
 from fusion_bench_featcal.engine.planned_reads import PlannedReads
 from fusion_bench_featcal.engine.plus_rule import rule_of
 from fusion_bench_featcal.engine.precision import coarse_sums_warning
-from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
+from fusion_bench_featcal.engine.problem import (
+    Autocast,
+    Modes,
+    Problem,
+    copied,
+    device_of,
+    head_of,
+)
 from fusion_bench_featcal.engine.processes import Processes, announced
 from fusion_bench_featcal.engine.samples import check_inputs, take_samples, weighs_by_sensitivity
 from fusion_bench_featcal.engine.setup import set_up
@@ -34,6 +42,7 @@ from fusion_bench_featcal.experts.merging import FusedMerge, UpstreamMerge
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.trials import Agreement, best_of, changes_of, refuse_behind
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +121,56 @@ def calibrate(
     processes = processes or Processes()
     check_inputs(base, experts, batches, settings)
     change_of(settings.augment)
-    _check_options(merged, base, experts, settings, processes, merging, in_place=in_place)
     family = resolve_family(settings.family if family is None else family, merged)
+    text = head_of(merged) is not None
+    changes = changes_of(settings, text=text)
+    several = in_place and bool(changes)
+    _check_options(
+        merged, base, experts, settings, processes, merging, in_place=in_place, several=several
+    )
+
+    def calibrated(settings: FeatCalSettings, *, again: bool = False) -> CalibrationResult:
+        return _calibrate(
+            merged,
+            base,
+            experts,
+            batches,
+            settings,
+            family,
+            device=device,
+            autocast=autocast,
+            progress=progress,
+            in_place=in_place,
+            merging=None if again else merging,  # by then the merged model is complete
+            processes=processes,
+        )
+
+    result = (
+        best_of(calibrated, settings, changes, text=text)
+        if changes
+        else calibrated(settings.of_one_trial())
+    )
+    if settings.strict:
+        refuse_behind(Agreement.of(result.log))
+    return result
+
+
+def _calibrate(
+    merged: nn.Module,
+    base: nn.Module | ExpertSource | None,
+    experts: Mapping[str, nn.Module | ExpertSource],
+    batches: Mapping[str, Iterable[Any]],
+    settings: FeatCalSettings,
+    family: Any,
+    *,
+    device: torch.device | str | None,
+    autocast: Autocast | None,
+    progress: bool,
+    in_place: bool,
+    merging: UpstreamMerge | None,
+    processes: Processes,
+) -> CalibrationResult:
+    """Calibrate once."""
     shown, home = family.view.shown(merged), device_of(merged)
     modes, device = Modes.of(shown), torch.device(device or home)
     shares = Shares(tuple(experts), processes.rank, processes.size)
@@ -148,7 +205,16 @@ def calibrate(
         processes.neighbours,
         further=1 if settings.is_paper else MARKS,
     )
-    loop = BlockLoop(problem, rule, reads, reporter, team=team, kept=kept, activations=activations)
+    loop = BlockLoop(
+        problem,
+        rule,
+        reads,
+        reporter,
+        team=team,
+        kept=kept,
+        activations=activations,
+        merged=_merged_beside(problem, shown, merging, in_place=in_place),
+    )
     fused = None
     if merging is not None:
         fused = FusedMerge(merging, shown.state_dict(), problem.model, problem.modules, reads)
@@ -175,15 +241,29 @@ def calibrate(
             kept.compare(lambda: _description(shown, problem, kernel, merging))
             samples = {t: take_samples(t, batches[t], settings, shown) for t in shares.mine}
             watched = {t: kept.watched_samples(t, taken) for t, taken in samples.items()}
-            loop.run(
-                {t: augmented(t, team.cut(t, taken), settings) for t, taken in watched.items()}
-            )
+            dealt = {t: hold_out(t, taken, settings.held_out) for t, taken in watched.items()}
+            loop.run({t: augmented(t, team.cut(t, taken), settings) for t, taken in dealt.items()})
             _check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
     finally:
         modes.restore(problem.model)
     manifest = planned.manifest()
     model = family.view.restored(problem.model).to(home)
     return CalibrationResult(model, reporter.log, manifest)
+
+
+def _merged_beside(
+    problem: Problem, shown: nn.Module, merging: UpstreamMerge | None, *, in_place: bool
+) -> nn.Module | None:
+    """The merged model, for held-out samples, where blocks that have not changed are not enough."""
+    family, several = problem.family, len(problem.stages) > 1 and not problem.family.hands_on
+    if problem.settings.held_out == 0 or not (family.whole_model or several):
+        return None
+    if merging is not None or in_place:
+        raise ValueError(
+            f"method.held_out needs the merged model beside the calibrated one with "
+            f"method.family={family.name}: set method.fuse_merge=false, or leave out in_place"
+        )
+    return copied(shown, problem.device)
 
 
 def _advice(problem: Problem, reporter: Reporter) -> str:
@@ -212,8 +292,14 @@ def _check_options(
     merging: UpstreamMerge | None,
     *,
     in_place: bool,
+    several: bool,
 ) -> None:
     """Refuse options that do not go together."""
+    if several:
+        raise ValueError(
+            "in_place uses up the merged model, from which every calibration of method.trials "
+            "begins; set one of them off (method.trials=1)"
+        )
     if merging is not None and in_place:
         raise ValueError("merging completes the merged model, which in_place would use up")
     if merging is not None and processes.size > 1:

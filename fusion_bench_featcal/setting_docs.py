@@ -89,7 +89,7 @@ def _featcal() -> list[Setting]:
 
 
 def _fields(names: Iterable[str]) -> list[Setting]:
-    from fusion_bench_featcal.settings import ACCEPTED
+    from fusion_bench_featcal.setting_checks import ACCEPTED
 
     return settings_of(FeatCalSettings, ACCEPTED, names)
 

@@ -1,31 +1,13 @@
 """Every knob of FeatCal, once: its default, its range and what it does."""
 
 import dataclasses
-import math
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
-ORDERS = ("block", "module")
-TARGETS = ("module", "residual")
-RIDGES = ("fixed", "kfold")
-ROW_WEIGHTS = ("uniform", "sensitivity", "auto")
-TOKEN_WEIGHTS = ("uniform", "demo_last_block")
-CALIBRATION_SPLITS = ("train", "val", "test")
-DECODER_ROWS = ("all", "targets", "auto")
-STREAM_EXPERTS = ("auto", True, False)
-LINEAR_KERNELS = ("auto", "torch", "onednn")
-SUMS_PRECISIONS = ("auto", "float32", "float64", "tf32", "bfloat16")
-ACTIVATIONS = ("auto", "device", "host", "disk")
-CALIBRATION_TARGETS = ("labels", "generated")
-READ_UNITS = {"B": 1} | {
-    prefix + end: base**power
-    for end, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("KMGT", start=1)
-}
+from fusion_bench_featcal.setting_checks import CHECKS, problems_of
+
 SETTINGS_OF_THE_RUN = (
     "activations",
     "activations_dir",
@@ -38,8 +20,6 @@ SETTINGS_OF_THE_RUN = (
     "stream_experts",
 )
 """What is kept where and how it is read: settings without a part in the calibrated model."""
-
-_AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(READ_UNITS)}|%)")
 
 
 class CalibrationError(RuntimeError):
@@ -71,6 +51,11 @@ class FeatCalSettings:
             of the summed Gram matrix, divided by the number of tasks.
         stages: With `ridge` `kfold`: 1: solve towards the target alone; 2: first towards what the
             experts' weights give on the calibrated features, then from there towards the target.
+        ridge_scale: With `ridge` `kfold`: factor of all lambdas that held-out error has chosen,
+            above 0 and at most 1000.
+        task_weights: Factors of the tasks' weights by task (null: 1 each; tasks that are not named
+            have 1), or `drift`: where a calibration leaves a task far behind, a second one of
+            `trials` gives it more weight. Not for the paper's order, target and ridge.
         row_weights: `uniform`, or `sensitivity`: a row weighs as the expert's final features depend
             on it, by the gradient of a random probe of them at the positions that `decoder_rows`
             names (with `auto` and no labels the last one); all other rows count, too. `auto`:
@@ -80,6 +65,14 @@ class FeatCalSettings:
             up to 8 %), of other inputs none; `jitter`: the same, but images are a must; or a
             mapping with the `_target_` of a callable that takes a batch and a torch.Generator, its
             arguments, and `copies` (3).
+        held_out: Samples of each task that take no part in the solves, and on which the calibrated
+            model is compared with the merged one: how many, >= 0, or `auto`: one of eight, at most
+            32, and none where a task has fewer than 16. They are the last ones.
+        trials: Most calibrations that one run may take, >= 1, each of the same merged model with
+            one setting changed; the one with the highest cosine of final features to the experts'
+            on held-out samples is kept. `auto`: up to 3. See docs/plus.md for what is tried.
+        strict: Whether a run fails where, on held-out samples, final features of a task are not
+            closer to its expert's than the merged model's are. Without it that is a warning.
         samples_per_task: Calibration samples drawn for each task, >= 1; fewer: all of them.
         batch_size: Samples that run through a block together, >= 1. Changes memory, rounding and
             what `augment` draws.
@@ -147,8 +140,13 @@ class FeatCalSettings:
     target: str = "module"
     ridge: str = "fixed"
     stages: int = 1
+    ridge_scale: float = 1.0
+    task_weights: Any = None
     row_weights: str = "uniform"
     augment: Any = None
+    held_out: int | str = 0
+    trials: int | str = 1
+    strict: bool = False
     samples_per_task: int = 256
     batch_size: int = 16
     seed: int = 42
@@ -177,7 +175,7 @@ class FeatCalSettings:
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        problems = problems_of(self, _CHECKS)
+        problems = problems_of(self, CHECKS)
         if self.resume is True and self.checkpoint_dir is None:
             problems.append("resume needs method.checkpoint_dir, the folder that keeps the blocks")
         if self.stream_experts is False and self.expert_read_budget is not None:
@@ -185,10 +183,10 @@ class FeatCalSettings:
                 "expert_read_budget needs experts that are read block by block, and "
                 "method.stream_experts=false loads them whole; set it to auto"
             )
-        problems += self._clashes()
+        problems += self._clashes() + self._without_held_out()
         if problems:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
-        for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps"):
+        for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps", "ridge_scale"):
             object.__setattr__(self, name, float(getattr(self, name)))
         for name in ("activations_dir", "cache_dir", "checkpoint_dir"):
             if getattr(self, name) is not None:
@@ -202,12 +200,17 @@ class FeatCalSettings:
         clashes: list[str] = []
         if self.stages == 2 and self.ridge != "kfold":
             clashes.append("stages=2 needs method.ridge=kfold")
+        if self.ridge_scale != 1 and self.ridge != "kfold":
+            clashes.append(f"ridge_scale={self.ridge_scale} needs method.ridge=kfold")
+        if self.trials not in (1, "auto") and self.expert_read_budget is not None:
+            clashes.append("expert_read_budget is for one calibration: set method.trials=1")
         if self.is_paper:
-            if self.row_weights != "uniform":
-                clashes.append(
-                    f"row_weights={self.row_weights} needs method.order=module, "
-                    "method.target=residual or method.ridge=kfold"
-                )
+            clashes += [
+                f"{name}={getattr(self, name)} needs method.order=module, method.target=residual "
+                "or method.ridge=kfold"
+                for name in ("row_weights", "task_weights")
+                if getattr(self, name) != getattr(FeatCalSettings, name)
+            ]
             return clashes
         if self.calibrate_norm:
             clashes.append(
@@ -227,6 +230,17 @@ class FeatCalSettings:
                 if getattr(self, name) != getattr(FeatCalSettings, name)
             ]
         return clashes
+
+    def _without_held_out(self) -> list[str]:
+        """A phrase for each setting that held-out samples are missing for."""
+        if self.held_out != 0:
+            return [] if self.log_drift else ["held_out needs method.log_drift=true"]
+        wanting = {
+            "strict=true": self.strict is True,
+            f"trials={self.trials}": self.trials != 1,
+            "task_weights=drift": self.task_weights == "drift",
+        }
+        return [f"{name} needs method.held_out, such as auto" for name in wanting if wanting[name]]
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -252,7 +266,8 @@ class FeatCalSettings:
         """Copy in which modules are solved as the paper has it: where a pool's presets begin."""
         if self.is_paper:
             return self
-        names = ["order", "target", "ridge", "stages", "row_weights", "augment", "calibrate_norm"]
+        names = ["order", "target", "ridge", "stages", "ridge_scale", "task_weights", "row_weights"]
+        names += ["augment", "calibrate_norm", "held_out", "trials", "strict"]
         names += ["decoder_rows"] * (self.decoder_rows == "auto")
         return self.replace(**{name: getattr(FeatCalSettings, name) for name in names})
 
@@ -270,6 +285,11 @@ class FeatCalSettings:
     def runs_experts(self) -> bool:
         """Return whether experts run: a target without their features needs only their weights."""
         return self.mix_alpha > 0 or self.log_drift or not self.is_paper
+
+    def of_one_trial(self) -> "FeatCalSettings":
+        """Copy for one calibration of what may be several."""
+        weights = None if self.task_weights == "drift" else self.task_weights
+        return self.replace(trials=1, strict=False, task_weights=weights)
 
     def of_the_model(self) -> "FeatCalSettings":
         """Copy in which everything without a part in the model has its default."""
@@ -290,170 +310,13 @@ class FeatCalSettings:
         values["ignore_config"] = list(self.ignore_config)
         if not isinstance(self.family, str):
             values["family"] = _describe_mapping(self.family)
-        if isinstance(self.augment, Mapping):
-            values["augment"] = _describe_mapping(self.augment)
+        for name in ("augment", "task_weights"):
+            if isinstance(getattr(self, name), Mapping):
+                values[name] = _describe_mapping(getattr(self, name))
         return values
-
-
-def budget_in_bytes(budget: float | str, full: int) -> int:
-    """A read budget as a number of bytes, rounded down.
-
-    Args:
-        budget: The setting `expert_read_budget`.
-        full: Bytes of a full read, of which a percentage is a share.
-    """
-    if not isinstance(budget, str):
-        return int(budget)
-    number, unit = _amount(budget)
-    return int(number * full / 100 if unit == "%" else number * READ_UNITS[unit])
-
-
-def _amount(text: str) -> tuple[Fraction, str]:
-    match = _AMOUNT.fullmatch(text)
-    return (Fraction(match[1]), match[2]) if match else (Fraction(0), "")
-
-
-def _is_budget_or_none(value: Any) -> bool:
-    if not isinstance(value, str):
-        return value is None or (is_number(value) and value >= 1 and value == int(value))
-    number, unit = _amount(value)
-    return number > 0 and (unit != "%" or number <= 100) and bool(unit)
 
 
 def _describe_mapping(given: Any) -> Any:
     if isinstance(given, Mapping):
         return {str(key): value for key, value in given.items()}
     return repr(given)
-
-
-def is_number(value: Any) -> bool:
-    """Tell whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_integer(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_ridge(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= 1e12
-
-
-def _is_text_list(value: Any) -> bool:
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and all(isinstance(text, str) and text for text in value)
-    )
-
-
-def _is_pattern_list(value: Any) -> bool:
-    return value is None or (_is_text_list(value) and len(value) > 0)
-
-
-def _is_augmentation(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("_target_"), str)
-        and _is_integer(value.get("copies", 1), 1)
-    )
-
-
-def _is_folder_or_none(value: Any) -> bool:
-    return value is None or (isinstance(value, str | os.PathLike) and bool(os.fspath(value)))
-
-
-Check = tuple[str, Callable[[Any], bool]]
-"""The accepted values of a setting in words, and their test."""
-
-
-def integer(least: int) -> Check:
-    """Check of an integer with a lower bound."""
-    return f"an integer >= {least}", lambda value: _is_integer(value, least)
-
-
-def one_of(choices: Sequence[Any]) -> Check:
-    """Check of a value out of a list."""
-    wanted = "one of " + ", ".join(str(choice) for choice in choices)
-    # `1 in (True,)` holds in Python, so the type is compared too
-    return wanted, lambda value: any(type(value) is type(c) and value == c for c in choices)
-
-
-def nullable(check: Check) -> Check:
-    """Check of a value that may be None."""
-    return f"null or {check[0]}", lambda value: value is None or check[1](value)
-
-
-def problems_of(settings: Any, checks: Mapping[str, Check]) -> list[str]:
-    """A phrase for each setting that has a value it does not accept."""
-    return [
-        f"{name} must be {wanted}, got {getattr(settings, name)!r}"
-        for name, (wanted, valid) in checks.items()
-        if not valid(getattr(settings, name))
-    ]
-
-
-BOOLEAN: Check = ("true or false", lambda value: isinstance(value, bool))
-# Every gram has norm 1: beyond this no digit of float64 is left for the data.
-_RIDGE = "a finite number >= 0 and at most 1e12"
-_NON_NEGATIVE = ("a finite number >= 0", lambda value: is_number(value) and value >= 0)
-
-_FOLDER: Check = ("null or a folder's path", _is_folder_or_none)
-
-_CHECKS: dict[str, Check] = {
-    "ridge_lambda": (_RIDGE, _is_ridge),
-    "mix_alpha": ("a number in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1),
-    "anchor_rho": (
-        "a finite number from -1000 to 1000 (2 is twice as far from the base as the merged model)",
-        lambda value: is_number(value) and abs(value) <= 1000,
-    ),
-    "eps": (_RIDGE, _is_ridge),
-    "order": one_of(ORDERS),
-    "target": one_of(TARGETS),
-    "ridge": one_of(RIDGES),
-    "stages": one_of((1, 2)),
-    "row_weights": one_of(ROW_WEIGHTS),
-    "augment": (
-        "null, auto, jitter, or a mapping with `_target_` and, if given, `copies` >= 1",
-        lambda value: value in (None, "auto", "jitter") or _is_augmentation(value),
-    ),
-    "samples_per_task": integer(1),
-    "batch_size": integer(1),
-    "seed": integer(0),
-    "calibrate_bias": BOOLEAN,
-    "calibrate_norm": BOOLEAN,
-    "modules": ("null or a non-empty list of patterns", _is_pattern_list),
-    "token_weights": one_of(TOKEN_WEIGHTS),
-    "decoder_rows": one_of(DECODER_ROWS),
-    "calibration_split": one_of(CALIBRATION_SPLITS),
-    "calibration_targets": one_of(CALIBRATION_TARGETS),
-    "generated_tokens": integer(1),
-    "max_length": nullable(integer(2)),
-    "family": (
-        "a family's name, a mapping with its `name`, or a Family",
-        lambda value: value is not None and value != "",
-    ),
-    "ignore_config": ("a list of config keys, such as [hidden_act]", _is_text_list),
-    "stream_experts": one_of(STREAM_EXPERTS),
-    "expert_read_budget": (
-        "null, a whole number of bytes >= 1, an amount such as 800MB or 1.5GiB (units B, KB to TB, "
-        "KiB to TiB), or a share of a full read up to 100%, such as 50%",
-        _is_budget_or_none,
-    ),
-    "log_drift": BOOLEAN,
-    "linear_kernel": one_of(LINEAR_KERNELS),
-    "sums_precision": one_of(SUMS_PRECISIONS),
-    "activations": one_of(ACTIVATIONS),
-    "activations_dir": _FOLDER,
-    "checkpoint_dir": _FOLDER,
-    "resume": BOOLEAN,
-    "decode_workers": (
-        "auto or an integer >= 0",
-        lambda value: value == "auto" or _is_integer(value, 0),
-    ),
-    "pixel_cache_mb": _NON_NEGATIVE,
-    "cache_dir": _FOLDER,
-}
-
-ACCEPTED = {name: wanted for name, (wanted, _) in _CHECKS.items()}
-"""Setting -> the values that it accepts, in words."""

@@ -112,7 +112,8 @@ def calibrated_plus(suite: Suite, settings: Any) -> dict[str, Tensor]:
                 ours = {task: listen(model, suite.inputs[task], block, names) for task in experts}
             is_writer = group[0] in writers
             behind += group * is_writer
-            table = rows_of(group, model, experts, ours, theirs, masks, behind * is_writer)
+            factors = settings.task_weights or {}
+            table = rows_of(group, model, experts, ours, theirs, masks, behind * is_writer, factors)
             biased = masks.biased(group[0])
             solved |= solve(group, model, base, table, biased, len(experts), settings)
         load(model, solved)
@@ -176,7 +177,8 @@ def solve(
         change = sums.ridge(sums.moment(target, table.x) + pull * anchor, pull)
     else:
         l1, l2 = choice(table, biased, settings.stages)
-        change = sums.second(sums.first(l1), l2)
+        l1 = None if l1 is None else l1 * settings.ridge_scale
+        change = sums.second(sums.first(l1), l2 * settings.ridge_scale)
     weight, bias = weight + change, bias + sums.offset(target, change)
     new, start = {}, 0
     for name in group:

@@ -3,7 +3,7 @@
 The modules that write to the residual stream are listed by hand, not detected.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -165,6 +165,7 @@ def rows_of(
     theirs: dict[str, Seen],
     masks: RowMasks,
     written: list[str],
+    factors: Mapping[str, float],
 ) -> Table:
     """The table of a group; `written`: a writer's block, the writers before it, and itself."""
     parts = []
@@ -178,7 +179,7 @@ def rows_of(
             full = (stream(theirs[task], written) - stream(ours[task], written))[keep]
         their_weight, their_bias = parameters_of(expert, group)
         own = x @ (their_weight - weight).T + (their_bias - bias)
-        p = q[keep] / (q[keep] @ wanted.square().sum(dim=1))
+        p = factors.get(task, 1.0) * q[keep] / (q[keep] @ wanted.square().sum(dim=1))
         parts.append((x, own, full, p, sample[keep] % FOLDS))
     return Table(*(torch.cat(column) for column in zip(*parts, strict=True)))
 

@@ -7,7 +7,7 @@ from hydra.errors import InstantiationException
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.error_block import error_block
-from fusion_bench_featcal.settings import budget_in_bytes
+from fusion_bench_featcal.setting_checks import budget_in_bytes
 
 
 @pytest.fixture(autouse=True)

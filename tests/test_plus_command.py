@@ -15,7 +15,8 @@ SAMPLES = 4
 TASKS = ("mini_balinese", "mini_korean")
 PLUS: dict[str, Any] = {
     "order": "module", "target": "residual", "ridge": "kfold", "stages": 2, "row_weights": "auto",
-    "augment": "auto", "decoder_rows": "auto", "calibrate_norm": False,
+    "augment": "auto", "decoder_rows": "auto", "calibrate_norm": False, "held_out": "auto",
+    "trials": "auto", "task_weights": "drift",
 }  # fmt: skip
 pytestmark = pytest.mark.slow
 Run = tuple[Path, subprocess.CompletedProcess[str]]

@@ -38,6 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "order=block": {"order": "block"},
     "ridge=fixed": {"ridge": "fixed", "stages": 1},
     "calibrate_bias=False": {"calibrate_bias": False},
+    "ridge_scale=0.1": {"ridge_scale": 0.1},
+    "task_weights": {"task_weights": {"task_0": 4.0}},
 }
 
 

@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = {*SETTINGS_OF_THE_RUN, "family", "linear_kernel"}
 
 def describe_settings(settings: FeatCalSettings) -> dict[str, Any]:
     """The settings that a result depends on."""
-    values = settings.as_dict()
+    values = settings.of_one_trial().as_dict()
     return {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
 
 

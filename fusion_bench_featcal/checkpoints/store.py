@@ -20,7 +20,8 @@ from fusion_bench_featcal.checkpoints.sources import (
 from fusion_bench_featcal.digests import InputsDigest
 from fusion_bench_featcal.files import ReportError, prepare_directory, remove_orphans, write_whole
 from fusion_bench_featcal.json_files import digest_json, sealed_json
-from fusion_bench_featcal.settings import LINEAR_KERNELS, CalibrationError
+from fusion_bench_featcal.setting_checks import LINEAR_KERNELS
+from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)

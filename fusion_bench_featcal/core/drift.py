@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from fusion_bench_featcal.core.moments import moment_dtype
 
@@ -34,6 +35,22 @@ def sum_drift(cal: Tensor, exp: Tensor) -> Tensor:
     exp = exp.to(dtype)
     norms = torch.linalg.vector_norm(cal.to(dtype) - exp, dim=1)
     return torch.stack([norms.sum(), (norms * norms).sum(), (exp * exp).sum()])
+
+
+def sum_agreement(features: Tensor, expert: Tensor) -> Tensor:
+    """Sums over rows, `[4]`: squared drift, the expert's squares, cosines, and how many rows.
+
+    The host does not look at them.
+
+    Args:
+        features: Features of a model, `[n, d]`.
+        expert: Features of the expert for the same rows, `[n, d]`.
+    """
+    _, squares, expert_squares = sum_drift(features, expert)
+    dtype = moment_dtype(features.dtype)
+    cosines = cosine_similarity(features.to(dtype), expert.to(dtype), dim=1)
+    rows = torch.as_tensor(float(len(features)), device=squares.device)
+    return torch.stack([squares, expert_squares, cosines.sum(), rows.to(squares)])
 
 
 def drift_norm_sum(h_cal: Tensor, h_exp: Tensor, valid: Tensor | None = None) -> DriftSums:

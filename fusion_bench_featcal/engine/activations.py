@@ -96,8 +96,8 @@ class Store:
 class WaitingBatch(Batch):
     """A batch whose features wait in a store between blocks.
 
-    To set one of `cal`, `exp`, `exp_hidden` and the `marks` is to put it away, to read it to fetch
-    it, and to begin fetching the following batch's.
+    To set one of `cal`, `exp`, `exp_hidden`, `merged` and the `marks` is to put it away, to read it
+    to fetch it, and to begin fetching the following batch's.
     """
 
     def __init__(self, store: Store, *args: Any) -> None:
@@ -129,6 +129,9 @@ class WaitingBatch(Batch):
     exp = property(lambda self: self._fetch("exp"), lambda self, value: self._put("exp", value))
     exp_hidden = property(
         lambda self: self._fetch("exp_hidden"), lambda self, value: self._put("exp_hidden", value)
+    )
+    merged = property(
+        lambda self: self._fetch("merged"), lambda self, value: self._put("merged", value)
     )
     marks = property(lambda self: _WaitingMarks(self), lambda self, value: self.marks.update(value))
 
@@ -220,7 +223,7 @@ class Activations:
 
     def _placed(self, batch: Batch) -> Batch:
         """Book a place for a batch, and put its features there."""
-        waiting = batch.cal, batch.exp, batch.exp_hidden
+        waiting = batch.cal, batch.exp, batch.exp_hidden, batch.merged
         size = tensor_bytes((waiting, dict(batch.marks)))
         if batch.exp_hidden is None:  # what will wait besides is of the size of what goes in
             size += self._further * tensor_bytes(getattr(batch.exp, "hidden", None))
@@ -230,11 +233,12 @@ class Activations:
         placed = batch
         if store is not None:
             placed = WaitingBatch(store, batch.inputs, batch.samples, batch.index)
-            placed.cal, placed.exp, placed.exp_hidden = waiting
+            placed.cal, placed.exp, placed.exp_hidden, placed.merged = waiting
             placed.marks = batch.marks
             placed.valid, placed.other = batch.valid, batch.other
             placed.start, placed.folds = batch.start, batch.folds
             placed.sensitivity = batch.sensitivity
+            placed.held, placed.compared = batch.held, batch.compared
             if self._last is not None and self._last.store is store:
                 self._last.following = placed
             self._last = placed

@@ -107,7 +107,7 @@ def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) ->
     change = change_of(settings.augment)
     for batch in batches:
         yield batch
-        for copy in range(copies_of(settings, batch.inputs)):
+        for copy in range(0 if batch.held else copies_of(settings, batch.inputs)):
             generator = batch_generator("augment", settings.seed, task, batch.start, copy)
             try:
                 inputs = change(batch.inputs, generator)

@@ -162,8 +162,9 @@ class GroupSums:
             lambdas = choose_lambdas(
                 self.inputs, total, targets, biased=biased, stages=settings.stages
             )
-            change = solve_stages(means, own, full, lambdas)
-            finite = [None if ridge == INFINITE else ridge for ridge in lambdas]
+            first, second = (settings.ridge_scale * ridge for ridge in lambdas)
+            change = solve_stages(means, own, full, (first, second))
+            finite = [None if ridge == INFINITE else ridge for ridge in (first, second)]
             return change, {"lambdas": finite, "writes": self.group.writes}
         target = TargetSums(
             moment=own.moment.lerp(full.moment, settings.mix_alpha),

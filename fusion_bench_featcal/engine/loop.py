@@ -5,13 +5,14 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal.checkpoints import NoCheckpoints
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.engine.activations import UNLIMITED, Activations
 from fusion_bench_featcal.engine.block import load_updates
+from fusion_bench_featcal.engine.held_out import compared_rows
 from fusion_bench_featcal.engine.log import Reporter
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.rules import Rule, Streams, Turn
@@ -47,6 +48,7 @@ class BlockLoop:
         team: Alone | Team | None = None,
         kept: "Checkpoints | NoCheckpoints | None" = None,
         activations: Activations | None = None,
+        merged: nn.Module | None = None,
     ) -> None:
         """Put the loop together.
 
@@ -58,10 +60,13 @@ class BlockLoop:
             team: The processes that share the work; None: this one does everything.
             kept: Blocks that an earlier run has finished; None: there are none.
             activations: Where features wait between blocks; None: where they are.
+            merged: The merged model, for samples that are held out where running a block or going
+                to a stage takes more than blocks that have not changed yet.
         """
         self._problem, self._rule, self._reads, self._reporter = problem, rule, reads, reporter
         self._team, self._kept = team or Alone(), kept or NoCheckpoints()
         self._activations = activations or Activations((None, UNLIMITED))
+        self._merged = merged
         reads.experts, reads.visits = problem.experts, self._visits()
         if problem.base is not None and problem.settings.needs_base:
             reads.base = problem.base
@@ -134,6 +139,11 @@ class BlockLoop:
         with visit.watched(), rule.opened(task, turn.tensors) as expert:
             sums = rule.task_sums(task, turn, expert)
             for number, batch in enumerate(batches):
+                if batch.held:
+                    if visit.is_first:
+                        self._compare(turn.block, expert, batch, visit)
+                        batches[number] = self._activations.settled(batch)
+                    continue
                 cal, exp = rule.record(turn, expert, batch)
                 visit.count(batch, batch.cal.hidden if cal.hidden is None else cal.hidden)
                 if rule.shows_drift_before and cal.hidden is not None:
@@ -146,6 +156,19 @@ class BlockLoop:
                     into.add(sums, expert)
         visit.expert_bytes[turn.place] = self._reads.read(task, turn.place)
 
+    def _compare(self, block: str, expert: nn.Module, batch: Batch, visit: Visit) -> None:
+        """Compare the block as it was merged with the expert's, in a batch that is held out."""
+        batch.exp_hidden = self._rule.follow(block, expert, batch).hidden
+        visit.samples += batch.samples
+        visit.held_out += batch.samples
+        visit.compare("merged", self._step_merged(block, batch), batch)
+
+    def _step_merged(self, block: str, batch: Batch) -> Tensor:
+        """Run a block that has not changed yet as the merged model would."""
+        model = self._problem.model if self._merged is None else self._merged
+        hidden, batch.merged = self._problem.step(model, block, batch.merged)
+        return hidden
+
     def _advance(self, block: str, batches: list[Batch], visit: Visit | None = None) -> None:
         """Run the changed block, whose outputs the next block receives; log the drift left."""
         if not self._rule.runs_model:
@@ -155,7 +178,9 @@ class BlockLoop:
             if last and (visit is None or batch.exp_hidden is None):
                 break
             hidden, batch.cal = self._rule.advance(block, batch)
-            if visit is not None:
+            if visit is not None and batch.held:
+                visit.compare("after", hidden, batch)
+            elif visit is not None:
                 visit.add_drift("after", hidden, batch)
             batch.exp_hidden = None
             batches[number] = self._activations.settled(batch)
@@ -186,8 +211,8 @@ class BlockLoop:
     def _begin(self, task: str, index: int, batch: Batch, expert: nn.Module) -> Batch:
         """Run a batch up to a stage's first block."""
         problem, rule = self._problem, self._rule
-        ends = (batch.cal, batch.exp) if problem.family.hands_on else (None, None)
-        batch.cal = batch.exp = None
+        ends = (batch.cal, batch.exp, batch.merged) if problem.family.hands_on else (None,) * 3
+        batch.cal = batch.exp = batch.merged = None
         self._activations.release(batch)
         inputs, cal, exp = to_device(batch.inputs, problem.device), None, None
         with naming_task(task):
@@ -203,8 +228,18 @@ class BlockLoop:
         begun.valid, begun.other, begun.start = *rows, batch.start
         begun.sensitivity = batch.sensitivity
         with naming_task(task):
-            rule.weigh(task, index, expert, inputs, begun)
+            if batch.held:
+                self._begin_merged(index, inputs, begun, ends[2])
+            else:
+                rule.weigh(task, index, expert, inputs, begun)
         return begun
+
+    def _begin_merged(self, index: int, inputs: Any, batch: Batch, end: Any) -> None:
+        """Take a batch that is held out to a stage's first block as the merged model would."""
+        problem, batch.held = self._problem, True
+        batch.compared = compared_rows(problem, index, inputs, batch)
+        model = problem.model if self._merged is None else self._merged
+        batch.merged = problem.begin(model, index, inputs, end) if index else batch.cal
 
     def _is_over(self, index: int) -> bool:
         """Return whether a stage's blocks are all kept, and nothing that they give is needed."""
@@ -224,6 +259,9 @@ class BlockLoop:
 
     def _restore(self, block: str, streams: Streams) -> None:
         """Load what an earlier run made of a block, and run the samples through it as it did."""
+        held = [batch for batches in streams.values() for batch in batches if batch.held]
+        for batch in held:
+            self._step_merged(block, batch)
         self._kept.restore(block, self._problem.model, self._reporter.log)
         for task, batches in streams.items():
             self._reporter.at(f"{block} · {task} (restored)")

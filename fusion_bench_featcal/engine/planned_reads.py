@@ -18,7 +18,8 @@ from fusion_bench_featcal.experts.read_plan import (
     reads_of,
 )
 from fusion_bench_featcal.experts.reading import BASE, Reads
-from fusion_bench_featcal.settings import CalibrationError, budget_in_bytes
+from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.settings import CalibrationError
 
 # Settings that a plan's hash covers: they draw the samples and weigh the update.
 _HASHED = (

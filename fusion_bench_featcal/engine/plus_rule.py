@@ -157,7 +157,11 @@ class PlusRule(Rule):
 
     def adopt(self, weights: Weights) -> None:
         """Take over each task's weight, by group, for the turns to come."""
-        self._weights = weights
+        factors = self._problem.settings.task_weights or {}
+        self._weights = {
+            task: {number: weight * factors.get(task, 1) for number, weight in groups.items()}
+            for task, groups in weights.items()
+        }
 
     def task_sums(self, task: str, turn: ExpertTurn | GroupTurn, expert: nn.Module) -> Any:
         """Sums of one task in a turn."""

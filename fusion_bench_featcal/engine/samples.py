@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,9 @@ class Batch:
         marks: Features at the block in hand that its later turns need, by what they are of.
         sensitivity: Weights of the rows of modules' outputs, where the settings ask for them.
         folds: Rows of each fold, by the identity of the mask of those that count.
+        held: Whether it is held out: it takes no part in the solves.
+        merged: Input of the merged model's next block, where it is held out.
+        compared: The positions at which models are compared where it is held out; None: all.
     """
 
     inputs: Any
@@ -52,6 +55,19 @@ class Batch:
     marks: Any = field(default_factory=dict)
     sensitivity: Mapping[str, Tensor] | None = None
     folds: dict[int, Any] = field(default_factory=dict)
+    held: bool = False
+    merged: Any = None
+    compared: CountedRows | None = None
+
+    def split(self, count: int) -> "tuple[Batch, Batch]":
+        """The first samples, and the others; before its way through the blocks."""
+        first, rest = (
+            _part(self.inputs, self.samples, part) for part in (slice(count), slice(count, None))
+        )
+        return (
+            replace(self, inputs=first, samples=count),
+            replace(self, inputs=rest, samples=self.samples - count, start=self.start + count),
+        )
 
 
 def find_rows(
@@ -163,6 +179,12 @@ def check_inputs(
                 f"task {task}: batches are one {type(given).__name__}{shape}, but must be an "
                 "iterable of batches: put a single batch into a list, [batch]"
             )
+    weights = settings.task_weights if isinstance(settings.task_weights, Mapping) else {}
+    if unknown := sorted(set(weights) - set(experts)):
+        raise CalibrationError(
+            f"method.task_weights names tasks {unknown} that have no expert; experts are "
+            f"{sorted(experts)}"
+        )
     if not experts:
         raise CalibrationError("there is no expert to calibrate towards. Check modelpool.models")
 
@@ -187,7 +209,7 @@ def take_samples(
         inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
         size = _batch_size(task, inputs)
         if size > wanted - taken:
-            inputs, size = _first(inputs, size, wanted - taken), wanted - taken
+            inputs, size = _part(inputs, size, slice(wanted - taken)), wanted - taken
         check_token_ids(inputs, model, partial(_place, task, batches, taken))
         taken += size
         yield Batch(inputs, size, index, start=taken - size)
@@ -285,9 +307,11 @@ def _map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tuple(map(apply, inputs)) if isinstance(inputs, tuple) else apply(inputs)
 
 
-def _first(inputs: Any, size: int, count: int) -> Any:
+def _part(inputs: Any, size: int, samples: slice) -> Any:
+    """Some samples of a batch of `size`."""
+
     def cut(value: Tensor) -> Tensor:
-        return value[:count] if value.ndim > 0 and len(value) == size else value
+        return value[samples] if value.ndim > 0 and len(value) == size else value
 
     return _map_tensors(inputs, cut)
 

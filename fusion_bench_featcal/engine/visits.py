@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.cholesky import solve_dtype
-from fusion_bench_featcal.core.drift import sum_drift
+from fusion_bench_featcal.core.drift import sum_agreement, sum_drift
 from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.engine.rows import rows_of
 from fusion_bench_featcal.engine.samples import Batch
@@ -66,6 +66,9 @@ class Visit:
         expert_bytes: Bytes of the expert that were read, by place.
         drift: Sums of `sum_drift`, `[3]`, on the device, `before` and `after` the update; empty
             where the drift is not logged.
+        held_out: Number of samples that are held out, which `samples` counts too.
+        agreement: Sums of `sum_agreement` over these, `[4]`, of the `merged` model and `after` the
+            update; empty where none are held out.
     """
 
     device: torch.device
@@ -74,6 +77,8 @@ class Visit:
     rows: int = 0
     expert_bytes: dict[str, int] = field(default_factory=dict)
     drift: dict[str, Tensor] = field(default_factory=dict)
+    held_out: int = 0
+    agreement: dict[str, Tensor] = field(default_factory=dict)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -82,9 +87,14 @@ class Visit:
         yield
         self.watches[-1].stop()
 
+    @property
+    def is_first(self) -> bool:
+        """Return whether it is at its first turn, in which experts run."""
+        return len(self.watches) == 1
+
     def count(self, batch: Batch, hidden: Tensor) -> None:
         """Count a batch in the first turn, given features of its positions, `[..., d]`."""
-        if len(self.watches) > 1:
+        if not self.is_first:
             return
         self.samples += batch.samples
         self.rows += hidden.shape[:-1].numel() if batch.valid is None else batch.valid.count
@@ -94,8 +104,17 @@ class Visit:
         expert = batch.exp_hidden
         if expert is not None:
             sums = sum_drift(rows_of(hidden, batch.valid), rows_of(expert, batch.valid))
-            sums = sums.to(solve_dtype(sums.device))
-            self.drift[when] = self.drift[when] + sums if when in self.drift else sums
+            _add(self.drift, when, sums)
+
+    def compare(self, whose: str, hidden: Tensor, batch: Batch) -> None:
+        """Compare a model's features with the expert's in a batch that is held out."""
+        pair = [rows_of(features, batch.compared) for features in (hidden, batch.exp_hidden)]
+        _add(self.agreement, whose, sum_agreement(*pair))
+
+
+def _add(sums: dict[str, Tensor], name: str, new: Tensor) -> None:
+    new = new.to(solve_dtype(new.device))
+    sums[name] = sums[name] + new if name in sums else new
 
 
 class Account(NamedTuple):
@@ -106,18 +125,27 @@ class Account(NamedTuple):
     seconds: float
     expert_bytes: int
     drift: dict[str, list[float]]
+    held_out: int
+    agreement: dict[str, list[float]]
 
 
 def accounts_of(visits: Mapping[str, Visit]) -> dict[str, Account]:
     """Make the accounts of a block's visits, by task; the host looks at their drift at once."""
-    numbers = iter(read_back([sums for visit in visits.values() for sums in visit.drift.values()]))
+    both = [part for visit in visits.values() for part in (visit.drift, visit.agreement)]
+    numbers = iter(read_back([sums for part in both for sums in part.values()]))
+
+    def read(part: dict[str, Tensor]) -> dict[str, list[float]]:
+        return {name: [next(numbers) for _ in sums] for name, sums in part.items()}
+
     return {
         task: Account(
             visit.samples,
             visit.rows,
             sum(watch.seconds for watch in visit.watches),
             sum(visit.expert_bytes.values()),
-            {when: [next(numbers) for _ in sums] for when, sums in visit.drift.items()},
+            read(visit.drift),
+            visit.held_out,
+            read(visit.agreement),
         )
         for task, visit in visits.items()
     }
@@ -142,6 +170,7 @@ def task_record(block: str, task: str, accounts: Sequence[Account]) -> dict[str,
         "seconds": accounts[0].seconds,
         "expert_bytes": accounts[0].expert_bytes,
         **_drift_record("after", accounts, rows),
+        **_held_out_record(accounts),
     }
 
 
@@ -153,3 +182,19 @@ def _drift_record(when: str, accounts: Sequence[Account], rows: int) -> dict[str
     norms, squares, expert_squares = map(sum, zip(*sums, strict=True))
     relative = (squares / expert_squares) ** 0.5 if expert_squares > 0 else None
     return {f"drift_{when}": norms / rows, f"relative_drift_{when}": relative}
+
+
+def _held_out_record(accounts: Sequence[Account]) -> dict[str, Any]:
+    """Number of samples, and the merged and the calibrated model's agreement with the expert.
+
+    Empty where none are held out.
+    """
+    if not (samples := sum(account.held_out for account in accounts)):
+        return {}
+    record: dict[str, Any] = {"held_out": samples}
+    for whose, end in (("merged", "_merged"), ("after", "")):
+        sums = [account.agreement[whose] for account in accounts if whose in account.agreement]
+        squares, expert_squares, cosines, rows = map(sum, zip(*sums, strict=True))
+        record[f"held_out_drift{end}"] = (squares / (expert_squares or 1)) ** 0.5
+        record[f"held_out_cosine{end}"] = cosines / rows
+    return record

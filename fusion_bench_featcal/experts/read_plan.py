@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fusion_bench_featcal.settings import CalibrationError, budget_in_bytes
+from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.settings import CalibrationError
 
 
 class Unit(NamedTuple):

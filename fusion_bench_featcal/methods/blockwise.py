@@ -26,7 +26,8 @@ from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.least_squares import GainMean, LinearMean, shrink_off_diagonal
 from fusion_bench_featcal.progress import progress_bar
-from fusion_bench_featcal.settings import Check, FeatCalSettings, is_number, one_of, problems_of
+from fusion_bench_featcal.setting_checks import Check, is_number, one_of, problems_of
+from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
 

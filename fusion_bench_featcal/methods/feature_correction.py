@@ -26,15 +26,8 @@ from fusion_bench_featcal.methods.projection import (
     to_unit_norm,
 )
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
-from fusion_bench_featcal.settings import (
-    CalibrationError,
-    Check,
-    FeatCalSettings,
-    integer,
-    nullable,
-    one_of,
-    problems_of,
-)
+from fusion_bench_featcal.setting_checks import Check, integer, nullable, one_of, problems_of
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 

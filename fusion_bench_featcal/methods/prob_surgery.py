@@ -15,7 +15,7 @@ from torch.nn import functional
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.feature_correction import check_features
 from fusion_bench_featcal.methods.training import TrainedCorrection, initial_weight, task_generator
-from fusion_bench_featcal.settings import integer, is_number
+from fusion_bench_featcal.setting_checks import integer, is_number
 
 # Standard deviation of the noise in units of the features' root mean square, where the authors'
 # weight leaves it on features of ViT-B/32 (0.44 at width 512).

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fusion_bench_featcal.methods.corrected_model import AffineModule
 from fusion_bench_featcal.methods.feature_correction import FeatureCorrection, check_features
-from fusion_bench_featcal.settings import CalibrationError, is_number
+from fusion_bench_featcal.setting_checks import is_number
+from fusion_bench_featcal.settings import CalibrationError
 
 GRID = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
 """Values of `ridge_lambda` that `auto` tries: 1e-4 to 1e2, two a decade."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.feature_correction import check_features
 from fusion_bench_featcal.methods.training import TrainedCorrection, initial_surgery, task_generator
-from fusion_bench_featcal.settings import integer
+from fusion_bench_featcal.setting_checks import integer
 
 
 class Surgery(TrainedCorrection):

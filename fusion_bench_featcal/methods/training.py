@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.feature_correction import FeatureCorrection
-from fusion_bench_featcal.settings import CalibrationError, integer, is_number
+from fusion_bench_featcal.setting_checks import integer, is_number
+from fusion_bench_featcal.settings import CalibrationError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From a batch of merged and of expert features, `[batch, d]` each, to a 0-dim loss."""

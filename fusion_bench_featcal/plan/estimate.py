@@ -20,7 +20,8 @@ from fusion_bench_featcal.experts.merging import merged_at
 from fusion_bench_featcal.experts.read_plan import make_plan, reads_of
 from fusion_bench_featcal.plan.dry_run import DryRun, Group, Place, dry_run, example_inputs
 from fusion_bench_featcal.plan.probe import Rate, measured_rate
-from fusion_bench_featcal.settings import FeatCalSettings, budget_in_bytes
+from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.settings import FeatCalSettings
 
 CPU = torch.device("cpu")
 SYSTEMS = 5

@@ -11,7 +11,8 @@ from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.labels import check_classnames_by
 from fusion_bench_featcal.data.pictures import parse_background
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
-from fusion_bench_featcal.settings import CalibrationError, Check
+from fusion_bench_featcal.setting_checks import Check
+from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.heads import (
     PromptTemplate,
     Templates,

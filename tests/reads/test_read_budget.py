@@ -13,7 +13,7 @@ from test_resume import interrupt, records, run
 from tiny_models import Suite, clip_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.settings import budget_in_bytes
+from fusion_bench_featcal.setting_checks import budget_in_bytes
 
 NO_FEATURES = SUITES["clip, no features"][1]
 

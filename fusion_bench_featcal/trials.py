@@ -1,0 +1,209 @@
+"""Several calibrations of one merged model, of which held-out samples choose one."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+SMALLER = 0.1
+"""Factor of the lambdas that is tried."""
+
+UNEVEN = 2.0
+"""Drift weights are tried where the largest squared drift is so many times the median."""
+
+PAPER_TEXT = {"ridge_lambda": 1e-5, "mix_alpha": 0.6, "decoder_rows": "targets"}
+"""The paper's settings for FLAN-T5, on the positions that do best."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of final features with the experts' on held-out samples, by task.
+
+    Attributes:
+        cosine: Mean cosine of the calibrated model's features to the expert's.
+        merged: The same of the merged model's.
+        drift: Root mean square drift of the calibrated model's, relative to the expert's norm.
+        samples: Number of samples.
+    """
+
+    cosine: Mapping[str, float]
+    merged: Mapping[str, float]
+    drift: Mapping[str, float]
+    samples: Mapping[str, int]
+
+    @classmethod
+    def of(cls, log: CalibrationLog) -> "Agreement":
+        """Read it from the records of the last block; tasks without held-out samples lack."""
+        last = {record["task"]: record for record in log.of_kind("task")}
+        known = {task: record for task, record in last.items() if record.get("held_out")}
+
+        def column(name: str) -> dict[str, Any]:
+            return {task: record[name] for task, record in known.items()}
+
+        return cls(
+            column("held_out_cosine"),
+            column("held_out_cosine_merged"),
+            column("held_out_drift"),
+            column("held_out"),
+        )
+
+    @property
+    def mean(self) -> float:
+        """Mean cosine over tasks."""
+        return statistics.fmean(self.cosine.values())
+
+    @property
+    def behind(self) -> list[str]:
+        """Tasks whose features are not closer to their expert's than the merged model's are."""
+        return [task for task, cosine in self.cosine.items() if not cosine > self.merged[task]]
+
+    def drift_weights(self) -> dict[str, float] | None:
+        """Weights in proportion to each task's drift, of mean 1; None: the drift is even."""
+        drifts, mean = self.drift.values(), statistics.fmean(self.drift.values())
+        if max(drifts) ** 2 <= UNEVEN * statistics.median(drift**2 for drift in drifts):
+            return None
+        return {task: drift / mean for task, drift in self.drift.items()}
+
+
+def warnings_of(agreement: Agreement) -> list[str]:
+    """A sentence for each task on which calibration brings final features no closer."""
+    return [
+        f"{task}: on {agreement.samples[task]} held-out samples the calibrated model's final "
+        f"features are no closer to the expert's than the merged model's (cosine "
+        f"{agreement.cosine[task]:.4f}, merged {agreement.merged[task]:.4f}). Raise "
+        "method.samples_per_task, use method=featcal/plus, whose method.task_weights=drift gives "
+        "such tasks more weight, or drop the task"
+        for task in agreement.behind
+    ]
+
+
+Change = dict[str, Any]
+
+
+def _smaller_lambdas(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
+    return {"ridge_scale": settings.ridge_scale * SMALLER} if settings.ridge == "kfold" else None
+
+
+def _more_for_far_tasks(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
+    weights = seen.drift_weights() if settings.task_weights == "drift" else None
+    return None if weights is None else {"task_weights": weights}
+
+
+def _other_rows(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
+    if not text or settings.is_paper:
+        return None
+    uniform = settings.row_weights == "uniform"
+    return {"row_weights": "sensitivity" if uniform else "uniform"}
+
+
+def _as_published(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
+    if settings.is_paper:
+        return None
+    published = settings.with_paper_update().replace(held_out=settings.held_out)
+    usual, now = published.as_dict(), settings.of_one_trial().as_dict()
+    change = {name: usual[name] for name in usual if usual[name] != now[name]}
+    return change | {"task_weights": None} | (PAPER_TEXT if text else {})
+
+
+CHANGES: tuple[Callable[[FeatCalSettings, Agreement, bool], Change | None], ...] = (
+    _smaller_lambdas,
+    _more_for_far_tasks,
+    _other_rows,
+    _as_published,
+)
+"""What is tried, in this order, each in place of what was best so far."""
+
+
+def changes_of(settings: FeatCalSettings, *, text: bool) -> tuple[Any, ...]:
+    """The changes that a run may try, which bound its number of calibrations.
+
+    Args:
+        settings: `trials`; with `auto` smaller lambdas for language models, and drift weights.
+        text: Whether the model is a language model.
+    """
+    if settings.trials != "auto":
+        return CHANGES if int(settings.trials) > 1 else ()
+    if settings.held_out == 0 or settings.expert_read_budget is not None:
+        return ()  # a budget is for one calibration
+    tried = [_smaller_lambdas] * text + [_more_for_far_tasks] * (settings.task_weights == "drift")
+    return tuple(tried)
+
+
+def best_of(
+    calibrated: Callable[..., Any], settings: FeatCalSettings, changes: Sequence[Any], *, text: bool
+) -> Any:
+    """Calibrate, try changes, and keep what is best on held-out samples.
+
+    A change is kept if it raises the mean cosine of final features over tasks and brings no further
+    task behind the merged model.
+
+    Args:
+        calibrated: Calibrates with given settings and, after the first time, says so by
+            `again=True`; a `CalibrationResult`.
+        settings: The settings to begin with.
+        changes: Some of `CHANGES`.
+        text: Whether the model is a language model.
+
+    Returns:
+        The best result. Its log ends with a record of kind `trial` for each calibration.
+    """
+    start = time.perf_counter()
+    best, chosen = calibrated(settings.of_one_trial()), settings
+    seen, kept, read = Agreement.of(best.log), 1, best.reads["totals"]["experts_read"]
+    records = [_record(1, {}, seen, time.perf_counter() - start)]
+    most = len(changes) + 1 if settings.trials == "auto" else int(settings.trials)
+    for change in changes:
+        if len(records) >= most or not seen.cosine:
+            break
+        changed = change(chosen, seen, text)
+        if changed is None:
+            continue
+        number, start = len(records) + 1, time.perf_counter()
+        log.info("trial %d of at most %d: %s", number, most, changed)
+        new = calibrated(_numbered(chosen.replace(**changed), number), again=True)
+        found = Agreement.of(new.log)
+        records.append(_record(number, changed, found, time.perf_counter() - start))
+        read += new.reads["totals"]["experts_read"]
+        if found.mean > seen.mean and not set(found.behind) - set(seen.behind):
+            best, seen, kept, chosen = new, found, number, chosen.replace(**changed)
+    best.reads["totals"]["trials_read"] = read
+    for record in records:
+        best.log.add("trial", {**record, "kept": record["trial"] == kept})
+    return best
+
+
+def _numbered(settings: FeatCalSettings, number: int) -> FeatCalSettings:
+    """The settings of a trial, with a folder of its own for checkpoints."""
+    folder = settings.checkpoint_dir
+    own = None if folder is None else f"{folder}/trial-{number}"
+    return settings.of_one_trial().replace(checkpoint_dir=own)
+
+
+def _record(number: int, change: Change, seen: Agreement, seconds: float) -> dict[str, Any]:
+    return {
+        "trial": number,
+        "change": change,
+        "cosine": seen.mean if seen.cosine else None,
+        "cosines": dict(seen.cosine),
+        "behind": seen.behind,
+        "seconds": seconds,
+    }
+
+
+def refuse_behind(agreement: Agreement) -> None:
+    """Refuse a model that is no closer to a task's expert than the merged model.
+
+    Raises:
+        CalibrationError: Naming the tasks and what to change.
+    """
+    if sentences := warnings_of(agreement):
+        raise CalibrationError(
+            "; ".join(sentences) + ". To keep such a model set method.strict=false"
+        )

@@ -1,0 +1,239 @@
+"""Several calibrations of one merged model, of which held-out samples choose one."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from calibrations import PLUS, assert_identical, distance, run_fast
+from tiny_models import Suite, clip_suite, decoder_suite, scatter
+from tricky_models import biased, stack_suite
+
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.trials import CHANGES, Agreement, best_of, changes_of
+
+TRIED: dict[str, Any] = {**PLUS, "held_out": 2, "trials": 5, "task_weights": "drift"}
+Outcome = Mapping[str, tuple[float, float, float]]
+"""By task: cosine, the merged model's cosine, drift."""
+
+
+def settings_of(**more: Any) -> FeatCalSettings:
+    return FeatCalSettings(**(TRIED | more))
+
+
+def result_of(outcome: Outcome) -> Any:
+    log = CalibrationLog()
+    for task, (cosine, merged, drift) in outcome.items():
+        for block in ("first", "last"):  # the last block's record counts
+            last = block == "last"
+            log.add(
+                "task",
+                {
+                    "task": task,
+                    "held_out": 2,
+                    "held_out_cosine": cosine if last else 0.0,
+                    "held_out_cosine_merged": merged,
+                    "held_out_drift": drift,
+                },
+            )
+    return SimpleNamespace(log=log, reads={"totals": {"experts_read": 10}})
+
+
+class Scripted:
+    """Stands for calibrations, given what each will find."""
+
+    def __init__(self, *outcomes: Outcome) -> None:
+        self.outcomes, self.calls = list(outcomes), list[tuple[FeatCalSettings, bool]]()
+
+    def __call__(self, settings: FeatCalSettings, *, again: bool = False) -> Any:
+        self.calls.append((settings, again))
+        return result_of(self.outcomes[len(self.calls) - 1])
+
+    def tried(self) -> list[dict[str, Any]]:
+        """The settings of each that are not those of the first one."""
+        first = self.calls[0][0].as_dict()
+        return [
+            {name: value for name, value in settings.as_dict().items() if value != first[name]}
+            for settings, _ in self.calls
+        ]
+
+
+def flat(cosine: float, drift: float = 0.1) -> Outcome:
+    return {"a": (cosine, 0.5, drift), "b": (cosine, 0.5, drift), "c": (cosine, 0.5, drift)}
+
+
+FAR: Outcome = {"a": (0.9, 0.5, 0.1), "b": (0.9, 0.5, 0.1), "c": (0.6, 0.5, 0.4)}
+
+
+def trials(result: Any) -> list[dict[str, Any]]:
+    return result.log.of_kind("trial")
+
+
+def test_the_highest_mean_cosine_is_kept_and_each_change_is_of_the_best_so_far():
+    better = {**FAR, "a": (0.95, 0.5, 0.1)}
+    script = Scripted(FAR, better, flat(0.7), flat(0.97), flat(0.96))
+    best = best_of(script, settings_of(), CHANGES, text=True)
+    _, smaller, weighted, rows, published = script.tried()
+    assert smaller == {"ridge_scale": 0.1}
+    assert set(weighted) == {"ridge_scale", "task_weights"}
+    assert rows == {"ridge_scale": 0.1, "row_weights": "sensitivity"}
+    assert (published["order"], published["ridge"]) == ("block", "fixed")
+    assert [record["kept"] for record in trials(best)] == [False, False, False, True, False]
+    means = [record["cosine"] for record in trials(best)]
+    assert means == pytest.approx([0.8, (0.95 + 0.9 + 0.6) / 3, 0.7, 0.97, 0.96])
+
+
+def test_drift_weights_are_in_proportion_to_the_drift_and_have_mean_1():
+    script = Scripted(FAR, flat(0.1), flat(0.99))
+    best = best_of(script, settings_of(trials=3), CHANGES, text=False)
+    wanted = {"a": 0.5, "b": 0.5, "c": 2.0}
+    assert script.tried()[2] == {"task_weights": pytest.approx(wanted)}
+    assert [record["kept"] for record in trials(best)] == [False, False, True]
+
+
+def test_an_even_drift_is_not_weighed():
+    script = Scripted(flat(0.9), flat(0.8), flat(0.7))
+    best_of(script, settings_of(), CHANGES, text=False)
+    assert [set(changes) for changes in script.tried()[:2]] == [set(), {"ridge_scale"}]
+    assert "task_weights" not in script.tried()[2]
+    assert script.tried()[2]["order"] == "block"  # the paper's
+
+
+def test_a_change_that_puts_a_task_behind_the_merged_model_is_not_kept():
+    behind: Outcome = {**flat(0.99), "b": (0.5, 0.5, 0.1)}
+    best = best_of(Scripted(flat(0.6), behind), settings_of(trials=2), CHANGES, text=False)
+    assert [record["kept"] for record in trials(best)] == [True, False]
+    assert [record["behind"] for record in trials(best)] == [[], ["b"]]
+    worse: Outcome = {**flat(0.6), "b": (0.4, 0.5, 0.1)}
+    best = best_of(Scripted(worse, behind), settings_of(trials=2), CHANGES, text=False)
+    assert [record["kept"] for record in trials(best)] == [False, True]  # it was behind before
+
+
+@pytest.mark.parametrize("most", [2, 3, 4])
+def test_no_more_calibrations_than_allowed(most: int):
+    script = Scripted(*[FAR] * 9)
+    best = best_of(script, settings_of(trials=most), CHANGES, text=True)
+    assert len(script.calls) == len(trials(best)) == most
+    assert [again for _, again in script.calls] == [False] + [True] * (most - 1)
+    assert best.reads["totals"]["trials_read"] == 10 * most
+
+
+def test_without_held_out_samples_there_is_one_calibration():
+    script = Scripted({})
+    best = best_of(script, settings_of(held_out="auto"), CHANGES, text=True)
+    (record,) = trials(best)
+    assert (record["trial"], record["cosine"], record["kept"]) == (1, None, True)
+
+
+def test_every_change_is_a_setting_that_goes_with_the_others():
+    settings = settings_of(decoder_rows="auto", row_weights="auto", augment="auto")
+    for change in CHANGES:
+        for text in (True, False):
+            changed = change(settings, Agreement.of(result_of(FAR).log), text)
+            if changed is not None:
+                assert settings.replace(**changed).held_out == 2
+            else:
+                assert change.__name__ == "_other_rows" and not text
+
+
+@pytest.mark.parametrize(
+    ("more", "text", "number"),
+    [
+        ({"trials": 1}, True, 0),
+        ({"trials": 2}, True, len(CHANGES)),
+        ({"trials": "auto"}, True, 2),
+        ({"trials": "auto"}, False, 1),
+        ({"trials": "auto", "task_weights": None}, False, 0),
+        ({"trials": "auto", "expert_read_budget": "50%"}, True, 0),
+    ],
+)
+def test_what_may_be_tried(more: dict[str, Any], text: bool, number: int):
+    assert len(changes_of(settings_of(**more), text=text)) == number
+
+
+def far_suite(make: Callable[[], Suite] = lambda: clip_suite(tasks=3, sizes=(6, 4))) -> Suite:
+    """One expert is much farther from the merged model than the others."""
+    suite = make()
+    task = list(suite.experts)[-1]
+    return replace(suite, experts=suite.experts | {task: scatter(suite.experts[task], 5, 0.5)})
+
+
+@pytest.mark.parametrize(
+    "make", [far_suite, lambda: far_suite(lambda: decoder_suite("llama", seed=1, tasks=3))]
+)
+def test_the_model_that_is_kept_is_that_of_its_settings(make: Callable[[], Suite]):
+    suite = make()
+    found = run_fast(suite, **TRIED)
+    records = trials(found)
+    assert 3 <= len(records) <= 5 and records[0]["change"] == {}
+    kept = next(index for index, record in enumerate(records) if record["kept"])
+    highest = max(r["cosine"] for r in records if not set(r["behind"]) - set(records[0]["behind"]))
+    assert records[kept]["cosine"] == highest
+    change: dict[str, Any] = {}
+    best = records[0]
+    for record in records[: kept + 1]:  # each change is of the best before it
+        if record["cosine"] >= best["cosine"]:
+            change, best = change | record["change"], record
+    alone = run_fast(suite, **(TRIED | {"trials": 1, "task_weights": None} | change))
+    assert_identical(found.model, alone.model)
+    json.dumps(found.log.plain_records())
+
+
+def test_drift_weights_help_the_task_that_is_far():
+    suite = far_suite()
+    first = run_fast(suite, **(TRIED | {"trials": 1, "task_weights": None}))
+    seen = Agreement.of(first.log)
+    weights = seen.drift_weights()
+    assert weights is not None and max(weights, key=weights.__getitem__) == "task_2"
+    again = Agreement.of(run_fast(suite, **(TRIED | {"trials": 1, "task_weights": weights})).log)
+    assert again.drift["task_2"] < seen.drift["task_2"]
+
+
+def test_factors_scale_the_tasks_weights():
+    suite = clip_suite(tasks=2)
+    plain = run_fast(suite, **PLUS).model
+    same = run_fast(suite, task_weights={"task_0": 3.0, "task_1": 3.0}, **PLUS).model
+    assert distance(same, plain) < 1e-9  # no common factor matters
+    other = run_fast(suite, task_weights={"task_0": 3.0}, **PLUS).model
+    assert distance(other, plain) > 1e-4
+
+
+def test_weights_of_unknown_tasks_are_refused():
+    with pytest.raises(CalibrationError, match=r"task_weights names tasks \['travel'\].*no expert"):
+        run_fast(clip_suite(tasks=2), task_weights={"travel": 2.0}, **PLUS)
+
+
+def test_strict_refuses_a_model_that_is_no_closer_to_an_expert():
+    suite = stack_suite(biased, tasks=1, sizes=(20, 17), seed=3)
+    strict: dict[str, Any] = {**PLUS, "held_out": 5, "strict": True}
+    assert_identical(run_fast(suite, **strict).model, run_fast(suite, held_out=5, **PLUS).model)
+    already = replace(suite, experts=dict.fromkeys(suite.experts, suite.merged))
+    with pytest.raises(CalibrationError, match=r"task_0: on 5 held-out samples.*no closer.*strict"):
+        run_fast(already, **strict)
+
+
+def test_in_place_goes_with_one_calibration_only():
+    with pytest.raises(ValueError, match=r"in_place uses up the merged model.*method.trials=1"):
+        run_fast(clip_suite(tasks=2), in_place=True, **TRIED)
+
+
+def test_a_read_budget_is_for_one_calibration():
+    with pytest.raises(ValueError, match=r"expert_read_budget is for one calibration"):
+        settings_of(expert_read_budget="50%")
+
+
+def test_each_trial_keeps_its_own_blocks(tmp_path: Path):
+    suite, folder = far_suite(), tmp_path / "kept"
+    whole = run_fast(suite, **TRIED)
+    first = run_fast(suite, checkpoint_dir=str(folder), **TRIED)
+    again = run_fast(suite, checkpoint_dir=str(folder), resume=True, **TRIED)
+    for result in (first, again):
+        assert_identical(result.model, whole.model)
+    assert {path.name for path in folder.glob("trial-*")} == {
+        f"trial-{record['trial']}" for record in trials(whole)[1:]
+    }
+    assert again.log.of_kind("resumed")
