@@ -286,6 +286,11 @@ class FeatCalSettings:
         """Return whether experts run: a target without their features needs only their weights."""
         return self.mix_alpha > 0 or self.log_drift or not self.is_paper
 
+    @property
+    def task_factors(self) -> Mapping[str, float]:
+        """Factors of the tasks' weights that are given as such."""
+        return self.task_weights if isinstance(self.task_weights, Mapping) else {}
+
     def of_one_trial(self) -> "FeatCalSettings":
         """Copy for one calibration of what may be several."""
         weights = None if self.task_weights == "drift" else self.task_weights

@@ -84,6 +84,27 @@ def warnings_of(agreement: Agreement) -> list[str]:
     ]
 
 
+def outcome_of(log: CalibrationLog) -> list[str]:
+    """A sentence on which of several calibrations was kept; none where there was one."""
+    trials = log.of_kind("trial")
+    if len(trials) < 2:
+        return []
+    kept = next(trial for trial in trials if trial["kept"])
+    change = kept["change"]
+    shown = ", ".join(f"{name}={_rounded(change[name])}" for name in change) or "the settings"
+    return [
+        f"of {len(trials)} calibrations number {kept['trial']} was kept ({shown}): mean cosine of "
+        f"final features on held-out samples {kept['cosine']:.4f}, with the settings as given "
+        f"{trials[0]['cosine']:.4f}"
+    ]
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: round(part, 2) for name, part in value.items()}
+    return value
+
+
 Change = dict[str, Any]
 
 
@@ -136,6 +157,17 @@ def changes_of(settings: FeatCalSettings, *, text: bool) -> tuple[Any, ...]:
     return tuple(tried)
 
 
+def calibrations_of(settings: FeatCalSettings, *, text: bool) -> int:
+    """The most calibrations that a run takes.
+
+    Args:
+        settings: As `changes_of`, and so `text`.
+        text: Whether the model is a language model.
+    """
+    most = len(changes_of(settings, text=text)) + 1
+    return most if settings.trials == "auto" else min(most, int(settings.trials))
+
+
 def best_of(
     calibrated: Callable[..., Any], settings: FeatCalSettings, changes: Sequence[Any], *, text: bool
 ) -> Any:
@@ -158,7 +190,7 @@ def best_of(
     best, chosen = calibrated(settings.of_one_trial()), settings
     seen, kept, read = Agreement.of(best.log), 1, best.reads["totals"]["experts_read"]
     records = [_record(1, {}, seen, time.perf_counter() - start)]
-    most = len(changes) + 1 if settings.trials == "auto" else int(settings.trials)
+    most = calibrations_of(settings, text=text)
     for change in changes:
         if len(records) >= most or not seen.cosine:
             break

@@ -14,7 +14,7 @@ from tricky_models import biased, stack_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.engine.log import CalibrationLog
-from fusion_bench_featcal.trials import CHANGES, Agreement, best_of, changes_of
+from fusion_bench_featcal.trials import CHANGES, Agreement, best_of, changes_of, outcome_of
 
 TRIED: dict[str, Any] = {**PLUS, "held_out": 2, "trials": 5, "task_weights": "drift"}
 Outcome = Mapping[str, tuple[float, float, float]]
@@ -85,6 +85,14 @@ def test_the_highest_mean_cosine_is_kept_and_each_change_is_of_the_best_so_far()
     assert [record["kept"] for record in trials(best)] == [False, False, False, True, False]
     means = [record["cosine"] for record in trials(best)]
     assert means == pytest.approx([0.8, (0.95 + 0.9 + 0.6) / 3, 0.7, 0.97, 0.96])
+
+
+def test_what_was_kept_is_told():
+    best = best_of(Scripted(FAR, flat(0.9)), settings_of(trials=2), CHANGES, text=True)
+    (line,) = outcome_of(best.log)
+    assert "of 2 calibrations number 2 was kept (ridge_scale=0.1)" in line
+    assert "0.9000" in line and "as given 0.8000" in line
+    assert outcome_of(CalibrationLog()) == []
 
 
 def test_drift_weights_are_in_proportion_to_the_drift_and_have_mean_1():

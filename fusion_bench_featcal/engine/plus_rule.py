@@ -157,19 +157,16 @@ class PlusRule(Rule):
 
     def adopt(self, weights: Weights) -> None:
         """Take over each task's weight, by group, for the turns to come."""
-        factors = self._problem.settings.task_weights or {}
-        self._weights = {
-            task: {number: weight * factors.get(task, 1) for number, weight in groups.items()}
-            for task, groups in weights.items()
-        }
+        self._weights = weights
 
     def task_sums(self, task: str, turn: ExpertTurn | GroupTurn, expert: nn.Module) -> Any:
         """Sums of one task in a turn."""
         if isinstance(turn, ExpertTurn):
             return OneTaskSquares(task)
         weights = self._weights[task]
+        factor = self._problem.settings.task_factors.get(task, 1.0)
         rows = {
-            number: TaskRows(sums, task, expert, weights[number])
+            number: TaskRows(sums, task, expert, factor * weights[number])
             for number, sums in self._sums.by_group.items()
         }
         return TurnRows(rows)

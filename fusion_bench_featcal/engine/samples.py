@@ -179,8 +179,7 @@ def check_inputs(
                 f"task {task}: batches are one {type(given).__name__}{shape}, but must be an "
                 "iterable of batches: put a single batch into a list, [batch]"
             )
-    weights = settings.task_weights if isinstance(settings.task_weights, Mapping) else {}
-    if unknown := sorted(set(weights) - set(experts)):
+    if unknown := sorted(set(settings.task_factors) - set(experts)):
         raise CalibrationError(
             f"method.task_weights names tasks {unknown} that have no expert; experts are "
             f"{sorted(experts)}"

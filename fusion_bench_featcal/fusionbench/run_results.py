@@ -42,6 +42,7 @@ from fusion_bench_featcal.results.remarks import (
 )
 from fusion_bench_featcal.results.report import report_scalars
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
+from fusion_bench_featcal.trials import Agreement, outcome_of, warnings_of
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,8 @@ class RunResults:
             manifest = json.dumps(result.reads, indent=1) + "\n"
             write_atomic(self._log_dir / f"reads{preset}.json", manifest, "path.log_dir")
         self.add_notes(tasks_with_high_drift(name, result.log.records))
+        self.add_notes([f"{name}: {line}" for line in warnings_of(Agreement.of(result.log))])
+        self.report.notes += [f"{name}: {line}" for line in outcome_of(result.log)]
         values, split = settings.of_the_model().as_dict(), settings.calibration_split
         own = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}

@@ -13,8 +13,10 @@ from torch import nn
 
 from fusion_bench_featcal.engine.activations import HOST_SHARE
 from fusion_bench_featcal.engine.augmentation import copies_of
+from fusion_bench_featcal.engine.held_out import held_out_of
 from fusion_bench_featcal.engine.memory import free_bytes
 from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
+from fusion_bench_featcal.engine.problem import head_of
 from fusion_bench_featcal.engine.team import Shares
 from fusion_bench_featcal.experts.merging import merged_at
 from fusion_bench_featcal.experts.read_plan import make_plan, reads_of
@@ -22,6 +24,7 @@ from fusion_bench_featcal.plan.dry_run import DryRun, Group, Place, dry_run, exa
 from fusion_bench_featcal.plan.probe import Rate, measured_rate
 from fusion_bench_featcal.setting_checks import budget_in_bytes
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.trials import calibrations_of
 
 CPU = torch.device("cpu")
 SYSTEMS = 5
@@ -88,11 +91,12 @@ class Plan:
     free_gpu: int | None
     widest: tuple[str, ...]  # the modules with the largest statistics
     levers: tuple[Lever, ...] = ()
+    calibrations: int = 1  # at most; `stages` and `parts` are of one, all else of them together
 
     @property
     def seconds(self) -> float:
-        """All steps of all stages."""
-        return sum(sum(stage.values()) for stage in self.stages)
+        """All steps of all stages of all calibrations."""
+        return self.calibrations * sum(sum(stage.values()) for stage in self.stages)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""
@@ -115,7 +119,9 @@ def estimate(request: Request, rate: Rate | None = None) -> Plan:
     waiting = _waiting(request, parts["activations"], peak, free_host, free_gpu)
     model, on_gpu = parts["model"], device.type != "cpu"
     gpu = peak - parts["experts"] + round(HOLES * waiting["device"])
-    host = own + (1 + held - request.loaded) * model + waiting["host"]
+    calibrations = calibrations_of(settings, text=head_of(request.model) is not None)
+    best = calibrations > 1  # beside the one that is being made
+    host = own + (1 + best + held - request.loaded) * model + waiting["host"]
     host += parts["block"] if on_gpu else gpu
     more = request.neighbours * (host - own)
     if not request.loaded:  # the other processes are not there yet
@@ -139,11 +145,12 @@ def estimate(request: Request, rate: Rate | None = None) -> Plan:
         more_host=more,
         waiting=waiting,
         parts=parts,
-        read=math.ceil(_bytes_read(run, request) * len(mine) / request.tasks),
+        read=calibrations * math.ceil(_bytes_read(run, request) * len(mine) / request.tasks),
         disk=waiting["disk"] + kept,
         free_host=free_host,
         free_gpu=free_gpu,
         widest=tuple(name.rpartition(".")[2] for name in widest.names) if widest else (),
+        calibrations=calibrations,
     )
 
 
@@ -176,7 +183,9 @@ def _run_of(request: Request) -> tuple[DryRun, list[int]]:
         ]
         busiest = max(busiest, mine, key=sum)
     inputs = example_inputs(request.model, size, request.length, request.target_length)
-    busiest = [count * (1 + copies_of(settings, inputs)) for count in busiest]
+    held = [min(count, held_out_of(count, settings.held_out)) for count in busiest]
+    copies = copies_of(settings, inputs)
+    busiest = [all_ + copies * (all_ - out) for all_, out in zip(busiest, held, strict=True)]
     return dry_run(request.model, inputs, settings, request.tasks), busiest
 
 

@@ -35,7 +35,7 @@ def _costs(plan: Plan) -> tuple[float, ...]:
 
 def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, Request, bool]]:
     """Settings that may lower something, the request with each, and whether the model stays."""
-    settings = request.settings
+    settings, one = request.settings, request.settings.trials in (1, "auto")
 
     def changed(**changes: object) -> Request:
         return replace(request, settings=settings.replace(**changes))
@@ -50,13 +50,15 @@ def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, Request, bool]
         yield "activations=disk", changed(activations="disk"), True
     if request.held or request.base_held:
         yield "stream_experts=true", replace(request, held=0, base_held=False), True
-    elif settings.expert_read_budget is None and not request.merges:
+    elif settings.expert_read_budget is None and not request.merges and one:
         yield "expert_read_budget=50%", changed(expert_read_budget="50%"), False
     if request.fused:
         yield "fuse_merge=false", replace(request, fused=False), True
-    if settings.log_drift:
+    if plan.calibrations > 1:
+        yield "trials=1", changed(trials=1), False
+    if settings.log_drift and settings.held_out == 0:
         yield "log_drift=false", changed(log_drift=False), True
-    if settings.is_paper and settings.mix_alpha > 0:
+    if settings.is_paper and settings.mix_alpha > 0 and settings.held_out == 0:
         yield "mix_alpha=0 log_drift=false", changed(mix_alpha=0.0, log_drift=False), False
     if settings.max_length is not None and (half := request.length // 2) > 1:
         shorter = replace(request, length=half, settings=settings.replace(max_length=half))

@@ -26,6 +26,11 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     )
     if plan.processes > 1:
         console.print(f"{plan.processes} processes; what follows is for the busiest of them")
+    if plan.calibrations > 1:
+        console.print(
+            f"at most {plan.calibrations} calibrations (method.trials); seconds by step and parts "
+            "of memory are of one of them"
+        )
     console.print(_time_table(plan))
     console.print(_memory_table(plan))
     if plan.levers:
@@ -74,6 +79,9 @@ def _time_table(plan: Plan) -> Table:
     table = _table("time, roughly", "step", [*stages, "all"])
     for label, values in rows.items():
         table.add_row(label, *map(duration, values * several), duration(sum(values)))
+    if plan.calibrations > 1:
+        blank = [""] * (len(plan.stages) * several)
+        table.add_row("all calibrations, at most", *blank, duration(plan.seconds))
     return table
 
 

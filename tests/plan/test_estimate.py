@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, settings_of
+from calibrations import PAPER, PLUS, settings_of
 from rich.console import Console
 from tiny_models import clip_suite, decoder_suite, residual_suite, t5_model, t5_suite
 from torch import Tensor, is_tensor, nn
@@ -200,6 +200,30 @@ def test_levers_lower_something_and_are_shown():
         assert words in shown
     assert "of host memory" in one_line(plan)
     assert json.loads(json.dumps(plan.as_dict()))["seconds"] == pytest.approx(plan.seconds)
+
+
+def test_all_calibrations_of_a_run_are_planned(clip: Request):
+    several = {**PLUS, "held_out": 8, "task_weights": "drift", "augment": "jitter"}
+    one, three = (planned(clip, trials=trials, **several) for trials in (1, 3))
+    assert (one.calibrations, three.calibrations) == (1, 3)
+    assert three.seconds == pytest.approx(3 * one.seconds)
+    assert three.read == 3 * one.read
+    assert three.host - one.host == one.parts["model"]  # the best one so far
+    request = replace(clip, settings=clip.settings.replace(trials=3, **several))
+    plan = with_levers(request, three, rate)
+    found = {lever.setting: lever for lever in plan.levers}
+    assert found["trials=1"].seconds == pytest.approx(one.seconds)
+    assert not {"log_drift=false", "expert_read_budget=50%"} & set(found)
+    console = Console(width=120, record=True, file=io.StringIO())
+    show_plan(plan, console)
+    assert "at most 3 calibrations (method.trials)" in console.export_text()
+
+
+def test_held_out_samples_have_no_copies(clip: Request):
+    every = planned(clip, augment="jitter", held_out=0, **PLUS)
+    fewer = planned(clip, augment="jitter", held_out=16, **PLUS)
+    shares = [plan.parts["activations"] for plan in (fewer, every)]
+    assert shares[0] / shares[1] == pytest.approx((16 * 4 + 16) / (32 * 4), rel=1e-3)
 
 
 def test_features_wait_where_there_is_room(clip: Request, monkeypatch: pytest.MonkeyPatch):
