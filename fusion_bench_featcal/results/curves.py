@@ -14,6 +14,12 @@ CURVES_FILE = "training_curves.jsonl"
 MOMENTS = ("before", "after")
 _DRIFTS = [f"{kind}_{moment}" for kind in ("drift", "relative_drift") for moment in MOMENTS]
 _DRIFT = {"task": str, "block": str, **dict.fromkeys(_DRIFTS, NUMBER | None)}
+_HELD_OUT = {
+    "task": str,
+    "block": str,
+    "held_out_drift": NUMBER,
+    "held_out_drift_merged": NUMBER,
+}
 _CURVE = {"!": ("name", "task", "losses"), "name": str, "task": str}
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -70,6 +76,16 @@ def load_curves(directory: str | Path) -> dict[str, Curves]:
         part = as_curves({record["task"]: record["losses"]}, place)
         curves.setdefault(record["name"], {}).update(part)
     return curves
+
+
+def held_out_records(path: str | Path) -> list[dict[str, Any]]:
+    """Read the records with drift on held-out samples from a calibration log."""
+    records = []
+    for number, record in enumerate(read_lines(Path(path)), start=1):
+        if "held_out_drift" in record:
+            check_types(record, {"!": tuple(_HELD_OUT), **_HELD_OUT}, f"{path}, line {number}")
+            records.append(record)
+    return records
 
 
 def drift_records(path: str | Path) -> list[dict[str, Any]]:

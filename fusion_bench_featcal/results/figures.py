@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusion_bench_featcal.files import ReportError
 
-from .curves import MOMENTS, Curves, drift_records, load_curves
+from .curves import MOMENTS, Curves, drift_records, held_out_records, load_curves
 from .drawing import (
     CALIBRATED,
     MERGED,
@@ -35,18 +35,23 @@ _DASHES = ("-", "--", ":", "-.")
 def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--out") -> list[Path]:
     """Draw every figure that a run's files allow, into `out` or its own folder; return the files.
 
-    These are `accuracy`; where drift was logged `drift` and `drift.<preset>`; where methods were
-    trained `convergence`.
+    These are `accuracy`; where drift was logged `drift` and `drift.<preset>`; where samples were
+    held out `depth`; where methods were trained `convergence`.
     """
     run = Path(run)
     report = Report.load(run)
     title = f"{report.suite}, merged by {report.upstream}" if report.upstream else report.suite
     figures = {"accuracy": accuracy_figure(report, title)}
+    held_out: dict[str, list[dict[str, Any]]] = {}
     for log in sorted(run.glob(f"{CALIBRATION_LOG}*.jsonl")):
         preset = log.stem.removeprefix(CALIBRATION_LOG)
+        row = FEATCAL + preset.replace(".", ":", 1)
         if records := drift_records(log):
-            row = FEATCAL + preset.replace(".", ":", 1)
             figures[f"drift{preset}"] = drift_figure(records, f"{title}: {row}")
+        if records := held_out_records(log):
+            held_out[row] = records
+    if held_out:
+        figures["depth"] = depth_figure(held_out, title)
     if curves := load_curves(run):
         figures["convergence"] = convergence_figure(curves, title)
     return save_figures(figures, run, out, setting)
@@ -109,23 +114,57 @@ def drift_figure(records: Sequence[Mapping[str, Any]], title: str = "") -> "Figu
     keys = [f"relative_drift_{moment}" for moment in MOMENTS]
     relative = all(record.get(key) is not None for record in records for key in keys)
     prefix = "relative_drift" if relative else "drift"
-    blocks = list(dict.fromkeys(record["block"] for record in records))
+    looks = zip(MOMENTS, (MERGED, CALIBRATED), "so", strict=True)
+    return _block_figure(
+        [(name, records, f"{prefix}_{name}", colour, mark) for name, colour, mark in looks],
+        title,
+        "drift / expert's norm" if relative else "drift, L2",
+        "each block's own calibration (bold: mean over tasks)",
+    )
+
+
+def depth_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "") -> "Figure":
+    """Drift of held-out samples after each block, of the merged model and every row.
+
+    Args:
+        rows: Records of a calibration log that have it, by row.
+        title: Title.
+    """
+    first = next(iter(rows.values()), ())
+    if not first:
+        raise ReportError("there is no drift to draw: the run was made with held_out=0")
+    colours = [CALIBRATED, *PALETTE[2:]]
+    lines = [("merged", first, "held_out_drift_merged", MERGED, "s")]
+    for number, (name, records) in enumerate(rows.items()):
+        colour = colours[number % len(colours)]
+        lines.append((name, records, "held_out_drift", colour, "o"))
+    legend = "after each block, held-out samples (bold: mean over tasks)"
+    return _block_figure(lines, title, "drift / expert's norm", legend)
+
+
+def _block_figure(
+    lines: Sequence[tuple[str, Sequence[Mapping[str, Any]], str, str, str]],
+    title: str,
+    label: str,
+    legend: str,
+) -> "Figure":
+    """Draw lines over blocks, given each one's name, records, their key, colour and mark."""
+    blocks = list(dict.fromkeys(record["block"] for record in lines[0][1]))
     labels = _short_blocks(blocks)
     with style():
         figure = new_figure(max(4.8, min(12.0, 2.4 + 0.36 * len(blocks))), 3.8)
         axes = figure.subplots()
-        for moment, colour, marker in zip(MOMENTS, (MERGED, CALIBRATED), "so", strict=True):
-            _draw_drift(axes, records, blocks, f"{prefix}_{moment}", colour)
-            axes.lines[-1].set(label=moment, marker=marker)
+        for name, records, key, colour, mark in lines:
+            _draw_drift(axes, records, blocks, key, colour)
+            axes.lines[-1].set(label=name, marker=mark)
         axes.set_xticks(range(len(blocks)), labels)
         if max(map(len, labels)) > 3:
             axes.tick_params(axis="x", labelrotation=60)
         axes.set_ylim(bottom=0)
         axes.grid(axis="y")
         axes.set_xlabel("block")
-        axes.set_ylabel("drift / expert's norm" if relative else "drift, L2")
+        axes.set_ylabel(label)
         axes.set_title(title)
-        legend = "each block's own calibration (bold: mean over tasks)"
         legend_below(figure, *axes.get_legend_handles_labels(), legend)
     return figure
 

@@ -20,6 +20,7 @@ from fusion_bench_featcal.results.curves import (
 from fusion_bench_featcal.results.figures import (
     accuracy_figure,
     convergence_figure,
+    depth_figure,
     drift_figure,
     plot_run,
 )
@@ -70,6 +71,29 @@ def test_a_preset_has_a_drift_figure_of_its_own(tmp_path: Path):
     assert [path.name for path in plot_run(run)][2:] == ["drift.suite.png", "drift.suite.svg"]
 
 
+def held_out(factor: float) -> list[dict[str, Any]]:
+    """Records of a row whose drift is a share of the merged model's."""
+    return [
+        {
+            **record,
+            "held_out_drift": factor * record["drift_before"],
+            "held_out_drift_merged": record["drift_before"],
+        }
+        for record in drift_log()
+    ]
+
+
+def test_depth_shows_the_merged_model_and_all_rows(tmp_path: Path):
+    (axes,) = depth_figure({"featcal": held_out(0.5), "featcal:paper": held_out(0.8)}).axes
+    assert curves(axes, "merged") == pytest.approx([2, 4, 6])
+    assert curves(axes, "featcal") == pytest.approx([1, 2, 3])
+    assert curves(axes, "featcal:paper") == pytest.approx([1.6, 3.2, 4.8])
+    run = leave_run(tmp_path)
+    lines = "".join(json.dumps(line) + "\n" for line in held_out(0.5))
+    (run / "calibration_log.jsonl").write_text(lines)
+    assert {"depth.png", "depth.svg"} <= {path.name for path in plot_run(run)}
+
+
 def test_every_row_is_marked_at_its_accuracies():
     (axes,) = accuracy_figure(make_report()).axes
     marks = {str(line.get_label()): line for line in axes.lines}
@@ -115,6 +139,8 @@ def test_blocks_of_two_stages_keep_what_tells_them_apart():
 def test_nothing_to_draw_is_said():
     with pytest.raises(ReportError, match="log_drift=false"):
         drift_figure([])
+    with pytest.raises(ReportError, match="held_out=0"):
+        depth_figure({})
     with pytest.raises(ReportError, match="no rows"):
         accuracy_figure(Report())
     with pytest.raises(ReportError, match="no method of the run trains"):
