@@ -27,8 +27,8 @@ MUTATIONS = [
     Mutation(
         "expert's cross-attention fed by the calibrated encoder",
         "engine/loop.py",
-        "ends = (batch.cal, batch.exp) if problem",
-        "ends = (batch.cal, batch.cal) if problem",
+        "ends = (batch.cal, batch.exp, batch.merged) if problem",
+        "ends = (batch.cal, batch.cal, batch.merged) if problem",
         "test_calibrate_t5.py",
     ),
     Mutation(

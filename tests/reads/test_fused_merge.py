@@ -58,6 +58,11 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "clip": (small_clip, {}),
     "clip without features": (small_clip, CALM),
     "clip, plus": (small_clip, PLUS),
+    "clip, trials": (
+        small_clip,
+        PLUS | {"held_out": 2, "trials": 3, "task_weights": "drift"},
+    ),
+    "t5, held out": (small_t5, {"held_out": 1}),
     "t5, tied": (small_t5, {}),
     "t5, untied": (lambda: small_t5(untied=True), {}),
     "gpt2": (gpt2_suite, {}),
@@ -89,6 +94,7 @@ def calibrated(suite: Suite, merged: nn.Module, merging: Any = None, **more: Any
         ("t5, untied", "arithmetic"), ("gpt2", "average"),
         ("open_clip", "arithmetic"), ("integers", "average"), ("integers", "arithmetic"),
         ("clip, plus", "average"), ("clip, plus", "arithmetic"),
+        ("clip, trials", "average"), ("t5, held out", "arithmetic"),
     ],
 )  # fmt: skip
 def test_fused_merge_has_fusion_benchs_bits_and_so_has_the_calibrated_model(
