@@ -60,7 +60,7 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "clip, plus": (small_clip, PLUS),
     "clip, trials": (
         small_clip,
-        PLUS | {"held_out": 2, "trials": 3, "task_weights": "drift"},
+        PLUS | {"held_out": 1, "trials": 3, "task_weights": "drift"},
     ),
     "t5, held out": (small_t5, {"held_out": 1}),
     "t5, tied": (small_t5, {}),
