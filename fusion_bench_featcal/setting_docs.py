@@ -148,6 +148,15 @@ def _anchor_only() -> list[Setting]:
     return [*_fixed(_BASE_METHOD), *_fields(ANCHOR_SETTINGS)]
 
 
+def _distillation() -> list[Setting]:
+    from fusion_bench_featcal.methods import Distillation
+    from fusion_bench_featcal.methods.distillation import DISTILLATION_SETTINGS
+
+    accepted = {key: wanted for key, (wanted, _) in Distillation.checks.items()}
+    own = settings_of(Distillation, accepted, Distillation.checks)
+    return [*_fixed(_BASE_METHOD), *own, *_fields(DISTILLATION_SETTINGS)]
+
+
 METHODS: dict[str, Callable[[], list[Setting]]] = {
     "featcal": _featcal,
     "compare": _compare,
@@ -156,6 +165,7 @@ METHODS: dict[str, Callable[[], list[Setting]]] = {
     "ridge_surgery": _correction("RidgeSurgery"),
     "featcal_baselines/surgery_v2": _correction("SurgeryV2"),
     "featcal_baselines/anchor_only": _anchor_only,
+    "featcal_baselines/distillation": _distillation,
     "featcal_baselines/regmean": _merger("RegMean"),
     "featcal_baselines/regmean_plusplus": _merger("RegMeanPlusPlus"),
     "featcal_baselines/lot": _merger("Lot"),

@@ -4,6 +4,48 @@ from mistakes.entry import Mutation
 
 MUTATIONS = [
     Mutation(
+        "distillation compares all positions of a text",
+        "methods/distillation.py",
+        "lessons.append(Lesson(inputs, rows, rows_of(features, rows)))",
+        "lessons.append(Lesson(inputs, None, rows_of(features, None)))",
+        "methods/test_distillation.py",
+    ),
+    Mutation(
+        "distillation takes absolute distances",
+        "methods/distillation.py",
+        "/ norms[task]",
+        "",
+        "methods/test_distillation.py",
+    ),
+    Mutation(
+        "distillation trains the whole model",
+        "methods/distillation.py",
+        "trained = names_under(dict(student.named_parameters()), blocks)",
+        "trained = list(dict(student.named_parameters()))",
+        "methods/test_distillation.py",
+    ),
+    Mutation(
+        "distillation trains in the model's own precision",
+        "methods/distillation.py",
+        "student = copied(merged, device).to(wide)",
+        "wide = next(merged.parameters()).dtype\n        student = copied(merged, device).to(wide)",
+        "methods/test_distillation.py",
+    ),
+    Mutation(
+        "distillation shuffles no batches",
+        "methods/distillation.py",
+        'generator = task_generator(self._settings.seed, task, "batches")',
+        'generator = task_generator(0, task, "batches")',
+        "methods/test_distillation.py",
+    ),
+    Mutation(
+        "gradients of one update are added to the next",
+        "methods/distillation.py",
+        "            optimizer.zero_grad()\n",
+        "",
+        "methods/test_distillation.py",
+    ),
+    Mutation(
         "Surgery adds its drift",
         "methods/corrected_model.py",
         "return features - functional.linear(hidden, self.up)",

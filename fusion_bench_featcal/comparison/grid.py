@@ -61,6 +61,7 @@ class GridChoices:
         upstream_mergers: Name -> config of a FusionBench method.
         mergers_alone: Name -> config of a FusionBench method that is not post-processed.
         post_merging_methods: Name -> config with `_target_`, or a list of names applied in order.
+        leave_out: Name -> reason, for what is not run unless it is chosen.
     """
 
     upstreams: Any = None
@@ -70,6 +71,7 @@ class GridChoices:
     upstream_mergers: Any = None
     mergers_alone: Any = None
     post_merging_methods: Any = None
+    leave_out: Any = None
 
 
 _ENTRIES = ("upstream_mergers", "mergers_alone", "post_merging_methods")
@@ -90,7 +92,7 @@ def make_grid(choices: GridChoices, suite: Mapping[str, Any]) -> Grid:
             is nothing to run.
     """
     changes = dict(suite.get("compare") or {})
-    left_out = changes.pop("leave_out", None) or {}
+    left_out = {**(plain(choices.leave_out) or {}), **(changes.pop("leave_out", None) or {})}
     if unknown := sorted(set(changes) - set(_ENTRIES)):
         raise ValueError(
             f"modelpool.featcal.compare: {unknown} unknown; it takes leave_out, "

@@ -9,6 +9,7 @@ _MODULES = {
     "corrected_clip": ["CorrectedModel", "LayerCorrectedModel"],
     "corrected_language_model": ["CorrectedLanguageModel"],
     "corrected_model": ["AffineModule", "SurgeryModule"],
+    "distillation": ["Distillation"],
     "featcal": ["FeatCal"],
     "interface": ["Chain", "MethodInputs", "PostMerging"],
     "mergers": ["Lot", "RegMean", "RegMeanPlusPlus"],
@@ -16,6 +17,7 @@ _MODULES = {
     "ridge_surgery": ["RidgeSurgery"],
     "standalone": [
         "AnchorOnlyAlgorithm",
+        "DistillationAlgorithm",
         "LotAlgorithm",
         "ProbSurgeryAlgorithm",
         "RegMeanAlgorithm",

@@ -20,6 +20,7 @@ from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.anchor_only import AnchorOnly
+from fusion_bench_featcal.methods.distillation import Distillation
 from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
 from fusion_bench_featcal.methods.mergers import Lot, RegMean, RegMeanPlusPlus
 from fusion_bench_featcal.methods.prob_surgery import ProbSurgery
@@ -203,6 +204,10 @@ class SurgeryV2Algorithm(PostMergingAlgorithm, kind=SurgeryV2):
 
 class AnchorOnlyAlgorithm(PostMergingAlgorithm, kind=AnchorOnly):
     """FeatCal's anchor alone."""
+
+
+class DistillationAlgorithm(PostMergingAlgorithm, kind=Distillation):
+    """Distillation of final features by gradients."""
 
 
 class RegMeanAlgorithm(MergerAlgorithm, kind=RegMean):

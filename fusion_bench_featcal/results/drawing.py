@@ -30,6 +30,7 @@ _METHODS = {
     "ridge_surgery": ("#e69f00", "v"),
     "surgery_v2": ("#7a5195", "P"),
     "anchor_only": ("#8c6d31", "X"),
+    "distillation": (INK, "s"),
 }
 _REFERENCES: dict[str, dict[str, Any]] = {
     BASE: {"color": GREY, "marker": "x", "markeredgecolor": GREY, "markeredgewidth": 1.6},

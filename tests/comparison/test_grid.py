@@ -227,5 +227,7 @@ def test_pool_leaves_entries_out_and_sets_others() -> None:
     assert list(grid.cells) == ["scale"]
     chosen = replace(choices, post_merging=["twice"])
     assert list(make_grid(chosen, {"compare": changes}).cells) == ["twice"]
+    kept_back = replace(choices, leave_out={"scale": "it is slow"})
+    assert list(make_grid(kept_back, {}).cells) == ["twice"]
     with pytest.raises(ValueError, match=r"modelpool\.featcal\.compare: \['upstream'\] unknown"):
         make_grid(choices, {"compare": {"upstream": {}}})

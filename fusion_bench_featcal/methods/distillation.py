@@ -1,0 +1,266 @@
+"""Distillation of final features by gradients: a reference for corrections in closed form."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.core.moments import moment_dtype
+from fusion_bench_featcal.engine.problem import Problem, copied
+from fusion_bench_featcal.engine.rows import CountedRows, rows_of
+from fusion_bench_featcal.engine.samples import naming_task, take_samples, to_device
+from fusion_bench_featcal.engine.sensitivity import final_features, final_rows
+from fusion_bench_featcal.experts import names_under
+from fusion_bench_featcal.families import check_family, resolve_family
+from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.methods.feature_correction import check_features, thinned
+from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
+from fusion_bench_featcal.progress import progress_bar
+from fusion_bench_featcal.settings import (
+    CalibrationError,
+    Check,
+    FeatCalSettings,
+    integer,
+    is_number,
+)
+
+DISTILLATION_SETTINGS = (
+    "samples_per_task",
+    "batch_size",
+    "seed",
+    "calibration_split",
+    "calibration_targets",
+    "generated_tokens",
+    "max_length",
+    "family",
+    "ignore_config",
+)
+"""Fields of `FeatCalSettings` that distillation has too, with the same meaning."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One batch of a task, and what its expert makes of it.
+
+    Attributes:
+        inputs: The model's inputs.
+        rows: The positions whose final features count; None: all.
+        target: The expert's final features there, `[n, d]`.
+    """
+
+    inputs: Any
+    rows: CountedRows | None
+    target: Tensor
+
+
+class Distillation:
+    """Trains all weights of a merged model's blocks towards the experts' final features, by Adam.
+
+    The loss is the squared distance to the expert's final features relative to their squared norm,
+    averaged over tasks. No labels are compared with answers: in language models they only say which
+    positions count. Embeddings, the norm behind the last block and the head stay as merged.
+
+    Attributes:
+        learning_rate: Adam's largest step size, > 0; it falls linearly to zero.
+        steps: Updates, each on one batch of every task, >= 1.
+    """
+
+    name: ClassVar = "distillation"
+    older_names: ClassVar = ()
+    checks: ClassVar[dict[str, Check]] = {
+        "learning_rate": ("a finite number > 0", lambda value: is_number(value) and value > 0),
+        "steps": integer(1),
+    }
+    _config_mapping: ClassVar = {name: name for name in (*checks, *DISTILLATION_SETTINGS)}
+
+    def __init__(self, *, learning_rate: float = 1e-3, steps: int = 300, **settings: Any) -> None:
+        """Check the settings.
+
+        Args:
+            learning_rate: As the attribute.
+            steps: As the attribute.
+            **settings: Fields of `FeatCalSettings`: `DISTILLATION_SETTINGS`.
+
+        Raises:
+            ValueError: If one is unknown or out of range.
+        """
+        self.learning_rate, self.steps = learning_rate, steps
+        for name, (wanted, fits) in self.checks.items():
+            if not fits(getattr(self, name)):
+                raise ValueError(f"method.{name} must be {wanted}, got {getattr(self, name)!r}")
+        chosen: FeatCalSettings = checked_settings(
+            settings, names=DISTILLATION_SETTINGS, others=tuple(self.checks), owner=self.name
+        )
+        self._settings = chosen.replace(decoder_rows="auto")  # the positions that answer
+        check_family(self._settings.family)
+        self._drawn: dict[str, int] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, defaults included."""
+        values = self._settings.as_dict()
+        own = {name: getattr(self, name) for name in self.checks}
+        return own | {name: values[name] for name in DISTILLATION_SETTINGS}
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Open the data; see that models fit.
+
+        Raises:
+            CalibrationError: If a task lacks data, or a model is of another kind than the others.
+        """
+        check_pool_settings(inputs.models, self._settings)
+        inputs.batches(self._settings)
+
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+        """Train the merged model's blocks, with one expert in memory at a time.
+
+        Samples and the experts' features stay in memory. Training is in float32 or better and
+        without dropout; the result has the merged model's dtype, and carries `curves`.
+
+        Raises:
+            CalibrationError: If samples or features are unusable, or the training diverges.
+        """
+        device = inputs.fabric.device
+        wide = moment_dtype(next(merged.parameters()).dtype)
+        student = copied(merged, device).to(wide)
+        problem = _problem(student, inputs.modelpool.model_names, self._settings)
+        batches = inputs.batches(self._settings)
+        lessons: dict[str, list[Lesson]] = {}
+        for task in problem.tasks:
+            with naming_task(task):
+                taken = list(take_samples(task, batches[task], self._settings, student))
+                expert = load_pool_model(inputs.modelpool, task).to(device, wide).eval()
+                given = [to_device(batch.inputs, device) for batch in taken]
+                lessons[task] = expert_lessons(problem, expert, given)
+                self._drawn[task] = sum(batch.samples for batch in taken)
+            del expert
+        blocks = [block for stage in problem.stages for block in stage]
+        trained = names_under(dict(student.named_parameters()), blocks)
+        losses = self.train(student, trained, lessons)
+        for name in trained:
+            merged.get_parameter(name).data.copy_(student.get_parameter(name))
+        merged.curves = {task: thinned(values) for task, values in losses.items()}  # type: ignore[assignment]
+        return merged
+
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
+    @torch.enable_grad()
+    def train(
+        self, model: nn.Module, trained: Sequence[str], lessons: Mapping[str, Sequence[Lesson]]
+    ) -> dict[str, list[float]]:
+        """Train parameters of a model in place.
+
+        Args:
+            model: The model.
+            trained: Names of the parameters that are trained.
+            lessons: By task; their tensors are on the model's device.
+
+        Returns:
+            By task the loss of every update, from before it.
+
+        Raises:
+            CalibrationError: If the training diverges, naming the setting.
+        """
+        parameters = [model.get_parameter(name).requires_grad_() for name in trained]
+        optimizer = torch.optim.Adam(parameters, lr=self.learning_rate)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.steps)
+        norms = {task: _mean_square(found) for task, found in lessons.items()}
+        drawn = {task: self._drawn_lessons(task, found) for task, found in lessons.items()}
+        losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
+        for _ in progress_bar(range(self.steps), what="distilling: ", unit="step"):
+            optimizer.zero_grad()
+            for task, remaining in drawn.items():  # one at a time: memory is one batch's
+                loss = _distance(model, next(remaining)) / norms[task]
+                (loss / len(drawn)).backward()
+                losses[task].append(loss.detach())
+            optimizer.step()
+            schedule.step()
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
+            raise CalibrationError(
+                f"{self.name} diverged, its weights are not finite. Lower method.learning_rate "
+                f"(now {self.learning_rate})"
+            )
+        return {task: torch.stack(values).tolist() for task, values in losses.items()}
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The samples of the last call of `post_merge`."""
+        split = self._settings.calibration_split
+        drawn = {task: self._drawn[task] for task in tasks if task in self._drawn}
+        return {task: {"samples": number, "split": split} for task, number in drawn.items()}
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Nothing: the trained weights take the merged ones' place."""
+        return {}
+
+    def _drawn_lessons(self, task: str, lessons: Sequence[Lesson]) -> Iterator[Lesson]:
+        """Batches of one task in random order, anew in every pass."""
+        generator = task_generator(self._settings.seed, task, "batches")
+        for number in shuffled_batches(len(lessons), 1, self.steps, generator):
+            yield lessons[int(number)]
+
+
+@torch.no_grad()
+def expert_lessons(problem: Problem, expert: nn.Module, batches: Sequence[Any]) -> list[Lesson]:
+    """Run one task's expert once over its batches.
+
+    Args:
+        problem: The problem, whose model is trained.
+        expert: The task's expert, on the model's device.
+        batches: Batches of the models' inputs, on that device.
+
+    Returns:
+        A lesson for each batch.
+
+    Raises:
+        CalibrationError: If the final features of expert and model do not fit each other, are not
+            finite, or the expert's are zero.
+    """
+    lessons = []
+    for inputs in batches:
+        features, rows = final_features(expert, inputs), final_rows(problem, inputs)
+        if rows is not None and features.shape[:-1] != rows.shape:
+            rows = None  # pooled
+        lessons.append(Lesson(inputs, rows, rows_of(features, rows)))
+    found = final_features(problem.model, lessons[0].inputs)
+    check_features(rows_of(found, lessons[0].rows), lessons[0].target, "")
+    norm = _mean_square(lessons)
+    if not bool(torch.isfinite(norm)) or not bool(norm > 0):
+        raise CalibrationError(
+            f"the expert's final features have a mean square of {float(norm):g}. Look for zeros, "
+            "NaN or infinite values in its weights"
+        )
+    return lessons
+
+
+def _problem(model: nn.Module, tasks: Sequence[str], settings: FeatCalSettings) -> Problem:
+    """A problem of which only model and family are asked; nothing is solved."""
+    family = resolve_family(settings.family, model)
+    return Problem(
+        model=model,
+        base=None,
+        experts={},
+        tasks=tuple(tasks),
+        family=family,
+        settings=settings,
+        stages=family.stages(model),
+        modules={},
+        autocast=nullcontext,
+    )
+
+
+def _mean_square(lessons: Sequence[Lesson]) -> Tensor:
+    """Mean square of the expert's features, 0-dim."""
+    return torch.cat([lesson.target for lesson in lessons]).square().mean()
+
+
+def _distance(model: nn.Module, lesson: Lesson) -> Tensor:
+    """Mean squared distance of a model's final features to the expert's, 0-dim."""
+    features = rows_of(final_features(model, lesson.inputs), lesson.rows)
+    return (features - lesson.target).square().mean()
