@@ -22,13 +22,8 @@ from fusion_bench_featcal.methods.feature_correction import check_features, thin
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
 from fusion_bench_featcal.progress import progress_bar
-from fusion_bench_featcal.settings import (
-    CalibrationError,
-    Check,
-    FeatCalSettings,
-    integer,
-    is_number,
-)
+from fusion_bench_featcal.setting_checks import Check, integer, is_number
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 DISTILLATION_SETTINGS = (
     "samples_per_task",
