@@ -25,9 +25,13 @@ def reachable(part: str) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("part", ["core", "files", "settings"])
+@pytest.mark.parametrize("part", ["core", "files", "setting_checks"])
 def test_needs_nothing_of_ours(part):
     assert ours(part) == set()
+
+
+def test_settings_know_only_their_checks():
+    assert ours("settings") == {"setting_checks"}
 
 
 def test_results_know_only_the_files():
