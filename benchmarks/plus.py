@@ -27,22 +27,45 @@ from fusion_bench_featcal import FeatCalSettings
 
 PAPER = {
     name: getattr(FeatCalSettings, name)
-    for name in ("order", "target", "ridge", "stages", "row_weights", "augment")
+    for name in (
+        "order",
+        "target",
+        "ridge",
+        "stages",
+        "ridge_scale",
+        "task_weights",
+        "row_weights",
+        "augment",
+        "held_out",
+        "trials",
+    )
 }
 # The paper's settings for each kind of model; on language models on the positions that do best.
 PAPERS: dict[str, dict[str, Any]] = {
     "clip": {"calibrate_norm": True, "decoder_rows": "all"},
     "text": {"ridge_lambda": 1e-5, "mix_alpha": 0.6, "decoder_rows": "targets"},
 }
+ONE: dict[str, Any] = {"trials": 1, "task_weights": None}
 PARTS: dict[str, dict[str, Any]] = {
     "paper": PAPER,
     "paper, with copies": PAPER | {"augment": "auto"},
     "without copies": {"augment": None},
-    "uniform rows": {"augment": None, "row_weights": "uniform"},
-    "one stage": {"augment": None, "stages": 1},
-    "module targets": {"augment": None, "target": "module"},
-    "block order": {"augment": None, "order": "block"},
-    "fixed lambda": {"augment": None, "ridge": "fixed", "stages": 1},
+    "wider jitter": {
+        "augment": {
+            "_target_": "fusion_bench_featcal.engine.augmentation.Jitter",
+            "degrees": 16,
+            "scale": 0.16,
+            "shift": 0.16,
+        }
+    },
+    "all samples in the solves": ONE | {"held_out": 0},
+    "one calibration": ONE,
+    "lambdas as chosen": ONE | {"ridge_scale": 1.0},
+    "uniform rows": ONE | {"augment": None, "row_weights": "uniform"},
+    "one stage": ONE | {"augment": None, "stages": 1},
+    "module targets": ONE | {"augment": None, "target": "module"},
+    "block order": ONE | {"augment": None, "order": "block"},
+    "fixed lambda": ONE | {"augment": None, "ridge": "fixed", "ridge_scale": 1.0, "stages": 1},
 }
 
 

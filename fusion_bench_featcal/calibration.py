@@ -123,7 +123,7 @@ def calibrate(
     change_of(settings.augment)
     family = resolve_family(settings.family if family is None else family, merged)
     text = head_of(merged) is not None
-    changes = changes_of(settings, text=text)
+    changes = changes_of(settings)
     several = in_place and bool(changes)
     _check_options(
         merged, base, experts, settings, processes, merging, in_place=in_place, several=several

@@ -12,7 +12,7 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-SMALLER = 0.1
+SMALLER = 0.3
 """Factor of the lambdas that is tried."""
 
 UNEVEN = 2.0
@@ -142,29 +142,22 @@ CHANGES: tuple[Callable[[FeatCalSettings, Agreement, bool], Change | None], ...]
 """What is tried, in this order, each in place of what was best so far."""
 
 
-def changes_of(settings: FeatCalSettings, *, text: bool) -> tuple[Any, ...]:
+def changes_of(settings: FeatCalSettings) -> tuple[Any, ...]:
     """The changes that a run may try, which bound its number of calibrations.
 
     Args:
-        settings: `trials`; with `auto` smaller lambdas for language models, and drift weights.
-        text: Whether the model is a language model.
+        settings: `trials`; with `auto` drift weights alone.
     """
     if settings.trials != "auto":
         return CHANGES if int(settings.trials) > 1 else ()
     if settings.held_out == 0 or settings.expert_read_budget is not None:
         return ()  # a budget is for one calibration
-    tried = [_smaller_lambdas] * text + [_more_for_far_tasks] * (settings.task_weights == "drift")
-    return tuple(tried)
+    return (_more_for_far_tasks,) if settings.task_weights == "drift" else ()
 
 
-def calibrations_of(settings: FeatCalSettings, *, text: bool) -> int:
-    """The most calibrations that a run takes.
-
-    Args:
-        settings: As `changes_of`, and so `text`.
-        text: Whether the model is a language model.
-    """
-    most = len(changes_of(settings, text=text)) + 1
+def calibrations_of(settings: FeatCalSettings) -> int:
+    """The most calibrations that a run takes."""
+    most = len(changes_of(settings)) + 1
     return most if settings.trials == "auto" else min(most, int(settings.trials))
 
 
@@ -190,7 +183,7 @@ def best_of(
     best, chosen = calibrated(settings.of_one_trial()), settings
     seen, kept, read = Agreement.of(best.log), 1, best.reads["totals"]["experts_read"]
     records = [_record(1, {}, seen, time.perf_counter() - start)]
-    most = calibrations_of(settings, text=text)
+    most = calibrations_of(settings)
     for change in changes:
         if len(records) >= most or not seen.cosine:
             break

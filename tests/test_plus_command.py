@@ -16,7 +16,7 @@ TASKS = ("mini_balinese", "mini_korean")
 PLUS: dict[str, Any] = {
     "order": "module", "target": "residual", "ridge": "kfold", "stages": 2, "row_weights": "auto",
     "augment": "auto", "decoder_rows": "auto", "calibrate_norm": False, "held_out": "auto",
-    "trials": "auto", "task_weights": "drift",
+    "trials": "auto", "task_weights": "drift", "ridge_scale": 0.3,
 }  # fmt: skip
 pytestmark = pytest.mark.slow
 Run = tuple[Path, subprocess.CompletedProcess[str]]
