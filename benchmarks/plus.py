@@ -20,31 +20,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.progress import track
 
 from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal.results.long_table import worst_task
 
-PAPER = {
-    name: getattr(FeatCalSettings, name)
-    for name in (
-        "order",
-        "target",
-        "ridge",
-        "stages",
-        "ridge_scale",
-        "task_weights",
-        "row_weights",
-        "augment",
-        "held_out",
-        "trials",
-    )
-}
+CONFIG = Path(__file__).parents[1] / "config" / "method" / "featcal" / "plus.yaml"
+PLUS: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+PLUS.pop("defaults")
+PAPER = {name: getattr(FeatCalSettings, name) for name in PLUS}
 # The paper's settings for each kind of model; on language models on the positions that do best.
 PAPERS: dict[str, dict[str, Any]] = {
-    "clip": {"calibrate_norm": True, "decoder_rows": "all"},
-    "text": {"ridge_lambda": 1e-5, "mix_alpha": 0.6, "decoder_rows": "targets"},
-}
+    "clip": {},
+    "text": {
+        "ridge_lambda": 1e-5, "mix_alpha": 0.6, "decoder_rows": "targets", "calibrate_norm": False
+    },
+}  # fmt: skip
 ONE: dict[str, Any] = {"trials": 1, "task_weights": None}
 PARTS: dict[str, dict[str, Any]] = {
     "paper": PAPER,
@@ -84,8 +77,24 @@ def presets(pool: str, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def run(pool: str, samples: int, seed: int, rows: Mapping[str, Any], folder: Path) -> Any:
-    """Run the command; the content of its report."""
+def run(
+    pool: str,
+    samples: int,
+    seed: int,
+    rows: Mapping[str, Any],
+    folder: Path,
+    cwd: Path | None = None,
+) -> Any:
+    """Run the command; the content of its report.
+
+    Args:
+        pool: The model pool.
+        samples: Samples a task.
+        seed: Draws them.
+        rows: Settings by name, each a calibration besides FeatCal+'s.
+        folder: For the run's log.
+        cwd: Folder to run in, whose `config` may define the pool; None: `folder`.
+    """
     command = [
         "fusion_bench",
         "method=featcal/plus",
@@ -96,23 +105,23 @@ def run(pool: str, samples: int, seed: int, rows: Mapping[str, Any], folder: Pat
         "method.presets=" + json.dumps(rows).replace('"', ""),
         f"path.log_dir={folder}",
     ]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    found = subprocess.run(command, capture_output=True, text=True, cwd=cwd or folder)
     if found.returncode:
         sys.exit(found.stdout[-3000:] + found.stderr[-3000:])
     return json.loads(next(folder.rglob("report.json")).read_text())
 
 
 def figures(report: Any, row: str) -> tuple[float, ...]:
-    """Average, worst task, least share of a task's gap that was recovered (%), and seconds."""
+    """Average, worst task, least share of a task's gap that was recovered (%), and seconds.
+
+    Gaps are those of a point or more, as in reports.
+    """
     own, tasks = report["rows"][row], report["tasks"]
     merged, experts = (report["rows"][name] for name in (report["upstream"], "experts"))
-    gaps = [
-        (own[task] - merged[task]) / (experts[task] - merged[task])
-        for task in tasks
-        if experts[task] > merged[task]
-    ]
+    found = worst_task(own, merged, experts)
+    gap = found[1] if found and found[1] is not None else float("nan")
     seconds = report["cost"].get(row, {}).get("seconds", 0.0)
-    shares = [own["average"], min(own[task] for task in tasks), min(gaps)]
+    shares = [own["average"], min(own[task] for task in tasks), gap]
     return *(100 * share for share in shares), seconds
 
 

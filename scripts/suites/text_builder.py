@@ -83,6 +83,10 @@ class TextBuilder:
         self.encoder = TextEncoder(AutoTokenizer.from_pretrained(folder), kind)
         self.suite, self.tasks, self.recipe, self.seed, self.log = suite, tasks, recipe, seed, log
 
+    def rows(self, task: str, split: str) -> Any:
+        """Return a task's prompts and targets."""
+        return load_text_split(task, split)
+
     def new_model(self) -> Any:
         """Return the untrained model."""
         return new_model(self.suite, self.encoder.tokenizer, self.seed)
@@ -121,7 +125,7 @@ class TextBuilder:
             optimiser, phase.learning_rate, phase.steps, pct_start=recipe.warmup_share,
             cycle_momentum=False,
         )  # fmt: skip
-        rows: dict[str, Any] = {task: load_text_split(task, "train") for task in tasks}
+        rows: dict[str, Any] = {task: self.rows(task, "train") for task in tasks}
         sets = {task: [self.encoder.sample(row, task) for row in rows[task]] for task in tasks}
         drawn = batches(sets, phase.batch_size, self.encoder, generator)
 
@@ -141,7 +145,7 @@ class TextBuilder:
 
     def accuracy(self, model: Any, task: str) -> float:
         """Return the share (0..1) of the task's test prompts that are answered exactly."""
-        rows: list[Any] = list(load_text_split(task, "test"))
+        rows: list[Any] = list(self.rows(task, "test"))
         prompts = [self.encoder.prompt(row, task, reserved=0) for row in rows]
         targets = [row["target"] for row in rows]
         tokens = self.encoder.tokenizer(targets, add_special_tokens=False)["input_ids"]
