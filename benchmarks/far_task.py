@@ -97,7 +97,7 @@ def load(suite: str, name: str = "pretrained") -> Any:
 def distance(model: nn.Module, base: nn.Module) -> float:
     """Norm of the difference of all parameters."""
     squares = [
-        (value - base.get_parameter(name)).square().sum()
+        (value.detach() - base.get_parameter(name).detach()).square().sum()
         for name, value in model.named_parameters()
     ]
     return float(torch.stack(squares).sum().sqrt())
