@@ -70,7 +70,7 @@ class FeatCalSettings:
             32, and none where a task has fewer than 16. They are the last ones.
         trials: Most calibrations that one run may take, >= 1, each of the same merged model with
             one setting changed; the one with the highest cosine of final features to the experts'
-            on held-out samples is kept. `auto`: 2 where
+            on held-out samples is kept. `auto`: 3 where
             `task_weights` is `drift`, else 1. See docs/plus.md for what is tried.
         strict: Whether a run fails where, on held-out samples, final features of a task are not
             closer to its expert's than the merged model's are. Without it that is a warning.

@@ -64,12 +64,18 @@ class Agreement:
         """Tasks whose features are not closer to their expert's than the merged model's are."""
         return [task for task, cosine in self.cosine.items() if not cosine > self.merged[task]]
 
-    def drift_weights(self) -> dict[str, float] | None:
-        """Weights in proportion to each task's drift, of mean 1; None: the drift is even."""
-        drifts, mean = self.drift.values(), statistics.fmean(self.drift.values())
+    def drift_weights(self, now: Mapping[str, float]) -> dict[str, float] | None:
+        """Weights in proportion to each task's drift, of mean 1; None: the drift is even.
+
+        Args:
+            now: The factors by task with which the drift came about; tasks that lack have 1.
+        """
+        drifts = self.drift.values()
         if max(drifts) ** 2 <= UNEVEN * statistics.median(drift**2 for drift in drifts):
             return None
-        return {task: drift / mean for task, drift in self.drift.items()}
+        weights = {task: now.get(task, 1.0) * drift for task, drift in self.drift.items()}
+        mean = statistics.fmean(weights.values())
+        return {task: weight / mean for task, weight in weights.items()}
 
 
 def warnings_of(agreement: Agreement) -> list[str]:
@@ -113,7 +119,12 @@ def _smaller_lambdas(settings: FeatCalSettings, seen: Agreement, text: bool) -> 
 
 
 def _more_for_far_tasks(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
-    weights = seen.drift_weights() if settings.task_weights == "drift" else None
+    weights = seen.drift_weights({}) if settings.task_weights == "drift" else None
+    return None if weights is None else {"task_weights": weights}
+
+
+def _still_more(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
+    weights = seen.drift_weights(settings.task_factors) if settings.task_factors else None
     return None if weights is None else {"task_weights": weights}
 
 
@@ -136,6 +147,7 @@ def _as_published(settings: FeatCalSettings, seen: Agreement, text: bool) -> Cha
 CHANGES: tuple[Callable[[FeatCalSettings, Agreement, bool], Change | None], ...] = (
     _smaller_lambdas,
     _more_for_far_tasks,
+    _still_more,
     _other_rows,
     _as_published,
 )
@@ -152,7 +164,7 @@ def changes_of(settings: FeatCalSettings) -> tuple[Any, ...]:
         return CHANGES if int(settings.trials) > 1 else ()
     if settings.held_out == 0 or settings.expert_read_budget is not None:
         return ()  # a budget is for one calibration
-    return (_more_for_far_tasks,) if settings.task_weights == "drift" else ()
+    return (_more_for_far_tasks, _still_more) if settings.task_weights == "drift" else ()
 
 
 def calibrations_of(settings: FeatCalSettings) -> int:
