@@ -119,7 +119,7 @@ def _smaller_lambdas(settings: FeatCalSettings, seen: Agreement, text: bool) -> 
 
 
 def _more_for_far_tasks(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
-    weights = seen.drift_weights({}) if settings.task_weights == "drift" else None
+    weights = seen.drift_weights({})
     return None if weights is None else {"task_weights": weights}
 
 
@@ -160,11 +160,13 @@ def changes_of(settings: FeatCalSettings) -> tuple[Any, ...]:
     Args:
         settings: `trials`; with `auto` drift weights alone.
     """
-    if settings.trials != "auto":
-        return CHANGES if int(settings.trials) > 1 else ()
-    if settings.held_out == 0 or settings.expert_read_budget is not None:
+    if settings.held_out == 0 or settings.trials == 1 or settings.expert_read_budget is not None:
         return ()  # a budget is for one calibration
-    return (_more_for_far_tasks, _still_more) if settings.task_weights == "drift" else ()
+    by_drift = (_more_for_far_tasks, _still_more)
+    asked = by_drift if settings.task_weights == "drift" else ()
+    if settings.trials == "auto":
+        return asked
+    return tuple(change for change in CHANGES if change in asked or change not in by_drift)
 
 
 def calibrations_of(settings: FeatCalSettings) -> int:

@@ -174,6 +174,7 @@ def test_every_change_is_a_setting_that_goes_with_the_others():
         ({"trials": 1}, 1),
         ({"trials": 2}, 2),
         ({"trials": 99}, 6),
+        ({"trials": 99, "task_weights": {"a": 2.0}}, 4),
         ({"trials": "auto"}, 3),
         ({"trials": "auto", "task_weights": None}, 1),
         ({"trials": "auto", "expert_read_budget": "50%"}, 1),
