@@ -89,10 +89,9 @@ class Distillation:
         for name, (wanted, fits) in self.checks.items():
             if not fits(getattr(self, name)):
                 raise ValueError(f"method.{name} must be {wanted}, got {getattr(self, name)!r}")
-        chosen: FeatCalSettings = checked_settings(
+        self._settings: FeatCalSettings = checked_settings(
             settings, names=DISTILLATION_SETTINGS, others=tuple(self.checks), owner=self.name
         )
-        self._settings = chosen.replace(decoder_rows="auto")  # the positions that answer
         check_family(self._settings.family)
         self._drawn: dict[str, int] = {}
 
@@ -243,7 +242,7 @@ def _problem(model: nn.Module, tasks: Sequence[str], settings: FeatCalSettings) 
         experts={},
         tasks=tuple(tasks),
         family=family,
-        settings=settings,
+        settings=settings.replace(decoder_rows="auto"),  # the positions that answer
         stages=family.stages(model),
         modules={},
         autocast=nullcontext,

@@ -192,9 +192,10 @@ def test_written_answers_make_labels_of_texts_superfluous(kind: str, tmp_path: A
     assert_identical(run(sentences), run(others))
 
 
-def test_says_what_it_used_and_adds_nothing(models: Any) -> None:
+def test_says_what_it_used_and_adds_nothing(models: Any, caplog: Any) -> None:
     method = Distillation(**SHORT)
     model = distilled_pool(models, method=method)
+    assert "without effect" not in caplog.text  # settings that nobody made
     assert isinstance(model, CLIPVisionModel)
     drawn = {"samples": 8, "split": "train"}
     assert method.samples(model, [*TASKS, "another"]) == dict.fromkeys(TASKS, drawn)
