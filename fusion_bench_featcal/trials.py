@@ -96,12 +96,17 @@ def outcome_of(log: CalibrationLog) -> list[str]:
     if len(trials) < 2:
         return []
     kept = next(trial for trial in trials if trial["kept"])
-    change = kept["change"]
-    shown = ", ".join(f"{name}={_rounded(change[name])}" for name in change) or "the settings"
+    change, given = kept["change"], trials[0]["cosine"]
+    if not change:
+        return [
+            f"of {len(trials)} calibrations the first was kept, with the settings as given: mean "
+            f"cosine of final features on held-out samples {given:.4f}"
+        ]
+    shown = ", ".join(f"{name}={_rounded(change[name])}" for name in change)
     return [
         f"of {len(trials)} calibrations number {kept['trial']} was kept ({shown}): mean cosine of "
         f"final features on held-out samples {kept['cosine']:.4f}, with the settings as given "
-        f"{trials[0]['cosine']:.4f}"
+        f"{given:.4f}"
     ]
 
 

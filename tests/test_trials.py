@@ -100,6 +100,8 @@ def test_what_was_kept_is_told():
     assert "of 2 calibrations number 2 was kept (ridge_scale=0.3)" in line
     assert "0.9000" in line and "as given 0.8000" in line
     assert outcome_of(CalibrationLog()) == []
+    worse = best_of(Scripted(FAR, flat(0.1)), settings_of(trials=2), CHANGES, text=True)
+    assert "of 2 calibrations the first was kept" in outcome_of(worse.log)[0]
 
 
 def test_drift_weights_are_in_proportion_to_the_drift_and_have_mean_1():
