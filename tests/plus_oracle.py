@@ -27,6 +27,7 @@ from tiny_models import Suite, modules_of
 from torch import Tensor, nn
 
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+MIDDLE = 2  # where the search begins
 SKETCHED = 16  # more outputs than this are compared through as many random sums of them
 
 
@@ -145,15 +146,30 @@ def choice(table: Table, biased: bool, stages: int) -> tuple[float | None, float
             total += float(held.p @ (left @ sketch(left.shape[1]).T).square().sum(dim=1))
         return total
 
-    l1 = min(GRID, key=lambda penalty: error(penalty, None)) if stages == 2 else None
-    return l1, min((*GRID, math.inf), key=lambda penalty: error(l1, penalty))
+    l1, start = None, MIDDLE
+    if stages == 2:
+        start = downhill([error(penalty, None) for penalty in GRID], MIDDLE)
+        l1 = GRID[start]
+    ends = [*GRID, math.inf]
+    return l1, ends[downhill([error(l1, penalty) for penalty in ends], start)]
+
+
+def downhill(errors: list[float], start: int) -> int:
+    """The place of the nearest minimum uphill in lambda, or else downhill."""
+    up = start
+    while up + 1 < len(errors) and errors[up + 1] < errors[up]:
+        up += 1
+    down = start
+    while down > 0 and errors[down - 1] < errors[down]:
+        down -= 1
+    return up if up > start else down
 
 
 def sketch(m: int) -> Tensor:
     if m <= SKETCHED:
         return torch.eye(m, dtype=torch.float64)
-    signs = torch.randint(2, (SKETCHED, m), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    return signs.double() / 4
+    signs = torch.randint(2, (m, SKETCHED), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return signs.T.double() / 4
 
 
 def solve(

@@ -23,7 +23,9 @@ SINGLE_LAMBDA = 1e-2
 """From this lambda on float32 moments are solved in float32: their system's condition is at most
 the number of tasks over lambda."""
 
-_PROBES = 16
+PROBES = 16
+"""Number of random vectors that stand for all of a matrix's columns, or for all outputs."""
+
 _POWER_VECTORS, _POWER_STEPS = 2, 4
 _STRIP = 512
 
@@ -91,7 +93,7 @@ def estimated_condition(
         system: `A`, `[d, d]`.
         lower: Its lower Cholesky factor.
     """
-    largest = smallest = _random_signs(len(system), system.dtype, system.device)[:, :_POWER_VECTORS]
+    largest = smallest = random_signs(len(system), system.dtype, system.device)[:, :_POWER_VECTORS]
     for _ in range(_POWER_STEPS):
         largest = system @ (largest / torch.linalg.vector_norm(largest, dim=0))
         smallest = smallest / torch.linalg.vector_norm(smallest, dim=0)
@@ -213,7 +215,7 @@ def relative_residual(
         The estimate; NaN where an entry of W or A is; the absolute residual where R is 0.
     """
     wide = solve_dtype(system.device)
-    signs = _random_signs(len(system), wide, system.device)
+    signs = random_signs(len(system), wide, system.device)
 
     def times(matrix: Tensor, vectors: Tensor) -> Tensor:
         return torch.cat([strip.to(wide) @ vectors for strip in matrix.split(_STRIP)])
@@ -225,9 +227,16 @@ def relative_residual(
 
 
 @lru_cache(maxsize=8)  # a model has few widths; on a GPU the host waits when they are copied to it
-def _random_signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def random_signs(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "n 16"]:
+    """Vectors of random signs, the same for every size in every run.
+
+    Args:
+        size: Length of a vector.
+        dtype: Dtype of the signs.
+        device: Their device.
+    """
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (size, _PROBES), generator=generator).mul_(2).sub_(1)
+    signs = torch.randint(2, (size, PROBES), generator=generator).mul_(2).sub_(1)
     return signs.to(device=device, dtype=dtype)
 
 

@@ -12,25 +12,29 @@ where a bias takes these up), and `s = trace(G) / d`:
     E0 = C0 (G + l1 s I)^-1                 towards the experts' weights
     E  = (C1 + l2 s E0) (G + l2 s I)^-1     then towards what of the full targets `x` predicts
 
-For held-out errors each fold's training system is factorised once for each lambda. The inverses for
-two lambdas commute, so that `E0` of one and `E` of another need no factor of both:
+For held-out errors each fold's training system is factorised for each lambda that is tried; these
+are found by going downhill from the middle of the grid. The inverses for two lambdas commute, so
+that `E0` of one and `E` of another need no factor of both:
 `E = C1 A2^-1 + l2 / (l2 - l1) (C0 A1^-1 - C0 A2^-1)`. An eigendecomposition would serve all lambdas
-at once, but takes longer than the seven factorisations: as long as 16 of them at a width of 768.
+at once, but takes longer than all the factorisations (`benchmarks/kfold_grid.py`).
 """
 
-from collections.abc import Mapping, Sequence
-from copy import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fusion_bench_featcal.core.cholesky import (
+    PROBES,
     SINGLE_LAMBDA,
     Factor,
     check_residual,
     factor_of,
+    random_signs,
     solve_by_lapack,
     solve_factorised,
     trusted_condition,
@@ -42,11 +46,11 @@ INFINITE = float("inf")
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 """Lambdas, relative to the mean eigenvalue of the inputs' second moments."""
 
+START = 2
+"""Number of the lambda from which the search for the least held-out error begins."""
+
 WITHOUT_FOLDS = {1: (INFINITE, 1.0), 2: (1.0, INFINITE)}
 """`l1` and `l2` by number of stages, where samples are too few to leave any out."""
-
-MOST_PROBES = 16
-"""Held-out errors look at so many combinations of the modules' outputs at most."""
 
 
 def probes_of(outputs: int, like: Tensor) -> Float[Tensor, "r m"] | None:
@@ -56,11 +60,9 @@ def probes_of(outputs: int, like: Tensor) -> Float[Tensor, "r m"] | None:
         outputs: `m`.
         like: A tensor of the dtype and device asked for.
     """
-    if outputs <= MOST_PROBES:
+    if outputs <= PROBES:
         return None
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (MOST_PROBES, outputs), generator=generator).mul_(2).sub_(1)
-    return signs.to(like) / MOST_PROBES**0.5
+    return (random_signs(outputs, like.dtype, like.device).T / PROBES**0.5).contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +123,6 @@ class Means:
         moment, u = target.moment / self._weight, target.u / self._weight
         return (moment.addr_(u, self.x, alpha=-1) if self._biased else moment), u
 
-    def to(self, dtype: torch.dtype) -> "Means":
-        """The same, with `G` in another dtype."""
-        other = copy(self)
-        other.gram = self.gram.to(dtype)
-        return other
-
     def system(self, ridge: float | Tensor) -> Float[Tensor, "d d"]:
         """`G` with something added to its diagonal."""
         system = self.gram.clone()
@@ -161,20 +157,48 @@ def choose_lambdas(
     trials = [_Trial(folds, total, targets, k, biased=biased) for k in filled]
     first = INFINITE
     if stages == 2:
-        first = GRID[_least([trial.own_errors() for trial in trials])]
-    second = _least([trial.full_errors(first) for trial in trials])
+        start = _downhill(START, len(GRID), lambda n: [trial.own_error(n) for trial in trials])
+        first = GRID[start]
+    else:
+        start = START
+    second = _downhill(
+        start, len(GRID) + 1, lambda n: [trial.full_error(first, n) for trial in trials]
+    )
     return first, (*GRID, INFINITE)[second]
 
 
-def _least(errors: Sequence[Tensor]) -> int:
-    """The first candidate with the least error over all trials."""
-    total = torch.stack(list(errors)).sum(0)
-    sums = torch.where(torch.isfinite(total), total, INFINITE).tolist()
-    return min(range(len(sums)), key=sums.__getitem__)
+def _downhill(start: int, count: int, errors: Callable[[int], Sequence[Tensor]]) -> int:
+    """Number of a candidate whose neighbours have no less error, on the way down from a start.
+
+    Errors over lambda have one minimum but for noise, so that few candidates have to be tried.
+
+    Args:
+        start: Number of the candidate to start from.
+        count: Number of candidates.
+        errors: Gives a candidate's error on each fold.
+    """
+
+    @cache
+    def total(number: int) -> float:
+        error = float(torch.stack(list(errors(number))).sum())
+        return error if math.isfinite(error) else INFINITE
+
+    def is_better(other: int, number: int) -> bool:
+        # Where a system could not be factorised, a larger lambda may do.
+        blocked = total(number) == INFINITE and other > number
+        return blocked or total(other) < total(number)
+
+    for step in (1, -1):
+        number = start
+        while 0 <= number + step < count and is_better(number + step, number):
+            number += step
+        if number != start:
+            return number
+    return start
 
 
 class _Trial:
-    """Solutions for every lambda from all folds but one, and their errors on that one."""
+    """Solutions for lambdas from all folds but one, and their errors on that one."""
 
     def __init__(
         self,
@@ -185,15 +209,13 @@ class _Trial:
         *,
         biased: bool,
     ) -> None:
-        """Solve; of the training system only what it solves is kept."""
+        """Form the right sides, and the training system in the folds' precision."""
         wide = total.gram.dtype
-        self._biased, self._gram = biased, folds.gram[left]
+        self._biased, self._total, self._gram = biased, total, folds.gram[left]
         self._x, self._weight = folds.x[left].to(wide), folds.weight[left].to(wide)
-        rest = InputSums(
-            gram=total.gram - self._gram, x=total.x - self._x, weight=total.weight - self._weight
-        )
-        train = Means(rest, biased=biased)
-        self._train_x = train.x
+        train = self._training()
+        self._train_x, self._scale = train.x, train.scale
+        self._train_gram = train.gram.to(self._gram.dtype)
         self._test, moments, self._train_u = {}, [], {}
         for kind, sums in targets.items():
             test = TargetSums(moment=sums.moment[left].to(wide), u=sums.u[left].to(wide))
@@ -203,50 +225,62 @@ class _Trial:
             moment, self._train_u[kind] = train.of(others)
             moments.append(moment)
             self._test[kind] = test
-        right, count = torch.cat(moments), len(moments[0])
-        systems = {wide: train, folds.gram.dtype: train.to(folds.gram.dtype)}
-        own, alone, twice = [], [], []
-        for factor in GRID:
-            dtype = folds.gram.dtype if factor >= SINGLE_LAMBDA else wide
-            ridge = factor * train.scale
-            lower, failed = torch.linalg.cholesky_ex(systems[dtype].system(ridge))
+        self._right, self._count = torch.cat(moments), len(moments[0])
+        self._solved: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def _training(self) -> Means:
+        """Means over the rows of all other folds."""
+        total = self._total
+        rest = InputSums(
+            gram=total.gram - self._gram, x=total.x - self._x, weight=total.weight - self._weight
+        )
+        return Means(rest, biased=self._biased)
+
+    def own_error(self, number: int) -> Tensor:
+        """Error of the own targets for an `l1`."""
+        return self._error(self._solution(number)[0], "own")
+
+    def full_error(self, first: float, number: int) -> Tensor:
+        """Error of the full targets for an `l2`; behind the grid's last one is infinity."""
+        start = None if first == INFINITE else self._solution(GRID.index(first))[0]
+        if number == len(GRID):
+            step = torch.zeros_like(self._right[: self._count]) if start is None else start
+        else:
+            own, step, twice = self._solution(number)
+            second = GRID[number]
+            if second == first:
+                step = step + twice
+            elif start is not None:
+                step = step + second / (second - first) * (start - own)
+        return self._error(step, "full")
+
+    def _solution(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`E0`, `C1 A^-1`, and `l s E0 A^-1` for a lambda of the grid, each `[r, d]`."""
+        if number not in self._solved:
+            wide, count, ridge = self._right.dtype, self._count, GRID[number] * self._scale
+            narrow = self._train_gram.dtype == wide or GRID[number] >= SINGLE_LAMBDA
+            system = self._train_gram.clone() if narrow else self._training().gram
+            system.diagonal().add_(ridge)
+            dtype = system.dtype
+            lower, failed = torch.linalg.cholesky_ex(system)
             # Without a factor the error shall be infinite.
             usable = torch.where(failed == 0, 1.0, torch.nan).to(wide)
-            solved = solve_by_lapack(right.to(dtype), lower)
-            own.append(solved[:count].to(wide) * usable)
-            alone.append(solved[count:].to(wide) * usable)
-            twice.append(solve_by_lapack(solved[:count], lower).to(wide) * ridge)
-        # By lambda: `E0`, `C1 A^-1`, and `l s E0 A^-1`, each `[r, d]`.
-        self._own, self._alone, self._twice = map(torch.stack, (own, alone, twice))
+            solved = solve_by_lapack(self._right.to(dtype), lower)
+            twice = solve_by_lapack(solved[:count], lower).to(wide) * ridge
+            own, alone = (part.to(wide) * usable for part in solved.split(count))
+            self._solved[number] = own, alone, twice
+        return self._solved[number]
 
-    def own_errors(self) -> Tensor:
-        """Errors of the own targets for every `l1`."""
-        return self._errors(self._own, "own")
-
-    def full_errors(self, first: float) -> Tensor:
-        """Errors of the full targets for every `l2`."""
-        if first == INFINITE:
-            start, steps = torch.zeros_like(self._own[0]), list(self._alone)
-        else:
-            start = self._own[GRID.index(first)]
-            steps = [
-                alone + (twice if second == first else second / (second - first) * (start - own))
-                for second, own, alone, twice in zip(
-                    GRID, self._own, self._alone, self._twice, strict=True
-                )
-            ]
-        return self._errors(torch.stack([*steps, start]), "full")
-
-    def _errors(self, steps: Float[Tensor, "l r d"], kind: str) -> Float[Tensor, " l"]:
-        """Squared error of each `E x + beta` over the rows left out, but for a constant."""
+    def _error(self, step: Float[Tensor, "r d"], kind: str) -> Float[Tensor, ""]:
+        """Squared error of `E x + beta` over the rows left out, but for a constant."""
         test = self._test[kind]
-        reached = steps.flatten(0, 1) @ self._gram.to(steps.dtype)
-        errors = ((reached.view_as(steps) - 2 * test.moment) * steps).sum((1, 2))
+        reached = (step.to(self._gram.dtype) @ self._gram).to(step.dtype)
+        error = ((reached - 2 * test.moment) * step).sum()
         if not self._biased:
-            return errors
-        beta = self._train_u[kind] - steps @ self._train_x
-        ahead = steps @ self._x - test.u
-        return errors + 2 * (beta * ahead).sum(1) + self._weight * beta.square().sum(1)
+            return error
+        beta = self._train_u[kind] - step @ self._train_x
+        ahead = step @ self._x - test.u
+        return error + 2 * (beta * ahead).sum() + self._weight * beta.square().sum()
 
 
 @dataclass(frozen=True, kw_only=True)
