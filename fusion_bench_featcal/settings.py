@@ -63,8 +63,9 @@ class FeatCalSettings:
         augment: Changed copies of calibration samples that are used besides them: null: none;
             `auto`: of images three jittered ones (turned by up to 8 degrees, scaled and shifted by
             up to 8 %), of other inputs none; `jitter`: the same, but images are a must; or a
-            mapping with the `_target_` of a callable that takes a batch and a torch.Generator, its
-            arguments, and `copies` (3).
+            mapping with the `_target_` of a callable that takes a batch of one sample and a
+            torch.Generator, its arguments, and `copies` (3). A copy depends on seed, task and the
+            sample's number alone.
         held_out: Samples of each task that take no part in the solves, and on which the calibrated
             model is compared with the merged one: how many, >= 0, or `auto`: one of eight, at most
             32, and none where a task has fewer than 16. They are the last ones.
@@ -75,8 +76,8 @@ class FeatCalSettings:
         strict: Whether a run fails where, on held-out samples, final features of a task are not
             closer to its expert's than the merged model's are. Without it that is a warning.
         samples_per_task: Calibration samples drawn for each task, >= 1; fewer: all of them.
-        batch_size: Samples that run through a block together, >= 1. Changes memory, rounding and
-            what `augment` draws.
+        batch_size: Samples that run through a block together, >= 1; with `augment` each with its
+            copies, where this is a multiple of 4. Changes memory and rounding.
         seed: Seeds each task's own draw of samples, together with the task's name, >= 0.
         calibrate_bias: Whether biases are calibrated (Eqs. 51-55).
         calibrate_norm: Whether LayerNorm gains and shifts are calibrated (Eqs. 56-59).

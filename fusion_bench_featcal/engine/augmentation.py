@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fusion_bench_featcal.engine.fold_rows import FOLDS
 from fusion_bench_featcal.engine.samples import Batch, batch_generator
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -20,7 +21,11 @@ COPIES = 3
 """Copies of each sample besides itself, unless `method.augment` says otherwise."""
 
 Change = Callable[[Any, torch.Generator], Any]
-"""Makes a changed copy of a batch of model inputs, from the given random numbers alone."""
+"""Makes a changed copy of a batch of model inputs, from the given random numbers alone.
+
+It is called with one sample at a time. One that has a method `each` is called through that with
+many samples and a generator for each of them.
+"""
 
 
 class Jitter:
@@ -47,24 +52,23 @@ class Jitter:
         Raises:
             CalibrationError: If there are no images in it.
         """
-        images = images_of(inputs)
-        if images is None:
-            raise CalibrationError(
-                "method.augment=jitter needs images [batch, channels, height, width], and the "
-                "inputs hold none. Set method.augment to null, to auto (which changes images "
-                "only), or to a mapping with the `_target_` of a callable for such inputs"
-            )
-        changed = self._changed(images, generator)
+        return self.each(inputs, [generator] * len(_required_images(inputs)))
+
+    def each(self, inputs: Any, generators: Sequence[torch.Generator]) -> Any:
+        """The same with random numbers for each image."""
+        images = _required_images(inputs)
+        draws = [torch.rand(1, 4, generator=generator) for generator in generators]
+        changed = self._changed(images, torch.cat(draws))
         if isinstance(inputs, Mapping):
             return {**inputs, "pixel_values": changed}
         return (changed, *inputs[1:]) if isinstance(inputs, tuple) else changed
 
-    def _changed(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def _changed(self, images: Tensor, draws: Tensor) -> Tensor:
         degrees, scale, shift = self._limits
         limits = torch.tensor([degrees, scale, 2 * shift, 2 * shift])  # a side is 2 long here
-        draws = (2 * torch.rand(len(images), 4, generator=generator) - 1) * limits
         height, width = images.shape[-2:]
-        maps = torch.tensor([_affine(draw, height / width) for draw in draws.tolist()])
+        steps = ((2 * draws - 1) * limits).tolist()
+        maps = torch.tensor([_affine(step, height / width) for step in steps])
         grid = functional.affine_grid(maps, list(images.shape), align_corners=False)
         grid = grid.to(images.device, torch.promote_types(images.dtype, torch.float32))
         found = functional.grid_sample(
@@ -90,11 +94,23 @@ def images_of(inputs: Any) -> Tensor | None:
     return inputs if is_image else None
 
 
-def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) -> Iterator[Batch]:
-    """Yield batches, each with its changed copies behind it as `method.augment` says.
+def _required_images(inputs: Any) -> Tensor:
+    images = images_of(inputs)
+    if images is None:
+        raise CalibrationError(
+            "method.augment=jitter needs images [batch, channels, height, width], and the "
+            "inputs hold none. Set method.augment to null, to auto (which changes images "
+            "only), or to a mapping with the `_target_` of a callable for such inputs"
+        )
+    return images
 
-    Copies have the numbers of the samples that they are of, and so are of the same folds. They
-    depend on seed and task, and on the samples that are in one batch.
+
+def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) -> Iterator[Batch]:
+    """Yield batches, each with changed copies of its samples as `method.augment` says.
+
+    A copy is of its original's fold. It depends on seed, task and the sample's number, and not on
+    the samples in one batch with it. Copies are in one batch with their originals, behind these,
+    where the folds of its samples follow one another all the way; else in batches of their own.
 
     Args:
         task: The task.
@@ -106,14 +122,90 @@ def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) ->
     """
     change = change_of(settings.augment)
     for batch in batches:
-        yield batch
-        for copy in range(0 if batch.held else copies_of(settings, batch.inputs)):
-            generator = batch_generator("augment", settings.seed, task, batch.start, copy)
-            try:
-                inputs = change(batch.inputs, generator)
-            except CalibrationError as error:
-                raise CalibrationError(f"task {task}: {error}") from error
+        try:
+            copies = [] if batch.held else _copies(task, batch, change, settings)
+        except CalibrationError as error:
+            raise CalibrationError(f"task {task}: {error}") from error
+        whole = _whole(batch, copies)
+        yield whole
+        for inputs in copies if whole is batch else ():
             yield replace(batch, inputs=inputs, folds={}, marks={})
+
+
+def _whole(batch: Batch, copies: Sequence[Any]) -> Batch:
+    """The batch with its copies behind it; without them, where they do not belong into it."""
+    if not (copies and is_joined(batch.samples)):
+        return batch
+    try:
+        inputs = _joined([batch.inputs, *copies], batch.samples)
+    except ValueError:  # their shapes differ
+        return batch
+    samples = batch.samples * (1 + len(copies))
+    return replace(batch, inputs=inputs, samples=samples, folds={}, marks={})
+
+
+def _copies(task: str, batch: Batch, change: Change, settings: FeatCalSettings) -> list[Any]:
+    numbers = range(batch.start, batch.start + batch.samples)
+    return [
+        _changed(
+            change,
+            batch.inputs,
+            [batch_generator("augment", settings.seed, task, number, copy) for number in numbers],
+        )
+        for copy in range(copies_of(settings, batch.inputs))
+    ]
+
+
+def is_joined(samples: int) -> bool:
+    """Return whether copies are in one batch with so many originals.
+
+    They are where the folds go on in turn from the last sample to the first one's copy.
+    """
+    return samples % FOLDS == 0
+
+
+def _changed(change: Change, inputs: Any, generators: Sequence[torch.Generator]) -> Any:
+    """A changed copy of a batch, from random numbers for each sample."""
+    each = getattr(change, "each", None)
+    if each is not None:
+        return each(inputs, generators)
+    count = len(generators)
+    parts = [change(_sample(inputs, n, count), generator) for n, generator in enumerate(generators)]
+    try:
+        return _joined(parts, 1)
+    except ValueError as error:
+        raise CalibrationError(
+            f"method.augment: {type(change).__name__} changes samples of one batch to {error}"
+        ) from error
+
+
+def _sample(inputs: Any, number: int, count: int) -> Any:
+    """A batch with one sample of a batch of `count`."""
+    if isinstance(inputs, Mapping):
+        return {key: _sample(value, number, count) for key, value in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(_sample(value, number, count) for value in inputs)
+    is_batch = isinstance(inputs, Tensor) and inputs.ndim > 0 and len(inputs) == count
+    return inputs[number : number + 1] if is_batch else inputs
+
+
+def _joined(parts: Sequence[Any], count: int) -> Any:
+    """One batch of batches with `count` samples each.
+
+    Raises:
+        ValueError: If they do not fit together.
+    """
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts], count) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_joined(values, count) for values in zip(*parts, strict=True))
+    if not (isinstance(first, Tensor) and first.ndim > 0 and len(first) == count):
+        return first  # the same for all samples
+    kinds = {f"{list(part.shape[1:])} {part.dtype}": len(part) for part in parts}
+    if len(kinds) > 1 or any(len(part) != count for part in parts):
+        raise ValueError(f"tensors that are not alike: {', '.join(kinds)}")
+    return torch.cat(list(parts))
 
 
 def copies_of(settings: FeatCalSettings, inputs: Any) -> int:

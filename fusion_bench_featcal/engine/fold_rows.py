@@ -8,6 +8,9 @@ from torch import Tensor
 from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.engine.samples import Batch
 
+FOLDS = 4
+"""Number of folds that samples are dealt out to."""
+
 
 @dataclass(frozen=True)
 class FoldRows:
@@ -50,7 +53,7 @@ class FoldRows:
         return cls(batch.samples, offsets, counted, indices)
 
     def select(self, features: Tensor, fold: int) -> Tensor:
-        """One fold's rows of features, `[n, d]`.
+        """One fold's rows of features, `[n, d]`, or `[samples, rows, d]`, a view, where all count.
 
         Args:
             features: `[..., d]`: as many rows of each sample, one sample's after the other's.
@@ -65,8 +68,7 @@ class FoldRows:
         if rows % self.samples:
             raise ValueError(f"{rows} rows are not of {self.samples} samples alike")
         by_sample = features.reshape(self.samples, -1, features.shape[-1])
-        own = by_sample[self.offsets[fold] :: len(self.offsets)]
-        return own.reshape(-1, features.shape[-1])
+        return by_sample[self.offsets[fold] :: len(self.offsets)]
 
     def weights(self, fold: int) -> Tensor | None:
         """Weights of one fold's rows; None: all weigh 1."""

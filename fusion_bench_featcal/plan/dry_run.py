@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fusion_bench_featcal.core.kfold import GRID
 from fusion_bench_featcal.engine.activations import tensor_bytes
 from fusion_bench_featcal.engine.block import Names
-from fusion_bench_featcal.engine.group_sums import FOLDS
+from fusion_bench_featcal.engine.fold_rows import FOLDS
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.plus_rule import PlusRule, TurnRows, rule_of
 from fusion_bench_featcal.engine.problem import Problem

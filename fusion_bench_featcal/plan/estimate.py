@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.engine.activations import HOST_SHARE
-from fusion_bench_featcal.engine.augmentation import copies_of
+from fusion_bench_featcal.engine.augmentation import copies_of, is_joined
 from fusion_bench_featcal.engine.held_out import held_out_of
 from fusion_bench_featcal.engine.memory import free_bytes
 from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
@@ -26,7 +26,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.trials import calibrations_of
 
 CPU = torch.device("cpu")
-SYSTEMS = 5
+SYSTEMS = 7
 """Matrices of a module's width, in float64, beside its sums while lambdas are chosen."""
 HOLES, SCRATCH = 1.15, 20 * 2**20
 """Share of memory that allocators hold beside what is in use, and bytes of libraries' buffers."""
@@ -185,6 +185,9 @@ def _run_of(request: Request) -> tuple[DryRun, list[int]]:
     held = [min(count, held_out_of(count, settings.held_out)) for count in busiest]
     copies = copies_of(settings, inputs)
     busiest = [all_ + copies * (all_ - out) for all_, out in zip(busiest, held, strict=True)]
+    if is_joined(size):
+        joined = size * (1 + copies)
+        inputs = example_inputs(request.model, joined, request.length, request.target_length)
     return dry_run(request.model, inputs, settings, request.tasks), busiest
 
 

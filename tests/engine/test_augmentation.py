@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PLUS, assert_identical, assert_same, run_fast
+from calibrations import EXACT, PLUS, assert_identical, assert_same, run_fast
 from test_algorithm_pools import suite_pool
 from tiny_models import ROUNDING, clip_suite, decoder_suite, normal
 from torch import Tensor
@@ -166,6 +166,72 @@ def test_copies_are_in_the_folds_of_the_samples_that_they_are_of(start: int):
         assert first.flatten().tolist() == [n for n in range(3) if (start + n) % 4 == fold]
         assert all(torch.equal(first, copy) for copy in copies)
     assert {(copy.samples, copy.index, copy.start) for copy in found} == {(3, 5, start)}
+
+
+@pytest.mark.parametrize("start", [0, 2, 7])
+def test_folds_of_copies_in_one_batch_with_their_originals(start: int):
+    batch = Batch(normal(0, 8, 2, 8, 6).float(), 8, index=5, start=start)
+    (whole,) = augmented("a", [batch], FeatCalSettings(augment="jitter"))
+    assert (whole.samples, whole.index, whole.start) == (32, 5, start)
+    assert torch.equal(whole.inputs[:8], batch.inputs)
+    rows = torch.arange(32)[:, None]
+    for fold in range(4):
+        numbers = FoldRows.of(whole, None, 4).select(rows, fold).flatten() % 8
+        assert {(start + n) % 4 for n in numbers.tolist()} == {fold}
+        assert len(numbers) == 8
+
+
+class Noise:
+    """Adds random numbers, as many at once as there are."""
+
+    def __call__(self, inputs: Any, generator: torch.Generator) -> Any:
+        images = inputs["pixel_values"]
+        return {**inputs, "pixel_values": images + torch.randn(images.shape, generator=generator)}
+
+
+@pytest.mark.parametrize("augment", ["jitter", {"_target_": f"{HERE}.Noise", "copies": 3}])
+def test_copies_do_not_depend_on_the_samples_in_one_batch_with_them(augment: Any):
+    images, settings = normal(0, 8, 2, 8, 6).float(), FeatCalSettings(augment=augment)
+    found: list[Tensor] = []
+    for sizes in ([8], [3, 5], [1] * 8, [4, 4]):
+        by_copy: list[list[Tensor]] = [[] for _ in range(4)]
+        start = 0
+        for size in sizes:
+            inputs = {"pixel_values": images[start : start + size], "name": "x"}
+            every = [
+                part
+                for batch in augmented("a", [Batch(inputs, size, start=start)], settings)
+                for part in batch.inputs["pixel_values"].split(size)
+            ]
+            for copy, part in zip(by_copy, every, strict=True):
+                copy.append(part)
+            start += size
+        found.append(torch.stack([torch.cat(parts) for parts in by_copy]))
+    assert all(torch.allclose(other, found[0], rtol=0, atol=1e-5) for other in found)
+    assert torch.equal(found[0][0], images)
+    assert not any(torch.equal(found[0][0], copy) for copy in found[0][1:])
+
+
+def test_calibration_with_copies_does_not_depend_on_batches():
+    suites = [clip_suite(tasks=1, sizes=sizes) for sizes in ((4, 4), (1,) * 8, (8,))]
+    results = [run_fast(suite, **PLUS, augment="jitter") for suite in suites]
+    for result in results[1:]:
+        assert_same(result.model, results[0].model, EXACT)
+        rows = [r.log.of_kind("task")[0]["rows"] for r in (result, results[0])]
+        assert rows[0] == rows[1]
+
+
+class Cropped:
+    """Cuts images to as many rows as a random number says."""
+
+    def __call__(self, inputs: Any, generator: torch.Generator) -> Any:
+        return inputs[:, :, : 1 + int(torch.randint(8, (1,), generator=generator))]
+
+
+def test_copies_of_one_batch_must_be_alike():
+    message = r"^task a: method\.augment: Cropped changes samples of one batch to tensors that are "
+    with pytest.raises(CalibrationError, match=message):
+        copies_of(augment={"_target_": f"{HERE}.Cropped"})
 
 
 class Negative:
