@@ -127,7 +127,8 @@ def test_of_inputs_that_do_not_vary_biases_learn_and_weights_beside_them_do_not(
         assert torch.equal(found[weight], merged[weight]) == bias
         assert torch.equal(found[shift], merged[shift]) != bias
     drifts = [record["relative_drift_after"] for record in result.log.of_kind("task")]
-    assert max(drifts) < 1e-5  # one input asks for no more than a bias
+    # one input asks for no more than a bias; in float32 sums round more than what is left
+    assert max(drifts) < (1e-5 if dtype == torch.float64 else 1e-4)
 
 
 def test_inputs_of_zero_move_nothing():

@@ -99,6 +99,28 @@ def test_a_failed_run_leaves_no_trace_in_a_model():
     assert not any("forward" in vars(module) for module in merged.modules())
 
 
+@pytest.mark.parametrize("make", [lambda: small_clip(depth=2), small_llama])
+def test_a_batch_more_is_one_run_more_of_every_linear_module_on_either_side(
+    make: Callable[[], Suite],
+):
+    counts: list[dict[str, int]] = []
+    for more in (0, 3):
+        suite, count = make(), dict[str, int]()
+        suite.inputs = {t: [*batches, *batches[:1] * more] for t, batches in suite.inputs.items()}
+        merged = copy.deepcopy(suite.merged)
+
+        def add(name: str, count: dict[str, int] = count) -> Callable[..., None]:
+            return lambda *_: count.update({name: count.get(name, 0) + 1})
+
+        for name, module in merged.named_modules():
+            if isinstance(module, nn.Linear) and name.startswith(suite.blocks[0]):
+                module.register_forward_hook(add(name))
+        plus(replace(suite, merged=merged), in_place=True, row_weights="uniform")
+        counts.append(count)
+    runs = 2 * 3 * len(make().experts)  # experts run in copies of the model, with its hooks
+    assert {counts[1][name] - counts[0][name] for name in counts[0]} == {runs}
+
+
 @pytest.mark.parametrize(
     "make", [small_clip, pytest.param(tower_suite, marks=SLOW), pytest.param(small_t5, marks=SLOW)]
 )

@@ -25,8 +25,8 @@ MUTATIONS = [
     Mutation(
         "plus: held-out bias from the rows held out",
         "core/kfold.py",
-        "beta = self._train_u[kind] - steps @ self._train_x",
-        "beta = test.u / self._weight - steps @ self._train_x",
+        "beta = self._train_u[kind] - step @ self._train_x",
+        "beta = test.u / self._weight - step @ self._train_x",
         ORACLE,
     ),
     Mutation(
@@ -53,8 +53,8 @@ MUTATIONS = [
     Mutation(
         "plus: an unlimited second lambda is never tried",
         "core/kfold.py",
-        'return self._errors(torch.stack([*steps, start]), "full")',
-        'return self._errors(torch.stack([*steps, steps[-1] * 9]), "full")',
+        "start, len(GRID) + 1, lambda n",
+        "start, len(GRID), lambda n",
         ORACLE,
     ),
     Mutation(
@@ -81,8 +81,8 @@ MUTATIONS = [
     Mutation(
         "plus: target of a writer without those before it",
         "engine/module_groups.py",
-        "for name in (*group.behind, group.first):",
-        "for name in (group.first,):",
+        "for name in group.behind:",
+        "for name in ():",
         ORACLE,
     ),
     Mutation(
@@ -172,6 +172,41 @@ MUTATIONS = [
         known="no model of the tests runs a part of a block twice",
     ),
     Mutation(
+        "plus: any output of a part taken for its last module's",
+        "engine/finished_parts.py",
+        'elif tensors[0] is order[-1][1] and name.startswith(f"{part}."):',
+        'elif name.startswith(f"{part}."):',
+        f"{ORACLE} {WRITERS}",
+    ),
+    Mutation(
+        "plus: a block's last module left out of its output",
+        "engine/finished_parts.py",
+        "        for term in terms:\n",
+        "        for term in terms[:-1]:\n",
+        ORACLE,
+    ),
+    Mutation(
+        "plus: the search for a lambda never goes below its start",
+        "core/kfold.py",
+        "for step in (1, -1):",
+        "for step in (1,):",
+        ORACLE,
+    ),
+    Mutation(
+        "plus: modules' own outputs left in the targets of writers",
+        "engine/group_sums.py",
+        "        self.further.u.sub_(u)\n",
+        "        self.further.u.sub_(0 * u)\n",
+        ORACLE,
+    ),
+    Mutation(
+        "plus: modules' own outputs left in the sketches of writers",
+        "engine/group_sums.py",
+        "                sketches.moment[fold, start:].sub_(moment)\n",
+        "                sketches.moment[fold, start:].sub_(0 * moment)\n",
+        ORACLE,
+    ),
+    Mutation(
         "plus: drift of inputs not carried through the expert's weight",
         "engine/group_sums.py",
         "drift = times_transposed(drift, self._reach)",
@@ -244,8 +279,8 @@ MUTATIONS = [
     Mutation(
         "plus: every copy is the same",
         "engine/augmentation.py",
-        "task, batch.start, copy)",
-        "task, batch.start, 0)",
+        "task, number, copy)",
+        "task, number, 0)",
         COPIES,
     ),
     Mutation(
@@ -260,6 +295,20 @@ MUTATIONS = [
         "engine/augmentation.py",
         "yield replace(batch, inputs=inputs, folds={}, marks={})",
         "yield replace(batch, inputs=inputs, start=batch.start + 1, folds={}, marks={})",
+        COPIES,
+    ),
+    Mutation(
+        "plus: copies in one batch with any number of originals",
+        "engine/augmentation.py",
+        "return samples % FOLDS == 0",
+        "return True",
+        COPIES,
+    ),
+    Mutation(
+        "plus: copies by their place in a batch",
+        "engine/augmentation.py",
+        "numbers = range(batch.start, batch.start + batch.samples)",
+        "numbers = range(batch.samples)",
         COPIES,
     ),
     Mutation(

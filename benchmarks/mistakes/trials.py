@@ -52,8 +52,8 @@ MUTATIONS = [
     Mutation(
         "copies are made of held-out samples",
         "engine/augmentation.py",
-        "range(0 if batch.held else copies_of(settings, batch.inputs))",
-        "range(copies_of(settings, batch.inputs))",
+        "copies = [] if batch.held else _copies(",
+        "copies = _copies(",
         HELD,
     ),
     Mutation(

@@ -1,5 +1,6 @@
 """Sums over the rows of all tasks for modules that are solved together, and their solve."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +29,11 @@ from fusion_bench_featcal.core.products import (
     times_transposed,
 )
 from fusion_bench_featcal.engine.checks import DeferredCheck
-from fusion_bench_featcal.engine.fold_rows import FoldRows
+from fusion_bench_featcal.engine.fold_rows import FOLDS, FoldRows
 from fusion_bench_featcal.engine.module_groups import Group
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.task_sums import not_finite_features
 from fusion_bench_featcal.settings import CalibrationError
-
-FOLDS = 4
-"""Number of folds that samples are dealt out to."""
 
 ROWS_AT_ONCE = 1024
 """Rows of a fold wait until there are so many: products of few rows are slow."""
@@ -47,8 +45,9 @@ class Features:
 
     Attributes:
         inputs: The modules' inputs in the calibrated model, one a call.
-        drifts: Where the modules write to the hidden features: how far these, behind the module,
-            are from the expert's; else how far the inputs are from the expert's; one a call.
+        drifts: Where the modules write to the hidden features: the expert's, behind the module,
+            less the model's without the module's output; else how far the inputs are from the
+            expert's; one a call.
         rows: The rows that count, by fold.
     """
 
@@ -133,6 +132,8 @@ class GroupSums:
         wide = solve_dtype(self.weight.device)
         for gram in self.inputs.gram:
             mirror_lower(gram)
+        if self.group.writes:
+            self._subtract_outputs()
         total = InputSums(
             gram=self.inputs.gram.sum(0, dtype=wide),
             x=self.inputs.x.sum(0, dtype=wide),
@@ -149,6 +150,21 @@ class GroupSums:
         record = {"block": self._block, "residual": change.residual, "condition": change.condition}
         updates = self._updates(change)
         return updates, [{"module": site.name, **record, **noted} for site in self.group.sites]
+
+    def _subtract_outputs(self) -> None:
+        """Take off the full targets what the modules give now, which follows from their inputs."""
+        inputs, weight, bias = self.inputs, self.weight, self.bias
+        moment, u = _outputs(weight, bias, inputs.gram.sum(0), inputs.x.sum(0), inputs.weight.sum())
+        self.further.moment.sub_(moment)
+        self.further.u.sub_(u)
+        if self.kfold:
+            sketches, start = self.sketches, self.sketches.u.shape[1] // 2
+            weight, bias = self.project(weight), self.project(bias)
+            sums = zip(inputs.gram, inputs.x, inputs.weight, strict=True)
+            for fold, (gram, x, total) in enumerate(sums):
+                moment, u = _outputs(weight, bias, gram, x, total)
+                sketches.moment[fold, start:].sub_(moment)
+                sketches.u[fold, start:].sub_(u)
 
     def _changed(self, total: InputSums) -> tuple[Change, dict[str, Any]]:
         settings, biased = self._problem.settings, self.group.biased
@@ -203,6 +219,20 @@ class GroupSums:
         return updates
 
 
+def _outputs(
+    weight: Tensor, bias: Tensor, gram: Tensor, x: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sums of outputs `W x + b`: with x, `[m, d]`, and their own, `[m]`."""
+    return times_transposed(weight, gram).addr_(bias, x), weight @ x + bias * total
+
+
+def _rows_of(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of several features `[..., d]` in one, `[n, d]`; copied once where they are alike."""
+    if any(part.shape[1:] != parts[0].shape[1:] for part in parts):
+        parts = [part.flatten(0, -2) for part in parts]
+    return torch.cat(list(parts)).flatten(0, -2)
+
+
 class TaskRows:
     """Adds one task's rows to the sums of a group.
 
@@ -232,6 +262,11 @@ class TaskRows:
         if not sums.group.writes and not outputs_are_few(outputs, width):
             self._cross = like.new_zeros(width, width)
         self._waiting: list[list[tuple[Tensor, Tensor, Tensor | None]]] = [[] for _ in inputs.x]
+        self._rows = [0 for _ in inputs.x]  # that wait
+        self._sketched_step = sums.project(self._step) if sums.kfold else self._step
+        self._sketched_reach = (
+            sums.probes if self._reach is None or not sums.kfold else sums.project(self._reach)
+        )
 
     def add(self, features: Features) -> None:
         """Add a batch's rows."""
@@ -241,7 +276,8 @@ class TaskRows:
                 own = features.rows.select(x, fold)
                 if len(own):
                     waiting.append((own, features.rows.select(drift, fold), weights))
-            if sum(len(own) for own, _, _ in waiting) >= ROWS_AT_ONCE:
+                    self._rows[fold] += own.shape[:-1].numel()
+            if self._rows[fold] >= ROWS_AT_ONCE:
                 self._absorb(fold)
 
     def _absorb(self, fold: int) -> None:
@@ -250,12 +286,11 @@ class TaskRows:
             return
         sums, inputs, weight = self.sums, self.sums.inputs, self._weight
         dtype = sums.weight.dtype
-        x, drift, weights = (
-            None if parts[0] is None else torch.cat(parts).to(dtype)
-            for parts in zip(*self._waiting[fold], strict=True)
-        )
+        inner, drifts, parts = zip(*self._waiting[fold], strict=True)
+        x, drift = _rows_of(inner).to(dtype), _rows_of(drifts).to(dtype)
+        weights = None if parts[0] is None else torch.cat(parts).to(dtype)
         self._waiting[fold].clear()
-        assert x is not None and drift is not None
+        self._rows[fold] = 0
         inputs.weight[fold] += weight * (len(x) if weights is None else weights.sum())
         for total, rows in ((inputs.x[fold], x), (self._drift[fold], drift)):
             total.add_(rows.sum(0) if weights is None else weights @ rows, alpha=weight)
@@ -275,14 +310,8 @@ class TaskRows:
 
     def _sketched(self, x: Tensor, drift: Tensor) -> Tensor:
         """Columns of the two targets' sketches, but for what does not depend on the rows."""
-        project = self.sums.project
-        own = times_transposed(x, project(self._step))
-        if self._reach is not None:
-            reached = times_transposed(drift, project(self._reach))
-        else:
-            reached = (
-                drift if self.sums.probes is None else times_transposed(drift, self.sums.probes)
-            )
+        own, reach = times_transposed(x, self._sketched_step), self._sketched_reach
+        reached = drift if reach is None else times_transposed(drift, reach)
         return columns_of(torch.cat([own, reached], 1))
 
     @property

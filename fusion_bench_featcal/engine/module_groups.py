@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.engine.finished_parts import Tail, tails_of
 from fusion_bench_featcal.engine.modules import Site
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.recording import Recorder, Recording
@@ -28,6 +29,8 @@ class Group:
         behind: Modules of earlier groups whose outputs are added before.
         closes: Whether the hidden features behind the module are the block's output.
         closing: Whether only those rows count that the model reads behind its last block.
+        tail: The part of the block whose output is that of the only module, if there is one.
+        whole: Where it closes and nothing else is in the block's output: the block.
     """
 
     sites: tuple[Site, ...]
@@ -37,6 +40,8 @@ class Group:
     behind: tuple[str, ...] = ()
     closes: bool = False
     closing: bool = False
+    tail: Tail | None = None
+    whole: Tail | None = None
 
     @property
     def first(self) -> str:
@@ -70,7 +75,8 @@ def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
         return problem.step(model, block, batch.cal)
 
     outputs = dict.fromkeys(sites, Tensor.clone)
-    recording = Recorder().record(model, [block, *sites], run, outputs=outputs, copied=[block])
+    with tails_of(model, block, list(sites)) as tails:
+        recording = Recorder().record(model, [block, *sites], run, outputs=outputs, copied=[block])
     for name in sites:
         if name not in recording.calls:
             raise CalibrationError(
@@ -93,28 +99,35 @@ def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
     for (calls, biased, _, ends, writer), members in grouped.items():
         writes = writer is not None
         group = Group(tuple(members), len(calls), biased, writes, behind if writes else ())
-        groups.append(replace(group, closing=ends))
+        tail = tails.get(writer) if settings.order == "module" else None
+        groups.append(replace(group, closing=ends, tail=tail))
         behind += (writer,) if writes else ()
     if behind and recording.hidden is not None:  # on the meta device nothing can be compared
         last = max(n for n, group in enumerate(groups) if group.writes)
         features = hidden_behind(block, groups[last], recording)
         same = features.is_meta or torch.equal(features, recording.hidden)
-        groups[last] = replace(groups[last], closes=same)
+        groups[last] = replace(groups[last], closes=same, whole=tails.get(block) if same else None)
     return groups
 
 
-def hidden_behind(block: str, group: Group, recording: Recording) -> Tensor:
-    """The hidden features behind a module that writes to them.
+def hidden_before(block: str, group: Group, recording: Recording) -> Tensor:
+    """The hidden features to which a module that writes to them adds its output.
 
     Args:
         block: The block.
         group: The module.
-        recording: A pass in which the block's input was noted, and the outputs of the modules.
+        recording: A pass in which the block's input was noted, and the outputs of the modules that
+            write before.
     """
     hidden = recording.of(block)[0]
-    for name in (*group.behind, group.first):
+    for name in group.behind:
         hidden = hidden + recording.outputs[name][0]
     return hidden
+
+
+def hidden_behind(block: str, group: Group, recording: Recording) -> Tensor:
+    """The same with the module's own output, which has been noted, too."""
+    return hidden_before(block, group, recording) + recording.outputs[group.first][0]
 
 
 def find_closing(problem: Problem, block: str, batch: Batch, modules: Sequence[str]) -> set[str]:

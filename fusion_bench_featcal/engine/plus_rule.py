@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.engine.checks import run_checks
-from fusion_bench_featcal.engine.finished_parts import finished_parts, replayed
-from fusion_bench_featcal.engine.fold_rows import FoldRows
-from fusion_bench_featcal.engine.group_sums import FOLDS, Features, GroupSums, TaskRows
-from fusion_bench_featcal.engine.module_groups import Group, find_groups, hidden_behind
+from fusion_bench_featcal.engine.finished_parts import Tail, adding, finished_parts, replayed
+from fusion_bench_featcal.engine.fold_rows import FOLDS, FoldRows
+from fusion_bench_featcal.engine.group_sums import Features, GroupSums, TaskRows
+from fusion_bench_featcal.engine.module_groups import (
+    Group,
+    find_groups,
+    hidden_before,
+    hidden_behind,
+)
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.recording import Recorder, Recording
 from fusion_bench_featcal.engine.rows import CountedRows
@@ -47,11 +52,13 @@ class GroupTurn(Turn):
     Attributes:
         groups: Groups of modules by their number in the block.
         finished: Parts of the block that change no more.
-        writers: Modules in these that write to the hidden features.
+        tails: Tails of such parts, which are not among `finished`.
+        writers: Modules in finished parts that write to the hidden features.
     """
 
     groups: Mapping[int, Group]
     finished: tuple[str, ...] = ()
+    tails: tuple[Tail, ...] = ()
     writers: tuple[str, ...] = ()
 
 
@@ -71,6 +78,8 @@ class PlusRule(Rule):
         self._problem, self._team, self._recorder = problem, team, Recorder()
         self._weights: Weights = {}
         self._finished: tuple[str, ...] = ()
+        self._tails: tuple[Tail, ...] = ()
+        self._whole: Tail | None = None
 
     def tensors_before(self, stage: int) -> list[str]:
         """Tensors that lead to the stage; all where the expert runs whole for its rows' weights."""
@@ -121,32 +130,55 @@ class PlusRule(Rule):
         yield ExpertTurn(block, block, problem.tensors_of(block), groups)
         numbered = dict(enumerate(groups))
         alone = problem.settings.order == "module"
-        solved: list[str] = []
+        solved: list[Group] = []
+        self._finish(block, solved)
         for part in [{n: g} for n, g in numbered.items()] if alone else [numbered]:
             names = [name for group in part.values() for site in group.sites for name in site.names]
-            finished = self._finish(block, solved)
+            finished, tails = self._finished, self._tails
             writers = tuple(
                 g.first for g in groups if g.writes and g.first.startswith(_inside(finished))
             )
-            yield GroupTurn(block, _weights_of(block), names, part, finished, writers)
-            solved += [site.name for group in part.values() for site in group.sites]
+            yield GroupTurn(block, _weights_of(block), names, part, finished, tails, writers)
+            solved += part.values()
+            self._finish(block, solved)
 
-    def _finish(self, block: str, solved: Sequence[str]) -> tuple[str, ...]:
-        """Parts of a block that change no more; what they give is the same from now on."""
+    def _finish(self, block: str, solved: Sequence[Group]) -> None:
+        """Find the parts of a block that change no more: what they give is the same from now on."""
         problem = self._problem
+        self._finished, self._tails, self._whole = (), (), None
         if not problem.family.same_calls:
-            return ()
+            return
         sites = [site.name for site in problem.modules[block].sites]
-        self._finished = tuple(finished_parts(problem.model, block, sites, solved))
-        return self._finished
+        names = [site.name for group in solved for site in group.sites]
+        parts = finished_parts(problem.model, block, sites, names)
+        self._tails = tuple(group.tail for group in solved if group.tail is not None)
+        self._finished = tuple(set(parts) - {tail.part for tail in self._tails})
+        writers = [group for group in solved if group.writes]
+        if writers and len(writers) == len(self._tails):  # all of them, if the last one closes
+            self._whole = writers[-1].whole
 
     def advance(self, block: str, batch: Batch) -> tuple[Tensor, Any]:
         """Run the block, but for parts whose outputs the batch still has."""
-        kept = [name for name in self._finished if name in batch.marks]
-        with replayed(self._problem.model, batch, kept):
-            result = self._problem.step(self._problem.model, block, batch.cal)
+        model, tails = self._problem.model, self._completed(batch, self._tails)
+        if self._whole is not None and tails == [*self._tails]:
+            context = adding(model, self._whole, [batch.marks[tail.module] for tail in tails])
+        else:
+            kept = [name for name in self._finished if name in batch.marks]
+            context = replayed(model, batch, kept, tails)
+        with context:
+            result = self._problem.step(model, block, batch.cal)
         batch.marks.clear()
         return result
+
+    def _completed(self, batch: Batch, tails: Sequence[Tail]) -> list[Tail]:
+        """Those tails whose modules' outputs the batch has, or gets here from the inputs it has."""
+        problem = self._problem
+        for tail in tails:
+            if tail.mark in batch.marks:
+                with problem.autocast():
+                    module = problem.model.get_submodule(tail.module)
+                    batch.marks[tail.module] = module(batch.marks.pop(tail.mark))
+        return [tail for tail in tails if tail.module in batch.marks]
 
     def block_sums(self, turn: ExpertTurn | GroupTurn) -> "TaskSquares | TurnSums":
         """Sums of a turn, empty."""
@@ -200,7 +232,8 @@ class PlusRule(Rule):
         masks = [self._counted(turn.block, group, batch) for group in turn.groups]
         for group, mask in zip(turn.groups, masks, strict=True):
             for site in group.sites:
-                outputs[site.name] = Tensor.clone if group.writes else partial(square_of, mask=mask)
+                square = partial(square_of, mask=mask)
+                outputs[site.name] = Tensor.clone if _is_marked(group) else square
         exp = self._run_expert(turn.block, expert, batch, outputs)
         squares: Squares = {}
         for number, (group, mask) in enumerate(zip(turn.groups, masks, strict=True)):
@@ -209,7 +242,7 @@ class PlusRule(Rule):
                 raise self._unlike(turn.block, group)
             given = [o for site in group.sites for o in exp.outputs.get(site.name, ())]
             batch.marks[group.mark] = self._mark(turn.block, group, exp)
-            values = [square_of(o, mask) for o in given] if group.writes else given
+            values = [square_of(o, mask) for o in given] if _is_marked(group) else given
             weights = [weight_of(x, mask) for x in exp.of(group.first)]
             nothing = torch.zeros((), device=problem.device)  # where a batch does not reach it
             squares[number] = [sum(values, start=nothing), sum(weights, start=nothing)]
@@ -219,7 +252,8 @@ class PlusRule(Rule):
 
     def _mark(self, block: str, group: Group, exp: Recording) -> list[Tensor]:
         """The expert's features that a group's turn needs."""
-        if group.closes and exp.hidden is not None:
+        if group.closes:
+            assert exp.hidden is not None  # as the expert's block runs to its end
             return [exp.hidden]  # which is kept anyway
         return [hidden_behind(block, group, exp)] if group.writes else exp.of(group.first)
 
@@ -227,33 +261,36 @@ class PlusRule(Rule):
         """Run the model's block as far as the turn's modules."""
         problem, groups = self._problem, turn.groups
         names = [group.first for group in groups.values()]
-        writers = {name for g in groups.values() if g.writes for name in (*g.behind, g.first)}
+        writes = any(group.writes for group in groups.values())
+        behind = {name for group in groups.values() for name in group.behind}
+        tails = self._completed(batch, turn.tails)
         # What a part that will be replayed adds to the hidden features is noted with its output.
-        inside = set(turn.writers)
-        noted = [name for name in sorted(writers | inside) if name not in batch.marks]
-        notes = sum(group.calls for group in groups.values()) + len(noted) + bool(writers)
-        with replayed(problem.model, batch, turn.finished):
+        noted = [name for name in sorted({*behind, *turn.writers}) if name not in batch.marks]
+        notes = sum(group.calls for group in groups.values()) + len(noted) + writes
+        with replayed(problem.model, batch, turn.finished, tails):
             cal = self._recorder.record(
                 problem.model,
-                [turn.block, *names] if writers else names,
+                [turn.block, *names] if writes else names,
                 partial(problem.step, problem.model, turn.block, batch.cal),
                 outputs=dict.fromkeys(noted, Tensor.clone),
                 stop_after=notes if problem.family.same_calls else None,
                 copied=[turn.block],
             )
-        cal.outputs |= {name: [batch.marks[name]] for name in writers - set(noted)}
-        batch.marks.update({name: cal.outputs[name][0] for name in inside & set(noted)})
+        cal.outputs |= {name: [batch.marks[name]] for name in behind - set(noted)}
+        batch.marks.update({n: cal.outputs[n][0] for n in turn.writers if n in noted})
         folds = FOLDS if problem.settings.ridge == "kfold" else 1
         features: dict[int, Features] = {}
         for number, group in groups.items():
             mark, inputs = batch.marks.pop(group.mark), cal.of(group.first)
-            seen = [hidden_behind(turn.block, group, cal)] if group.writes else inputs
+            seen = [hidden_before(turn.block, group, cal)] if group.writes else inputs
             shapes = [x.shape for x in seen]
             if [x.shape for x in mark] != shapes or len(inputs) != len(shapes):
                 raise self._unlike(turn.block, group)
             drifts = [exp - own for exp, own in zip(mark, seen, strict=True)]
             rows = FoldRows.of(batch, self._counted(turn.block, group, batch), folds)
             features[number] = Features(inputs, drifts, rows)
+            if group.tail is not None and problem.family.same_calls:
+                batch.marks[group.tail.mark] = inputs[0]
         return cal, features
 
     def _counted(self, block: str, group: Group, batch: Batch) -> CountedRows | None:
@@ -280,6 +317,11 @@ class PlusRule(Rule):
             f"which method.order=block with method.target=module and method.ridge=fixed may "
             f"support. Or exclude it: method.modules=['!{group.first}']"
         )
+
+
+def _is_marked(group: Group) -> bool:
+    """Return whether the hidden features behind a group are made of modules' outputs."""
+    return group.writes and not group.closes
 
 
 def rule_of(problem: Problem, team: Alone | Team) -> FeatCalRule | PlusRule:
