@@ -173,7 +173,7 @@ def _block(problem: Problem, rule: Rule, block: str, batch: Batch) -> Place:
             sums = rule.task_sums("", turn, model)
             meter.step = "passes"
             cal, exp = rule.record(turn, model, batch)
-            peak, carried = peak or meter.peak, carried or _carried(batch)
+            peak, carried = peak or meter.peak, max(carried, _carried(batch))
             meter.step = "moments"
             sums.add(model, cal, exp, None)
             groups += _groups(problem, turn.block, number, sums)
