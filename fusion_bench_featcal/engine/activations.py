@@ -239,6 +239,7 @@ class Activations:
             placed.start, placed.folds = batch.start, batch.folds
             placed.sensitivity = batch.sensitivity
             placed.held, placed.compared = batch.held, batch.compared
+            placed.copies = batch.copies
             if self._last is not None and self._last.store is store:
                 self._last.following = placed
             self._last = placed

@@ -129,7 +129,7 @@ def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) ->
         whole = _whole(batch, copies)
         yield whole
         for inputs in copies if whole is batch else ():
-            yield replace(batch, inputs=inputs, folds={}, marks={})
+            yield replace(batch, inputs=inputs, copies=batch.samples, folds={}, marks={})
 
 
 def _whole(batch: Batch, copies: Sequence[Any]) -> Batch:
@@ -140,8 +140,9 @@ def _whole(batch: Batch, copies: Sequence[Any]) -> Batch:
         inputs = _joined([batch.inputs, *copies], batch.samples)
     except ValueError:  # their shapes differ
         return batch
-    samples = batch.samples * (1 + len(copies))
-    return replace(batch, inputs=inputs, samples=samples, folds={}, marks={})
+    added = batch.samples * len(copies)
+    samples = batch.samples + added
+    return replace(batch, inputs=inputs, samples=samples, copies=added, folds={}, marks={})
 
 
 def _copies(task: str, batch: Batch, change: Change, settings: FeatCalSettings) -> list[Any]:

@@ -226,7 +226,7 @@ class BlockLoop:
         kept = batch.inputs if len(problem.stages) > 1 else None
         begun = self._activations.batch(kept, batch.samples, batch.index, cal, exp)
         begun.valid, begun.other, begun.start = *rows, batch.start
-        begun.sensitivity = batch.sensitivity
+        begun.sensitivity, begun.copies = batch.sensitivity, batch.copies
         with naming_task(task):
             if batch.held:
                 self._begin_merged(index, inputs, begun, ends[2])

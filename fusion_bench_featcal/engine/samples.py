@@ -40,6 +40,7 @@ class Batch:
         held: Whether it is held out: it takes no part in the solves.
         merged: Input of the merged model's next block, where it is held out.
         compared: The positions at which models are compared where it is held out; None: all.
+        copies: Number of its samples that are changed copies of others.
     """
 
     inputs: Any
@@ -58,6 +59,7 @@ class Batch:
     held: bool = False
     merged: Any = None
     compared: CountedRows | None = None
+    copies: int = 0
 
     def split(self, count: int) -> "tuple[Batch, Batch]":
         """The first samples, and the others; before its way through the blocks."""

@@ -96,7 +96,7 @@ class Visit:
         """Count a batch in the first turn, given features of its positions, `[..., d]`."""
         if not self.is_first:
             return
-        self.samples += batch.samples
+        self.samples += batch.samples - batch.copies
         self.rows += hidden.shape[:-1].numel() if batch.valid is None else batch.valid.count
 
     def add_drift(self, when: str, hidden: Tensor, batch: Batch) -> None:
