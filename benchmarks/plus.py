@@ -66,8 +66,9 @@ def presets(pool: str, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Settings by row, as they differ from FeatCal+'s; names are keys of a YAML."""
     text = "clip" not in pool
     rows = {name: PARTS[name] for name in PARTS if not wanted or name in wanted}
-    if not text:
-        rows.pop("uniform rows", None)  # that is what images have
+    copies = ["paper, with copies", "without copies", "wider jitter"]
+    for name in copies if text else ["uniform rows"]:  # rows that are like others
+        rows.pop(name, None)
     papers = PAPERS["text" if text else "clip"]
     return {
         name.replace(", ", "-").replace(" ", "_"): change | papers
