@@ -286,15 +286,15 @@ MUTATIONS = [
     Mutation(
         "plus: copies keep the rows by fold of their originals' block",
         "engine/augmentation.py",
-        "yield replace(batch, inputs=inputs, folds={}, marks={})",
-        "yield replace(batch, inputs=inputs, marks={})",
+        "yield replace(batch, inputs=inputs, copies=batch.samples, folds={}, marks={})",
+        "yield replace(batch, inputs=inputs, copies=batch.samples, marks={})",
         COPIES,
     ),
     Mutation(
         "plus: copies in other folds than their originals",
         "engine/augmentation.py",
-        "yield replace(batch, inputs=inputs, folds={}, marks={})",
-        "yield replace(batch, inputs=inputs, start=batch.start + 1, folds={}, marks={})",
+        "yield replace(batch, inputs=inputs, copies=batch.samples, folds={}, marks={})",
+        "yield replace(batch, inputs=inputs, start=batch.start + 1, folds={}, marks={}, copies=1)",
         COPIES,
     ),
     Mutation(

@@ -108,8 +108,8 @@ MUTATIONS = [
     Mutation(
         "drift weights by the squared drift",
         "trials.py",
-        "{task: drift / mean for task, drift",
-        "{task: drift**2 / mean for task, drift",
+        "now.get(task, 1.0) * drift for task",
+        "now.get(task, 1.0) * drift**2 for task",
         TRIALS,
     ),
     Mutation(
