@@ -40,7 +40,7 @@ def test_unexpected_errors_tell_type_and_place():
     error = caught(lambda: budget_in_bytes("5%", None))  # type: ignore[arg-type]
     first, *_, place = error_block(error).splitlines()
     assert first.startswith("error: unexpected TypeError: ")
-    assert place.startswith("  in fusion_bench_featcal/settings.py:")
+    assert place.startswith("  in fusion_bench_featcal/setting_checks.py:")
 
 
 @pytest.mark.parametrize("message", ["word " * 900, "\n".join("abcdefghijklmno"), "x" * 3000, ""])

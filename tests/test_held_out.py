@@ -124,7 +124,7 @@ def test_nothing_is_logged_without_them():
 
 
 @pytest.mark.parametrize("more", EITHER, ids=["paper", "plus"])
-@pytest.mark.parametrize("name", ["clip", "t5", "replay"])
+@pytest.mark.parametrize("name", ["clip", pytest.param("t5", marks=pytest.mark.slow), "replay"])
 def test_a_resumed_run_measures_the_same(
     name: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -136,6 +136,7 @@ def test_a_resumed_run_measures_the_same(
     assert records(again) == records(whole)
 
 
+@pytest.mark.slow
 def test_features_on_disk_measure_the_same(tmp_path: Path):
     suite = t5_suite(seed=1)
     results = [

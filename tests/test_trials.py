@@ -194,7 +194,14 @@ def far_suite(make: Callable[[], Suite] = lambda: clip_suite(tasks=3, sizes=(6, 
 
 
 @pytest.mark.parametrize(
-    "make", [far_suite, lambda: far_suite(lambda: decoder_suite("llama", seed=1, tasks=3))]
+    "make",
+    [
+        far_suite,
+        pytest.param(
+            lambda: far_suite(lambda: decoder_suite("llama", seed=1, tasks=3)),
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_the_model_that_is_kept_is_that_of_its_settings(make: Callable[[], Suite]):
     suite = make()

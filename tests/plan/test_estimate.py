@@ -202,6 +202,7 @@ def test_levers_lower_something_and_are_shown():
     assert json.loads(json.dumps(plan.as_dict()))["seconds"] == pytest.approx(plan.seconds)
 
 
+@pytest.mark.slow
 def test_all_calibrations_of_a_run_are_planned(clip: Request):
     several = {**PLUS, "held_out": 8, "task_weights": "drift", "augment": "jitter"}
     one, three = (planned(clip, trials=trials, **several) for trials in (1, 3))
