@@ -121,13 +121,9 @@ def calibrate(
     processes = processes or Processes()
     check_inputs(base, experts, batches, settings)
     change_of(settings.augment)
+    _check_options(merged, base, experts, settings, processes, merging, in_place=in_place)
     family = resolve_family(settings.family if family is None else family, merged)
-    text = head_of(merged) is not None
-    changes = changes_of(settings)
-    several = in_place and bool(changes)
-    _check_options(
-        merged, base, experts, settings, processes, merging, in_place=in_place, several=several
-    )
+    text, changes = head_of(merged) is not None, changes_of(settings)
 
     def calibrated(settings: FeatCalSettings, *, again: bool = False) -> CalibrationResult:
         return _calibrate(
@@ -292,10 +288,9 @@ def _check_options(
     merging: UpstreamMerge | None,
     *,
     in_place: bool,
-    several: bool,
 ) -> None:
     """Refuse options that do not go together."""
-    if several:
+    if in_place and changes_of(settings):
         raise ValueError(
             "in_place uses up the merged model, from which every calibration of method.trials "
             "begins; set one of them off (method.trials=1)"

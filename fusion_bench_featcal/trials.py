@@ -156,7 +156,7 @@ CHANGES: tuple[Callable[[FeatCalSettings, Agreement, bool], Change | None], ...]
     _other_rows,
     _as_published,
 )
-"""What is tried, in this order, each in place of what was best so far."""
+"""Changes in the order of their trials, each of what was best so far."""
 
 
 def changes_of(settings: FeatCalSettings) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What the benchmarks of FeatCal+ say about runs."""
+"""Statements of the benchmarks of FeatCal+ about runs."""
 
 import sys
 from pathlib import Path

@@ -112,7 +112,7 @@ MUTATIONS = [
     Mutation(
         "last batch dropped where it is cut",
         "engine/samples.py",
-        "inputs, size = _part(inputs, size, slice(wanted - taken)), wanted - taken\n",
+        "inputs, size = part_of(inputs, size, slice(wanted - taken)), wanted - taken\n",
         "return\n",
         "test_calibrate_properties.py::test_only_the_samples_asked_for_are_drawn",
     ),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusion_bench_featcal.engine.fold_rows import FOLDS
-from fusion_bench_featcal.engine.samples import Batch, batch_generator
+from fusion_bench_featcal.engine.samples import Batch, batch_generator, part_of
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -171,23 +171,16 @@ def _changed(change: Change, inputs: Any, generators: Sequence[torch.Generator])
     if each is not None:
         return each(inputs, generators)
     count = len(generators)
-    parts = [change(_sample(inputs, n, count), generator) for n, generator in enumerate(generators)]
+    parts = [
+        change(part_of(inputs, count, slice(n, n + 1)), generator)
+        for n, generator in enumerate(generators)
+    ]
     try:
         return _joined(parts, 1)
     except ValueError as error:
         raise CalibrationError(
             f"method.augment: {type(change).__name__} changes samples of one batch to {error}"
         ) from error
-
-
-def _sample(inputs: Any, number: int, count: int) -> Any:
-    """A batch with one sample of a batch of `count`."""
-    if isinstance(inputs, Mapping):
-        return {key: _sample(value, number, count) for key, value in inputs.items()}
-    if isinstance(inputs, tuple):
-        return tuple(_sample(value, number, count) for value in inputs)
-    is_batch = isinstance(inputs, Tensor) and inputs.ndim > 0 and len(inputs) == count
-    return inputs[number : number + 1] if is_batch else inputs
 
 
 def _joined(parts: Sequence[Any], count: int) -> Any:

@@ -171,7 +171,7 @@ class PlusRule(Rule):
         return result
 
     def _completed(self, batch: Batch, tails: Sequence[Tail]) -> list[Tail]:
-        """Those tails whose modules' outputs the batch has, or gets here from the inputs it has."""
+        """The tails whose modules' outputs the batch has, or gets here from the inputs it has."""
         problem = self._problem
         for tail in tails:
             if tail.mark in batch.marks:

@@ -64,7 +64,7 @@ class Batch:
     def split(self, count: int) -> "tuple[Batch, Batch]":
         """The first samples, and the others; before its way through the blocks."""
         first, rest = (
-            _part(self.inputs, self.samples, part) for part in (slice(count), slice(count, None))
+            part_of(self.inputs, self.samples, part) for part in (slice(count), slice(count, None))
         )
         return (
             replace(self, inputs=first, samples=count),
@@ -210,7 +210,7 @@ def take_samples(
         inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
         size = _batch_size(task, inputs)
         if size > wanted - taken:
-            inputs, size = _part(inputs, size, slice(wanted - taken)), wanted - taken
+            inputs, size = part_of(inputs, size, slice(wanted - taken)), wanted - taken
         check_token_ids(inputs, model, partial(_place, task, batches, taken))
         taken += size
         yield Batch(inputs, size, index, start=taken - size)
@@ -308,8 +308,8 @@ def _map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tuple(map(apply, inputs)) if isinstance(inputs, tuple) else apply(inputs)
 
 
-def _part(inputs: Any, size: int, samples: slice) -> Any:
-    """Some samples of a batch of `size`."""
+def part_of(inputs: Any, size: int, samples: slice) -> Any:
+    """Some samples of a batch of `size` of a model's inputs."""
 
     def cut(value: Tensor) -> Tensor:
         return value[samples] if value.ndim > 0 and len(value) == size else value

@@ -19,7 +19,7 @@ from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.methods.feature_correction import check_features, thinned
-from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.methods.interface import MethodInputs, WeightsOnly
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.setting_checks import Check, integer, is_number
@@ -54,7 +54,7 @@ class Lesson:
     target: Tensor
 
 
-class Distillation:
+class Distillation(WeightsOnly):
     """Trains all weights of a merged model's blocks towards the experts' final features, by Adam.
 
     The loss is the squared distance to the expert's final features relative to their squared norm,
@@ -182,16 +182,6 @@ class Distillation:
                 f"(now {self.learning_rate})"
             )
         return {task: torch.stack(values).tolist() for task, values in losses.items()}
-
-    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The samples of the last call of `post_merge`."""
-        split = self._settings.calibration_split
-        drawn = {task: self._drawn[task] for task in tasks if task in self._drawn}
-        return {task: {"samples": number, "split": split} for task, number in drawn.items()}
-
-    def added(self, model: nn.Module) -> dict[str, int]:
-        """Nothing: the trained weights take the merged ones' place."""
-        return {}
 
     def _drawn_lessons(self, task: str, lessons: Sequence[Lesson]) -> Iterator[Lesson]:
         """Batches of one task in random order, anew in every pass."""

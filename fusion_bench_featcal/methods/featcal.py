@@ -1,6 +1,5 @@
 """FeatCal as a post-merging method on a model pool."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -11,7 +10,7 @@ from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
-from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.methods.interface import MethodInputs, WeightsOnly
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -34,7 +33,7 @@ def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[s
     return inputs.batches(settings)
 
 
-class FeatCal:
+class FeatCal(WeightsOnly):
     """Calibrates a merged model; its settings are the fields of `FeatCalSettings`."""
 
     name: ClassVar = "featcal"
@@ -93,13 +92,3 @@ class FeatCal:
         )
         self._drawn = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         return result.model
-
-    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The samples of the last call of `post_merge`."""
-        split = self._settings.calibration_split
-        drawn = {task: self._drawn[task] for task in tasks if task in self._drawn}
-        return {task: {"samples": number, "split": split} for task, number in drawn.items()}
-
-    def added(self, model: nn.Module) -> dict[str, int]:
-        """Nothing: the calibrated weights take the merged ones' place."""
-        return {}

@@ -102,6 +102,23 @@ class PostMerging(Protocol):
         ...
 
 
+class WeightsOnly:
+    """Part of methods that make other weights for the merged model from calibration samples."""
+
+    _settings: FeatCalSettings
+    _drawn: dict[str, int]  # by task, of the last call of `post_merge`
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The samples of the last call of `post_merge`."""
+        split = self._settings.calibration_split
+        drawn = {task: self._drawn[task] for task in tasks if task in self._drawn}
+        return {task: {"samples": number, "split": split} for task, number in drawn.items()}
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Nothing: new weights take the merged ones' place."""
+        return {}
+
+
 class Chain:
     """Several methods, each applied to the model that the one before it made."""
 
