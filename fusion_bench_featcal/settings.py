@@ -61,11 +61,12 @@ class FeatCalSettings:
             names (with `auto` and no labels the last one); all other rows count, too. `auto`:
             sensitivity for language models. Not for the paper's order, target and ridge.
         augment: Changed copies of calibration samples that are used besides them: null: none;
-            `auto`: of images three jittered ones (turned by up to 8 degrees, scaled and shifted by
-            up to 8 %), of other inputs none; `jitter`: the same, but images are a must; or a
-            mapping with the `_target_` of a callable that takes a batch of one sample and a
-            torch.Generator, its arguments, and `copies` (3). A copy depends on seed, task and the
-            sample's number alone.
+            `auto`: of images jittered ones (turned by up to 8 degrees, scaled and shifted by up
+            to 8 %), of other inputs none; `jitter`: the same, but images are a must; or a mapping
+            with the `_target_` of a callable that takes a batch of one sample and a
+            torch.Generator, its arguments, and the number of `copies` of a sample. Without it
+            there are as many as bring a task to 256 samples, from 1 to 7. A copy depends on seed,
+            task and the sample's number alone.
         held_out: Samples of each task that take no part in the solves, and on which the calibrated
             model is compared with the merged one: how many, >= 0, or `auto`: one of eight, at most
             32, and none where a task has fewer than 16. They are the last ones.

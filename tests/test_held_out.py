@@ -205,7 +205,7 @@ def test_copies_are_made_of_the_others_only():
     (first, *_) = run_fast(suite, held_out=2, augment="jitter", **PLUS).log.of_kind("task")
     positions = 1 + (8 // 4) ** 2
     assert (first["samples"], first["held_out"]) == (6 + 2, 2)
-    assert first["rows"] == 6 * 4 * positions
+    assert first["rows"] == 6 * 8 * positions
 
 
 @pytest.mark.parametrize(

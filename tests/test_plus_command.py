@@ -30,6 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "method=featcal/plus",
         "modelpool=clip-vit-mini_alphabets2",
         f"method.samples_per_task={SAMPLES}",
+        "+modelpool.featcal.presets.mini={ridge_lambda: 1e-4, mix_alpha: 0.3, anchor_rho: 1.0}",
         "method.compare_with=[merged]",
         f"path.log_dir={folder}/log",
     ]
@@ -72,7 +73,7 @@ def test_log_has_the_choices_and_the_copies(run: Run) -> None:
         assert record["writes"] == record["module"].endswith(("out_proj", "fc2"))
     tasks = [record for record in records(run[0]) if record["kind"] == "task"]
     assert len(tasks) == 4 * len(TASKS)
-    assert {record["rows"] for record in tasks} == {17 * SAMPLES * 4}  # one and three copies
+    assert {record["rows"] for record in tasks} == {17 * SAMPLES * 8}  # one and seven copies
 
 
 def test_reads_are_those_planned(run: Run) -> None:

@@ -277,6 +277,20 @@ MUTATIONS = [
         COPIES,
     ),
     Mutation(
+        "plus: as many copies however many samples there are",
+        "engine/augmentation.py",
+        "missing = ceil(ENOUGH / settings.samples_per_task) - 1",
+        "missing = 3",
+        COPIES,
+    ),
+    Mutation(
+        "plus: no end of copies where samples are few",
+        "engine/augmentation.py",
+        "return max(1, min(missing, MOST))",
+        "return max(1, missing)",
+        COPIES,
+    ),
+    Mutation(
         "plus: every copy is the same",
         "engine/augmentation.py",
         "task, number, copy)",

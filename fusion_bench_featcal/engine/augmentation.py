@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import cos, radians, sin
+from math import ceil, cos, radians, sin
 from pkgutil import resolve_name
 from typing import Any
 
@@ -17,8 +17,8 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-COPIES = 3
-"""Copies of each sample besides itself, unless `method.augment` says otherwise."""
+ENOUGH, MOST = 256, 7
+"""Samples of a task, copies among them, beyond which further ones gain little; copies of each."""
 
 Change = Callable[[Any, torch.Generator], Any]
 """Makes a changed copy of a batch of model inputs, from the given random numbers alone.
@@ -203,11 +203,15 @@ def _joined(parts: Sequence[Any], count: int) -> Any:
 
 
 def copies_of(settings: FeatCalSettings, inputs: Any) -> int:
-    """Number of changed copies that are made of a batch of a model's inputs."""
+    """Number of changed copies that are made of each sample in a batch of a model's inputs."""
     augment = settings.augment
     if augment is None or (augment == "auto" and images_of(inputs) is None):
         return 0
-    return augment.get("copies", COPIES) if isinstance(augment, Mapping) else COPIES
+    given = augment.get("copies") if isinstance(augment, Mapping) else None
+    if given is not None:
+        return given
+    missing = ceil(ENOUGH / settings.samples_per_task) - 1
+    return max(1, min(missing, MOST))
 
 
 def change_of(augment: Any) -> Change:

@@ -33,7 +33,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch, *draws: float) -> torch.Generator:
 
 
 def copies_of(task: str = "a", inputs: Any = IMAGES, start: int = 0, **more: Any) -> list[Any]:
-    values: dict[str, Any] = {"augment": "jitter"}
+    values: dict[str, Any] = {"augment": "jitter", "samples_per_task": 64}
     settings = FeatCalSettings(**(values | more))
     batch = Batch(inputs, len(inputs) if isinstance(inputs, Tensor) else 3, start=start)
     found = list(augmented(task, [batch], settings))
@@ -140,11 +140,21 @@ def test_copies_depend_on_seed_task_place_and_number_alone():
     again = copies_of()
     assert all(map(torch.equal, again, wanted))
     torch.manual_seed(7)
-    assert all(map(torch.equal, copies_of(samples_per_task=9, batch_size=2), wanted))
+    assert all(map(torch.equal, copies_of(samples_per_task=85, batch_size=2), wanted))
     others = copies_of("b") + copies_of(seed=1) + copies_of(start=4)
     every = [*wanted, *others]
     for one in range(len(every)):
         assert not any(torch.equal(every[one], every[other]) for other in range(one))
+
+
+@pytest.mark.parametrize(
+    ("samples", "count"), [(1, 7), (8, 7), (32, 7), (43, 5), (64, 3), (100, 2), (256, 1), (999, 1)]
+)
+def test_copies_bring_a_task_to_256_images(samples: int, count: int):
+    assert len(copies_of(samples_per_task=samples)) == count
+    target = {"_target_": f"{HERE}.Negative", "times": 2.0}
+    assert len(copies_of(samples_per_task=samples, augment=target)) == count
+    assert len(copies_of(samples_per_task=samples, augment=target | {"copies": 2})) == 2
 
 
 def test_none_and_auto_on_what_are_no_images_make_no_copies():
@@ -157,7 +167,7 @@ def test_none_and_auto_on_what_are_no_images_make_no_copies():
 def test_copies_are_in_the_folds_of_the_samples_that_they_are_of(start: int):
     batch = Batch(IMAGES, 3, index=5, start=start)
     batch.folds[0] = "a cache of this batch alone"
-    found = list(augmented("a", [batch], FeatCalSettings(augment="jitter")))
+    found = list(augmented("a", [batch], FeatCalSettings(augment="jitter", samples_per_task=64)))
     assert len(found) == 4 and not any(copy.folds or copy.marks for copy in found[1:])
     batch.folds.clear()
     rows = torch.arange(3)[:, None]
@@ -171,7 +181,7 @@ def test_copies_are_in_the_folds_of_the_samples_that_they_are_of(start: int):
 @pytest.mark.parametrize("start", [0, 2, 7])
 def test_folds_of_copies_in_one_batch_with_their_originals(start: int):
     batch = Batch(normal(0, 8, 2, 8, 6).float(), 8, index=5, start=start)
-    (whole,) = augmented("a", [batch], FeatCalSettings(augment="jitter"))
+    (whole,) = augmented("a", [batch], FeatCalSettings(augment="jitter", samples_per_task=64))
     assert (whole.samples, whole.index, whole.start) == (32, 5, start)
     assert torch.equal(whole.inputs[:8], batch.inputs)
     rows = torch.arange(32)[:, None]
@@ -191,7 +201,8 @@ class Noise:
 
 @pytest.mark.parametrize("augment", ["jitter", {"_target_": f"{HERE}.Noise", "copies": 3}])
 def test_copies_do_not_depend_on_the_samples_in_one_batch_with_them(augment: Any):
-    images, settings = normal(0, 8, 2, 8, 6).float(), FeatCalSettings(augment=augment)
+    images = normal(0, 8, 2, 8, 6).float()
+    settings = FeatCalSettings(augment=augment, samples_per_task=64)
     found: list[Tensor] = []
     for sizes in ([8], [3, 5], [1] * 8, [4, 4]):
         by_copy: list[list[Tensor]] = [[] for _ in range(4)]
@@ -304,7 +315,7 @@ def test_calibration_sees_the_copies():
     with pytest.raises(AssertionError, match="differs"):
         assert_identical(auto.model, plain.model)
     rows = [result.log.of_kind("task")[0]["rows"] for result in (plain, auto)]
-    assert rows == [5 * 7, 4 * 5 * 7]
+    assert rows == [5 * 7, 8 * 5 * 7]
 
 
 def same() -> Any:

@@ -224,7 +224,7 @@ def test_held_out_samples_have_no_copies(clip: Request):
     every = planned(clip, augment="jitter", held_out=0, **PLUS)
     fewer = planned(clip, augment="jitter", held_out=16, **PLUS)
     shares = [plan.parts["activations"] for plan in (fewer, every)]
-    assert shares[0] / shares[1] == pytest.approx((16 * 4 + 16) / (32 * 4), rel=1e-3)
+    assert shares[0] / shares[1] == pytest.approx((16 * 8 + 16) / (32 * 8), rel=1e-3)
 
 
 def test_features_wait_where_there_is_room(clip: Request, monkeypatch: pytest.MonkeyPatch):
