@@ -254,7 +254,17 @@ class Activations:
 def tensor_bytes(value: Any) -> int:
     """Bytes of the tensors in a nested value, each counted once."""
     sizes: dict[int, int] = {}
-    _mapped(value, Tensor, lambda tensor: sizes.setdefault(id(tensor), tensor.nbytes))
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Tensor):
+            sizes[id(part)] = part.nbytes
+        elif isinstance(part, list | tuple):
+            parts += part
+        elif isinstance(part, dict):
+            parts += part.values()
+        elif is_dataclass(part):
+            parts += [getattr(part, field.name) for field in fields(part)]
     return sum(sizes.values())
 
 
