@@ -70,6 +70,7 @@ class ClipBuilder:
     find_task = staticmethod(image.find_task)
     sets: ClassVar = {"TA6": image.TA6, "all8": image.ALL8, "alphabets2": image.ALPHABETS2}
     spelled_out: ClassVar = ()
+    size: ClassVar[dict[str, int]] = {}  # of the vision tower, where it is not the suite's
 
     def __init__(
         self, suite: str, folder: Path, tasks: Sequence[str], recipe: Recipe, seed: int, log: Log
@@ -84,7 +85,7 @@ class ClipBuilder:
 
     def new_model(self) -> CLIPModel:
         """Return the untrained model."""
-        return new_model(self.vocabulary, self.seed)
+        return new_model(self.vocabulary, self.seed, **self.size)
 
     def pretrain(self, model: CLIPModel) -> None:
         """Train the whole model on plain pictures of all tasks."""
@@ -166,7 +167,9 @@ class ClipBuilder:
         return dict(self.processor(text=prompts, padding=True, return_tensors="pt"))
 
 
-def new_model(vocabulary: dict[str, int], seed: int) -> CLIPModel:
+def new_model(
+    vocabulary: dict[str, int], seed: int, *, width: int = 192, depth: int = 4
+) -> CLIPModel:
     """Return an untrained CLIP of 28 px, patch 7, 4 vision blocks of 192, 2 text blocks of 64.
 
     The usual initial scales barely learn at this size: token, patch and position embeddings start
@@ -185,9 +188,9 @@ def new_model(vocabulary: dict[str, int], seed: int) -> CLIPModel:
         pad_token_id=vocabulary[EOS],
     )
     vision = CLIPVisionConfig(
-        hidden_size=192,
-        intermediate_size=768,
-        num_hidden_layers=4,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=depth,
         num_attention_heads=4,
         image_size=IMAGE_SIZE,
         patch_size=PATCH_SIZE,
