@@ -27,9 +27,8 @@ from rich.progress import track
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.results.long_table import worst_task
 
-CONFIG = Path(__file__).parents[1] / "config" / "method" / "featcal" / "plus.yaml"
+CONFIG = Path(__file__).parents[1] / "config" / "featcal_settings" / "plus.yaml"
 PLUS: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-PLUS.pop("defaults")
 PAPER = {name: getattr(FeatCalSettings, name) for name in PLUS}
 # The paper's settings for each kind of model; on language models on the positions that do best.
 PAPERS: dict[str, dict[str, Any]] = {

@@ -20,6 +20,7 @@ import fusion_bench_featcal.compat  # noqa: F401
 
 # isort: split
 import torch
+from plus import PLUS
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
@@ -27,17 +28,11 @@ from fusion_bench_featcal.data.pictures import to_pixels
 from fusion_bench_featcal.suites import image
 
 SCALE, BATCH = 0.3, 16
-PLUS: dict[str, Any] = {
-    "order": "module",
-    "target": "residual",
-    "ridge": "kfold",
-    "stages": 2,
-    "calibrate_norm": False,
-}
+ALONE: dict[str, Any] = PLUS | {"held_out": 0, "trials": 1, "task_weights": None}
 ROWS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "FeatCal+ without copies": PLUS,
-    "FeatCal+": PLUS | {"augment": "auto"},
+    "FeatCal+ without copies": ALONE | {"augment": None},
+    "FeatCal+": ALONE,
 }
 
 

@@ -8,7 +8,7 @@ set -euo pipefail
 folder="${1:-outputs/compare-full}"
 pool=clip-vit-mini_TA6
 cells=surgery,surgery:calibration,prob_surgery,prob_surgery:calibration,ridge_surgery
-cells="[$cells,featcal,featcal:mini,featcal+ridge_surgery]"
+cells="[$cells,featcal,featcal:plus,featcal+ridge_surgery]"
 
 fusion_bench method=compare "modelpool=$pool" "path.log_dir=$folder/grid"
 for samples in 256 8; do

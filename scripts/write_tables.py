@@ -98,16 +98,6 @@ def own_task() -> str:
     return block[1]
 
 
-def preset_choice() -> str:
-    """The ten best settings of `scripts/choose_preset.py`, and how many were tried."""
-    with (RESULTS / "preset_choice.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    names = list(rows[0])
-    lines = ["| " + " | ".join(names) + " |", "|" + "--:|" * len(names)]
-    lines += ["| " + " | ".join(row[name] for name in names) + " |" for row in rows[:10]]
-    return "\n".join([*lines, "", f"The best 10 of {len(rows)} settings tried."])
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "summary-TA6": lambda: summary_table("TA6"),
     "summary-alphabets2": lambda: summary_table("alphabets2").partition("\n\n")[0],
@@ -130,7 +120,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "far-task": lambda: (ROOT / "benchmarks/results/far_task.md").read_text("utf-8").strip(),
     "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
-    "preset-choice": preset_choice,
 }
 
 
