@@ -20,15 +20,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.progress import track
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.results.long_table import worst_task
+from fusion_bench_featcal.settings import PLUS
 
-CONFIG = Path(__file__).parents[1] / "config" / "featcal_settings" / "plus.yaml"
-PLUS: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
 PAPER = {name: getattr(FeatCalSettings, name) for name in PLUS}
 # The paper's settings for each kind of model; on language models on the positions that do best.
 PAPERS: dict[str, dict[str, Any]] = {

@@ -20,15 +20,15 @@ import fusion_bench_featcal.compat  # noqa: F401
 
 # isort: split
 import torch
-from plus import PLUS
 from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
 from fusion_bench_featcal.data.pictures import to_pixels
+from fusion_bench_featcal.settings import PLUS
 from fusion_bench_featcal.suites import image
 
 SCALE, BATCH = 0.3, 16
-ALONE: dict[str, Any] = PLUS | {"held_out": 0, "trials": 1, "task_weights": None}
+ALONE: dict[str, Any] = {**PLUS, "held_out": 0, "trials": 1, "task_weights": None}
 ROWS: dict[str, dict[str, Any]] = {
     "paper": {},
     "FeatCal+ without copies": ALONE | {"augment": None},

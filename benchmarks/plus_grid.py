@@ -50,8 +50,8 @@ def featcal_rows(pool: str) -> dict[str, dict[str, Any]]:
     """Settings of FeatCal's rows, by name."""
     return {
         "paper": PAPER | PAPERS["clip" if "clip" in pool else "text"],
-        "plus_without_copies": PLUS | {"augment": None},
-        OURS: PLUS,
+        "plus_without_copies": {**PLUS, "augment": None},
+        OURS: {**PLUS},
     }
 
 

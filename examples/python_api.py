@@ -1,4 +1,4 @@
-"""FeatCal in Python, without FusionBench: the bundled small CLIP, merged, calibrated, evaluated.
+"""FeatCal+ in Python, without FusionBench: the bundled small CLIP, merged, calibrated, evaluated.
 
 python examples/python_api.py
 """
@@ -58,7 +58,7 @@ def main(samples: int, test_images: int) -> dict[str, list[float]]:
     """Print and return each task's accuracy before and after calibration."""
     base = load("pretrained")
     merged = merge(base)
-    settings = FeatCalSettings(samples_per_task=samples)
+    settings = FeatCalSettings.plus(samples_per_task=samples)
     result = calibrate(
         merged,
         base,
@@ -71,7 +71,7 @@ def main(samples: int, test_images: int) -> dict[str, list[float]]:
         settings=settings,
     )
     clip = CLIPModel.from_pretrained(image.path(), dtype=torch.float32).eval()
-    print(f"{'accuracy, %':20} {'merged':>8} {'FeatCal':>8}")
+    print(f"{'accuracy, %':20} {'merged':>8} {'FeatCal+':>8}")
     table = {}
     for task in TASKS:
         table[task] = [accuracy(m, clip, task, test_images) for m in (merged, result.model)]

@@ -22,6 +22,23 @@ SETTINGS_OF_THE_RUN = (
 """What is kept where and how it is read: settings without a part in the calibrated model."""
 
 
+PLUS: Mapping[str, Any] = {
+    "order": "module",
+    "target": "residual",
+    "ridge": "kfold",
+    "stages": 2,
+    "ridge_scale": 0.3,
+    "task_weights": "drift",
+    "row_weights": "auto",
+    "augment": "auto",
+    "held_out": "auto",
+    "trials": "auto",
+    "decoder_rows": "auto",
+    "calibrate_norm": False,
+}
+"""FeatCal+, as `config/featcal_settings/plus.yaml` has it for the command line."""
+
+
 class CalibrationError(RuntimeError):
     """A calibration that cannot go on: the message names the place, the cause and the setting."""
 
@@ -244,6 +261,19 @@ class FeatCalSettings:
             "task_weights=drift": self.task_weights == "drift",
         }
         return [f"{name} needs method.held_out, such as auto" for name in wanting if wanting[name]]
+
+    @classmethod
+    def plus(cls, **changes: Any) -> "FeatCalSettings":
+        """Settings of FeatCal+ (docs/plus.md).
+
+        Args:
+            **changes: Other values by name, as the settings take them.
+
+        Raises:
+            ValueError: If a value is out of range.
+            TypeError: If a name is no setting.
+        """
+        return cls(**{**PLUS, **changes})
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -13,11 +13,6 @@ from fusion_bench_featcal.results import Report
 
 SAMPLES = 4
 TASKS = ("mini_balinese", "mini_korean")
-PLUS: dict[str, Any] = {
-    "order": "module", "target": "residual", "ridge": "kfold", "stages": 2, "row_weights": "auto",
-    "augment": "auto", "decoder_rows": "auto", "calibrate_norm": False, "held_out": "auto",
-    "trials": "auto", "task_weights": "drift", "ridge_scale": 0.3,
-}  # fmt: skip
 pytestmark = pytest.mark.slow
 Run = tuple[Path, subprocess.CompletedProcess[str]]
 
@@ -43,7 +38,7 @@ def records(folder: Path, name: str = "calibration_log") -> list[dict[str, Any]]
 
 def test_report_has_the_settings_and_the_pools_presets_begin_with_the_papers(run: Run) -> None:
     report = Report.load(run[0])
-    settings = FeatCalSettings(samples_per_task=SAMPLES, **PLUS)
+    settings = FeatCalSettings.plus(samples_per_task=SAMPLES)
     assert report.settings["featcal"] == settings.as_dict()
     assert list(report.rows) == ["task_arithmetic", "featcal", "featcal:mini"]
     preset = report.settings["featcal:mini"]
