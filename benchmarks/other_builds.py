@@ -44,7 +44,7 @@ def built(folder: Path, name: str) -> dict[str, Any]:
             size: ClassVar = SIZES[name]
 
         BUILDERS[suite] = Builder
-        build(place, suite, SEEDS[name], tasks=image.TA6)
+        build(place, suite, SEEDS[name])
     config = folder / "config" / "modelpool"
     config.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(pool_yaml(place.resolve()), sort_keys=False)
