@@ -22,18 +22,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plus import PAPER, PAPERS, PLUS, figures
+from plus import figures
 from rich.console import Console
 from rich.progress import track
+
+from fusion_bench_featcal.settings import PLUS
 
 SVC = "singular_value_calibration/task_arithmetic"
 # Mergers beside those of `method=compare`, by their FusionBench config.
 FURTHER = {"svc": SVC, "dare": "dare/task_arithmetic", "iso_c": "isotropic_merging/iso_c"}
 UPSTREAMS = ("simple_average", "task_arithmetic", "ties_merging", "adamerging", "wudi", "svc")
-OURS = "plus"
+OURS, WITHOUT_COPIES = "featcal:plus", "plus_without_copies"
+# The paper's settings for T5 are the best of its settings on both text suites.
+PAPERS = {
+    "flan-t5-mini_TA6": "featcal:paper_flan_t5",
+    "llama-mini_TA6": "featcal:paper_flan_t5-targets",
+}
 CORRECTIONS = ("surgery:calibration", "prob_surgery:calibration", "distillation")
 FEATCAL = {"_target_": "fusion_bench_featcal.methods.FeatCal"}
-ROWS = ("paper", "plus_without_copies", OURS, *CORRECTIONS)
 MARGIN = 1e-9  # accuracies that differ by less are equal
 
 
@@ -46,29 +52,16 @@ class Cell:
     seed: int
 
 
-def featcal_rows(pool: str) -> dict[str, dict[str, Any]]:
-    """Settings of FeatCal's rows, by name."""
-    return {
-        "paper": PAPER | PAPERS["clip" if "clip" in pool else "text"],
-        "plus_without_copies": {**PLUS, "augment": None},
-        OURS: {**PLUS},
-    }
-
-
 def command(options: argparse.Namespace, samples: int, seed: int) -> list[str]:
     """The command of one comparison."""
-    draw = {"samples_per_task": samples, "seed": seed}
-    featcal = {name: FEATCAL | row | draw for name, row in featcal_rows(options.pool).items()}
-    entries = [
-        f"+method.post_merging_methods.{name}={_in_one_line(row)}"
-        for name, row in featcal.items()
-        if name in options.rows
-    ]
+    own = FEATCAL | {**PLUS, "augment": None, "samples_per_task": samples, "seed": seed}
+    entry = json.dumps(own).replace('"', "")
+    entries = [f"+method.post_merging_methods.{WITHOUT_COPIES}={entry}"]
     further = [name for name in options.upstreams if name in FURTHER]
     return [
         *(sys.executable, "-m", "fusion_bench.scripts.cli", "method=compare"),
         *(f"+method@method.upstream_mergers.{name}={FURTHER[name]}" for name in further),
-        *entries,
+        *(entries if WITHOUT_COPIES in options.rows else ()),
         f"modelpool={options.pool}",
         f"method.upstreams=[{','.join(options.upstreams)}]",
         "method.alone=[]",
@@ -81,10 +74,6 @@ def command(options: argparse.Namespace, samples: int, seed: int) -> list[str]:
         f"path.log_dir={log_dir(options, samples, seed)}",
         "print_config=false",
     ]
-
-
-def _in_one_line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value).replace('"', "")
 
 
 def log_dir(options: argparse.Namespace, samples: int, seed: int) -> Path:
@@ -126,8 +115,12 @@ def table(found: Mapping[Cell, Any], upstream: str, samples: int, rows: Sequence
     return "\n".join(lines)
 
 
+def _is_paper(name: str) -> bool:
+    return name in ("featcal", *PAPERS.values())
+
+
 def _shown(name: str, upstream: str) -> str:
-    words = {OURS: "**FeatCal+**", "plus_without_copies": "FeatCal+ without copies"}
+    words = {OURS: "**FeatCal+**", WITHOUT_COPIES: "FeatCal+ without copies", "featcal": "paper"}
     return words.get(name, "merged" if name == upstream else name.replace("_", " "))
 
 
@@ -147,7 +140,8 @@ def verdict(found: Mapping[Cell, Any], rows: Sequence[str]) -> list[str]:
     }
     lines = []
     if OURS in rows:
-        others = {"the paper's settings": ["paper"], "every other correction": CORRECTIONS}
+        papers = [name for name in rows if _is_paper(name)]
+        others = {"the paper's settings": papers, "every other correction": CORRECTIONS}
         for words, names in others.items():
             present = [name for name in names if name in rows]
             if present:
@@ -187,7 +181,7 @@ def main() -> None:
     )
     parser.add_argument("--pool", default="clip-vit-mini_TA6")
     parser.add_argument("--upstreams", nargs="+", default=UPSTREAMS)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--rows", nargs="+", help="rows of method=compare; default: all of ours")
     parser.add_argument("--samples", type=int, nargs="+", default=[8, 32, 64, 256])
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--steps", type=int, default=1000, help="of Surgery and ProbSurgery")
@@ -195,7 +189,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="run here: its config may define the pool")
     parser.add_argument("--out", type=Path, help="Markdown file")
     options = parser.parse_args()
-    options.rows, options.upstreams = list(options.rows), list(options.upstreams)
+    copies = [WITHOUT_COPIES] if "clip" in options.pool else []
+    paper = PAPERS.get(options.pool, "featcal")
+    options.rows = options.rows or [paper, *copies, OURS, *CORRECTIONS]
+    options.upstreams = list(options.upstreams)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = dict(run(options))
     report = next(iter(found.values()))

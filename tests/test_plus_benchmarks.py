@@ -13,19 +13,19 @@ from plus_grid import Cell
 
 
 def report(paper: float, plus: float, surgery: float, worst: float = 0.5) -> Any:
-    """Two tasks of which `plus` has the given worst; all others score alike on both."""
+    """Two tasks of which `featcal:plus` has the given worst; all others score alike on both."""
     rows = {
         "experts": {"a": 0.9, "b": 0.9, "average": 0.9},
         "merged": {"a": 0.5, "b": 0.5, "average": 0.5},
-        "paper": {"a": paper, "b": paper, "average": paper},
-        "plus": {"a": worst, "b": 2 * plus - worst, "average": plus},
+        "featcal": {"a": paper, "b": paper, "average": paper},
+        "featcal:plus": {"a": worst, "b": 2 * plus - worst, "average": plus},
         "surgery:calibration": {"a": surgery, "b": surgery, "average": surgery},
     }
-    seconds = {"cost": {"plus": {"seconds": 3.0}}}
+    seconds = {"cost": {"featcal:plus": {"seconds": 3.0}}}
     return {"rows": rows, "tasks": ["a", "b"], "upstream": "merged", **seconds}
 
 
-ROWS = ["paper", "plus", "surgery:calibration"]
+ROWS = ["featcal", "featcal:plus", "surgery:calibration"]
 FOUND = {
     Cell("merged", 8, 42): report(0.6, 0.7, 0.65),
     Cell("merged", 8, 43): report(0.7, 0.65, 0.6, worst=0.4),
