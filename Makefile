@@ -80,9 +80,12 @@ ELSEWHERE := engine results comparison checkpoints reads plan packaging test_res
 	test_plus_benchmarks.py \
 	$(addprefix data/test_,image_cache.py load_images.py pictures.py read_ahead.py labels.py)
 
-test-newest-quick: $(NEWEST)/.installed ## test-newest without fast tests that no transformers release touches
-	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ELSEWHERE:%=--ignore=tests/%)
-	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m slow $(ELSEWHERE:%=tests/%)
+# Slow ones that run real commands and their models.
+COMMANDS := test_plus_command.py test_screen.py test_calibrate_decoders.py tasks golden comparison
+
+test-newest-quick: $(NEWEST)/.installed ## test-newest without what no transformers release touches, and with few slow tests
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow' $(ELSEWHERE:%=--ignore=tests/%)
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m slow $(COMMANDS:%=tests/%)
 
 # Where torchvision fits torch, PYTHONPATH is not needed: see tests_open_clip/sitecustomize.py.
 test-open-clip: $(OPEN_CLIP)/.installed ## the tests that need open_clip, in an environment of their own

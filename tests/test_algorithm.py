@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Comp
     result = fusion_bench(
         [
             "method=featcal",
-            "modelpool=clip-vit-mini_TA6",
+            "modelpool=clip-vit-mini_alphabets2",
             f"method.samples_per_task={SAMPLES}",
             "method.presets={anchor: {ridge_lambda: 1.0e6, expert_read_budget: 50%}}",
             "fabric/loggers=csv_logger",
@@ -53,15 +53,15 @@ def test_report_has_the_rows_asked_for(run) -> None:
     report = Report.load(run[0])
     assert list(report.rows) == ["base", "experts", "task_arithmetic", "featcal", "featcal:anchor"]
     assert report.upstream == "task_arithmetic"
-    assert report.suite == "clip-vit-mini_TA6"
+    assert report.suite == "clip-vit-mini_alphabets2"
     assert report.seeds == {"featcal": 42, "featcal:anchor": 42}
-    assert set(report.tasks) == set(image.TA6)
+    assert set(report.tasks) == set(image.ALPHABETS2)
     assert report.settings["featcal"] == FeatCalSettings(samples_per_task=SAMPLES).as_dict()
-    assert report.samples["featcal"]["mini_greek"] == {"samples": SAMPLES, "split": "train"}
+    assert report.samples["featcal"]["mini_korean"] == {"samples": SAMPLES, "split": "train"}
 
 
 def test_presets_process_no_image_twice(run) -> None:
-    cost, images = Report.load(run[0]).cost, SAMPLES * len(image.TA6)
+    cost, images = Report.load(run[0]).cost, SAMPLES * len(image.ALPHABETS2)
     assert cost["featcal"]["images_processed"] == images
     assert cost["featcal:anchor"]["images_from_memory"] == images
     assert "images_processed" not in cost["featcal:anchor"]
@@ -78,7 +78,8 @@ def test_fusion_bench_gets_the_same_accuracies_and_losses(run) -> None:
     report = Report.load(run[0])
     given = json.loads((run[0] / "program_report.json").read_text())
     for ours, key in ((report.rows, "accuracy"), (report.loss, "loss")):
-        assert {t: given[t][key] for t in image.TA6} == {t: ours["featcal"][t] for t in image.TA6}
+        for task in image.ALPHABETS2:
+            assert given[task][key] == ours["featcal"][task]
     assert report.loss["featcal"]["average"] == pytest.approx(given["average"]["loss"])
     assert report.loss.keys() == report.rows.keys()
 
@@ -108,7 +109,7 @@ def test_log_has_every_block_and_task(run) -> None:
     lines = (run[0] / "calibration_log.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     tasks = [r for r in records if r["kind"] == "task"]
-    assert len(tasks) == 4 * 6
+    assert len(tasks) == 4 * 2
     assert all(r["samples"] == SAMPLES and r["rows"] == 17 * SAMPLES for r in tasks)
     assert all(r["drift_before"] > 0 and r["drift_after"] > 0 for r in tasks)
     modules = [r for r in records if r["kind"] == "module"]
@@ -119,20 +120,20 @@ def test_saved_model_loads_with_plain_transformers_and_gives_the_reported_accura
     log_dir, _ = run
     model = CLIPVisionModel.from_pretrained(log_dir / "calibrated").eval()
     processor: Any = CLIPProcessor.from_pretrained(log_dir / "calibrated")
-    data = image.load_split("mini_greek", "test")
+    data = image.load_split("mini_korean", "test")
     pixels = processor(images=[item["image"] for item in data], return_tensors="pt")["pixel_values"]
     from transformers import CLIPModel
 
     clip = CLIPModel.from_pretrained(image.path()).eval()
     words = processor(
-        text=image.load_arrays("mini_greek").prompts(), return_tensors="pt", padding=True
+        text=image.load_arrays("mini_korean").prompts(), return_tensors="pt", padding=True
     )
     with torch.no_grad():
         head = clip.text_projection(clip.text_model(**words).pooler_output)
         features = clip.visual_projection(model(pixel_values=pixels).pooler_output)
         chosen = (features @ torch.nn.functional.normalize(head, dim=-1).T).argmax(-1)
     correct = chosen.numpy() == np.array([item["label"] for item in data])
-    assert correct.mean() == pytest.approx(Report.load(log_dir).rows["featcal"]["mini_greek"])
+    assert correct.mean() == pytest.approx(Report.load(log_dir).rows["featcal"]["mini_korean"])
 
 
 def test_manifest_of_reads(run) -> None:

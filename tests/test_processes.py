@@ -90,9 +90,13 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], flo
     ),
     "plus, t5": (t5_suite, PLUS, (2,), 10 * ROUNDING),
 }
+SLOW = ("plus, t5", "few samples", "no expert features")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES],
+)
 def test_model_and_log_are_those_of_one_process(name: str):
     make, more, sizes, bound = CASES[name]
     suite = make()

@@ -54,7 +54,7 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any], int]] = {
     "plus": (clip_suite, PLUS, 2),
     "plus, t5": (t5_suite, PLUS, 4),
 }
-SLOW = ("plus, t5",)
+SLOW = ("t5", "plus, t5", "gpt2", "float32", "open_clip")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def same(model: Any, folder: Path) -> bool:
     return all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("fuse", ["auto", False])
+@pytest.mark.parametrize("fuse", ["auto", pytest.param(False, marks=pytest.mark.slow)])
 def test_calibration_comes_first_then_saving_then_evaluations(fuse, tmp_path, monkeypatch) -> None:
     events = Events(monkeypatch)
     report = Report()

@@ -57,6 +57,10 @@ RUNS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "surgery_v2": (PEER + "surgery_v2", CLIP, TRAINED),
 }
 SLOW = (
+    "featcal, t5",
+    "regmean_plusplus",
+    "lot",
+    "surgery_v2",
     "featcal, whole",
     "featcal, other data",
     "featcal, t5 generated",

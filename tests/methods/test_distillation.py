@@ -35,6 +35,7 @@ SUITES: dict[str, Any] = {
     "gpt2": gpt2_suite,
     "residual": residual_suite,
 }
+SLOW = ("llama", "gpt2")
 
 
 def given(suite: Suite) -> Any:
@@ -53,7 +54,13 @@ def distilled(suite: Suite, **settings: Any) -> Any:
     return method.post_merge(copy.deepcopy(suite.merged), given(suite))
 
 
-@pytest.mark.parametrize("make", SUITES.values(), ids=SUITES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, make in SUITES.items()
+    ],
+)
 def test_loss_falls_and_only_blocks_change(make: Any) -> None:
     suite = make()
     experts = copy.deepcopy(suite.experts)

@@ -101,9 +101,9 @@ class LiveBytes(TorchDispatchMode):
     "changes",
     [
         {"samples_per_task": 64},
-        {"samples_per_task": 192},
+        pytest.param({"samples_per_task": 192}, marks=pytest.mark.slow),
         {"samples_per_task": 64, "mix_alpha": 0.0, "log_drift": False},
-        {"samples_per_task": 64, "ridge_lambda": 1e-4},
+        pytest.param({"samples_per_task": 64, "ridge_lambda": 1e-4}, marks=pytest.mark.slow),
     ],
 )
 def test_memory_is_what_tensors_of_a_run_take(changes: dict[str, Any]):
@@ -178,6 +178,7 @@ def test_small_lambda_takes_float64_time_and_memory(clip: Request):
     assert coarse.stages == small.stages
 
 
+@pytest.mark.slow
 def test_levers_lower_something_and_are_shown():
     model = t5_model(width=512).to("meta")
     settings = FeatCalSettings(samples_per_task=64, max_length=64)
