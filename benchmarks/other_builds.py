@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import yaml
-from plus import presets, run, table
+from plus import machine, presets, publish, run, table
 from rich.console import Console
 from rich.progress import track
 
@@ -77,30 +77,24 @@ def main() -> None:
     facts = {name: built(options.folder, name) for name in options.builds}
     jobs = [(n, s, d) for n in options.builds for s in options.samples for d in options.seeds]
     rows = presets("clip-vit-mini_TA6", ["paper", "without copies"])
-    found: dict[str, dict[int, list[Any]]] = {name: {} for name in options.builds}
+    found: dict[str, dict[int, list[Any]]] = {}
     for name, samples, seed in track(jobs, console=Console(stderr=True)):
         with TemporaryDirectory() as logs:
             pool = f"clip-vit-mini_{name}"
             report = run(pool, samples, seed, rows, Path(logs), cwd=options.folder)
-        found[name].setdefault(samples, []).append(report)
+        found.setdefault(name, {}).setdefault(samples, []).append(report)
     words = ["--builds", *options.builds, "--samples", *map(str, options.samples)]
     words += ["--seeds", *map(str, options.seeds)]
     parts = [f"`python benchmarks/other_builds.py --folder ... {shlex.join(words)}`, test data"]
     for name, reports in found.items():
-        if reports:
-            report = next(iter(reports.values()))[0]
-            device, versions = report["device"], report["versions"]
-            size = ", ".join(f"{key} {value}" for key, value in SIZES[name].items())
-            parts += [
-                f"**{name}** (seed {facts[name]['seed']}{f', {size}' if size else ''}), merged by "
-                f"{report['upstream']}; means over {len(options.seeds)} draws; {device['cpu']}, "
-                f"{os.environ['OMP_NUM_THREADS']} thread, torch {versions['torch']}",
-                table(reports),
-            ]
-    text = "\n\n".join(parts)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n", encoding="utf-8")
+        report = next(iter(reports.values()))[0]
+        size = "".join(f", {key} {value}" for key, value in SIZES[name].items())
+        parts += [
+            f"**{name}** (seed {facts[name]['seed']}{size}), merged by {report['upstream']}; means "
+            f"over {len(options.seeds)} draws; {machine(report)}",
+            table(reports),
+        ]
+    publish(parts, options.out)
 
 
 if __name__ == "__main__":

@@ -148,6 +148,23 @@ def table(reports: Mapping[int, list[Any]]) -> str:
     return "\n".join(lines)
 
 
+def machine(report: Any) -> str:
+    """Processor, threads and versions of a run."""
+    device, versions = report["device"], report["versions"]
+    return (
+        f"{device['cpu']}, {os.environ['OMP_NUM_THREADS']} thread, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}"
+    )
+
+
+def publish(parts: Iterable[str], out: Path | None) -> None:
+    """Print paragraphs, and write them into a Markdown file if one is named."""
+    text = "\n\n".join(parts)
+    print(text)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Read the options, run everything and print the table."""
     parser = argparse.ArgumentParser(
@@ -170,12 +187,10 @@ def main() -> None:
                 run(options.pool, samples, seed, rows, Path(folder))
             )
     report = reports[options.samples[0]][0]
-    device, versions = report["device"], report["versions"]
     print(
         f"`python benchmarks/plus.py {shlex.join(sys.argv[1:])}`: {report['suite']}, "
         f"{report['upstream']}, test data, mean of {len(options.seeds)} draws (least and most "
-        f"in brackets); {device['cpu']}, {os.environ['OMP_NUM_THREADS']} thread, torch "
-        f"{versions['torch']}, transformers {versions['transformers']}\n"
+        f"in brackets); {machine(report)}\n"
     )
     print(table(reports))
 

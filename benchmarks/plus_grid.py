@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plus import figures
+from plus import figures, machine, publish
 from rich.console import Console
 from rich.progress import track
 
@@ -196,23 +196,17 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = dict(run(options))
     report = next(iter(found.values()))
-    device, versions = report["device"], report["versions"]
     words = re.sub(r"--(results-dir|out|folder) \S+ ?", "", shlex.join(sys.argv[1:])).strip()
     parts = [
         f"`python benchmarks/plus_grid.py --results-dir ... {words}`: {report['suite']}, test "
-        f"data, means over {len(options.seeds)} draws (least to most); {device['cpu']}, "
-        f"{os.environ['OMP_NUM_THREADS']} thread, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}",
+        f"data, means over {len(options.seeds)} draws (least to most); {machine(report)}",
         "\n".join(f"- {line}" for line in verdict(found, options.rows)),
     ]
     for upstream in options.upstreams:
         for samples in options.samples:
             parts.append(f"**{upstream}, n = {samples}**")
             parts.append(table(found, upstream, samples, options.rows))
-    text = "\n\n".join(parts)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    publish(parts, options.out)
 
 
 if __name__ == "__main__":

@@ -299,9 +299,8 @@ class FeatCalSettings:
         """Copy in which modules are solved as the paper has it: where a pool's presets begin."""
         if self.is_paper:
             return self
-        names = ["order", "target", "ridge", "stages", "ridge_scale", "task_weights", "row_weights"]
-        names += ["augment", "calibrate_norm", "held_out", "trials", "strict"]
-        names += ["decoder_rows"] * (self.decoder_rows == "auto")
+        kept = () if self.decoder_rows == "auto" else ("decoder_rows",)
+        names = {*PLUS, "strict"}.difference(kept)
         return self.replace(**{name: getattr(FeatCalSettings, name) for name in names})
 
     @property

@@ -142,9 +142,9 @@ def keep_results(runs: Path) -> None:
         shutil.copyfile(one_run / "report.json", target / "run.json")
     drawn = runs / "TA6" / "task_arithmetic-42"
     with tempfile.TemporaryDirectory() as folder:
-        for figure in plot_run(drawn, Path(folder)) if drawn.is_dir() else ():
-            if Path(figure).name in ("accuracy.png", "drift.png"):  # depth.png is another run's
-                shutil.copyfile(figure, FIGURES / Path(figure).name)
+        if drawn.is_dir() and plot_run(drawn, Path(folder)):
+            for name in ("accuracy.png", "drift.png"):  # depth.png is another run's
+                shutil.copyfile(Path(folder) / name, FIGURES / name)
 
 
 def keep_comparisons(folder: Path) -> None:

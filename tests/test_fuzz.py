@@ -3,7 +3,7 @@
 import pytest
 from fuzzing import outcome, random_case
 
-SEEDS = range(30)
+SEEDS = [*range(30), *(pytest.param(n, marks=pytest.mark.slow) for n in range(30, 60))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

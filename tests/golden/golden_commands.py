@@ -16,9 +16,12 @@ from typing import Any
 
 POOL = "modelpool=clip-vit-mini_alphabets2"
 FEW = "method.samples_per_task=8"
-PRESETS = "method.presets={mini: {ridge_lambda: 1e-4, mix_alpha: 0.3, anchor_rho: 1.0}}"
+PRESETS = "presets={mini: {ridge_lambda: 1e-4, mix_alpha: 0.3, anchor_rho: 1.0}}"
 JOBS: dict[str, list[str]] = {
-    "featcal": ["method=featcal", POOL, FEW, PRESETS, 'merged_model_save_path="{log_dir}/model"'],
+    "featcal": [
+        *("method=featcal", POOL, FEW, f"method.{PRESETS}"),
+        'merged_model_save_path="{log_dir}/model"',
+    ],
     "surgery": ["method=surgery", POOL, FEW, "method.steps=2"],
     "compare": [
         "method=compare",

@@ -11,6 +11,7 @@ import fusion_bench_featcal  # noqa: F401
 # isort: split
 from fusion_bench.constants.paths import DEFAULT_CONFIG_PATH
 from fusion_bench.utils import instantiate
+from golden_commands import PRESETS
 from golden_models import stable_name
 from golden_parameters import Sketch, sketch
 from hydra import compose, initialize_config_dir
@@ -20,7 +21,6 @@ from safetensors.torch import load_file
 
 CLIP, T5, LLAMA = "clip-vit-mini_alphabets2", "flan-t5-mini_TA6", "llama-mini_TA6"
 FEW = ("samples_per_task=8",)
-MINI = "{mini: {ridge_lambda: 1e-4, mix_alpha: 0.3, anchor_rho: 1.0}}"
 ALONE = (*FEW, "presets={}")
 TRAINED = (*FEW, "steps=5", "batch_size=4")
 PEER = "featcal_baselines/"
@@ -28,7 +28,7 @@ RUNS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "featcal": ("featcal", CLIP, ALONE),
     "featcal, whole": ("featcal", CLIP, (*ALONE, "fuse_merge=false", "stream_experts=false")),
     "featcal, other data": ("featcal", CLIP, (*ALONE, "seed=7", "calibration_split=test")),
-    "featcal, preset": ("featcal", CLIP, (*FEW, f"presets={MINI}", "save=featcal:mini")),
+    "featcal, preset": ("featcal", CLIP, (*FEW, PRESETS, "save=featcal:mini")),
     "featcal, t5": ("featcal", T5, ("samples_per_task=4", "presets={}")),
     "featcal, t5 generated": (
         "featcal/paper_flan_t5",
