@@ -50,12 +50,14 @@ PARTS: dict[str, dict[str, Any]] = {
     },
     "all samples in the solves": ONE | {"held_out": 0},
     "one calibration": ONE,
-    "lambdas as chosen": ONE | {"ridge_scale": 1.0},
+    "towards the merged weights": ONE | {"augment": None, "anchor_rho": 1.0},
+    "lambdas times 0.3": ONE | {"ridge_scale": 0.3},
+    "lambdas times 3": ONE | {"ridge_scale": 3.0},
     "uniform rows": ONE | {"augment": None, "row_weights": "uniform"},
     "one stage": ONE | {"augment": None, "stages": 1},
     "module targets": ONE | {"augment": None, "target": "module"},
     "block order": ONE | {"augment": None, "order": "block"},
-    "fixed lambda": ONE | {"augment": None, "ridge": "fixed", "ridge_scale": 1.0, "stages": 1},
+    "fixed lambda": ONE | {"augment": None, "ridge": "fixed", "stages": 1},
 }
 
 

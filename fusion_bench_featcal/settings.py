@@ -27,7 +27,6 @@ PLUS: Mapping[str, Any] = {
     "target": "residual",
     "ridge": "kfold",
     "stages": 2,
-    "ridge_scale": 0.3,
     "task_weights": "drift",
     "row_weights": "auto",
     "augment": "auto",
@@ -54,7 +53,8 @@ class FeatCalSettings:
             It is relative: every task's gram enters with Frobenius norm 1.
         mix_alpha: Share of the expert's features in the target input (alpha, Eq. 10), 0 to 1.
         anchor_rho: Anchor extrapolation (rho, Eq. 11): 0 is the base, 1 the merged model; -1000
-            to 1000.
+            to 1000. With `ridge` `kfold`, 2 is as far beyond the experts' steps as the merged model
+            falls short of them.
         eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
             (Eqs. 14, 17), 0 to 1e12.
         order: Solve all modules of a `block` from one look at it (Algorithm 1), or each `module`
@@ -62,8 +62,8 @@ class FeatCalSettings:
         target: Towards the expert's output of each `module` (Eq. 10), or, for modules that write to
             the hidden features, towards the expert's hidden features (`residual`): they then make
             up for what earlier modules have left.
-        ridge: A `fixed` `ridge_lambda` with `mix_alpha` and `anchor_rho`, or `kfold`: strengths are
-            chosen for each module by 4-fold held-out error, and these three have no part. Unless
+        ridge: A `fixed` `ridge_lambda` with `mix_alpha`, or `kfold`: strengths are chosen for each
+            module by 4-fold held-out error, and these two have no part. Unless
             all of order, target and ridge are the paper's, a fixed lambda is relative to the norm
             of the summed Gram matrix, divided by the number of tasks.
         stages: With `ridge` `kfold`: 1: solve towards the target alone; 2: first towards what the
@@ -246,7 +246,7 @@ class FeatCalSettings:
             clashes += [
                 f"{name}={getattr(self, name)} has no part in method.ridge=kfold: leave it at its "
                 f"default, {getattr(FeatCalSettings, name)}"
-                for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps")
+                for name in ("ridge_lambda", "mix_alpha", "eps")
                 if getattr(self, name) != getattr(FeatCalSettings, name)
             ]
         return clashes
@@ -300,7 +300,7 @@ class FeatCalSettings:
         if self.is_paper:
             return self
         kept = () if self.decoder_rows == "auto" else ("decoder_rows",)
-        names = {*PLUS, "strict"}.difference(kept)
+        names = {*PLUS, "ridge_scale", "strict"}.difference(kept)
         return self.replace(**{name: getattr(FeatCalSettings, name) for name in names})
 
     @property
@@ -311,7 +311,7 @@ class FeatCalSettings:
     @property
     def needs_base(self) -> bool:
         """Return whether anchors are made of the base model."""
-        return self.ridge == "fixed" and self.anchor_rho != 1
+        return self.anchor_rho != 1 and (self.ridge == "fixed" or self.stages == 2)
 
     @property
     def runs_experts(self) -> bool:

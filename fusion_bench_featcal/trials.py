@@ -12,7 +12,7 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-SMALLER = 0.3
+LARGER = 3.0
 """Factor of the lambdas that is tried."""
 
 UNEVEN = 2.0
@@ -119,8 +119,8 @@ def _rounded(value: Any) -> Any:
 Change = dict[str, Any]
 
 
-def _smaller_lambdas(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
-    return {"ridge_scale": settings.ridge_scale * SMALLER} if settings.ridge == "kfold" else None
+def _larger_lambdas(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
+    return {"ridge_scale": settings.ridge_scale * LARGER} if settings.ridge == "kfold" else None
 
 
 def _more_for_far_tasks(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
@@ -150,7 +150,7 @@ def _as_published(settings: FeatCalSettings, seen: Agreement, text: bool) -> Cha
 
 
 CHANGES: tuple[Callable[[FeatCalSettings, Agreement, bool], Change | None], ...] = (
-    _smaller_lambdas,
+    _larger_lambdas,
     _more_for_far_tasks,
     _still_more,
     _other_rows,

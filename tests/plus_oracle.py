@@ -67,11 +67,27 @@ class Sums:
         system = self.gram + penalty * torch.eye(len(self.gram), dtype=torch.float64)
         return torch.linalg.solve(system, right.T).T
 
-    def first(self, l1: float | None) -> Tensor:
-        """Stage 1's map of the own drift; without that stage, zero."""
+    def first(self, l1: float | None, anchor: Tensor | float = 0.0) -> Tensor:
+        """Stage 1's map of the own drift, pulled towards an anchor; without that stage, zero."""
         if l1 is None:
             return torch.zeros_like(self.own)
-        return self.ridge(self.own, l1 * self.scale)
+        pull = l1 * self.scale
+        return self.ridge(self.own + pull * anchor, pull)
+
+    def missing(self, step: Tensor, tasks: int) -> Tensor:
+        """By how much a step from the base is too short to do what the experts' steps do."""
+        given = self.rows.x @ step.T
+        wanted = self.rows.own + given
+        if self.biased:
+            given, wanted = given - self.mean(given), wanted - self.mean(wanted)
+
+        def mean(one: Tensor, other: Tensor) -> float:
+            return float(self.mean((one * other).sum(dim=1)))
+
+        reached = mean(wanted, given)
+        if not reached > 0:
+            return torch.zeros_like(step)
+        return step * (min(mean(wanted, wanted) / reached, tasks) - 1)
 
     def second(self, start: Tensor, l2: float) -> Tensor:
         """Stage 2's map of the full drift, pulled towards stage 1's."""
@@ -185,16 +201,17 @@ def solve(
     sums = Sums(table, biased)
     weight, bias = parameters_of(model, group)
     target = table.full
+    beyond, step = settings.anchor_rho - 1, weight - parameters_of(base, group)[0]
     if settings.ridge == "fixed":
         alpha = settings.mix_alpha
         target = (1 - alpha) * table.own + alpha * table.full
         pull = settings.ridge_lambda * float(sums.gram.norm()) / tasks
-        anchor = (settings.anchor_rho - 1) * (weight - parameters_of(base, group)[0])
-        change = sums.ridge(sums.moment(target, table.x) + pull * anchor, pull)
+        change = sums.ridge(sums.moment(target, table.x) + pull * beyond * step, pull)
     else:
         l1, l2 = choice(table, biased, settings.stages)
         l1 = None if l1 is None else l1 * settings.ridge_scale
-        change = sums.second(sums.first(l1), l2 * settings.ridge_scale)
+        anchor = 2 * beyond * sums.missing(step, tasks) if beyond else 0.0
+        change = sums.second(sums.first(l1, anchor), l2 * settings.ridge_scale)
     weight, bias = weight + change, bias + sums.offset(target, change)
     new, start = {}, 0
     for name in group:

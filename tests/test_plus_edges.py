@@ -245,8 +245,7 @@ CLASHES: list[tuple[dict[str, Any], str]] = [
             rf"default, {default}$",
         )
         for name, value, default in (
-            ("ridge_lambda", 0.1, 0.05), ("mix_alpha", 0.5, 0.3), ("anchor_rho", 1.0, 2.0),
-            ("eps", 0.5, "1e-08"),
+            ("ridge_lambda", 0.1, 0.05), ("mix_alpha", 0.5, 0.3), ("eps", 0.5, "1e-08"),
         )
     ),
     (PLUS | {"eps": 0.5, "token_weights": "demo_last_block"}, r"; method\.eps="),
@@ -274,7 +273,7 @@ def test_settings_that_clash_say_so(values: dict[str, Any], message: str):
     [
         {"order": "module", "mix_alpha": 0.5, "ridge_lambda": 0.1},
         {"target": "residual", "eps": 0.0, "anchor_rho": 1.0},
-        {"ridge": "kfold"},
+        {"ridge": "kfold", "anchor_rho": 1.5},
         {"augment": {"_target_": "some.thing", "copies": 1}},
     ],
     ids=str,
@@ -287,6 +286,8 @@ def test_parts_of_it_go_with_the_settings_that_they_use(values: dict[str, Any]):
 
 def test_no_base_is_needed_where_nothing_is_anchored():
     suite = stack_suite(plain)
-    assert_identical(plus(suite, has_base=False).model, plus(suite).model)
-    with pytest.raises(ValueError, match=r"method\.anchor_rho = 2\.0 needs the base model"):
-        plus(suite, has_base=False, ridge="fixed", stages=1)
+    for changes in ({"anchor_rho": 1.0}, {"stages": 1}):
+        assert_identical(plus(suite, has_base=False, **changes).model, plus(suite, **changes).model)
+    for changes in ({}, {"ridge": "fixed", "stages": 1}):
+        with pytest.raises(ValueError, match=r"method\.anchor_rho = 2\.0 needs the base model"):
+            plus(suite, has_base=False, **changes)

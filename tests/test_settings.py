@@ -268,7 +268,8 @@ def test_calibration_error_is_a_runtime_error():
 def test_plus_is_in_python_what_it_is_on_the_command_line():
     written = read_yaml(METHOD.parent / "featcal_settings" / "plus.yaml")
     assert FeatCalSettings.plus() == FeatCalSettings(**written)
-    assert FeatCalSettings.plus().needs_base is False
+    assert FeatCalSettings.plus().needs_base is True
+    assert FeatCalSettings.plus(anchor_rho=1.0).needs_base is False
     assert FeatCalSettings.plus(trials=1, seed=3).replace(seed=42) == FeatCalSettings.plus(trials=1)
     with pytest.raises(ValueError, match=r"ridge_lambda=0.1 has no part in method\.ridge=kfold"):
         FeatCalSettings.plus(ridge_lambda=0.1)

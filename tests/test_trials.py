@@ -84,10 +84,10 @@ def test_the_highest_mean_cosine_is_kept_and_each_change_is_of_the_best_so_far()
     better = {**FAR, "a": (0.95, 0.5, 0.1)}
     script = Scripted(FAR, better, flat(0.7), flat(0.97), flat(0.96))
     best = best_of(script, settings_of(), CHANGES, text=True)
-    _, smaller, weighted, rows, published = script.tried()
-    assert smaller == {"ridge_scale": 0.3}
+    _, larger, weighted, rows, published = script.tried()
+    assert larger == {"ridge_scale": 3.0}
     assert set(weighted) == {"ridge_scale", "task_weights"}
-    assert rows == {"ridge_scale": 0.3, "row_weights": "sensitivity"}
+    assert rows == {"ridge_scale": 3.0, "row_weights": "sensitivity"}
     assert (published["order"], published["ridge"]) == ("block", "fixed")
     assert [record["kept"] for record in trials(best)] == [False, False, False, True, False]
     means = [record["cosine"] for record in trials(best)]
@@ -97,7 +97,7 @@ def test_the_highest_mean_cosine_is_kept_and_each_change_is_of_the_best_so_far()
 def test_what_was_kept_is_told():
     best = best_of(Scripted(FAR, flat(0.9)), settings_of(trials=2), CHANGES, text=True)
     (line,) = outcome_of(best.log)
-    assert "of 2 calibrations number 2 was kept (ridge_scale=0.3)" in line
+    assert "of 2 calibrations number 2 was kept (ridge_scale=3.0)" in line
     assert "0.9000" in line and "as given 0.8000" in line
     assert outcome_of(CalibrationLog()) == []
     worse = best_of(Scripted(FAR, flat(0.1)), settings_of(trials=2), CHANGES, text=True)
@@ -223,11 +223,13 @@ def test_the_model_that_is_kept_is_that_of_its_settings(make: Callable[[], Suite
 
 def test_drift_weights_help_the_task_that_is_far():
     suite = far_suite()
-    first = run_fast(suite, **(TRIED | {"trials": 1, "task_weights": None}))
+    towards_merged: dict[str, Any] = TRIED | {"trials": 1, "anchor_rho": 1.0, "task_weights": None}
+    first = run_fast(suite, **towards_merged)
     seen = Agreement.of(first.log)
     weights = seen.drift_weights({})
     assert weights is not None and max(weights, key=weights.__getitem__) == "task_2"
-    again = Agreement.of(run_fast(suite, **(TRIED | {"trials": 1, "task_weights": weights})).log)
+    heavier: dict[str, Any] = towards_merged | {"task_weights": weights}
+    again = Agreement.of(run_fast(suite, **heavier).log)
     assert again.drift["task_2"] < seen.drift["task_2"]
 
 

@@ -5,6 +5,7 @@ from mistakes.entry import Mutation
 ORACLE = "test_plus_oracle.py"
 EDGES, PROPERTIES = "test_plus_edges.py", "test_plus_properties.py"
 SENSITIVITY = "engine/test_sensitivity.py"
+MISSING = "test_missing_step.py"
 WRITERS, COPIES = "engine/test_stream_writers.py", "engine/test_augmentation.py"
 
 MUTATIONS = [
@@ -41,6 +42,34 @@ MUTATIONS = [
         "core/kfold.py",
         "step = _solved(means, moment.add_(step * ridge), ridge, solved)",
         "step = _solved(means, moment.add_(step * ridge / 2), ridge, solved)",
+        ORACLE,
+    ),
+    Mutation(
+        "plus: anchor no farther than the experts' steps",
+        "engine/group_sums.py",
+        "MIRRORED = 2.0",
+        "MIRRORED = 1.0",
+        ORACLE,
+    ),
+    Mutation(
+        "plus: missing steps without a bound",
+        "core/kfold.py",
+        "(1 / share).clamp(max=tasks) - 1",
+        "1 / share - 1",
+        MISSING,
+    ),
+    Mutation(
+        "plus: squares of targets not about their mean",
+        "core/kfold.py",
+        "return square - mean.square().sum() if self._biased else square",
+        "return square",
+        MISSING,
+    ),
+    Mutation(
+        "plus: squares of own targets without the biases' drift",
+        "engine/group_sums.py",
+        "sums.own_square.add_((moment * self._step).sum() + self._shift @ u)",
+        "sums.own_square.add_((moment * self._step).sum())",
         ORACLE,
     ),
     Mutation(

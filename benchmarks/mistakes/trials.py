@@ -129,8 +129,8 @@ MUTATIONS = [
     Mutation(
         "lambdas are scaled in the log only",
         "engine/group_sums.py",
-        "change = solve_stages(means, own, full, (first, second))",
-        "change = solve_stages(means, own, full, lambdas)",
+        "change = solve_stages(means, own, full, (first, second), towards)",
+        "change = solve_stages(means, own, full, lambdas, towards)",
         "test_plus_oracle.py",
     ),
     Mutation(

@@ -9,8 +9,12 @@ two kinds of targets, both relative to what the modules give now:
 With `G` the second moments of `x`, `C0` and `C1` those of the targets with `x` (about the means,
 where a bias takes these up), and `s = trace(G) / d`:
 
-    E0 = C0 (G + l1 s I)^-1                 towards the experts' weights
+    E0 = (C0 + l1 s D) (G + l1 s I)^-1      towards the experts' weights; `D`: the anchor
     E  = (C1 + l2 s E0) (G + l2 s I)^-1     then towards what of the full targets `x` predicts
+
+Held-out error chooses the lambdas as if `D` were 0. It looks at one module alone, where a step that
+is too short costs little; over all modules of a model, steps that are too short add up, while their
+noise does not. `D` makes up for that (`missing_step`).
 
 For held-out errors each fold's training system is factorised for each lambda that is tried; these
 are found by going downhill from the middle of the grid. The inverses for two lambdas commute, so
@@ -122,6 +126,16 @@ class Means:
         """Mean `u x'`, `[m, d]`, about the means where there is a bias; and mean `u`, `[m]`."""
         moment, u = target.moment / self._weight, target.u / self._weight
         return (moment.addr_(u, self.x, alpha=-1) if self._biased else moment), u
+
+    def square_of(self, square: Tensor, mean: Tensor) -> Tensor:
+        """Mean `u'u` of targets, about the mean where there is a bias.
+
+        Args:
+            square: Sum of `p u'u`.
+            mean: Mean `u`, `[m]`.
+        """
+        square = square / self._weight
+        return square - mean.square().sum() if self._biased else square
 
     def system(self, ridge: float | Tensor) -> Float[Tensor, "d d"]:
         """`G` with something added to its diagonal."""
@@ -304,8 +318,42 @@ LEAST_VARIATION = 1e-6
 """Inputs that vary less about their mean, in mean squares, are one input and float32 rounding."""
 
 
+def missing_step(
+    means: Means, own: TargetSums, square: Tensor, step: Float[Tensor, "m d"], tasks: int
+) -> tuple[Float[Tensor, "m d"], Tensor]:
+    """What a common step from the base lacks to do in full what the experts' own steps do.
+
+    With `v` what an expert's step from the base adds to the outputs for its own task's inputs `x`,
+    a step `S` from the base to the modules' present weights does `g = mean v'S x / mean v'v` of it,
+    and `S / g - S` is missing. Merged steps fall short where tasks share them: the mean of steps
+    that have nothing in common does one of so many parts. `1 / g` is therefore at most the number
+    of tasks; where `S` points away from the experts' steps, nothing is missing.
+
+    Args:
+        means: Means of the inputs over all rows.
+        own: Sums of the own targets, `u0 = v - S x`.
+        square: Sum of `p u0'u0`.
+        step: `S`.
+        tasks: Number of tasks.
+
+    Returns:
+        The missing step, and `g`.
+    """
+    moment, mean = means.of(own)
+    added = step @ means.gram
+    experts = means.square_of(square, mean) + ((2 * moment + added) * step).sum()
+    along = ((moment + added) * step).sum()
+    share = along / experts
+    missing = torch.where(share > 0, (1 / share).clamp(max=tasks) - 1, torch.zeros_like(share))
+    return step * missing, share
+
+
 def solve_stages(
-    means: Means, own: TargetSums, full: TargetSums, lambdas: tuple[float, float]
+    means: Means,
+    own: TargetSums,
+    full: TargetSums,
+    lambdas: tuple[float, float],
+    towards: Float[Tensor, "m d"] | None = None,
 ) -> Change:
     """Solve for the change of modules, given the lambdas.
 
@@ -314,6 +362,7 @@ def solve_stages(
         own: Sums of the own targets over all rows.
         full: Sums of the full targets.
         lambdas: `l1` and `l2`.
+        towards: `D`, the anchor less what the modules are; None: 0.
 
     Raises:
         UnsolvedError: If a system has no trustworthy solution.
@@ -323,7 +372,10 @@ def solve_stages(
     step, solved = torch.zeros_like(moment), []
     if float(means.variation) >= LEAST_VARIATION:  # else there is nothing to predict from
         if first != INFINITE:
-            step = _solved(means, own_moment, first * means.scale, solved)
+            ridge = first * means.scale
+            if towards is not None:
+                own_moment += towards * ridge
+            step = _solved(means, own_moment, ridge, solved)
         if second != INFINITE:
             ridge = second * means.scale
             step = _solved(means, moment.add_(step * ridge), ridge, solved)

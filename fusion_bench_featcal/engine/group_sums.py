@@ -16,6 +16,7 @@ from fusion_bench_featcal.core.kfold import (
     Means,
     TargetSums,
     choose_lambdas,
+    missing_step,
     probes_of,
     solve_fixed,
     solve_stages,
@@ -34,6 +35,9 @@ from fusion_bench_featcal.engine.module_groups import Group
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.task_sums import not_finite_features
 from fusion_bench_featcal.settings import CalibrationError
+
+MIRRORED = 2.0
+"""Missing steps to the anchor of rho 2: none lacks where ridge and data share the say equally."""
 
 ROWS_AT_ONCE = 1024
 """Rows of a fold wait until there are so many: products of few rows are slow."""
@@ -102,6 +106,7 @@ class GroupSums:
         )
         self.sketches = TargetSums(moment=zeros(folds, sketched, width), u=zeros(folds, sketched))
         self.own = TargetSums(moment=zeros(outputs, width), u=zeros(outputs))
+        self.own_square = zeros(())
         # Relative to the own targets, or, where the modules write, the full targets.
         self.further = TargetSums(moment=zeros(outputs, width), u=zeros(outputs))
         self.checks: list[DeferredCheck] = []
@@ -109,7 +114,7 @@ class GroupSums:
     def tensors(self) -> list[Tensor]:
         """The sums, to which those of other rows may be added in place."""
         parts = [self.inputs, self.sketches, self.own, self.further]
-        return [tensor for part in parts for tensor in vars(part).values()]
+        return [self.own_square, *(tensor for part in parts for tensor in vars(part).values())]
 
     def project(self, outputs: Tensor) -> Tensor:
         """Combinations of outputs, `[m, ...]`, of which held-out errors are taken."""
@@ -168,6 +173,7 @@ class GroupSums:
 
     def _changed(self, total: InputSums) -> tuple[Change, dict[str, Any]]:
         settings, biased = self._problem.settings, self.group.biased
+        rho = settings.anchor_rho
         wide, means = total.gram.dtype, Means(total, biased=biased)
         own = TargetSums(moment=self.own.moment.to(wide), u=self.own.u.to(wide))
         full = TargetSums(moment=self.further.moment.to(wide), u=self.further.u.to(wide))
@@ -179,16 +185,23 @@ class GroupSums:
                 self.inputs, total, targets, biased=biased, stages=settings.stages
             )
             first, second = (settings.ridge_scale * ridge for ridge in lambdas)
-            change = solve_stages(means, own, full, (first, second))
+            towards, noted = self._step(wide), dict[str, Any]()
+            if towards is not None:
+                square, tasks = self.own_square.to(wide), len(self._problem.tasks)
+                missing, share = missing_step(means, own, square, towards, tasks)
+                towards, noted = missing * (MIRRORED * (rho - 1)), {"step_share": float(share)}
+            change = solve_stages(means, own, full, (first, second), towards)
             finite = [None if ridge == INFINITE else ridge for ridge in (first, second)]
-            return change, {"lambdas": finite, "writes": self.group.writes}
+            return change, {"lambdas": finite, **noted, "writes": self.group.writes}
         target = TargetSums(
             moment=own.moment.lerp(full.moment, settings.mix_alpha),
             u=own.u.lerp(full.u, settings.mix_alpha),
         )
         ridge = settings.ridge_lambda / len(self._problem.tasks)
         ridge = ridge * torch.linalg.matrix_norm(means.gram) + settings.eps
-        return solve_fixed(means, target, ridge, self._anchor(wide)), {"writes": self.group.writes}
+        step = self._step(wide)
+        towards = None if step is None else step * (rho - 1)
+        return solve_fixed(means, target, ridge, towards), {"writes": self.group.writes}
 
     def _sketched_targets(self) -> dict[str, TargetSums]:
         moments, us = self.sketches.moment.chunk(2, dim=1), self.sketches.u.chunk(2, dim=1)
@@ -197,13 +210,13 @@ class GroupSums:
             full = TargetSums(moment=own.moment + full.moment, u=own.u + full.u)
         return {"own": own, "full": full}
 
-    def _anchor(self, dtype: torch.dtype) -> Tensor | None:
-        """The anchor less what the modules are."""
-        base, rho = self._problem.base, self._problem.settings.anchor_rho
-        if base is None or rho == 1:
+    def _step(self, dtype: torch.dtype) -> Tensor | None:
+        """The modules' step from the base; None where the anchor is what they are."""
+        base = self._problem.base
+        if base is None or not self._problem.settings.needs_base:
             return None
         starts = [site.oriented(base.tensor(site.weight_name)) for site in self.group.sites]
-        return (self.weight.to(dtype) - torch.cat(starts).to(dtype)) * (rho - 1)
+        return self.weight.to(dtype) - torch.cat(starts).to(dtype)
 
     def _updates(self, change: Change) -> dict[str, Tensor]:
         """New parameters by name; what does not change keeps its bits."""
@@ -331,8 +344,10 @@ class TaskRows:
         gram, x, weight = self._before
         gram = mirror_lower(inputs.gram.sum(0).sub_(gram))
         x, weight = inputs.x - x, inputs.weight - weight
-        sums.own.moment.add_(times_transposed(self._step, gram)).addr_(self._shift, x.sum(0))
-        sums.own.u.add_(self._step @ x.sum(0) + self._shift * weight.sum())
+        moment, u = _outputs(self._step, self._shift, gram, x.sum(0), weight.sum())
+        sums.own.moment.add_(moment)
+        sums.own.u.add_(u)
+        sums.own_square.add_((moment * self._step).sum() + self._shift @ u)
         drift = self._drift if self._reach is None else self._drift @ self._reach.T
         sums.further.u.add_(drift.sum(0))
         if self._cross is not None and self._reach is not None:

@@ -70,10 +70,8 @@ class BlockLoop:
         reads.experts, reads.visits = problem.experts, self._visits()
         if problem.base is not None and problem.settings.needs_base:
             reads.base = problem.base
-            reads.base_visits = {
-                list(rule.visits(block))[-1]: [n for site in modules.sites for n in site.names]
-                for block, modules in problem.modules.items()
-            }
+            for block in problem.modules:
+                reads.base_visits |= rule.base_visits(block)
 
     def _visits(self) -> dict[str, list[str]]:
         """Names of the tensors that every expert's visit to a place needs, in forward order."""

@@ -116,6 +116,11 @@ class PlusRule(Rule):
         weights = problem.calibrated_in(block)
         return {block: problem.tensors_of(block), _weights_of(block): weights}
 
+    def base_visits(self, block: str) -> dict[str, list[str]]:
+        """The calibrated modules' weights: biases take up means, wherever they are pulled."""
+        sites = self._problem.modules[block].sites
+        return {_weights_of(block): [site.weight_name for site in sites]}
+
     def opened(self, task: str, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """The expert with what the visit needs."""
         return self._problem.experts[task].loaded(names)

@@ -59,6 +59,10 @@ class Rule(Protocol):
         """Names of the expert's tensors that a block needs, by the place of their reading."""
         ...
 
+    def base_visits(self, block: str) -> dict[str, list[str]]:
+        """Names of the base's tensors that its anchors need, by the place of their reading."""
+        return {}
+
     def turns(self, block: str, streams: Streams) -> Iterable[Any]:
         """The turns in which a block changes; the samples are at the block when it is asked for."""
         ...
@@ -108,6 +112,10 @@ class FeatCalRule(Rule):
         problem = self._problem
         runs = self.runs_experts
         return {block: problem.tensors_of(block) if runs else problem.calibrated_in(block)}
+
+    def base_visits(self, block: str) -> dict[str, list[str]]:
+        """What the calibrated modules hold."""
+        return {block: [n for site in self._problem.modules[block].sites for n in site.names]}
 
     def turns(self, block: str, streams: Streams) -> Iterable[Turn]:
         """One, with all modules."""

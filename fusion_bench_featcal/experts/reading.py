@@ -90,7 +90,7 @@ class Reads:
         self.sources: dict[str, CountedSource] = {}
         self.visits: Mapping[str, list[str]] = {}
         self.base: ExpertModel | None = None
-        self.base_visits: Mapping[str, list[str]] = {}
+        self.base_visits: dict[str, list[str]] = {}
         self.experts: Mapping[str, ExpertModel] = {}
         self.on_enter: Callable[[str], None] | None = None
         self._place = ""
