@@ -87,3 +87,9 @@ def test_a_step_that_leads_elsewhere_is_not_lengthened(scale: float):
     step, x = normal(OUTPUTS, WIDTH, seed=1), normal(ROWS, WIDTH, seed=2)
     missing, _ = lacking([step], scale * step, [x])
     assert torch.equal(missing, torch.zeros_like(missing))
+
+
+def test_experts_that_have_not_moved_lack_nothing():
+    x, nothing = normal(ROWS, WIDTH, seed=2), torch.zeros(OUTPUTS, WIDTH, dtype=torch.float64)
+    missing, share = lacking([nothing] * 2, nothing, [x] * 2)
+    assert share == 0 and torch.equal(missing, nothing)

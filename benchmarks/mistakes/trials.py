@@ -129,8 +129,8 @@ MUTATIONS = [
     Mutation(
         "lambdas are scaled in the log only",
         "engine/group_sums.py",
-        "change = solve_stages(means, own, full, (first, second), towards)",
-        "change = solve_stages(means, own, full, lambdas, towards)",
+        "return solve_stages(means, own, full, (first, second), towards), noted",
+        "return solve_stages(means, own, full, lambdas, towards), noted",
         "test_plus_oracle.py",
     ),
     Mutation(

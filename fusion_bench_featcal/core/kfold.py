@@ -343,7 +343,7 @@ def missing_step(
     added = step @ means.gram
     experts = means.square_of(square, mean) + ((2 * moment + added) * step).sum()
     along = ((moment + added) * step).sum()
-    share = along / experts
+    share = (along / experts).nan_to_num()  # where experts have not moved there is nothing to keep
     missing = torch.where(share > 0, (1 / share).clamp(max=tasks) - 1, torch.zeros_like(share))
     return step * missing, share
 

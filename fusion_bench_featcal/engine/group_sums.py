@@ -172,36 +172,47 @@ class GroupSums:
                 sketches.u[fold, start:].sub_(u)
 
     def _changed(self, total: InputSums) -> tuple[Change, dict[str, Any]]:
-        settings, biased = self._problem.settings, self.group.biased
-        rho = settings.anchor_rho
-        wide, means = total.gram.dtype, Means(total, biased=biased)
+        wide, means = total.gram.dtype, Means(total, biased=self.group.biased)
         own = TargetSums(moment=self.own.moment.to(wide), u=self.own.u.to(wide))
         full = TargetSums(moment=self.further.moment.to(wide), u=self.further.u.to(wide))
         if not self.group.writes:
             full = TargetSums(moment=full.moment + own.moment, u=full.u + own.u)
-        if self.kfold:
-            targets = self._sketched_targets()
-            lambdas = choose_lambdas(
-                self.inputs, total, targets, biased=biased, stages=settings.stages
-            )
-            first, second = (settings.ridge_scale * ridge for ridge in lambdas)
-            towards, noted = self._step(wide), dict[str, Any]()
-            if towards is not None:
-                square, tasks = self.own_square.to(wide), len(self._problem.tasks)
-                missing, share = missing_step(means, own, square, towards, tasks)
-                towards, noted = missing * (MIRRORED * (rho - 1)), {"step_share": float(share)}
-            change = solve_stages(means, own, full, (first, second), towards)
-            finite = [None if ridge == INFINITE else ridge for ridge in (first, second)]
-            return change, {"lambdas": finite, **noted, "writes": self.group.writes}
+        change, noted = (
+            self._by_held_out_error(total, means, own, full)
+            if self.kfold
+            else (self._by_fixed_lambda(means, own, full), {})
+        )
+        return change, noted | {"writes": self.group.writes}
+
+    def _by_held_out_error(
+        self, total: InputSums, means: Means, own: TargetSums, full: TargetSums
+    ) -> tuple[Change, dict[str, Any]]:
+        settings, targets = self._problem.settings, self._sketched_targets()
+        lambdas = choose_lambdas(
+            self.inputs, total, targets, biased=self.group.biased, stages=settings.stages
+        )
+        first, second = (settings.ridge_scale * ridge for ridge in lambdas)
+        finite = [None if ridge == INFINITE else ridge for ridge in (first, second)]
+        noted: dict[str, Any] = {"lambdas": finite}
+        towards = self._step(means.gram.dtype)
+        if towards is not None:
+            square, tasks = self.own_square.to(towards.dtype), len(self._problem.tasks)
+            missing, share = missing_step(means, own, square, towards, tasks)
+            towards = missing * (MIRRORED * (settings.anchor_rho - 1))
+            noted["step_share"] = float(share)
+        return solve_stages(means, own, full, (first, second), towards), noted
+
+    def _by_fixed_lambda(self, means: Means, own: TargetSums, full: TargetSums) -> Change:
+        settings = self._problem.settings
         target = TargetSums(
             moment=own.moment.lerp(full.moment, settings.mix_alpha),
             u=own.u.lerp(full.u, settings.mix_alpha),
         )
         ridge = settings.ridge_lambda / len(self._problem.tasks)
         ridge = ridge * torch.linalg.matrix_norm(means.gram) + settings.eps
-        step = self._step(wide)
-        towards = None if step is None else step * (rho - 1)
-        return solve_fixed(means, target, ridge, towards), {"writes": self.group.writes}
+        step = self._step(means.gram.dtype)
+        towards = None if step is None else step * (settings.anchor_rho - 1)
+        return solve_fixed(means, target, ridge, towards)
 
     def _sketched_targets(self) -> dict[str, TargetSums]:
         moments, us = self.sketches.moment.chunk(2, dim=1), self.sketches.u.chunk(2, dim=1)
