@@ -64,8 +64,8 @@ def test_log_has_the_choices_and_the_copies(run: Run) -> None:
     assert len(modules) == 4 * 6
     for record in modules:
         first, second = record["lambdas"]
-        least, most = 0.3e-4 * 0.999, 0.3 * 100 * 1.001  # the grid's, times ridge_scale
-        assert least <= first <= most and (second is None or least <= second <= most)
+        assert 1e-4 <= first <= 100 and (second is None or 1e-4 <= second <= 100)  # the grid's
+        assert 0 < record["step_share"] < 1  # what merging keeps of the experts' steps
         assert record["writes"] == record["module"].endswith(("out_proj", "fc2"))
     tasks = [record for record in records(run[0]) if record["kind"] == "task"]
     assert len(tasks) == 4 * len(TASKS)
