@@ -123,7 +123,7 @@ def calibrate(
     change_of(settings.augment)
     _check_options(merged, base, experts, settings, processes, merging, in_place=in_place)
     family = resolve_family(settings.family if family is None else family, merged)
-    text, changes = head_of(merged) is not None, changes_of(settings)
+    text = head_of(merged) is not None
 
     def calibrated(settings: FeatCalSettings, *, again: bool = False) -> CalibrationResult:
         return _calibrate(
@@ -142,8 +142,8 @@ def calibrate(
         )
 
     result = (
-        best_of(calibrated, settings, changes, text=text)
-        if changes
+        best_of(calibrated, settings, text=text)
+        if changes_of(settings, text=text)
         else calibrated(settings.of_one_trial())
     )
     if settings.strict:
@@ -290,7 +290,7 @@ def _check_options(
     in_place: bool,
 ) -> None:
     """Refuse options that do not go together."""
-    if in_place and changes_of(settings):
+    if in_place and changes_of(settings, text=head_of(merged) is not None):
         raise ValueError(
             "in_place uses up the merged model, from which every calibration of method.trials "
             "begins; set one of them off (method.trials=1)"

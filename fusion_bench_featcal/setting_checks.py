@@ -132,6 +132,9 @@ def problems_of(settings: Any, checks: Mapping[str, Check]) -> list[str]:
 
 
 BOOLEAN: Check = ("true or false", lambda value: isinstance(value, bool))
+MOST_SCALE = 1000
+"""Largest `first_ridge_scale`."""
+
 # Every gram has norm 1: beyond this no digit of float64 is left for the data.
 _RIDGE = "a finite number >= 0 and at most 1e12"
 _NON_NEGATIVE = ("a finite number >= 0", lambda value: is_number(value) and value >= 0)
@@ -150,9 +153,9 @@ CHECKS: dict[str, Check] = {
     "target": one_of(TARGETS),
     "ridge": one_of(RIDGES),
     "stages": one_of((1, 2)),
-    "ridge_scale": (
-        "a number above 0, at most 1000",
-        lambda value: is_number(value) and 0 < value <= 1000,
+    "first_ridge_scale": (
+        f"a number above 0, at most {MOST_SCALE}",
+        lambda value: is_number(value) and 0 < value <= MOST_SCALE,
     ),
     "task_weights": (
         "null, drift, or a mapping of tasks to numbers above 0",

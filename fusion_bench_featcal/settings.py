@@ -68,8 +68,8 @@ class FeatCalSettings:
             of the summed Gram matrix, divided by the number of tasks.
         stages: With `ridge` `kfold`: 1: solve towards the target alone; 2: first towards what the
             experts' weights give on the calibrated features, then from there towards the target.
-        ridge_scale: With `ridge` `kfold`: factor of all lambdas that held-out error has chosen,
-            above 0 and at most 1000.
+        first_ridge_scale: With `stages` 2: factor of the first stage's lambdas that held-out error
+            has chosen, above 0 and at most 1000.
         task_weights: Factors of the tasks' weights by task (null: 1 each; tasks that are not named
             have 1), or `drift`: where a calibration leaves a task far behind, a second one of
             `trials` gives it more weight. Not for the paper's order, target and ridge.
@@ -89,8 +89,9 @@ class FeatCalSettings:
             32, and none where a task has fewer than 16. They are the last ones.
         trials: Most calibrations that one run may take, >= 1, each of the same merged model with
             one setting changed; the one with the highest cosine of final features to the experts'
-            on held-out samples is kept. `auto`: 3 where
-            `task_weights` is `drift`, else 1. See docs/plus.md for what is tried.
+            on held-out samples is kept. `auto`: 1, and up to 2 more with larger first lambdas for
+            language models, and up to 2 more where `task_weights` is `drift`. docs/plus.md has
+            what is tried.
         strict: Whether a run fails where, on held-out samples, final features of a task are not
             closer to its expert's than the merged model's are. Without it that is a warning.
         samples_per_task: Calibration samples drawn for each task, >= 1; fewer: all of them.
@@ -160,7 +161,7 @@ class FeatCalSettings:
     target: str = "module"
     ridge: str = "fixed"
     stages: int = 1
-    ridge_scale: float = 1.0
+    first_ridge_scale: float = 1.0
     task_weights: Any = None
     row_weights: str = "uniform"
     augment: Any = None
@@ -206,7 +207,7 @@ class FeatCalSettings:
         problems += self._clashes() + self._without_held_out()
         if problems:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
-        for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps", "ridge_scale"):
+        for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps", "first_ridge_scale"):
             object.__setattr__(self, name, float(getattr(self, name)))
         for name in ("activations_dir", "cache_dir", "checkpoint_dir"):
             if getattr(self, name) is not None:
@@ -220,8 +221,8 @@ class FeatCalSettings:
         clashes: list[str] = []
         if self.stages == 2 and self.ridge != "kfold":
             clashes.append("stages=2 needs method.ridge=kfold")
-        if self.ridge_scale != 1 and self.ridge != "kfold":
-            clashes.append(f"ridge_scale={self.ridge_scale} needs method.ridge=kfold")
+        if self.first_ridge_scale != 1 and self.stages == 1:
+            clashes.append(f"first_ridge_scale={self.first_ridge_scale} needs method.stages=2")
         if self.trials not in (1, "auto") and self.expert_read_budget is not None:
             clashes.append("expert_read_budget is for one calibration: set method.trials=1")
         if self.is_paper:
@@ -300,7 +301,7 @@ class FeatCalSettings:
         if self.is_paper:
             return self
         kept = () if self.decoder_rows == "auto" else ("decoder_rows",)
-        names = {*PLUS, "ridge_scale", "strict"}.difference(kept)
+        names = {*PLUS, "first_ridge_scale", "strict"}.difference(kept)
         return self.replace(**{name: getattr(FeatCalSettings, name) for name in names})
 
     @property

@@ -3,17 +3,18 @@
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.setting_checks import MOST_SCALE
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-LARGER = 3.0
-"""Factor of the lambdas that is tried."""
+LARGER = 10.0
+"""Factor of the first stage's lambdas that is tried."""
 
 UNEVEN = 2.0
 """Drift weights are tried where the largest squared drift is so many times the median."""
@@ -120,29 +121,21 @@ Change = dict[str, Any]
 
 
 def _larger_lambdas(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
-    return {"ridge_scale": settings.ridge_scale * LARGER} if settings.ridge == "kfold" else None
+    scale = settings.first_ridge_scale * LARGER
+    return {"first_ridge_scale": scale} if scale <= MOST_SCALE else None
 
 
 def _more_for_far_tasks(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
-    weights = seen.drift_weights({})
+    weights = seen.drift_weights(settings.task_factors)
     return None if weights is None else {"task_weights": weights}
 
 
-def _still_more(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
-    weights = seen.drift_weights(settings.task_factors) if settings.task_factors else None
-    return None if weights is None else {"task_weights": weights}
-
-
-def _other_rows(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
-    if not text or settings.is_paper:
-        return None
+def _other_rows(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change:
     uniform = settings.row_weights == "uniform"
     return {"row_weights": "sensitivity" if uniform else "uniform"}
 
 
-def _as_published(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change | None:
-    if settings.is_paper:
-        return None
+def _as_published(settings: FeatCalSettings, seen: Agreement, text: bool) -> Change:
     published = settings.with_paper_update().replace(held_out=settings.held_out)
     usual, now = published.as_dict(), settings.of_one_trial().as_dict()
     change = {name: usual[name] for name in usual if usual[name] != now[name]}
@@ -151,39 +144,43 @@ def _as_published(settings: FeatCalSettings, seen: Agreement, text: bool) -> Cha
 
 CHANGES: tuple[Callable[[FeatCalSettings, Agreement, bool], Change | None], ...] = (
     _larger_lambdas,
+    _larger_lambdas,
     _more_for_far_tasks,
-    _still_more,
+    _more_for_far_tasks,
     _other_rows,
     _as_published,
 )
-"""Changes in the order of their trials, each of what was best so far."""
+"""Changes in the order of their trials, each of what was best so far; the second of two alike
+follows where the first was kept."""
 
 
-def changes_of(settings: FeatCalSettings) -> tuple[Any, ...]:
+def changes_of(settings: FeatCalSettings, *, text: bool) -> tuple[Any, ...]:
     """The changes that a run may try, which bound its number of calibrations.
 
     Args:
-        settings: `trials`; with `auto` drift weights alone.
+        settings: `trials`; with `auto` larger lambdas for language models, and drift weights.
+        text: Whether the model is a language model.
     """
     if settings.held_out == 0 or settings.trials == 1 or settings.expert_read_budget is not None:
         return ()  # a budget is for one calibration
-    by_drift = (_more_for_far_tasks, _still_more)
-    asked = by_drift if settings.task_weights == "drift" else ()
-    if settings.trials == "auto":
-        return asked
-    return tuple(change for change in CHANGES if change in asked or change not in by_drift)
+    asked = settings.trials != "auto"
+    goes = {
+        _larger_lambdas: settings.stages == 2 and (asked or text),
+        _more_for_far_tasks: settings.task_weights == "drift",
+        _other_rows: asked and text and not settings.is_paper,
+        _as_published: asked and not settings.is_paper,
+    }
+    return tuple(change for change in CHANGES if goes[change])
 
 
-def calibrations_of(settings: FeatCalSettings) -> int:
-    """The most calibrations that a run takes."""
-    most = len(changes_of(settings)) + 1
+def calibrations_of(settings: FeatCalSettings, *, text: bool) -> int:
+    """The most calibrations that a run takes; arguments as `changes_of`."""
+    most = len(changes_of(settings, text=text)) + 1
     return most if settings.trials == "auto" else min(most, int(settings.trials))
 
 
-def best_of(
-    calibrated: Callable[..., Any], settings: FeatCalSettings, changes: Sequence[Any], *, text: bool
-) -> Any:
-    """Calibrate, try changes, and keep what is best on held-out samples.
+def best_of(calibrated: Callable[..., Any], settings: FeatCalSettings, *, text: bool) -> Any:
+    """Calibrate, try `changes_of` the settings, and keep what is best on held-out samples.
 
     A change is kept if it raises the mean cosine of final features over tasks and brings no further
     task behind the merged model.
@@ -192,7 +189,6 @@ def best_of(
         calibrated: Calibrates with given settings and, after the first time, says so by
             `again=True`; a `CalibrationResult`.
         settings: The settings to begin with.
-        changes: Some of `CHANGES`.
         text: Whether the model is a language model.
 
     Returns:
@@ -202,13 +198,13 @@ def best_of(
     best, chosen = calibrated(settings.of_one_trial()), settings
     seen, kept, read = Agreement.of(best.log), 1, best.reads["totals"]["experts_read"]
     records = [_record(1, {}, seen, time.perf_counter() - start)]
-    most = calibrations_of(settings)
-    for change in changes:
+    most = calibrations_of(settings, text=text)
+    for change in changes_of(settings, text=text):
         if len(records) >= most or not seen.cosine:
             break
         changed = change(chosen, seen, text)
-        if changed is None:
-            continue
+        if changed is None or changed in [record["change"] for record in records]:
+            continue  # nothing to change, or it was tried and did not help
         number, start = len(records) + 1, time.perf_counter()
         log.info("trial %d of at most %d: %s", number, most, changed)
         new = calibrated(_numbered(chosen.replace(**changed), number), again=True)

@@ -209,9 +209,9 @@ def solve(
         change = sums.ridge(sums.moment(target, table.x) + pull * beyond * step, pull)
     else:
         l1, l2 = choice(table, biased, settings.stages)
-        l1 = None if l1 is None else l1 * settings.ridge_scale
+        l1 = None if l1 is None else l1 * settings.first_ridge_scale
         anchor = 2 * beyond * sums.missing(step, tasks) if beyond else 0.0
-        change = sums.second(sums.first(l1, anchor), l2 * settings.ridge_scale)
+        change = sums.second(sums.first(l1, anchor), l2)
     weight, bias = weight + change, bias + sums.offset(target, change)
     new, start = {}, 0
     for name in group:

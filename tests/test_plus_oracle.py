@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "order=block": {"order": "block"},
     "ridge=fixed": {"ridge": "fixed", "stages": 1},
     "calibrate_bias=False": {"calibrate_bias": False},
-    "ridge_scale=0.1": {"ridge_scale": 0.1},
+    "first_ridge_scale=0.1": {"first_ridge_scale": 0.1},
     "task_weights": {"task_weights": {"task_0": 4.0}},
     "anchor_rho=1": {"anchor_rho": 1.0},
     "anchor_rho=3.5": {"anchor_rho": 3.5},
@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 # One arrangement is enough for these.
-FACTORS = ("ridge_scale=0.1", "task_weights", "anchor_rho=1", "anchor_rho=3.5")
+FACTORS = ("first_ridge_scale=0.1", "task_weights", "anchor_rho=1", "anchor_rho=3.5")
 
 
 def parallel_suite(make: str, *, seed: int, **shape: Any) -> Suite:

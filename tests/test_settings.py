@@ -27,7 +27,7 @@ DEFAULTS = {
     "target": "module",
     "ridge": "fixed",
     "stages": 1,
-    "ridge_scale": 1.0,
+    "first_ridge_scale": 1.0,
     "task_weights": None,
     "row_weights": "uniform",
     "augment": None,

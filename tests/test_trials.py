@@ -19,7 +19,6 @@ from fusion_bench_featcal.trials import (
     Agreement,
     best_of,
     calibrations_of,
-    changes_of,
     outcome_of,
 )
 
@@ -82,31 +81,32 @@ def trials(result: Any) -> list[dict[str, Any]]:
 
 def test_the_highest_mean_cosine_is_kept_and_each_change_is_of_the_best_so_far():
     better = {**FAR, "a": (0.95, 0.5, 0.1)}
-    script = Scripted(FAR, better, flat(0.7), flat(0.97), flat(0.96))
-    best = best_of(script, settings_of(), CHANGES, text=True)
-    _, larger, weighted, rows, published = script.tried()
-    assert larger == {"ridge_scale": 3.0}
-    assert set(weighted) == {"ridge_scale", "task_weights"}
-    assert rows == {"ridge_scale": 3.0, "row_weights": "sensitivity"}
+    script = Scripted(FAR, better, flat(0.2), flat(0.7), flat(0.97), flat(0.96))
+    best = best_of(script, settings_of(trials=6), text=True)
+    _, larger, still, weighted, rows, published = script.tried()
+    assert larger == {"first_ridge_scale": 10.0}
+    assert still == {"first_ridge_scale": 100.0}
+    assert set(weighted) == {"first_ridge_scale", "task_weights"}
+    assert rows == {"first_ridge_scale": 10.0, "row_weights": "sensitivity"}
     assert (published["order"], published["ridge"]) == ("block", "fixed")
-    assert [record["kept"] for record in trials(best)] == [False, False, False, True, False]
+    assert [record["kept"] for record in trials(best)] == [False] * 4 + [True, False]
     means = [record["cosine"] for record in trials(best)]
-    assert means == pytest.approx([0.8, (0.95 + 0.9 + 0.6) / 3, 0.7, 0.97, 0.96])
+    assert means == pytest.approx([0.8, (0.95 + 0.9 + 0.6) / 3, 0.2, 0.7, 0.97, 0.96])
 
 
 def test_what_was_kept_is_told():
-    best = best_of(Scripted(FAR, flat(0.9)), settings_of(trials=2), CHANGES, text=True)
+    best = best_of(Scripted(FAR, flat(0.9)), settings_of(trials=2), text=True)
     (line,) = outcome_of(best.log)
-    assert "of 2 calibrations number 2 was kept (ridge_scale=3.0)" in line
+    assert "of 2 calibrations number 2 was kept (first_ridge_scale=10.0)" in line
     assert "0.9000" in line and "as given 0.8000" in line
     assert outcome_of(CalibrationLog()) == []
-    worse = best_of(Scripted(FAR, flat(0.1)), settings_of(trials=2), CHANGES, text=True)
+    worse = best_of(Scripted(FAR, flat(0.1)), settings_of(trials=2), text=True)
     assert "of 2 calibrations the first was kept" in outcome_of(worse.log)[0]
 
 
 def test_drift_weights_are_in_proportion_to_the_drift_and_have_mean_1():
     script = Scripted(FAR, flat(0.1), flat(0.99))
-    best = best_of(script, settings_of(trials=3), CHANGES, text=False)
+    best = best_of(script, settings_of(trials=3), text=False)
     wanted = {"a": 0.5, "b": 0.5, "c": 2.0}
     assert script.tried()[2] == {"task_weights": pytest.approx(wanted)}
     assert [record["kept"] for record in trials(best)] == [False, False, True]
@@ -115,38 +115,49 @@ def test_drift_weights_are_in_proportion_to_the_drift_and_have_mean_1():
 def test_where_weights_have_helped_more_of_them_are_tried():
     better: Outcome = {**FAR, "c": (0.7, 0.5, 0.3)}
     script = Scripted(FAR, better, flat(0.1))
-    best_of(script, settings_of(trials="auto"), changes_of(settings_of(trials="auto")), text=False)
+    best_of(script, settings_of(trials="auto"), text=False)
     _, first, second = (changes.get("task_weights") for changes in script.tried())
     assert first == pytest.approx({"a": 0.5, "b": 0.5, "c": 2.0})
     total = 0.5 * 0.1 + 0.5 * 0.1 + 2.0 * 0.3
     assert second == pytest.approx({"a": 0.15 / total, "b": 0.15 / total, "c": 1.8 / total})
     script = Scripted(FAR, flat(0.1), flat(0.1))
-    best_of(script, settings_of(trials="auto"), changes_of(settings_of(trials="auto")), text=False)
+    best_of(script, settings_of(trials="auto"), text=False)
     assert len(script.calls) == 2  # the first have not helped
+
+
+def test_language_models_get_larger_lambdas_while_these_help():
+    auto = settings_of(trials="auto")
+    script = Scripted(flat(0.7), flat(0.8), flat(0.9), flat(0.99))
+    best_of(script, auto, text=True)
+    scales = [changes.get("first_ridge_scale", 1.0) for changes in script.tried()]
+    assert scales == [1.0, 10.0, 100.0]  # the drift is even
+    script = Scripted(flat(0.7), flat(0.6), flat(0.9))
+    best_of(script, auto, text=True)
+    assert len(script.calls) == 2
 
 
 def test_an_even_drift_is_not_weighed():
     script = Scripted(flat(0.9), flat(0.8), flat(0.7))
-    best_of(script, settings_of(), CHANGES, text=False)
-    assert [set(changes) for changes in script.tried()[:2]] == [set(), {"ridge_scale"}]
+    best_of(script, settings_of(), text=False)
+    assert [set(changes) for changes in script.tried()[:2]] == [set(), {"first_ridge_scale"}]
     assert "task_weights" not in script.tried()[2]
     assert script.tried()[2]["order"] == "block"  # the paper's
 
 
 def test_a_change_that_puts_a_task_behind_the_merged_model_is_not_kept():
     behind: Outcome = {**flat(0.99), "b": (0.5, 0.5, 0.1)}
-    best = best_of(Scripted(flat(0.6), behind), settings_of(trials=2), CHANGES, text=False)
+    best = best_of(Scripted(flat(0.6), behind), settings_of(trials=2), text=False)
     assert [record["kept"] for record in trials(best)] == [True, False]
     assert [record["behind"] for record in trials(best)] == [[], ["b"]]
     worse: Outcome = {**flat(0.6), "b": (0.4, 0.5, 0.1)}
-    best = best_of(Scripted(worse, behind), settings_of(trials=2), CHANGES, text=False)
+    best = best_of(Scripted(worse, behind), settings_of(trials=2), text=False)
     assert [record["kept"] for record in trials(best)] == [False, True]  # it was behind before
 
 
 @pytest.mark.parametrize("most", [2, 3, 4])
 def test_no_more_calibrations_than_allowed(most: int):
     script = Scripted(*[FAR] * 9)
-    best = best_of(script, settings_of(trials=most), CHANGES, text=True)
+    best = best_of(script, settings_of(trials=most), text=True)
     assert len(script.calls) == len(trials(best)) == most
     assert [again for _, again in script.calls] == [False] + [True] * (most - 1)
     assert best.reads["totals"]["trials_read"] == 10 * most
@@ -154,7 +165,7 @@ def test_no_more_calibrations_than_allowed(most: int):
 
 def test_without_held_out_samples_there_is_one_calibration():
     script = Scripted({})
-    best = best_of(script, settings_of(held_out="auto"), CHANGES, text=True)
+    best = best_of(script, settings_of(held_out="auto"), text=True)
     (record,) = trials(best)
     assert (record["trial"], record["cosine"], record["kept"]) == (1, None, True)
 
@@ -164,10 +175,7 @@ def test_every_change_is_a_setting_that_goes_with_the_others():
     for change in CHANGES:
         for text in (True, False):
             changed = change(settings, Agreement.of(result_of(FAR).log), text)
-            if changed is not None:
-                assert settings.replace(**changed).held_out == 2
-            else:
-                assert change.__name__ in ("_still_more", "_other_rows")
+            assert changed is not None and settings.replace(**changed).held_out == 2
 
 
 @pytest.mark.parametrize(
@@ -177,13 +185,25 @@ def test_every_change_is_a_setting_that_goes_with_the_others():
         ({"trials": 2}, 2),
         ({"trials": 99}, 6),
         ({"trials": 99, "task_weights": {"a": 2.0}}, 4),
+        ({"trials": 99, "ridge": "fixed", "stages": 1}, 4),
         ({"trials": "auto"}, 3),
         ({"trials": "auto", "task_weights": None}, 1),
         ({"trials": "auto", "expert_read_budget": "50%"}, 1),
     ],
 )
 def test_most_calibrations(more: dict[str, Any], number: int):
-    assert calibrations_of(settings_of(**more)) == number
+    assert calibrations_of(settings_of(**more), text=False) == number
+
+
+def test_most_calibrations_of_a_language_model():
+    settings = settings_of(trials=99)
+    assert calibrations_of(settings, text=True) == 7
+    assert calibrations_of(settings.replace(trials="auto"), text=True) == 5
+    assert calibrations_of(settings.replace(trials="auto", stages=1), text=True) == 3
+    most = settings_of(trials="auto", first_ridge_scale=500)
+    script = Scripted(flat(0.7), flat(0.8))
+    best_of(script, most, text=True)
+    assert len(script.calls) == 1  # the setting ends at 1000
 
 
 def far_suite(make: Callable[[], Suite] = lambda: clip_suite(tasks=3, sizes=(6, 4))) -> Suite:
@@ -207,7 +227,7 @@ def test_the_model_that_is_kept_is_that_of_its_settings(make: Callable[[], Suite
     suite = make()
     found = run_fast(suite, **TRIED)
     records = trials(found)
-    assert 3 <= len(records) <= 6 and records[0]["change"] == {}
+    assert 3 <= len(records) <= 5 and records[0]["change"] == {}
     kept = next(index for index, record in enumerate(records) if record["kept"])
     highest = max(r["cosine"] for r in records if not set(r["behind"]) - set(records[0]["behind"]))
     assert records[kept]["cosine"] == highest

@@ -92,6 +92,20 @@ MUTATIONS = [
         TRIALS,
     ),
     Mutation(
+        "what did not help is tried again",
+        "trials.py",
+        'if changed is None or changed in [record["change"] for record in records]:',
+        "if changed is None:",
+        TRIALS,
+    ),
+    Mutation(
+        "larger lambdas for images, too",
+        "trials.py",
+        "settings.stages == 2 and (asked or text)",
+        "settings.stages == 2",
+        TRIALS,
+    ),
+    Mutation(
         "trials share one folder of checkpoints",
         "trials.py",
         'own = None if folder is None else f"{folder}/trial-{number}"',
@@ -127,10 +141,10 @@ MUTATIONS = [
         f"{TRIALS} test_plus_oracle.py",
     ),
     Mutation(
-        "lambdas are scaled in the log only",
+        "both stages' lambdas are scaled",
         "engine/group_sums.py",
-        "return solve_stages(means, own, full, (first, second), towards), noted",
-        "return solve_stages(means, own, full, lambdas, towards), noted",
+        "        first *= settings.first_ridge_scale\n",
+        "        first, second = (settings.first_ridge_scale * x for x in (first, second))\n",
         "test_plus_oracle.py",
     ),
     Mutation(

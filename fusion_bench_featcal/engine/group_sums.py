@@ -188,10 +188,10 @@ class GroupSums:
         self, total: InputSums, means: Means, own: TargetSums, full: TargetSums
     ) -> tuple[Change, dict[str, Any]]:
         settings, targets = self._problem.settings, self._sketched_targets()
-        lambdas = choose_lambdas(
+        first, second = choose_lambdas(
             self.inputs, total, targets, biased=self.group.biased, stages=settings.stages
         )
-        first, second = (settings.ridge_scale * ridge for ridge in lambdas)
+        first *= settings.first_ridge_scale
         finite = [None if ridge == INFINITE else ridge for ridge in (first, second)]
         noted: dict[str, Any] = {"lambdas": finite}
         towards = self._step(means.gram.dtype)
