@@ -17,7 +17,6 @@ import argparse
 import copy
 import json
 import os
-import platform
 import shlex
 import statistics
 import sys
@@ -29,9 +28,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import transformers
 import yaml
-from plus import PAPER, PAPERS, figures, run
+from plus import PAPER, PAPERS, figures, machine, publish, run
 from pyarrow import parquet
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -154,7 +152,7 @@ def pool_yaml(suite: str, place: Path) -> dict[str, Any]:
     }
 
 
-def table(reports: list[Any]) -> list[str]:
+def table(reports: list[Any]) -> str:
     """A Markdown table of one pool's calibrations, means over draws."""
     lines = [
         "| row | average | far task | worst task | worst gap recovered |",
@@ -174,7 +172,7 @@ def table(reports: list[Any]) -> list[str]:
         lines.append(
             f"| {shown.replace('_', ' ')} | {average:.1f} | {far:.1f} | {worst:.1f} | {recovered} |"
         )
-    return lines
+    return "\n".join(lines)
 
 
 def calibrated(
@@ -206,28 +204,26 @@ def main() -> None:
     rows = {"paper": PAPER | PAPERS["text"], **options.rows}
     shown = ["--suite", options.suite, "--samples", *map(str, options.samples)]
     shown += ["--seeds", *map(str, options.seeds)]
-    lines = [
-        f"`python benchmarks/far_task.py --folder ... --texts ... {shlex.join(shown)}`, task "
-        f"arithmetic, test data, mean of {len(options.seeds)} draws; {platform.machine()}, "
-        f"{os.environ['OMP_NUM_THREADS']} thread, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}. Gaps that are recovered are those of the worst task.",
-    ]
+    parts: list[str] = []
+    reports: list[Any] = []
     for strength in options.strengths:
         facts = build(options.folder, options.suite, strength, options.texts)
         near = " to ".join(f"{value:.1f}" for value in facts["other distances"])
-        lines += [
-            "",
+        parts.append(
             f"**{strength}** ({facts['steps']} steps at {facts['learning rate']:g}): expert "
             f"{100 * facts['expert']:.1f} %, base {100 * facts['base']:.1f} %, "
-            f"{facts['distance']:.1f} from the base; the suite's experts {near}.",
-        ]
+            f"{facts['distance']:.1f} from the base; the suite's experts {near}."
+        )
         for samples in options.samples:
             pool = f"{options.suite}_{strength}"
             reports = calibrated(options.folder, pool, samples, options.seeds, rows)
-            lines += ["", f"{samples} texts a task:", "", *table(reports)]
-    print("\n".join(lines))
-    if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            parts += [f"{samples} texts a task:", table(reports)]
+    head = (
+        f"`python benchmarks/far_task.py --folder ... --texts ... {shlex.join(shown)}`, task "
+        f"arithmetic, test data, mean of {len(options.seeds)} draws; {machine(reports[0])}. Gaps "
+        "that are recovered are those of the worst task."
+    )
+    publish([head, *parts], options.out)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,12 @@ from fusion_bench_featcal.settings import PLUS
 
 SVC = "singular_value_calibration/task_arithmetic"
 # Mergers beside those of `method=compare`, by their FusionBench config.
-FURTHER = {"svc": SVC, "dare": "dare/task_arithmetic", "iso_c": "isotropic_merging/iso_c"}
+FURTHER = {
+    "svc": SVC,
+    "dare": "dare/task_arithmetic",
+    "iso_c": "isotropic_merging/iso_c",
+    "wudi_text": "featcal_mergers/wudi_language_models",
+}
 UPSTREAMS = ("simple_average", "task_arithmetic", "ties_merging", "adamerging", "wudi", "svc")
 OURS, WITHOUT_COPIES = "featcal:plus", "plus_without_copies"
 # The paper's settings for T5 are the best of its settings on both text suites.
@@ -96,9 +101,31 @@ def run(options: argparse.Namespace) -> Iterator[tuple[Cell, Any]]:
             yield Cell(upstream, samples, seed), json.loads(report.read_text(encoding="utf-8"))
 
 
+def overview(found: Mapping[Cell, Any], rows: Sequence[str]) -> str:
+    """A Markdown table with a line for each merger and number of samples: means over draws."""
+    named = [_shown(name, "") for name in rows]
+    gaps = [name for name in rows if _is_paper(name) or name == OURS]
+    heads = ["merger", "n", "merged", *named, *(f"worst gap: {_shown(name, '')}" for name in gaps)]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
+    for upstream, samples in dict.fromkeys((cell.upstream, cell.samples) for cell in found):
+        reports = _reports(found, upstream, samples)
+
+        def mean(name: str, column: int, reports: Sequence[Any] = reports) -> float:
+            return statistics.mean(figures(report, name)[column] for report in reports)
+
+        averages = [f"{mean(name, 0):.1f}" for name in (upstream, *rows)]
+        recovered = [f"{mean(name, 2):.0f} %" for name in gaps]
+        lines.append("| " + " | ".join([upstream, str(samples), *averages, *recovered]) + " |")
+    return "\n".join(lines)
+
+
+def _reports(found: Mapping[Cell, Any], upstream: str, samples: int) -> list[Any]:
+    return [r for cell, r in found.items() if (cell.upstream, cell.samples) == (upstream, samples)]
+
+
 def table(found: Mapping[Cell, Any], upstream: str, samples: int, rows: Sequence[str]) -> str:
     """A Markdown table of one merger with one number of samples: means over draws."""
-    reports = [r for c, r in found.items() if (c.upstream, c.samples) == (upstream, samples)]
+    reports = _reports(found, upstream, samples)
     lines = [
         "| row | average | worst task | worst gap recovered | loss | seconds |",
         "|---|--:|--:|--:|--:|--:|",
@@ -201,6 +228,7 @@ def main() -> None:
         f"`python benchmarks/plus_grid.py --results-dir ... {words}`: {report['suite']}, test "
         f"data, means over {len(options.seeds)} draws (least to most); {machine(report)}",
         "\n".join(f"- {line}" for line in verdict(found, options.rows)),
+        overview(dict(sorted(found.items())), options.rows),
     ]
     for upstream in options.upstreams:
         for samples in options.samples:

@@ -91,7 +91,8 @@ def calibrate(
     Args:
         merged: The merged model. It is not changed (but by `in_place` and `merging`); its hooks,
             if any, go with the copy.
-        base: The base model; None needs `anchor_rho` 1, where every anchor is the merged parameter.
+        base: The base model; None needs `anchor_rho` 1, which pulls
+            towards the merged parameters.
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
             arguments, tuples of arguments, or single tensors; batch first.

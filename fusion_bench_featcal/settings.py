@@ -250,6 +250,11 @@ class FeatCalSettings:
                 for name in ("ridge_lambda", "mix_alpha", "eps")
                 if getattr(self, name) != getattr(FeatCalSettings, name)
             ]
+            if self.stages == 1 and self.anchor_rho not in (1, FeatCalSettings.anchor_rho):
+                clashes.append(
+                    f"anchor_rho={self.anchor_rho} has no part in method.ridge=kfold with "
+                    "method.stages=1: leave it at its default, 2.0"
+                )
         return clashes
 
     def _without_held_out(self) -> list[str]:

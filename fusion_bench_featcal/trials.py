@@ -139,6 +139,8 @@ def _as_published(settings: FeatCalSettings, seen: Agreement, text: bool) -> Cha
     published = settings.with_paper_update().replace(held_out=settings.held_out)
     usual, now = published.as_dict(), settings.of_one_trial().as_dict()
     change = {name: usual[name] for name in usual if usual[name] != now[name]}
+    if not settings.needs_base:  # there may be none
+        change["anchor_rho"] = 1.0
     return change | {"task_weights": None} | (PAPER_TEXT if text else {})
 
 
@@ -155,7 +157,7 @@ follows where the first was kept."""
 
 
 def changes_of(settings: FeatCalSettings, *, text: bool) -> tuple[Any, ...]:
-    """The changes that a run may try, which bound its number of calibrations.
+    """Return the changes that a run may try, which bound its number of calibrations.
 
     Args:
         settings: `trials`; with `auto` larger lambdas for language models, and drift weights.
@@ -174,7 +176,7 @@ def changes_of(settings: FeatCalSettings, *, text: bool) -> tuple[Any, ...]:
 
 
 def calibrations_of(settings: FeatCalSettings, *, text: bool) -> int:
-    """The most calibrations that a run takes; arguments as `changes_of`."""
+    """Return the most calibrations that a run takes; arguments as `changes_of`."""
     most = len(changes_of(settings, text=text)) + 1
     return most if settings.trials == "auto" else min(most, int(settings.trials))
 

@@ -54,6 +54,15 @@ def test_table_has_means_over_draws_with_the_least_and_the_most() -> None:
     )
 
 
+def test_overview_has_a_line_for_each_merger_and_number_of_samples() -> None:
+    lines = plus_grid.overview(FOUND, ROWS).splitlines()
+    assert lines[0].endswith("| surgery:calibration | worst gap: paper | worst gap: **FeatCal+** |")
+    assert lines[2:] == [
+        "| merged | 8 | 50.0 | 65.0 | 67.5 | 62.5 | 37 % | -12 % |",
+        "| merged | 64 | 50.0 | 60.0 | 80.0 | 80.0 | 25 % | 0 % |",
+    ]
+
+
 def test_far_task_has_labels_that_the_suite_lacks(tmp_path: Path, monkeypatch: Any) -> None:
     import pyarrow
     from pyarrow import parquet

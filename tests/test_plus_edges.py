@@ -273,7 +273,7 @@ def test_settings_that_clash_say_so(values: dict[str, Any], message: str):
     [
         {"order": "module", "mix_alpha": 0.5, "ridge_lambda": 0.1},
         {"target": "residual", "eps": 0.0, "anchor_rho": 1.0},
-        {"ridge": "kfold", "anchor_rho": 1.5},
+        {"ridge": "kfold", "stages": 2, "anchor_rho": 1.5},
         {"augment": {"_target_": "some.thing", "copies": 1}},
     ],
     ids=str,

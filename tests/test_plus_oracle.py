@@ -14,6 +14,7 @@ from plus_rows import Seen, is_linear, stream, writers_of
 from tiny_models import (
     VOCABULARY,
     Suite,
+    add_up,
     clip_suite,
     decoder_suite,
     gpt2_suite,
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from tricky_models import biased, chain, keyword_calls, plain, stack_suite, used_twice
 
-from fusion_bench_featcal import FeatCalSettings, calibrate
+from fusion_bench_featcal import CalibrationResult, FeatCalSettings, calibrate
 
 PLUS: dict[str, Any] = {"order": "module", "target": "residual", "ridge": "kfold", "stages": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -80,8 +81,15 @@ def as_replay(suite: Suite) -> Suite:
     return replace(suite, family={"name": "replay", "blocks": suite.blocks})
 
 
+def merged_by(scale: float, suite: Suite) -> Suite:
+    """A suite whose merged model has so much of the sum of the experts' steps."""
+    return replace(suite, merged=add_up(suite.base, suite.experts, scale))
+
+
 SUITES: dict[str, Callable[[], Suite]] = {
     "clip": lambda: clip_suite(tasks=2, sizes=(4, 3), seed=1),
+    "clip, long step": lambda: merged_by(0.7, clip_suite(tasks=2, sizes=(4, 3), seed=6)),
+    "clip, too long": lambda: merged_by(1.4, clip_suite(tasks=2, sizes=(4, 3), seed=7)),
     "clip, 3 tasks": lambda: clip_suite(tasks=3, sizes=(2, 1, 3), width=8, heads=2, seed=2),
     "clip, replayed": lambda: as_replay(clip_suite(tasks=2, sizes=(4, 1), seed=4)),
     "clip, 1 task": lambda: clip_suite(tasks=1, sizes=(5, 4), width=8, heads=2, hidden=10, seed=5),
@@ -169,7 +177,7 @@ def expected(suite: Suite, settings: FeatCalSettings) -> nn.Module:
     return model
 
 
-def found(suite: Suite, settings: FeatCalSettings) -> nn.Module:
+def run_of(suite: Suite, settings: FeatCalSettings) -> CalibrationResult:
     return calibrate(
         suite.merged,
         suite.base,
@@ -178,7 +186,11 @@ def found(suite: Suite, settings: FeatCalSettings) -> nn.Module:
         settings,
         family=suite.family,
         progress=False,
-    ).model
+    )
+
+
+def found(suite: Suite, settings: FeatCalSettings) -> nn.Module:
+    return run_of(suite, settings).model
 
 
 def cases() -> list[Any]:
@@ -202,6 +214,16 @@ def test_plus_equals_the_oracle(name: str, variant: str):
     suite = SUITES[name]()
     settings = settings_of(suite, **VARIANTS[variant])
     assert_same(found(suite, settings), expected(suite, settings), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("clip, long step", 0.5, 1), ("clip, too long", 1, 3)]
+)
+def test_shares_of_the_experts_steps_are_in_the_log(name: str, least: float, most: float):
+    suite = SUITES[name]()
+    log = run_of(suite, settings_of(suite)).log
+    shares = [record["step_share"] for record in log.of_kind("module")]
+    assert shares and sum(least < share < most for share in shares) > len(shares) / 2
 
 
 def test_rows_that_predict_no_target_can_be_left_out():

@@ -206,24 +206,29 @@ def test_most_calibrations_of_a_language_model():
     assert len(script.calls) == 1  # the setting ends at 1000
 
 
-def far_suite(make: Callable[[], Suite] = lambda: clip_suite(tasks=3, sizes=(6, 4))) -> Suite:
+def far_suite(
+    make: Callable[[], Suite] = lambda: clip_suite(tasks=3, sizes=(6, 4), seed=4),
+) -> Suite:
     """One expert is much farther from the merged model than the others."""
     suite = make()
     task = list(suite.experts)[-1]
-    return replace(suite, experts=suite.experts | {task: scatter(suite.experts[task], 5, 0.5)})
+    return replace(suite, experts=suite.experts | {task: scatter(suite.experts[task], 5, 0.8)})
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "changed"),
     [
-        far_suite,
+        (far_suite, {"first_ridge_scale", "task_weights"}),
         pytest.param(
             lambda: far_suite(lambda: decoder_suite("llama", seed=1, tasks=3)),
+            {"first_ridge_scale"},
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_the_model_that_is_kept_is_that_of_its_settings(make: Callable[[], Suite]):
+def test_the_model_that_is_kept_is_that_of_its_settings(
+    make: Callable[[], Suite], changed: set[str]
+):
     suite = make()
     found = run_fast(suite, **TRIED)
     records = trials(found)
@@ -236,6 +241,7 @@ def test_the_model_that_is_kept_is_that_of_its_settings(make: Callable[[], Suite
     for record in records[: kept + 1]:  # each change is of the best before it
         if record["cosine"] >= best["cosine"]:
             change, best = change | record["change"], record
+    assert set(change) == changed
     alone = run_fast(suite, **(TRIED | {"trials": 1, "task_weights": None} | change))
     assert_identical(found.model, alone.model)
     json.dumps(found.log.plain_records())
@@ -243,14 +249,22 @@ def test_the_model_that_is_kept_is_that_of_its_settings(make: Callable[[], Suite
 
 def test_drift_weights_help_the_task_that_is_far():
     suite = far_suite()
-    towards_merged: dict[str, Any] = TRIED | {"trials": 1, "anchor_rho": 1.0, "task_weights": None}
-    first = run_fast(suite, **towards_merged)
-    seen = Agreement.of(first.log)
-    weights = seen.drift_weights({})
-    assert weights is not None and max(weights, key=weights.__getitem__) == "task_2"
-    heavier: dict[str, Any] = towards_merged | {"task_weights": weights}
+    once: dict[str, Any] = TRIED | {"trials": 1, "task_weights": None}
+    seen = Agreement.of(run_fast(suite, **once).log)
+    assert max(seen.drift, key=seen.drift.__getitem__) == "task_2"
+    heavier: dict[str, Any] = once | {"task_weights": {"task_2": 3.0}}
     again = Agreement.of(run_fast(suite, **heavier).log)
     assert again.drift["task_2"] < seen.drift["task_2"]
+
+
+def test_the_papers_update_is_tried_without_a_base_too():
+    suite = replace(clip_suite(tasks=2, sizes=(6, 4), seed=4), base=None)
+    every: dict[str, Any] = TRIED | {"trials": 9, "task_weights": None}
+    ways: list[dict[str, Any]] = [{"stages": 1}, {"anchor_rho": 1.0}]
+    for way in ways:
+        settings: dict[str, Any] = every | way
+        found = run_fast(suite, **settings)
+        assert trials(found)[-1]["change"]["order"] == "block"
 
 
 def test_factors_scale_the_tasks_weights():

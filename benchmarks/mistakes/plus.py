@@ -5,7 +5,7 @@ from mistakes.entry import Mutation
 ORACLE = "test_plus_oracle.py"
 EDGES, PROPERTIES = "test_plus_edges.py", "test_plus_properties.py"
 SENSITIVITY = "engine/test_sensitivity.py"
-MISSING = "test_missing_step.py"
+MISSING = "test_anchor.py"
 WRITERS, COPIES = "engine/test_stream_writers.py", "engine/test_augmentation.py"
 
 MUTATIONS = [
@@ -46,9 +46,16 @@ MUTATIONS = [
     ),
     Mutation(
         "plus: anchor no farther than the experts' steps",
-        "engine/group_sums.py",
-        "MIRRORED = 2.0",
-        "MIRRORED = 1.0",
+        "core/kfold.py",
+        "BEYOND = 2.0",
+        "BEYOND = 1.0",
+        ORACLE,
+    ),
+    Mutation(
+        "plus: all of the other tasks' steps are missing, whatever the share",
+        "core/kfold.py",
+        "(1 / share).clamp(max=tasks) - 1",
+        "torch.full_like(share, tasks) - 1",
         ORACLE,
     ),
     Mutation(

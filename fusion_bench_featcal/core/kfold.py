@@ -14,7 +14,7 @@ where a bias takes these up), and `s = trace(G) / d`:
 
 Held-out error chooses the lambdas as if `D` were 0. It looks at one module alone, where a step that
 is too short costs little; over all modules of a model, steps that are too short add up, while their
-noise does not. `D` makes up for that (`missing_step`).
+noise does not. `D` makes up for that (`anchor`).
 
 For held-out errors each fold's training system is factorised for each lambda that is tried; these
 are found by going downhill from the middle of the grid. The inverses for two lambdas commute, so
@@ -318,34 +318,44 @@ LEAST_VARIATION = 1e-6
 """Inputs that vary less about their mean, in mean squares, are one input and float32 rounding."""
 
 
-def missing_step(
-    means: Means, own: TargetSums, square: Tensor, step: Float[Tensor, "m d"], tasks: int
-) -> tuple[Float[Tensor, "m d"], Tensor]:
-    """What a common step from the base lacks to do in full what the experts' own steps do.
+BEYOND = 2.0
+"""Steps that are missing, added by the anchor at rho = 2: where ridge and data weigh equally, the
+step is then full."""
 
-    With `v` what an expert's step from the base adds to the outputs for its own task's inputs `x`,
-    a step `S` from the base to the modules' present weights does `g = mean v'S x / mean v'v` of it,
-    and `S / g - S` is missing. Merged steps fall short where tasks share them: the mean of steps
-    that have nothing in common does one of so many parts. `1 / g` is therefore at most the number
-    of tasks; where `S` points away from the experts' steps, nothing is missing.
+
+def anchor(
+    means: Means,
+    own: TargetSums,
+    square: Tensor,
+    step: Float[Tensor, "m d"],
+    tasks: int,
+    rho: float,
+) -> tuple[Float[Tensor, "m d"], Tensor]:
+    """Return `D`, what a ridge pulls towards less the modules' weights, and `g`.
+
+    With `S` the step from the base to the weights and `v = u0 + S x` what an expert's weights add
+    to the base's outputs for its own task's inputs `x`, `g = mean v'S x / mean v'v` is the share of
+    the experts' steps that `S` keeps (about the means, where a bias takes these up). Then
+    `D = 2 (rho - 1) (1 / g - 1) S`, with `1 / g` at most the number of tasks, and `D = 0` where
+    `g` is not positive or no expert differs from the base.
 
     Args:
         means: Means of the inputs over all rows.
-        own: Sums of the own targets, `u0 = v - S x`.
+        own: Sums of the own targets `u0`.
         square: Sum of `p u0'u0`.
         step: `S`.
         tasks: Number of tasks.
-
-    Returns:
-        The missing step, and `g`.
+        rho: 1: `D` is 0; 2: twice the missing step.
     """
     moment, mean = means.of(own)
-    added = step @ means.gram
-    experts = means.square_of(square, mean) + ((2 * moment + added) * step).sum()
-    along = ((moment + added) * step).sum()
-    share = (along / experts).nan_to_num()  # where experts have not moved there is nothing to keep
-    missing = torch.where(share > 0, (1 / share).clamp(max=tasks) - 1, torch.zeros_like(share))
-    return step * missing, share
+    pulled, kept = (moment * step).sum(), (step @ means.gram * step).sum()
+    square = means.square_of(square, mean)
+    experts = square + 2 * pulled + kept
+    none = torch.zeros_like(experts)
+    moved = experts > LEAST_VARIATION * square  # less is rounding: the experts equal the base
+    share = torch.where(moved, (pulled + kept) / experts, none)
+    missing = torch.where(share > 0, (1 / share).clamp(max=tasks) - 1, none)
+    return step * (BEYOND * (rho - 1) * missing), share
 
 
 def solve_stages(

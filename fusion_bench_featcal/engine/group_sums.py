@@ -15,8 +15,8 @@ from fusion_bench_featcal.core.kfold import (
     InputSums,
     Means,
     TargetSums,
+    anchor,
     choose_lambdas,
-    missing_step,
     probes_of,
     solve_fixed,
     solve_stages,
@@ -35,9 +35,6 @@ from fusion_bench_featcal.engine.module_groups import Group
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.task_sums import not_finite_features
 from fusion_bench_featcal.settings import CalibrationError
-
-MIRRORED = 2.0
-"""Missing steps to the anchor of rho 2: none lacks where ridge and data share the say equally."""
 
 ROWS_AT_ONCE = 1024
 """Rows of a fold wait until there are so many: products of few rows are slow."""
@@ -126,6 +123,7 @@ class GroupSums:
             f"task {task}, block {self._block}, module {self.group.first}", task
         )
         total = self.inputs.gram.sum() + self.further.moment.sum() + self.further.u.sum()
+        total = total + self.own_square
         self.checks.append(DeferredCheck(not_finite(total), error))
 
     def solve(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -197,8 +195,7 @@ class GroupSums:
         towards = self._step(means.gram.dtype)
         if towards is not None:
             square, tasks = self.own_square.to(towards.dtype), len(self._problem.tasks)
-            missing, share = missing_step(means, own, square, towards, tasks)
-            towards = missing * (MIRRORED * (settings.anchor_rho - 1))
+            towards, share = anchor(means, own, square, towards, tasks, settings.anchor_rho)
             noted["step_share"] = float(share)
         return solve_stages(means, own, full, (first, second), towards), noted
 

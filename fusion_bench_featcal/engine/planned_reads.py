@@ -24,7 +24,7 @@ from fusion_bench_featcal.settings import CalibrationError
 # Settings that a plan's hash covers: they draw the samples and weigh the update.
 _HASHED = (
     "calibration_split", "samples_per_task", "seed", "ridge_lambda", "mix_alpha", "anchor_rho",
-    "eps", "log_drift",
+    "eps", "ridge", "stages", "first_ridge_scale", "log_drift",
 )  # fmt: skip
 
 

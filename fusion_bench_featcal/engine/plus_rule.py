@@ -117,7 +117,7 @@ class PlusRule(Rule):
         return {block: problem.tensors_of(block), _weights_of(block): weights}
 
     def base_visits(self, block: str) -> dict[str, list[str]]:
-        """The calibrated modules' weights: biases take up means, wherever they are pulled."""
+        """The calibrated modules' weights: biases follow from the means and have no anchor."""
         sites = self._problem.modules[block].sites
         return {_weights_of(block): [site.weight_name for site in sites]}
 

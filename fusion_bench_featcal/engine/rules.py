@@ -114,7 +114,7 @@ class FeatCalRule(Rule):
         return {block: problem.tensors_of(block) if runs else problem.calibrated_in(block)}
 
     def base_visits(self, block: str) -> dict[str, list[str]]:
-        """What the calibrated modules hold."""
+        """All parameters of the calibrated modules."""
         return {block: [n for site in self._problem.modules[block].sites for n in site.names]}
 
     def turns(self, block: str, streams: Streams) -> Iterable[Turn]:
