@@ -221,6 +221,12 @@ def test_all_calibrations_of_a_run_are_planned(clip: Request):
     assert "at most 3 calibrations (method.trials)" in console.export_text()
 
 
+def test_a_language_model_may_take_more_calibrations(clip: Request):
+    text = Request(t5_model(width=64).to("meta"), clip.settings, tasks=3)
+    plans = [planned(request, held_out=4, trials="auto", **PLUS) for request in (clip, text)]
+    assert [plan.calibrations for plan in plans] == [1, 3]
+
+
 def test_held_out_samples_have_no_copies(clip: Request):
     every = planned(clip, augment="jitter", held_out=0, **PLUS)
     fewer = planned(clip, augment="jitter", held_out=16, **PLUS)
