@@ -118,6 +118,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-llama-mini": lambda: combined_table("llama-mini"),
     "paper-clip": paper_clip,
     "plus": lambda: (ROOT / "benchmarks/results/plus.md").read_text(encoding="utf-8").strip(),
+    "plus-grid": lambda: (
+        (ROOT / "benchmarks/results/plus_grid.md").read_text("utf-8").partition("\n\n**")[0]
+    ),
     "far-task": lambda: (ROOT / "benchmarks/results/far_task.md").read_text("utf-8").strip(),
     "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
