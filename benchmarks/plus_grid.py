@@ -147,7 +147,9 @@ def _is_paper(name: str) -> bool:
 
 
 def _shown(name: str, upstream: str) -> str:
-    words = {OURS: "**FeatCal+**", WITHOUT_COPIES: "FeatCal+ without copies", "featcal": "paper"}
+    if _is_paper(name):
+        return "paper"
+    words = {OURS: "**FeatCal+**", WITHOUT_COPIES: "FeatCal+ without copies"}
     return words.get(name, "merged" if name == upstream else name.replace("_", " "))
 
 
