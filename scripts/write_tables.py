@@ -121,6 +121,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "plus-grid": lambda: (
         (ROOT / "benchmarks/results/plus_grid.md").read_text("utf-8").partition("\n\n**")[0]
     ),
+    "plus-builds": lambda: (ROOT / "benchmarks/results/other_builds.md").read_text("utf-8").strip(),
     "far-task": lambda: (ROOT / "benchmarks/results/far_task.md").read_text("utf-8").strip(),
     "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
