@@ -109,12 +109,12 @@ def overview(found: Mapping[Cell, Any], rows: Sequence[str]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
     for upstream, samples in dict.fromkeys((cell.upstream, cell.samples) for cell in found):
         reports = _reports(found, upstream, samples)
-
-        def mean(name: str, column: int, reports: Sequence[Any] = reports) -> float:
-            return statistics.mean(figures(report, name)[column] for report in reports)
-
-        averages = [f"{mean(name, 0):.1f}" for name in (upstream, *rows)]
-        recovered = [f"{mean(name, 2):.0f} %" for name in gaps]
+        means = {
+            name: [*map(statistics.mean, zip(*(figures(r, name) for r in reports), strict=True))]
+            for name in (upstream, *rows)
+        }
+        averages = [f"{means[name][0]:.1f}" for name in means]
+        recovered = [f"{means[name][2]:.0f} %" for name in gaps]
         lines.append("| " + " | ".join([upstream, str(samples), *averages, *recovered]) + " |")
     return "\n".join(lines)
 

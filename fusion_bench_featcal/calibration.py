@@ -31,7 +31,7 @@ from fusion_bench_featcal.engine.problem import (
     Problem,
     copied,
     device_of,
-    head_of,
+    is_language_model,
 )
 from fusion_bench_featcal.engine.processes import Processes, announced
 from fusion_bench_featcal.engine.samples import check_inputs, take_samples, weighs_by_sensitivity
@@ -91,8 +91,8 @@ def calibrate(
     Args:
         merged: The merged model. It is not changed (but by `in_place` and `merging`); its hooks,
             if any, go with the copy.
-        base: The base model; None needs `anchor_rho` 1, which pulls
-            towards the merged parameters.
+        base: The base model; None needs `anchor_rho` 1, which pulls towards the merged
+            parameters.
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
             arguments, tuples of arguments, or single tensors; batch first.
@@ -124,7 +124,7 @@ def calibrate(
     change_of(settings.augment)
     _check_options(merged, base, experts, settings, processes, merging, in_place=in_place)
     family = resolve_family(settings.family if family is None else family, merged)
-    text = head_of(merged) is not None
+    text = is_language_model(merged)
 
     def calibrated(settings: FeatCalSettings, *, again: bool = False) -> CalibrationResult:
         return _calibrate(
@@ -291,7 +291,7 @@ def _check_options(
     in_place: bool,
 ) -> None:
     """Refuse options that do not go together."""
-    if in_place and changes_of(settings, text=head_of(merged) is not None):
+    if in_place and changes_of(settings, text=is_language_model(merged)):
         raise ValueError(
             "in_place uses up the merged model, from which every calibration of method.trials "
             "begins; set one of them off (method.trials=1)"

@@ -53,7 +53,7 @@ class FeatCalSettings:
             It is relative: every task's gram enters with Frobenius norm 1.
         mix_alpha: Share of the expert's features in the target input (alpha, Eq. 10), 0 to 1.
         anchor_rho: Anchor extrapolation (rho, Eq. 11): 0 is the base, 1 the merged model; -1000
-            to 1000. With `ridge` `kfold`, 2 is as far beyond the experts' steps as the merged model
+            to 1000. With `stages` 2, 2 is as far beyond the experts' steps as the merged model
             falls short of them.
         eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
             (Eqs. 14, 17), 0 to 1e12.
@@ -63,9 +63,9 @@ class FeatCalSettings:
             the hidden features, towards the expert's hidden features (`residual`): they then make
             up for what earlier modules have left.
         ridge: A `fixed` `ridge_lambda` with `mix_alpha`, or `kfold`: strengths are chosen for each
-            module by 4-fold held-out error, and these two have no part. Unless
-            all of order, target and ridge are the paper's, a fixed lambda is relative to the norm
-            of the summed Gram matrix, divided by the number of tasks.
+            module by 4-fold held-out error, and these two have no part. Unless all of order, target
+            and ridge are the paper's, a fixed lambda is relative to the norm of the summed Gram
+            matrix, divided by the number of tasks.
         stages: With `ridge` `kfold`: 1: solve towards the target alone; 2: first towards what the
             experts' weights give on the calibrated features, then from there towards the target.
         first_ridge_scale: With `stages` 2: factor of the first stage's lambdas that held-out error
@@ -253,7 +253,7 @@ class FeatCalSettings:
             if self.stages == 1 and self.anchor_rho not in (1, FeatCalSettings.anchor_rho):
                 clashes.append(
                     f"anchor_rho={self.anchor_rho} has no part in method.ridge=kfold with "
-                    "method.stages=1: leave it at its default, 2.0"
+                    f"method.stages=1: leave it at its default, {FeatCalSettings.anchor_rho}"
                 )
         return clashes
 

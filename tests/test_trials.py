@@ -258,12 +258,11 @@ def test_drift_weights_help_the_task_that_is_far():
 
 
 def test_the_papers_update_is_tried_without_a_base_too():
-    suite = replace(clip_suite(tasks=2, sizes=(6, 4), seed=4), base=None)
-    every: dict[str, Any] = TRIED | {"trials": 9, "task_weights": None}
+    suite = clip_suite(tasks=2, sizes=(6, 4), seed=4)
     ways: list[dict[str, Any]] = [{"stages": 1}, {"anchor_rho": 1.0}]
     for way in ways:
-        settings: dict[str, Any] = every | way
-        found = run_fast(suite, **settings)
+        settings: dict[str, Any] = TRIED | {"trials": 9, "task_weights": None} | way
+        found = run_fast(suite, has_base=False, **settings)
         assert trials(found)[-1]["change"]["order"] == "block"
 
 

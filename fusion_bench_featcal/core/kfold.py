@@ -315,8 +315,8 @@ class Change:
 
 
 LEAST_VARIATION = 1e-6
-"""Inputs that vary less about their mean, in mean squares, are one input and float32 rounding."""
-
+"""Less than this share of a mean square is float32 rounding: inputs that vary so little about their
+mean are one input."""
 
 BEYOND = 2.0
 """Steps that are missing, added by the anchor at rho = 2: where ridge and data weigh equally, the

@@ -122,6 +122,11 @@ def tensors_before_stage(
     return sorted(set(names) - set(names_under(names, unused)))
 
 
+def is_language_model(model: nn.Module) -> bool:
+    """Return whether a model gives logits over a vocabulary."""
+    return head_of(model) is not None
+
+
 def head_of(model: nn.Module) -> nn.Module | None:
     """Output embeddings of a language model; None for any other model."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
-from fusion_bench_featcal.engine.problem import Problem, head_of
+from fusion_bench_featcal.engine.problem import Problem, is_language_model
 from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -117,7 +117,7 @@ def weighs_by_sensitivity(settings: FeatCalSettings, model: nn.Module) -> bool:
     """Tell whether rows weigh as final features depend on them, given the model for `auto`."""
     if settings.row_weights != "auto":
         return settings.row_weights == "sensitivity"
-    return head_of(model) is not None
+    return is_language_model(model)
 
 
 def batch_generator(purpose: str, seed: int, task: str, *numbers: int) -> torch.Generator:

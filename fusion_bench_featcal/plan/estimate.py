@@ -16,7 +16,7 @@ from fusion_bench_featcal.engine.augmentation import copies_of, is_joined
 from fusion_bench_featcal.engine.held_out import held_out_of
 from fusion_bench_featcal.engine.memory import free_bytes
 from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
-from fusion_bench_featcal.engine.problem import head_of
+from fusion_bench_featcal.engine.problem import is_language_model
 from fusion_bench_featcal.engine.team import Shares
 from fusion_bench_featcal.experts.merging import merged_at
 from fusion_bench_featcal.experts.read_plan import make_plan, reads_of
@@ -119,7 +119,7 @@ def estimate(request: Request, rate: Rate | None = None) -> Plan:
     waiting = _waiting(request, parts["activations"], peak, free_host, free_gpu)
     model, on_gpu = parts["model"], device.type != "cpu"
     gpu = peak - parts["experts"] + round(HOLES * waiting["device"])
-    calibrations = calibrations_of(settings, text=head_of(request.model) is not None)
+    calibrations = calibrations_of(settings, text=is_language_model(request.model))
     best = calibrations > 1  # beside the one that is being made
     host = own + (1 + best + held - request.loaded) * model + waiting["host"]
     host += parts["block"] if on_gpu else gpu
