@@ -386,7 +386,7 @@ MUTATIONS = [
     Mutation(
         "plus: every model's rows weigh by sensitivity",
         "engine/samples.py",
-        "return head_of(model) is not None",
+        "return is_language_model(model)",
         "return True",
         SENSITIVITY,
     ),
