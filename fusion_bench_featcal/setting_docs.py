@@ -4,7 +4,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -132,11 +132,15 @@ def _fixed(keys: Mapping[str, str]) -> list[Setting]:
 def _merger(name: str) -> Callable[[], list[Setting]]:
     def settings() -> list[Setting]:
         from fusion_bench_featcal import methods
-        from fusion_bench_featcal.methods.blockwise import LeastSquares
         from fusion_bench_featcal.methods.mergers import MERGER_SETTINGS
 
-        accepted = {key: wanted for key, (wanted, _) in LeastSquares.checks.items()}
-        options = settings_of(LeastSquares, accepted, getattr(methods, name).options)
+        kind = getattr(methods, name)
+        choices = kind.choices
+        accepted = {key: wanted for key, (wanted, _) in choices.checks.items()}
+        options = [
+            replace(setting, default=getattr(choices, setting.name))
+            for setting in settings_of(type(choices), accepted, kind.options)
+        ]
         return [*_fields(MERGER_SETTINGS), *options]
 
     return settings
@@ -157,6 +161,27 @@ def _distillation() -> list[Setting]:
     return [*_fixed(_BASE_METHOD), *own, *_fields(DISTILLATION_SETTINGS)]
 
 
+def _data_free(name: str) -> Callable[[], list[Setting]]:
+    def settings() -> list[Setting]:
+        from fusion_bench_featcal import methods
+
+        kind = getattr(methods, name)
+        meanings = documented(kind.__doc__, "Attributes")
+        own = [
+            Setting(key, getattr(kind, key), wanted, meanings[key])
+            for key, (wanted, _) in kind.checks.items()
+        ]
+        return [*_fixed(_BASE_METHOD), *own, *_fields(["family"])]
+
+    return settings
+
+
+def _magic() -> list[Setting]:
+    from fusion_bench_featcal.methods.magic import MAGIC_SETTINGS
+
+    return [*_fixed(_BASE_METHOD), *_fields(MAGIC_SETTINGS)]
+
+
 METHODS: dict[str, Callable[[], list[Setting]]] = {
     "featcal": _featcal,
     "compare": _compare,
@@ -166,9 +191,13 @@ METHODS: dict[str, Callable[[], list[Setting]]] = {
     "featcal_baselines/surgery_v2": _correction("SurgeryV2"),
     "featcal_baselines/anchor_only": _anchor_only,
     "featcal_baselines/distillation": _distillation,
+    "featcal_baselines/svc": _data_free("SingularValues"),
+    "featcal_baselines/larv": _data_free("Larv"),
+    "featcal_baselines/magic": _magic,
     "featcal_baselines/regmean": _merger("RegMean"),
     "featcal_baselines/regmean_plusplus": _merger("RegMeanPlusPlus"),
     "featcal_baselines/lot": _merger("Lot"),
+    "featcal_baselines/prodistill": _merger("ProDistill"),
 }
 """`method=<name>` -> its settings."""
 

@@ -33,9 +33,11 @@ from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
 from fusion_bench_featcal.results import BASE, UNAVAILABLE, measure
 from fusion_bench_featcal.results.cost import (
+    CHOSEN,
     MODULES_ADDED,
     PARAMETERS_ADDED,
     SECONDS_PER_SAMPLE,
+    SETTINGS_TRIED,
     TASK_ID,
 )
 from fusion_bench_featcal.results.curves import as_curves
@@ -181,6 +183,7 @@ class GridRun:
         result = _result(self._evaluate(f"{merger.name}+{cell}", model), settings=method.settings)
         result.cost = {**cost.as_dict(), **self._deployed(model, method.added(model))}
         result.samples = method.samples(model, list(result.accuracy))
+        result.cost |= _choice(model)
         result.curves = as_curves(getattr(model, "curves", {}), "the model's curves")
         return result
 
@@ -211,7 +214,7 @@ class GridRun:
         except Exception as error:
             self._not_merged[merger.name] = _reason(error)
             raise
-        return model, cost.as_dict()
+        return model, cost.as_dict() | _choice(model)
 
     def _load_like(self) -> nn.Module:
         """A model of the class that mergers make, whose weights may be replaced."""
@@ -255,6 +258,12 @@ def _result(
         seed=seed_of(settings or {}),
         cost=cost or {},
     )
+
+
+def _choice(model: nn.Module) -> dict[str, Any]:
+    """How the settings of what made a model were chosen, where several were compared."""
+    choice: Any = getattr(model, "choice", None)
+    return {} if choice is None else {SETTINGS_TRIED: choice.tried, CHOSEN: choice.chosen}
 
 
 def _inference(seconds_per_sample: Sequence[float | str]) -> dict[str, Any]:

@@ -27,13 +27,25 @@ log = logging.getLogger(__name__)
 
 _LENGTH = 32
 _SPLITS = ("train", "val", "test")
-_WITHOUT_DATA = ("AnchorOnly", "AnchorOnlyAlgorithm")  # our own, under any of their paths
+_WITHOUT_DATA = (
+    "AnchorOnly",
+    "AnchorOnlyAlgorithm",
+    "Larv",
+    "SingularValues",
+)  # our own, under any of their paths
 # By `_target_` or, for FusionBench's older methods, `name`; all others may read any split.
 _SPLITS_READ: dict[str, tuple[str, ...]] = {
     "fusion_bench.method.SimpleAverageAlgorithm": (),
     "fusion_bench.method.TaskArithmeticAlgorithm": (),
     "fusion_bench.method.TiesMergingAlgorithm": (),
     "fusion_bench.method.WUDIMerging": (),
+    "fusion_bench.method.DareTaskArithmetic": (),
+    "fusion_bench.method.TaskSingularVectorMerging": (),
+    "fusion_bench.method.ISO_C_Merge": (),
+    "fusion_bench.method.ISO_CTS_Merge": (),
+    "fusion_bench.method.opcm.opcm.OPCMForCLIP": (),
+    "fusion_bench.method.singular_value_calibration.task_arithmetic"
+    ".SingularValueCalibrationArithmeticTask": (),
     "clip_layer_wise_adamerging": ("test",),
     "clip_task_wise_adamerging": ("test",),
 }
@@ -161,6 +173,8 @@ def _draws(config: Any, settings: Any) -> Iterator[Draw]:
             yield from _draws(step, settings.get(name) if isinstance(settings, Mapping) else None)
         return
     own = kind.startswith(OWN)
+    if isinstance(config.get("of"), Mapping):  # what settings are chosen for draws, too
+        yield from _draws(config["of"], None)
     if own and kind.rpartition(".")[2] in _WITHOUT_DATA:
         return
     values = {**config, **(settings if isinstance(settings, Mapping) else {})}

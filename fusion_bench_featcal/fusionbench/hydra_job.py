@@ -30,6 +30,8 @@ def at_the_end(show: Show) -> bool:
 class LogDirectoryCheck(Callback):
     """Refuses a log directory that cannot be made or written; shows results when a job ends.
 
+    Classes in the folder where the command is run can be named by `_target_`.
+
     A pool of language models without a tokenizer, which FusionBench cannot even make, is given
     `tokenizer: null`: the method then says what is missing.
 
@@ -44,6 +46,7 @@ class LogDirectoryCheck(Callback):
             SystemExit: If a file is in its place or it cannot be written; Hydra would only warn.
         """
         _name_no_tokenizer(config)
+        make_importable(os.getcwd())
         if is_helper(os.environ):
             _log_to_console_only(config)
             return
@@ -68,6 +71,12 @@ class LogDirectoryCheck(Callback):
         for show in shows:
             show()
         sys.stdout.flush()
+
+
+def make_importable(folder: str) -> None:
+    """Let modules in a folder be imported, after all others; not with `python -P`."""
+    if not sys.flags.safe_path and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def is_helper(environment: Mapping[str, str]) -> bool:

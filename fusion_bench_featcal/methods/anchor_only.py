@@ -1,7 +1,6 @@
 """FeatCal's anchor by itself: what calibration tends to as lambda grows, without any data."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,14 +12,14 @@ from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
-from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.methods.interface import MethodInputs, WithoutData
 from fusion_bench_featcal.settings import FeatCalSettings
 
 ANCHOR_SETTINGS = ("anchor_rho", "calibrate_bias", "calibrate_norm", "modules", "family")
 """Fields of `FeatCalSettings` that its anchor alone depends on."""
 
 
-class AnchorOnly:
+class AnchorOnly(WithoutData):
     """Puts the anchor `base + rho (merged - base)` in place of the weights that FeatCal calibrates.
 
     Its settings are `ANCHOR_SETTINGS`.
@@ -50,14 +49,6 @@ class AnchorOnly:
         base = inputs.base(self._settings)
         assert base is not None
         return anchor_only(merged, base, self._settings)
-
-    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """None: the anchor needs no data."""
-        return {}
-
-    def added(self, model: nn.Module) -> dict[str, int]:
-        """Nothing: the anchor takes the merged weights' place."""
-        return {}
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
 """Merging block by block in closed form: RegMean, RegMean++ and LOT as rules of the block loop."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,40 @@ from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.least_squares import GainMean, LinearMean, shrink_off_diagonal
+from fusion_bench_featcal.methods.outside import load_outside
 from fusion_bench_featcal.progress import progress_bar
-from fusion_bench_featcal.setting_checks import Check, is_number, one_of, problems_of
+from fusion_bench_featcal.setting_checks import BOOLEAN, Check, is_number, one_of, problems_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
+
+
+Samples = Callable[[], Mapping[str, Iterator[Batch]]]
+"""Begins every task's batches anew."""
+
+
+class BlockMethod(Protocol):
+    """A merger that goes through the blocks in forward order, with its settings.
+
+    Attributes:
+        weighs_gains: Whether it solves LayerNorms' gains.
+    """
+
+    @property
+    def weighs_gains(self) -> bool:
+        """As the attribute."""
+        ...
+
+    def start(self, problem: Problem, base: nn.Module, samples: Samples) -> None:
+        """Give the model, which has the base's values, those that it has before the first block."""
+        ...
+
+    def rule(self, problem: Problem, base: nn.Module) -> Rule:
+        """The rule of the block loop."""
+        ...
+
+
+_SHARE: Check = ("a number in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +73,13 @@ class LeastSquares:
         off_diagonal: Factor of the Gram matrices' entries off the diagonal (RegMean's `a`), 0 to 1.
         task_weights: `equal` (the papers'), or `unit_gram`: Gram matrices scaled as FeatCal does.
         weighs_gains: Whether a LayerNorm's gain is weighted by each channel's energy; else it is
-            the experts' mean, as biases, shifts and everything outside the blocks always are.
+            the experts' mean, as biases, shifts and everything outside the blocks are.
+        scale: Factor of every step from the base (LOT's lambda), > 0; other than 1 with the anchor
+            `base` only.
+        cutoff: Input directions with less than this share of the largest energy, of channels
+            brought to size 1, count as unseen, 0 to 1.
+        outside: Whether linear layers, convolutions and LayerNorms outside the blocks are solved,
+            too; for image models.
     """
 
     stream: Literal["expert", "merged"]
@@ -52,15 +87,40 @@ class LeastSquares:
     off_diagonal: float = 0.95
     task_weights: str = "equal"
     weighs_gains: bool = False
+    scale: float = 1.0
+    cutoff: float = 0.0
+    outside: bool = False
 
     checks: ClassVar[dict[str, Check]] = {
-        "off_diagonal": ("a number in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1),
+        "off_diagonal": _SHARE,
+        "cutoff": _SHARE,
+        "scale": ("a finite number > 0", lambda value: is_number(value) and value > 0),
+        "outside": BOOLEAN,
         "task_weights": one_of(("equal", "unit_gram")),
     }
 
     def __post_init__(self) -> None:
         if problems := problems_of(self, self.checks):
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+
+    def start(self, problem: Problem, base: nn.Module, samples: Samples) -> None:
+        """Give the model what does not depend on its blocks' inputs."""
+        _load_means(problem.model, problem.experts, self.scale)
+        if self.outside:
+            load_outside(problem, base, samples(), self.linear_mean, self.gain_mean)
+
+    def rule(self, problem: Problem, base: nn.Module) -> "LeastSquaresRule":
+        """The rule of the block loop."""
+        return LeastSquaresRule(problem, self, base)
+
+    def linear_mean(self, anchor: Tensor) -> LinearMean:
+        """Sums over the experts for a weight, given what unseen input directions keep."""
+        floor = 1 - self.off_diagonal
+        return LinearMean(anchor, floor=floor, cutoff=self.cutoff, scale=self.scale)
+
+    def gain_mean(self, anchor: Tensor) -> GainMean:
+        """Sums over the experts for a LayerNorm's gain."""
+        return GainMean(anchor, scale=self.scale)
 
 
 # Jin et al., ICLR 2023: `W = (sum_i W_i G_i) (sum_i G_i)^-1` with `G_i` the mean Gram matrix of
@@ -72,11 +132,20 @@ REGMEAN = LeastSquares(stream="expert", anchor="mean")
 # FusionBench's version keeps the base's values behind the last block, this one the experts' mean.
 REGMEAN_PLUSPLUS = LeastSquares(stream="merged", anchor="mean")
 
-# Sun et al., NeurIPS 2025: with task vectors `T_i = W_i - W_0` and Gram matrices `G_i` of expert
-# i's own inputs (which of the models gives them is our reading of the paper) a linear weight is
-# `W_0 + (sum_i T_i G_i) (sum_i G_i)^+`: RegMean without shrinkage, but directions that no sample
-# has stay at the base. The paper uses 16 to 64 samples a task.
-LOT = LeastSquares(stream="expert", anchor="base", off_diagonal=1.0, weighs_gains=True)
+# Sun et al., NeurIPS 2025 (arXiv 2505.23859): with task vectors `T_i = W_i - W_0` and Gram matrices
+# `G_i` of expert i's own inputs (Algorithm 1) a linear weight is
+# `W_0 + lambda (sum_i T_i G_i) (sum_i G_i)^+`: RegMean without shrinkage, but directions that no
+# sample has stay at the base. Lambda is 1.2 for ViT-B/32, 1.5 for ViT-L/14 (6.3). Where the
+# pseudo-inverse takes an energy for none is open; directions of almost none get steps of many times
+# the weight, and the cut-off is ours. The paper uses 16 to 64 samples a task.
+LOT = LeastSquares(
+    stream="expert",
+    anchor="base",
+    off_diagonal=1.0,
+    weighs_gains=True,
+    scale=1.2,
+    cutoff=1e-3,
+)
 
 
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
@@ -86,7 +155,7 @@ def merge_blockwise(
     experts: Mapping[str, nn.Module | ExpertSource],
     batches: Mapping[str, Iterable[Any]],
     settings: FeatCalSettings,
-    method: LeastSquares,
+    method: BlockMethod,
     *,
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,
@@ -99,7 +168,8 @@ def merge_blockwise(
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, as `calibrate` takes them.
         settings: `samples_per_task`, `modules`, `family` and, for `unit_gram`, `eps` are used.
-        method: `REGMEAN`, `REGMEAN_PLUSPLUS`, `LOT`, or one of those with other choices.
+        method: `REGMEAN`, `REGMEAN_PLUSPLUS`, `LOT`, one of those with other choices, or
+            `ProDistilling`.
         device: Where to compute; None: where the base is.
         autocast: Makes the context for forward passes; statistics are never inside it.
         progress: Whether to show a progress bar.
@@ -128,7 +198,6 @@ def merge_blockwise(
         autocast=autocast or nullcontext,
         kernel=TORCH,
     )
-    _load_means(problem.model, problem.experts)
     visits = len(problem.modules) * len(experts)
     reporter = Reporter(
         CalibrationLog(family=family.name),
@@ -136,20 +205,28 @@ def merge_blockwise(
         Processes(),
         name="merging",
     )
-    samples = {task: take_samples(task, batches[task], settings, shown) for task in experts}
+
+    def samples() -> dict[str, Iterator[Batch]]:
+        return {task: take_samples(task, batches[task], settings, shown) for task in experts}
+
     with torch.autocast(device.type, enabled=False), reporter.progress:
-        BlockLoop(problem, LeastSquaresRule(problem, method, shown), reads, reporter).run(samples)
+        method.start(problem, shown, samples)
+        BlockLoop(problem, method.rule(problem, shown), reads, reporter).run(samples())
     Modes.of(shown).restore(problem.model)
     return family.view.restored(problem.model).to(home)
 
 
-def _load_means(model: nn.Module, experts: Mapping[str, ExpertModel]) -> None:
-    """Give every floating tensor the experts' mean; one of each is in memory at a time."""
+def _load_means(model: nn.Module, experts: Mapping[str, ExpertModel], scale: float) -> None:
+    """Give every floating tensor the experts' mean; one of each is in memory at a time.
+
+    The mean's step from the model, which has the base's values, is multiplied by `scale`.
+    """
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
             wide = moment_dtype(tensor.dtype)
             total = sum((expert.tensor(name).to(wide) for expert in experts.values()), start=0)
-            tensor.copy_(total / len(experts))
+            mean = total / len(experts)
+            tensor.copy_(mean if scale == 1 else tensor + scale * (mean - tensor))
 
 
 class LeastSquaresRule(Rule):
@@ -235,9 +312,9 @@ class LeastSquaresSums:
             parameter = source.get_parameter(site.weight_name).detach().to(problem.device)
             anchor = site.oriented(parameter)
             if site.kind == "norm":
-                self._gains[name] = GainMean(anchor)
+                self._gains[name] = method.gain_mean(anchor)
             else:
-                self._linear[name] = LinearMean(anchor, floor=1 - method.off_diagonal)
+                self._linear[name] = method.linear_mean(anchor)
 
     def add(self, sums: TaskSums, expert: nn.Module) -> None:
         """Add one expert's sums, which are used up.

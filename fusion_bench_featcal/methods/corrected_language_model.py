@@ -73,12 +73,12 @@ class CorrectedLanguageModel(Corrected):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the merged model and correct its output; a CalibrationError if no task is set."""
-        with self._correcting():
+        with self.correcting():
             return self.model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the merged model, corrected at every decoded position of the set task."""
-        with self._correcting():
+        with self.correcting():
             return self.model.generate(*args, **kwargs)
 
     def correct(self, states: Tensor, task: str) -> Tensor:
@@ -104,7 +104,7 @@ class CorrectedLanguageModel(Corrected):
         return cls(model, **options)
 
     @contextmanager
-    def _correcting(self) -> Iterator[None]:
+    def correcting(self) -> Iterator[None]:
         """Context in which the merged model's last norm gives corrected states."""
         task = self._task
         if task is None:

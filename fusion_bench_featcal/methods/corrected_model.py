@@ -20,6 +20,7 @@ VARIANT = "uncorrected"
 a plain model: that would silently leave the corrections out."""
 
 _WEIGHTS = "weights"  # key of the digest of the corrections' file in the description
+_SHARED = "shared"  # key: whether all tasks have one correction
 
 
 class SurgeryModule(nn.Module):
@@ -128,15 +129,21 @@ class Corrected(nn.Module):
         """Save the merged model, by its own `save_pretrained`, and the corrections beside it."""
         target = Path(folder)
         self.model.save_pretrained(target, variant=VARIANT, **kwargs)
+        # The children are each module once, under the first task that has it.
+        parts: dict[str, Any] = {
+            "corrections": nn.ModuleDict(dict(self.corrections.named_children()))
+        }
+        if hasattr(self, "projection"):
+            parts["projection"] = self.projection
         tensors = {
             f"{name}.{key}": tensor.contiguous()
-            for name in ("projection", "corrections")
-            if hasattr(self, name)
-            for key, tensor in getattr(self, name).state_dict().items()
+            for name, part in parts.items()
+            for key, tensor in part.state_dict().items()
         }
         weights = target / f"{self.stem}.safetensors"
         save_file(tensors, weights)
         content = {name: getattr(self, name) for name in ("tasks", *self.described)}
+        content[_SHARED] = len(parts["corrections"]) < len(self.tasks)
         content[_WEIGHTS] = _digest(weights.read_bytes())
         text = sealed_json(plain(content, f"{self.stem}.json"))
         (target / f"{self.stem}.json").write_text(text, encoding="utf-8")
@@ -168,13 +175,15 @@ class Corrected(nn.Module):
         options = {name: description.get(name) for name in cls.described}
         curves = options["curves"] or {}  # not in folders of earlier versions
         options["curves"] = {t: [tuple(point) for point in c] for t, c in curves.items()}
-        options["corrections"] = {
-            task: _correction(tensors, task, weights.name) for task in description["tasks"]
-        }
+        tasks = description["tasks"]
+        if description.get(_SHARED):
+            options["corrections"] = dict.fromkeys(tasks, _correction(tensors, tasks[0], weights))
+        else:
+            options["corrections"] = {task: _correction(tensors, task, weights) for task in tasks}
         return tensors, options
 
 
-def _correction(tensors: Mapping[str, Tensor], task: str, file: str) -> nn.Module:
+def _correction(tensors: Mapping[str, Tensor], task: str, file: Path) -> nn.Module:
     """A task's correction, of the kind that its tensors' names tell."""
     modules: dict[str, dict[str, Tensor]] = {}
     prefix = f"corrections.{_key(task)}."
@@ -190,7 +199,7 @@ def _correction(tensors: Mapping[str, Tensor], task: str, file: str) -> nn.Modul
         kind = SurgeryModule if "down" in modules[""] else AffineModule
         return kind(**modules[""])
     except (KeyError, TypeError) as error:
-        raise CalibrationError(f"{file} has no whole correction for task {task!r}") from error
+        raise CalibrationError(f"{file.name} has no whole correction for task {task!r}") from error
 
 
 def _key(task: str) -> str:

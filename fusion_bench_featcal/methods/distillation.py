@@ -1,25 +1,27 @@
 """Distillation of final features by gradients: a reference for corrections in closed form."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.moments import moment_dtype
-from fusion_bench_featcal.engine.problem import Problem, copied
-from fusion_bench_featcal.engine.rows import CountedRows, rows_of
+from fusion_bench_featcal.engine.problem import copied
 from fusion_bench_featcal.engine.samples import naming_task, take_samples, to_device
-from fusion_bench_featcal.engine.sensitivity import final_features, final_rows
 from fusion_bench_featcal.experts import names_under
-from fusion_bench_featcal.families import check_family, resolve_family
+from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
-from fusion_bench_featcal.methods.feature_correction import check_features, thinned
+from fusion_bench_featcal.methods.feature_correction import thinned
 from fusion_bench_featcal.methods.interface import MethodInputs, WeightsOnly
+from fusion_bench_featcal.methods.lessons import (
+    Lesson,
+    expert_lessons,
+    features_problem,
+    mean_square,
+)
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.setting_checks import Check, integer, is_number
@@ -37,21 +39,6 @@ DISTILLATION_SETTINGS = (
     "ignore_config",
 )
 """Fields of `FeatCalSettings` that distillation has too, with the same meaning."""
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """One batch of a task, and what its expert makes of it.
-
-    Attributes:
-        inputs: The model's inputs.
-        rows: The positions whose final features count; None: all.
-        target: The expert's final features there, `[n, d]`.
-    """
-
-    inputs: Any
-    rows: CountedRows | None
-    target: Tensor
 
 
 class Distillation(WeightsOnly):
@@ -123,7 +110,7 @@ class Distillation(WeightsOnly):
         device = inputs.fabric.device
         wide = moment_dtype(next(merged.parameters()).dtype)
         student = copied(merged, device).to(wide)
-        problem = _problem(student, inputs.modelpool.model_names, self._settings)
+        problem = features_problem(student, inputs.modelpool.model_names, self._settings)
         batches = inputs.batches(self._settings)
         lessons: dict[str, list[Lesson]] = {}
         for task in problem.tasks:
@@ -163,7 +150,7 @@ class Distillation(WeightsOnly):
         parameters = [model.get_parameter(name).requires_grad_() for name in trained]
         optimizer = torch.optim.Adam(parameters, lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.steps)
-        norms = {task: _mean_square(found) for task, found in lessons.items()}
+        norms = {task: mean_square(found) for task, found in lessons.items()}
         drawn = {task: self._drawn_lessons(task, found) for task, found in lessons.items()}
         losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
         for _ in progress_bar(range(self.steps), what="distilling: ", unit="step"):
@@ -190,61 +177,7 @@ class Distillation(WeightsOnly):
             yield lessons[int(number)]
 
 
-@torch.no_grad()
-def expert_lessons(problem: Problem, expert: nn.Module, batches: Sequence[Any]) -> list[Lesson]:
-    """Run one task's expert once over its batches.
-
-    Args:
-        problem: The problem, whose model is trained.
-        expert: The task's expert, on the model's device.
-        batches: Batches of the models' inputs, on that device.
-
-    Returns:
-        A lesson for each batch.
-
-    Raises:
-        CalibrationError: If the final features of expert and model do not fit each other, are not
-            finite, or the expert's are zero.
-    """
-    lessons = []
-    for inputs in batches:
-        features, rows = final_features(expert, inputs), final_rows(problem, inputs)
-        if rows is not None and features.shape[:-1] != rows.shape:
-            rows = None  # pooled
-        lessons.append(Lesson(inputs, rows, rows_of(features, rows)))
-    found = final_features(problem.model, lessons[0].inputs)
-    check_features(rows_of(found, lessons[0].rows), lessons[0].target, "")
-    norm = _mean_square(lessons)
-    if not bool(torch.isfinite(norm)) or not bool(norm > 0):
-        raise CalibrationError(
-            f"the expert's final features have a mean square of {float(norm):g}. Look for zeros, "
-            "NaN or infinite values in its weights"
-        )
-    return lessons
-
-
-def _problem(model: nn.Module, tasks: Sequence[str], settings: FeatCalSettings) -> Problem:
-    """A problem of which only model and family are asked; nothing is solved."""
-    family = resolve_family(settings.family, model)
-    return Problem(
-        model=model,
-        base=None,
-        experts={},
-        tasks=tuple(tasks),
-        family=family,
-        settings=settings.replace(decoder_rows="auto"),  # the positions that answer
-        stages=family.stages(model),
-        modules={},
-        autocast=nullcontext,
-    )
-
-
-def _mean_square(lessons: Sequence[Lesson]) -> Tensor:
-    """Mean square of the expert's features, 0-dim."""
-    return torch.cat([lesson.target for lesson in lessons]).square().mean()
-
-
 def _distance(model: nn.Module, lesson: Lesson) -> Tensor:
     """Mean squared distance of a model's final features to the expert's, 0-dim."""
-    features = rows_of(final_features(model, lesson.inputs), lesson.rows)
+    features = lesson.features(model)
     return (features - lesson.target).square().mean()

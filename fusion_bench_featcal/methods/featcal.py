@@ -10,7 +10,7 @@ from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
-from fusion_bench_featcal.methods.interface import MethodInputs, WeightsOnly
+from fusion_bench_featcal.methods.interface import Choice, MethodInputs, WeightsOnly
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -91,4 +91,9 @@ class FeatCal(WeightsOnly):
             autocast=inputs.fabric.autocast,
         )
         self._drawn = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
-        return result.model
+        trials = result.log.of_kind("trial")
+        model: Any = result.model
+        if trials:
+            kept = next(trial for trial in trials if trial["kept"])
+            model.choice = Choice.of(len(trials), kept["change"])
+        return model

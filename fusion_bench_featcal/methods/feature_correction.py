@@ -141,6 +141,26 @@ class FeatureCorrection:
         """
         raise NotImplementedError
 
+    def fit_all(
+        self,
+        features: Mapping[str, tuple[Tensor, Tensor]],
+        losses: dict[str, list[Tensor]] | None = None,
+    ) -> dict[str, nn.Module]:
+        """Fit the corrections of all tasks.
+
+        Args:
+            features: By task the features of the merged model and of the expert, as `fit` takes
+                them.
+            losses: Filled, by task, where something is trained.
+
+        Returns:
+            The corrections by task.
+
+        Raises:
+            CalibrationError: As `fit`.
+        """
+        return {task: self.fit(*pair, task) for task, pair in features.items()}
+
     def check(self, inputs: MethodInputs) -> None:
         """Find the feature that is corrected and open the data.
 
@@ -171,13 +191,10 @@ class FeatureCorrection:
         batches = self.batches(inputs)
         site = self._site(inputs)
         merged = merged.to(inputs.fabric.device).eval()
-        corrections: dict[str, nn.Module] = {}
-        self.losses = {}
-        for task in inputs.modelpool.model_names:
-            losses: list[Tensor] = []
-            corrections[task] = self._correction(task, merged, site, batches[task], inputs, losses)
-            if losses:  # read at once: reading each would wait for the device
-                self.losses[task] = torch.stack(losses).tolist()
+        losses: dict[str, list[Tensor]] = {}
+        corrections = self._corrections(merged, site, batches, inputs, losses)
+        # Read at once: reading each would wait for the device.
+        self.losses = {task: torch.stack(values).tolist() for task, values in losses.items()}
         samples = {t: {"samples": b.samples, "split": self.split} for t, b in batches.items()}
         curves = {task: thinned(losses) for task, losses in self.losses.items()}
         return self._corrected(merged, site, corrections, samples=samples, curves=curves)
@@ -240,16 +257,32 @@ class FeatureCorrection:
         projection = load_projection(inputs.models, self.clip_model)
         return ProjectedFeatures(projection.to(inputs.fabric.device))
 
-    def _correction(
+    def _corrections(
         self,
-        task: str,
         merged: nn.Module,
         site: Any,
-        batches: Any,
+        batches: Mapping[str, Any],
         inputs: MethodInputs,
-        losses: list[Tensor],
-    ) -> nn.Module:
-        """Fit one task's correction, with its expert in memory until its features are there."""
+        losses: dict[str, list[Tensor]],
+    ) -> dict[str, nn.Module]:
+        """Fit all corrections, of features that are computed with one expert in memory."""
+        features = {
+            task: self._both(task, merged, site, batches[task], inputs)
+            for task in inputs.modelpool.model_names
+        }
+        corrections = self.fit_all(features, losses)
+        for task, (before, target) in features.items():
+            sides = (before, corrections[task](before))
+            left, now = ((side - target).abs().mean() for side in sides)
+            log.info(
+                "%s: mean absolute difference to the expert %.4f, corrected %.4f", task, left, now
+            )
+        return corrections
+
+    def _both(
+        self, task: str, merged: nn.Module, site: Any, batches: Any, inputs: MethodInputs
+    ) -> tuple[Tensor, Tensor]:
+        """Features `[n, d]` of the merged model and of a task's expert on the same samples."""
         if isinstance(batches, TextBatches):
             # Few tokens: kept, so that an expert that writes answers has left before it is loaded.
             batches = batches.checked(merged)
@@ -265,11 +298,7 @@ class FeatureCorrection:
                 "correct: its targets are empty. Give the rows targets, or set "
                 "method.calibration_targets=generated"
             )
-        del expert
-        correction = self.fit(before, target, task, losses)
-        left, now = ((side - target).abs().mean() for side in (before, correction(before)))
-        log.info("%s: mean absolute difference to the expert %.4f, corrected %.4f", task, left, now)
-        return correction
+        return before, target
 
     @torch.no_grad()
     def features(self, model: nn.Module, site: Any, batch: Mapping[str, Tensor]) -> Tensor:

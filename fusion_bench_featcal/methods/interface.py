@@ -74,6 +74,24 @@ class MethodInputs:
         self.models.require_base(purpose, instead)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How the settings that made a model were chosen; a model may carry it as `choice`.
+
+    Attributes:
+        tried: Number of settings that were compared on calibration samples, >= 1.
+        chosen: What was changed of the settings as given, such as `rank=4`; or `as given`.
+    """
+
+    tried: int
+    chosen: str
+
+    @classmethod
+    def of(cls, tried: int, change: Mapping[str, Any]) -> "Choice":
+        """Describe a change of settings."""
+        return cls(tried, ", ".join(f"{k}={v}" for k, v in change.items()) or "as given")
+
+
 class PostMerging(Protocol):
     """One way to improve a merged model; a YAML entry names it by `_target_`."""
 
@@ -89,7 +107,8 @@ class PostMerging(Protocol):
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Return the improved model; `merged` is this call's own.
 
-        A model that was trained may carry `curves`, task -> list of (step, loss): they are kept.
+        A model that was trained may carry `curves`, task -> list of (step, loss), and one whose
+        settings were chosen `choice`: they are kept.
         """
         ...
 
@@ -113,6 +132,18 @@ class WeightsOnly:
         split = self._settings.calibration_split
         drawn = {task: self._drawn[task] for task in tasks if task in self._drawn}
         return {task: {"samples": number, "split": split} for task, number in drawn.items()}
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Nothing: new weights take the merged ones' place."""
+        return {}
+
+
+class WithoutData:
+    """Part of methods that make other weights for the merged model without any samples."""
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """None."""
+        return {}
 
     def added(self, model: nn.Module) -> dict[str, int]:
         """Nothing: new weights take the merged ones' place."""

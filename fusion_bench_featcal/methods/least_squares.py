@@ -20,7 +20,12 @@ def shrink_off_diagonal(gram: Tensor, kept: float) -> Tensor:
 
 
 def solve_seen(
-    gram: Tensor, right: Tensor, *, precision: torch.dtype, floor: float = 0.0
+    gram: Tensor,
+    right: Tensor,
+    *,
+    precision: torch.dtype,
+    floor: float = 0.0,
+    cutoff: float = 0.0,
 ) -> tuple[Tensor, int]:
     """Minimum-norm solution of `S A = R`: exact where `A` has energy, zero where it has none.
 
@@ -34,6 +39,7 @@ def solve_seen(
             none.
         floor: Known lower bound of the energies where all channels have size 1. Above 0 only
             channels without any input are unseen, and the solve needs no eigenvectors.
+        cutoff: Energies up to this share of the largest count as none.
 
     Returns:
         `R A^+`, `[m, d]`, and the number of directions with energy.
@@ -48,7 +54,8 @@ def solve_seen(
         trusted_condition(signs, size=len(gram), floor=floor, rounding=rounding)
         return torch.cholesky_solve((right / scales).T, factor.lower).T / scales, len(gram)
     energies, directions = torch.linalg.eigh(correlations)
-    seen = energies > len(gram) * torch.finfo(precision).eps * energies.max()
+    least = max(len(gram) * torch.finfo(precision).eps, cutoff)
+    seen = energies > least * energies.max()
     basis = directions[:, seen]
     solution = ((right / scales) @ basis / energies[seen]) @ basis.T / scales
     # Of all solutions the shortest has no part in the null space, which scaling has tilted.
@@ -59,17 +66,20 @@ def solve_seen(
 class LinearMean:
     """Running sums of one linear module; one expert is added at a time."""
 
-    def __init__(self, anchor: Tensor, *, floor: float = 0.0) -> None:
+    def __init__(
+        self, anchor: Tensor, *, floor: float = 0.0, cutoff: float = 0.0, scale: float = 1.0
+    ) -> None:
         """Start with no expert, and the weight `[m, d]` that unseen input directions keep.
 
-        `floor` is as for `solve_seen`; shrinking by a factor `a` leaves `1 - a`.
+        `floor` and `cutoff` are as for `solve_seen`; shrinking by a factor `a` leaves a floor of
+        `1 - a`. The step from the anchor is multiplied by `scale`.
         """
         wide = solve_dtype(anchor.device)
         self._anchor = anchor.to(wide, copy=True)
         self._gram = self._anchor.new_zeros(anchor.shape[1], anchor.shape[1])
         self._right = torch.zeros_like(self._anchor)
         self._precision = wide
-        self._floor = floor
+        self._floor, self._cutoff, self._scale = floor, cutoff, scale
 
     def add(self, gram: Tensor, weight: Tensor) -> None:
         """Add an expert: second moment of its inputs `[d, d]`, and its weight `[m, d]`."""
@@ -81,16 +91,24 @@ class LinearMean:
     def solve(self) -> tuple[Tensor, int]:
         """The merged weight `[m, d]` in the solve's dtype, and how many directions were seen."""
         step, seen = solve_seen(
-            self._gram, self._right, precision=self._precision, floor=self._floor
+            self._gram,
+            self._right,
+            precision=self._precision,
+            floor=self._floor,
+            cutoff=self._cutoff,
         )
-        return self._anchor + step, seen
+        return self._anchor + self._scale * step, seen
 
 
 class GainMean:
     """Running sums of one LayerNorm's gain: each channel on its own, weighted by its energy."""
 
-    def __init__(self, anchor: Tensor) -> None:
-        """Start with no expert and the gain `[d]` that channels without energy keep."""
+    def __init__(self, anchor: Tensor, *, scale: float = 1.0) -> None:
+        """Start with no expert and the gain `[d]` that channels without energy keep.
+
+        The step from the anchor is multiplied by `scale`.
+        """
+        self._scale = scale
         self._anchor = anchor.to(solve_dtype(anchor.device), copy=True)
         self._energy = torch.zeros_like(self._anchor)
         self._right = torch.zeros_like(self._anchor)
@@ -103,4 +121,4 @@ class GainMean:
     def solve(self) -> Tensor:
         """The merged gain, `[d]`, in the solve's dtype."""
         step = self._right / self._energy.where(self._energy > 0, torch.ones_like(self._energy))
-        return self._anchor + step
+        return self._anchor + self._scale * step

@@ -15,10 +15,10 @@ from fusion_bench_featcal.methods.blockwise import (
     LOT,
     REGMEAN,
     REGMEAN_PLUSPLUS,
-    LeastSquares,
     merge_blockwise,
 )
 from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.methods.prodistill import ProDistilling
 from fusion_bench_featcal.settings import FeatCalSettings
 
 MERGER_SETTINGS = (
@@ -41,7 +41,7 @@ class Merger:
     """
 
     name: ClassVar[str]
-    choices: ClassVar[LeastSquares]
+    choices: ClassVar[Any]  # a `BlockMethod`
     options: ClassVar[tuple[str, ...]] = ()
     older_names: ClassVar = ()
     _config_mapping: ClassVar[dict[str, str]]
@@ -115,8 +115,17 @@ class RegMeanPlusPlus(RegMean):
     choices = REGMEAN_PLUSPLUS
 
 
+class ProDistill(Merger):
+    """ProDistill (Xu et al., ICML 2025): a reference by gradient steps."""
+
+    name = "prodistill"
+    choices = ProDistilling()
+    options = ("coefficient", "learning_rate", "epochs", "batches_per_step")
+
+
 class Lot(Merger):
     """LOT Merging (Sun et al., NeurIPS 2025)."""
 
     name = "lot"
     choices = LOT
+    options = ("scale", "cutoff", "outside")

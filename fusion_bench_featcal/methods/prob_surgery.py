@@ -6,16 +6,22 @@ where a coordinate is about 0.04, and their KL weight holds it above the signal.
 """
 
 import math
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
-from fusion_bench_featcal.methods.feature_correction import check_features
-from fusion_bench_featcal.methods.training import TrainedCorrection, initial_weight, task_generator
-from fusion_bench_featcal.setting_checks import integer, is_number
+from fusion_bench_featcal.methods.training import (
+    Loss,
+    TrainedCorrection,
+    Training,
+    initial_weight,
+    task_generator,
+)
+from fusion_bench_featcal.setting_checks import BOOLEAN, integer, is_number
 
 # Standard deviation of the noise in units of the features' root mean square, where the authors'
 # weight leaves it on features of ViT-B/32 (0.44 at width 512).
@@ -35,30 +41,71 @@ class ProbSurgery(TrainedCorrection):
         kl_weight: Weight of the divergence from a standard normal, >= 0; or `scaled`: weight and
             initial variance follow the size of the expert's features (not the authors'). With
             `normalize: pre` the authors' number does harm.
+        shared: Whether all tasks have one module, trained by their batches in turn (`--one` of the
+            authors' code).
     """
 
     name = "prob_surgery"
     hidden: int = 128
     kl_weight: float | str = 1e-4
+    shared: bool = False
     checks: ClassVar = TrainedCorrection.checks | {
         "hidden": integer(1),
+        "shared": BOOLEAN,
         "kl_weight": (
             "a finite number >= 0, or scaled",
             lambda value: value == "scaled" or (is_number(value) and value >= 0),
         ),
     }
 
-    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
-    def fit(
-        self, merged: Tensor, expert: Tensor, task: str = "", losses: list[Tensor] | None = None
-    ) -> SurgeryModule:
-        """Train one task's module: mean absolute difference under one draw of noise, plus KL term.
+    def __init__(self, **keys: Any) -> None:
+        """Check the settings.
 
-        The result has no variance: at inference the mean is subtracted.
+        Raises:
+            ValueError: If one is unknown or out of range, or a shared module has no joint training.
         """
-        check_features(merged, expert, task)
+        super().__init__(**keys)
+        if self.shared and self.optimizer != "joint":
+            raise ValueError(
+                f"method.optimizer={self.optimizer} trains one task after the other, and with "
+                "method.shared=true they have one module: set method.optimizer=joint"
+            )
+
+    def fit_all(
+        self,
+        features: Mapping[str, tuple[Tensor, Tensor]],
+        losses: dict[str, list[Tensor]] | None = None,
+    ) -> dict[str, nn.Module]:
+        """Train all tasks' modules; the results have no variance, as the mean is subtracted."""
+        trained = super().fit_all(features, losses)
+        modules: set[Any] = set(trained.values())
+        deployed = {module: module.deployed() for module in modules}
+        return {task: deployed[module] for task, module in trained.items()}
+
+    def trainings(self, features: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Training]:
+        """By task, of one module where it is shared."""
+        if not self.shared:
+            return super().trainings(features)
+        every = torch.cat([expert for _, expert in features.values()])
+        return self._of_one_module(features, kl_term(every, self.kl_weight), "shared")
+
+    def training(self, merged: Tensor, expert: Tensor, task: str) -> Training:
+        """Of a module of the task's own."""
         term = kl_term(expert, self.kl_weight)
-        module = self.initial_module(merged.shape[1], task, term.log_variance).to(merged.device)
+        return self._of_one_module({task: (merged, expert)}, term, task)[task]
+
+    def _of_one_module(
+        self, features: Mapping[str, tuple[Tensor, Tensor]], term: "KlTerm", owner: str
+    ) -> dict[str, Training]:
+        first = next(merged for merged, _ in features.values())
+        module = self.initial_module(first.shape[1], owner, term.log_variance).to(first.device)
+        return {
+            task: Training(module, self._loss(module, term, task), *pair)
+            for task, pair in features.items()
+        }
+
+    def _loss(self, module: "ProbSurgeryModule", term: "KlTerm", task: str) -> Loss:
+        """Mean absolute difference under one draw of noise, plus the KL term."""
         noise = task_generator(self.seed, task, "noise")
 
         def loss(before: Tensor, target: Tensor) -> Tensor:
@@ -68,16 +115,16 @@ class ProbSurgery(TrainedCorrection):
             divergence = standard_normal_kl(mean, log_variance)
             return functional.l1_loss(corrected, target) + term.weight * divergence
 
-        self.train(module, loss, merged, expert, task, losses)
-        return module.deployed()
+        return loss
 
     def initial_module(
         self, width: int, task: str = "", log_variance: float = 0.0
     ) -> "ProbSurgeryModule":
         """A module before training: its mean is 0 everywhere, its log variance the given one."""
         generator = task_generator(self.seed, task, "weights")
-        down = initial_weight(self.hidden, width, generator)
-        zeros = torch.zeros(width, self.hidden)
+        hidden = self.scaled(self.hidden, width)
+        down = initial_weight(hidden, width, generator)
+        zeros = torch.zeros(width, hidden)
         return ProbSurgeryModule(down, zeros, zeros.clone(), log_variance)
 
 

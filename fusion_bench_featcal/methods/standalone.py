@@ -20,9 +20,11 @@ from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.anchor_only import AnchorOnly
+from fusion_bench_featcal.methods.data_free import Larv, SingularValues
 from fusion_bench_featcal.methods.distillation import Distillation
 from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
-from fusion_bench_featcal.methods.mergers import Lot, RegMean, RegMeanPlusPlus
+from fusion_bench_featcal.methods.magic import Magic
+from fusion_bench_featcal.methods.mergers import Lot, ProDistill, RegMean, RegMeanPlusPlus
 from fusion_bench_featcal.methods.prob_surgery import ProbSurgery
 from fusion_bench_featcal.methods.ridge_surgery import RidgeSurgery
 from fusion_bench_featcal.methods.surgery import Surgery
@@ -210,12 +212,28 @@ class DistillationAlgorithm(PostMergingAlgorithm, kind=Distillation):
     """Distillation of final features by gradients."""
 
 
+class SingularValuesAlgorithm(PostMergingAlgorithm, kind=SingularValues):
+    """SVC over any merger (arXiv 2602.05536)."""
+
+
+class LarvAlgorithm(PostMergingAlgorithm, kind=Larv):
+    """LARV (arXiv 2602.09413)."""
+
+
+class MagicAlgorithm(PostMergingAlgorithm, kind=Magic):
+    """MAGIC in feature space (arXiv 2512.19320)."""
+
+
 class RegMeanAlgorithm(MergerAlgorithm, kind=RegMean):
     """RegMean (Jin et al., ICLR 2023)."""
 
 
 class RegMeanPlusPlusAlgorithm(MergerAlgorithm, kind=RegMeanPlusPlus):
     """RegMean++ (Nguyen et al., TMLR 2026)."""
+
+
+class ProDistillAlgorithm(MergerAlgorithm, kind=ProDistill):
+    """ProDistill (Xu et al., ICML 2025)."""
 
 
 class LotAlgorithm(MergerAlgorithm, kind=Lot):

@@ -2,13 +2,15 @@
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusion_bench_featcal.methods.corrected_model import SurgeryModule
-from fusion_bench_featcal.methods.feature_correction import check_features
-from fusion_bench_featcal.methods.training import TrainedCorrection, initial_surgery, task_generator
+from fusion_bench_featcal.methods.training import (
+    TrainedCorrection,
+    Training,
+    initial_surgery,
+    task_generator,
+)
 from fusion_bench_featcal.setting_checks import integer
 
 
@@ -23,17 +25,14 @@ class Surgery(TrainedCorrection):
     rank: int = 16
     checks: ClassVar = {"rank": integer(1)} | TrainedCorrection.checks
 
-    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
-    def fit(
-        self, merged: Tensor, expert: Tensor, task: str = "", losses: list[Tensor] | None = None
-    ) -> SurgeryModule:
-        """Train one task's module: mean absolute difference of corrected and expert features."""
-        check_features(merged, expert, task)
+    def training(self, merged: Tensor, expert: Tensor, task: str) -> Training:
+        """Train for the mean absolute difference of corrected and expert features."""
         weights = task_generator(self.seed, task, "weights")
-        module = initial_surgery(merged.shape[1], self.rank, weights).to(merged.device)
+        features = merged.shape[1]
+        module = initial_surgery(features, self.scaled(self.rank, features), weights)
+        module = module.to(merged.device)
 
         def loss(before: Tensor, target: Tensor) -> Tensor:
             return functional.l1_loss(module(before), target)
 
-        self.train(module, loss, merged, expert, task, losses)
-        return module
+        return Training(module, loss, merged, expert)

@@ -19,7 +19,7 @@ from fusion_bench_featcal.methods.corrected_model import LayerSurgery
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.methods.projection import ProjectedFeatures, project
 from fusion_bench_featcal.methods.surgery import Surgery
-from fusion_bench_featcal.methods.training import initial_surgery, task_generator
+from fusion_bench_featcal.methods.training import Training, initial_surgery, task_generator
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,24 @@ class SurgeryV2(Surgery):
         Raises:
             CalibrationError: If there is no input, or the training diverges.
         """
+        found: dict[str, list[Tensor]] = {}
+        sites = (blocks, final_features)
+        training = self.block_training(merged, expert, *sites, batches, task)
+        surgery: Any = self.train({task: training}, found)[task]
+        if losses is not None:
+            losses += found[task]
+        return surgery
+
+    def block_training(
+        self,
+        merged: nn.Module,
+        expert: nn.Module,
+        blocks: Sequence[str],
+        final_features: FinalFeatures,
+        batches: Iterable[Tensor],
+        task: str = "",
+    ) -> Training:
+        """Run the expert, and prepare the training of one task's modules; as `fit_blocks`."""
         device = next(merged.parameters()).device
         inputs = [batch.to(device) for batch in batches]
         if not inputs:
@@ -98,8 +116,7 @@ class SurgeryV2(Surgery):
             pairs = zip((*means, final), expert_features.split(widths, dim=1), strict=True)
             return torch.stack([functional.l1_loss(*pair) for pair in pairs]).sum()
 
-        self.train(surgery, loss, torch.cat(inputs), torch.cat(targets, dim=1), task, losses)
-        return surgery
+        return Training(surgery, loss, torch.cat(inputs), torch.cat(targets, dim=1))
 
     def initial_modules(self, widths: Sequence[int], task: str = "") -> LayerSurgery:
         """Modules before training, which correct nothing: every U is zero.
@@ -107,27 +124,37 @@ class SurgeryV2(Surgery):
         Widths are those of each block's hidden features and, the last, of the final features.
         """
         generator = task_generator(self.seed, task, "weights")
-        modules = [initial_surgery(width, self.rank, generator) for width in widths]
+        modules = [
+            initial_surgery(width, self.scaled(self.rank, width), generator) for width in widths
+        ]
         return LayerSurgery(modules[:-1], modules[-1])
 
-    def _correction(
+    def _corrections(
         self,
-        task: str,
         merged: nn.Module,
         site: ProjectedFeatures,
-        batches: Any,
+        batches: Mapping[str, Any],
         inputs: MethodInputs,
-        losses: list[Tensor],
-    ) -> LayerSurgery:
-        pixels = [batch["pixel_values"] for batch in batches]
-        expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device)
-        log.info("training the modules of %s", task)
+        losses: dict[str, list[Tensor]],
+    ) -> dict[str, nn.Module]:
+        """Train all modules; the images of tasks that are trained together are in memory."""
+        blocks = clip_blocks(merged)
 
         def final_features(output: Any) -> Tensor:
             return project(output, merged, site.projection)
 
-        blocks = clip_blocks(merged)
-        return self.fit_blocks(merged, expert, blocks, final_features, pixels, task, losses)
+        def training(task: str) -> Training:
+            pixels = [batch["pixel_values"] for batch in batches[task]]
+            expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device)
+            return self.block_training(merged, expert, blocks, final_features, pixels, task)
+
+        tasks = inputs.modelpool.model_names
+        together = [tasks] if self.optimizer == "joint" else [[task] for task in tasks]
+        corrections: dict[str, nn.Module] = {}
+        for group in together:
+            log.info("training the modules of %s", ", ".join(group))
+            corrections |= self.train({task: training(task) for task in group}, losses)
+        return corrections
 
     def _corrected(
         self,

@@ -1,76 +1,157 @@
-"""Training of a task's correction by Adam, on features that were computed once."""
+"""Training of tasks' corrections by Adam, on features that were computed once."""
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
-from fusion_bench_featcal.methods.feature_correction import FeatureCorrection
-from fusion_bench_featcal.setting_checks import integer, is_number
+from fusion_bench_featcal.methods.feature_correction import FeatureCorrection, check_features
+from fusion_bench_featcal.setting_checks import integer, is_number, one_of
 from fusion_bench_featcal.settings import CalibrationError
+
+PUBLISHED_FEATURES = 512
+"""Width of the features for which the authors chose their modules' widths."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From a batch of merged and of expert features, `[batch, d]` each, to a 0-dim loss."""
 
 
+@dataclass(frozen=True, eq=False)
+class Training:
+    """The training of one task's module.
+
+    Attributes:
+        module: The module; several tasks may share one.
+        loss: Its loss.
+        merged: What the loss takes of the merged model, `[n, ...]`: its features or its inputs.
+        expert: The expert's features on the same samples, `[n, d]`.
+    """
+
+    module: nn.Module
+    loss: Loss
+    merged: Tensor
+    expert: Tensor
+
+
 class TrainedCorrection(FeatureCorrection):
-    """A correction whose modules are trained; a subclass trains them by `train`.
+    """A correction whose modules are trained; a subclass makes them in `training`.
 
     Attributes:
         learning_rate: Adam's step size, > 0.
         steps: Updates of each task's module, >= 1.
+        optimizer: `joint` has one Adam for all tasks' modules, as the authors' codes: a step of one
+            task moves the others' modules on by their momentum. `per_task` has one for each.
+        width: `absolute` takes the width of the modules as it is set; `relative` in proportion to
+            that of the features, where the setting is for a width of 512 (CLIP ViT-B).
     """
 
     learning_rate: float = 1e-3
     steps: int = 1000
+    optimizer: str = "joint"
+    width: str = "absolute"
 
     older_names: ClassVar = {"training_steps": "steps"}
     checks: ClassVar = FeatureCorrection.checks | {
         "learning_rate": ("a finite number > 0", lambda value: is_number(value) and value > 0),
         "steps": integer(1),
+        "optimizer": one_of(("joint", "per_task")),
+        "width": one_of(("absolute", "relative")),
     }
 
-    def train(
-        self,
-        module: nn.Module,
-        loss: Loss,
-        merged: Tensor,
-        expert: Tensor,
-        task: str,
-        losses: list[Tensor] | None,
-    ) -> None:
-        """Train a module in place by Adam (no weight decay, no schedule), then freeze it.
+    def training(self, merged: Tensor, expert: Tensor, task: str) -> Training:
+        """The training of one task's module, which has its initial weights; arguments as `fit`."""
+        raise NotImplementedError
 
-        The other arguments are those of `fit`.
+    def trainings(self, features: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Training]:
+        """By task; `features` as `fit_all` takes them."""
+        return {task: self.training(*pair, task) for task, pair in features.items()}
+
+    def scaled(self, width: int, features: int) -> int:
+        """A module's width for so many features, at least 1."""
+        if self.width == "absolute":
+            return width
+        return max(1, round(width * features / PUBLISHED_FEATURES))
+
+    def fit(
+        self, merged: Tensor, expert: Tensor, task: str = "", losses: list[Tensor] | None = None
+    ) -> Any:
+        """Train one task's module alone."""
+        found: dict[str, list[Tensor]] = {}
+        module = self.fit_all({task: (merged, expert)}, found)[task]
+        if losses is not None:
+            losses += found[task]
+        return module
+
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
+    def fit_all(
+        self,
+        features: Mapping[str, tuple[Tensor, Tensor]],
+        losses: dict[str, list[Tensor]] | None = None,
+    ) -> dict[str, nn.Module]:
+        """Train all tasks' modules."""
+        for task, pair in features.items():
+            check_features(*pair, task)
+        return self.train(self.trainings(features), losses)
+
+    def train(
+        self, trainings: Mapping[str, Training], losses: dict[str, list[Tensor]] | None = None
+    ) -> dict[str, nn.Module]:
+        """Train modules in place by Adam (no weight decay, no schedule), then freeze them.
+
+        Args:
+            trainings: By task.
+            losses: Filled, by task, with the loss of every update, 0-dim.
+
+        Returns:
+            The modules by task.
 
         Raises:
             CalibrationError: If the training diverges.
         """
-        generator = task_generator(self.seed, task, "batches")
-        batches = shuffled_batches(len(merged), self.batch_size, self.steps, generator)
+        found: dict[str, list[Tensor]] = {task: [] for task in trainings}
+        together = [list(trainings)] if self.optimizer == "joint" else [[t] for t in trainings]
         # A caller may have switched gradients off, or hand over features made in inference mode.
         with torch.inference_mode(False), torch.enable_grad():
-            merged, expert = merged.detach().clone(), expert.detach().clone()
-            module.train().requires_grad_(True)
-            optimizer = torch.optim.Adam(module.parameters(), lr=self.learning_rate)
-            for positions in batches:
-                rows = positions.to(merged.device)
-                value = loss(merged[rows], expert[rows])
-                optimizer.zero_grad()
+            for tasks in together:
+                self._train({task: trainings[task] for task in tasks}, found)
+        for task, training in trainings.items():
+            parameters = training.module.eval().requires_grad_(False).parameters()
+            if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
+                raise CalibrationError(
+                    f"task {task!r}: training diverged, its weights are not finite. Lower "
+                    f"method.learning_rate (now {self.learning_rate})"
+                )
+        if losses is not None:
+            losses.update(found)
+        return {task: training.module for task, training in trainings.items()}
+
+    def _train(self, trainings: Mapping[str, Training], found: dict[str, list[Tensor]]) -> None:
+        """Train with one optimiser: in every step one update for each task, in turn."""
+        modules = nn.ModuleList(training.module for training in trainings.values())
+        parameters = list(modules.train().requires_grad_(True).parameters())  # each once
+        optimizer = torch.optim.Adam(parameters, lr=self.learning_rate)
+        values = {task: self._losses(task, training) for task, training in trainings.items()}
+        for _ in range(self.steps):
+            for task, following in values.items():
+                value = next(following)
+                # Zeros in place of None: Adam then moves the other tasks' modules, too.
+                optimizer.zero_grad(set_to_none=False)
                 value.backward()
                 optimizer.step()
-                if losses is not None:
-                    losses.append(value.detach())
-            module.eval().requires_grad_(False)
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
-            raise CalibrationError(
-                f"task {task!r}: training diverged, its weights are not finite. Lower "
-                f"method.learning_rate (now {self.learning_rate})"
-            )
+                found[task].append(value.detach())
+
+    def _losses(self, task: str, training: Training) -> Iterator[Tensor]:
+        """The loss of each update, computed when it is asked for."""
+        merged, expert = training.merged.detach().clone(), training.expert.detach().clone()
+        generator = task_generator(self.seed, task, "batches")
+        for positions in shuffled_batches(len(merged), self.batch_size, self.steps, generator):
+            rows = positions.to(merged.device)
+            yield training.loss(merged[rows], expert[rows])
 
 
 def task_generator(seed: int, task: str, purpose: str) -> torch.Generator:

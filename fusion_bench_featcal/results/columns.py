@@ -3,7 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from .cost import MODULES_ADDED, PARAMETERS_ADDED, SECONDS_PER_SAMPLE, TASK_ID
+from .cost import (
+    CHOSEN,
+    MODULES_ADDED,
+    PARAMETERS_ADDED,
+    SECONDS_PER_SAMPLE,
+    SETTINGS_TRIED,
+    TASK_ID,
+)
 from .items import Interval
 from .long_table import AVERAGE, BASE, NORMALISED
 from .summary import SummaryRow
@@ -43,6 +50,7 @@ def cost_cells(row: SummaryRow) -> dict[str, str]:
     return {
         "task id": str(row.cost.get(TASK_ID, ABSENT)),
         "modules / parameters": f"{modules} / {parameters}" if modules != ABSENT else ABSENT,
+        "settings tried": _cost(row, SETTINGS_TRIED),
         "seconds": _cost(row, "seconds", "{:.2f}"),
         "memory, MiB": _cost(row, "peak_rss_bytes", unit=2**20),
         "GPU memory, MiB": _cost(row, "peak_accelerator_bytes", unit=2**20),
@@ -66,7 +74,7 @@ def csv_cells(row: SummaryRow) -> dict[str, Any]:
         NORMALISED: number(row.normalised),
         "normalised_deviation": number(row.spread.get(NORMALISED)),
         **with_limits("gain", row.gain, row.gain_interval),
-        **raw(TASK_ID, MODULES_ADDED, PARAMETERS_ADDED, "seconds"),
+        **raw(TASK_ID, MODULES_ADDED, PARAMETERS_ADDED, SETTINGS_TRIED, CHOSEN, "seconds"),
         "seconds_deviation": number(row.spread.get("seconds")),
         **raw("peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh", SECONDS_PER_SAMPLE),
         "samples": row.samples,

@@ -256,6 +256,8 @@ def _sentences(summary: Summary) -> list[str]:
         "normalised: mean over tasks of accuracy / the task's expert's accuracy, in per cent",
         "task id: whether the model must be told which task an input belongs to; modules / "
         "parameters: what it carries besides the merged model's, over all tasks",
+        "settings tried: settings that the row's were chosen from on calibration samples, without "
+        "labels",
         "seconds: merging for a merger, the method alone for a post-merging method; reading its "
         "data is part of it, evaluation is not",
         "memory: largest resident set of the process meanwhile, the framework included, with what "
@@ -288,6 +290,11 @@ def _grid(
     lines = [(_section(row), _head(row), cells_of(row)) for row in rows]
     worst = any(row.worst_task for row in rows)
     columns = [column for column in lines[0][2] if worst or column not in WORST]
+    # A column in which no row has a value says nothing; the first shows what failed.
+    empty = {ABSENT, UNAVAILABLE}
+    columns = columns[:1] + [
+        column for column in columns[1:] if not {cells[column] for _, _, cells in lines} <= empty
+    ]
     for upstream, name in dict.fromkeys((cell.upstream, cell.name) for cell in failed):
         head = name if upstream in (None, name) else f"+ {name}"
         lines.append((upstream or "", head, {columns[0]: _FAILED}))

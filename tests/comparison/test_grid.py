@@ -138,8 +138,8 @@ def test_both_names_of_the_steps_reach_every_method_that_trains(word: str) -> No
     config = composed("clip-vit-mini_TA6", f"method.{word}", "method.cells=[none]").method
     methods = OmegaConf.to_container(config.post_merging_methods, resolve=True)
     assert isinstance(methods, dict)
-    trained = [m["steps"] for m in methods.values() if isinstance(m, dict) and "steps" in m]
-    assert trained == [7] * 5
+    every = [m.get("of", m) for m in methods.values() if isinstance(m, dict)]
+    assert [m["steps"] for m in every if "steps" in m] == [7] * 10
 
 
 def test_presets_of_the_suite_are_cells() -> None:

@@ -70,9 +70,6 @@ SLOW = (
 EVALUATED = "featcal, preset"
 """The run whose models are evaluated, which leaves a full report."""
 BOUND = 2e-4
-BOUNDS = {"lot": 5e-3}
-"""LOT's pseudo-inverse cuts directions whose energy is that of float32 rounding, which differs from
-machine to machine: 6e-4 between an AMD EPYC, where the files were made, and an Intel Xeon."""
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -46,7 +46,7 @@ def test_models_that_methods_save(name: str, tmp_path: Path, request: Any) -> No
         _, found = request.getfixturevalue("evaluated_run")
     else:
         found = golden_methods.method_sketch(name, tmp_path)
-    bound = golden_methods.BOUNDS.get(name, golden_methods.BOUND)
+    bound = golden_methods.BOUND
     assert differences(found, load("methods")[name], bound) == []
 
 

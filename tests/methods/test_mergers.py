@@ -41,6 +41,9 @@ MERGERS = pytest.mark.parametrize(
 )
 
 
+PLAIN: dict[str, Any] = {"scale": 1.0, "cutoff": 0.0}
+
+
 def run(merger: LeastSquares, suite: Suite, *, family: Any = None, **options: Any) -> nn.Module:
     settings = FeatCalSettings(samples_per_task=samples_in(suite), family=family or replay(suite))
     models = suite.base, suite.experts, suite.inputs
@@ -223,7 +226,7 @@ def test_first_block_is_regmean_with_averaged_embeddings() -> None:
 
 def test_is_regmean_without_shrinkage_where_all_inputs_are_seen() -> None:
     suite = chain_suite()
-    assert_same(run(LOT, suite), run(REGMEAN, suite, off_diagonal=1.0), bound=1e-7)
+    assert_same(run(LOT, suite, **PLAIN), run(REGMEAN, suite, off_diagonal=1.0), bound=1e-7)
 
 
 def test_unseen_directions_stay_at_the_base() -> None:
@@ -232,7 +235,7 @@ def test_unseen_directions_stay_at_the_base() -> None:
     for batches in suite.inputs.values():
         for batch in batches:
             batch[:, 2:] = 0
-    found, mean = run(LOT, suite), run(REGMEAN, suite, off_diagonal=1.0)
+    found, mean = run(LOT, suite, **PLAIN), run(REGMEAN, suite, off_diagonal=1.0)
     weight = "layers.0.0.weight"
     base = suite.base.get_parameter(weight).detach()
     torch.testing.assert_close(found.get_parameter(weight)[:, 2:], base[:, 2:])
@@ -244,7 +247,7 @@ def test_unseen_directions_stay_at_the_base() -> None:
 
 def test_gains_are_weighted_by_the_energy_of_their_channel() -> None:
     suite = residual_suite()
-    found = run(LOT, suite)
+    found = run(LOT, suite, **PLAIN)
     name = "layers.0.norm"
     rows: dict[str, Tensor] = {}
     for task, expert in suite.experts.items():
@@ -270,7 +273,7 @@ def test_gains_are_weighted_by_the_energy_of_their_channel() -> None:
 def test_one_expert_is_reproduced_on_its_own_samples() -> None:
     suite = clip_suite(tasks=1)
     expert = suite.experts["task_0"]
-    found = run(LOT, suite)
+    found = run(LOT, suite, **PLAIN)
     for batch in suite.inputs["task_0"]:
         torch.testing.assert_close(
             found(**batch).last_hidden_state, expert(**batch).last_hidden_state,
@@ -298,6 +301,86 @@ def assert_same_towers(found: nn.Module, plain: nn.Module) -> None:
     assert list(found.state_dict()) == list(wanted)
     for name, value in found.state_dict().items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(("cutoff", "seen"), [(0.0, 5), (1e-3, 4)])
+def test_steps_from_the_base_are_scaled_and_weak_directions_cut(cutoff: float, seen: int) -> None:
+    suite = chain_suite()
+    for batches in suite.inputs.values():
+        for batch in batches:  # two channels that hardly differ
+            batch[:, 4] = batch[:, 3] + 0.01 * batch[:, 4]
+    found = run(LOT, suite, scale=1.5, cutoff=cutoff)
+    weight = "layers.0.0.weight"
+    start = suite.base.get_parameter(weight).detach()
+    right, gram = torch.zeros(5, 5).double(), torch.zeros(5, 5).double()
+    for task, expert in suite.experts.items():
+        x = torch.cat(suite.inputs[task])
+        gram += x.T @ x / len(x)
+        right += (expert.get_parameter(weight).detach() - start) @ x.T @ x / len(x)
+    sizes = gram.diagonal().sqrt()
+    correlations = gram / sizes / sizes[:, None]
+    inverse = torch.linalg.pinv(correlations, rtol=cutoff, hermitian=True)
+    assert torch.linalg.matrix_rank(inverse, hermitian=True) == seen
+    solution = right / sizes @ inverse / sizes
+    # Of all solutions the shortest.
+    kept = torch.linalg.svd(correlations).U[:, :seen] * sizes[:, None]
+    solution = solution @ kept @ torch.linalg.pinv(kept)
+    torch.testing.assert_close(
+        found.get_parameter(weight), start + 1.5 * solution, rtol=1e-6, atol=1e-9
+    )
+    bias = "layers.1.0.bias"
+    start = suite.base.get_parameter(bias)
+    steps = [expert.get_parameter(bias) - start for expert in suite.experts.values()]
+    torch.testing.assert_close(found.get_parameter(bias), start + 1.5 * sum(steps) / len(steps))
+
+
+def test_layers_outside_the_blocks_are_solved_where_it_is_asked_for() -> None:
+    suite = clip_suite(sizes=(9, 5))
+    without, found = (run(LOT, suite, outside=value) for value in (False, True))
+    [patches] = [n for n, m in suite.base.named_modules() if isinstance(m, nn.Conv2d)]
+    changed = {f"{patches}.weight"}
+    right = gram = torch.zeros((), dtype=torch.float64)
+    conv: Any = suite.base.get_submodule(patches)
+    start = conv.weight.detach().flatten(1)
+    for task, expert in suite.experts.items():
+        pixels = torch.cat([batch["pixel_values"] for batch in suite.inputs[task]])
+        size = conv.kernel_size[0]
+        tiles = pixels.unfold(2, size, size).unfold(3, size, size)  # [n, c, rows, columns, ...]
+        x = tiles.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
+        gram = gram + x.T @ x / len(x)
+        step = expert.get_submodule(patches).weight.detach().flatten(1) - start  # type: ignore[union-attr]
+        right = right + step @ x.T @ x / len(x)
+    wanted = start + LOT.scale * right @ torch.linalg.pinv(gram, hermitian=True)
+    torch.testing.assert_close(
+        found.get_parameter(f"{patches}.weight").flatten(1), wanted, rtol=1e-5, atol=1e-7
+    )
+    norms = [
+        name
+        for name in dict(suite.base.named_modules())
+        if "layrnorm" in name or "post_layernorm" in name
+    ]
+    for name in norms:
+        layer: Any = suite.base.get_submodule(name)
+        energy, right = 0.0, 0.0
+        for task, expert in suite.experts.items():
+            x = module_inputs(expert, suite.inputs[task], name)
+            z = (x - x.mean(1, keepdim=True)) / (
+                x.var(1, correction=0, keepdim=True) + layer.eps
+            ).sqrt()
+            own = z.square().mean(0)
+            energy = energy + own
+            right = right + own * (expert.get_parameter(f"{name}.weight") - layer.weight)
+        wanted = layer.weight + LOT.scale * right / energy
+        torch.testing.assert_close(found.get_parameter(f"{name}.weight"), wanted.detach())
+        changed.add(f"{name}.weight")
+    assert len(changed) == 3
+    for name, value in found.state_dict().items():
+        assert torch.equal(value, without.state_dict()[name]) == (name not in changed), name
+
+
+def test_layers_outside_a_language_model_s_blocks_are_refused() -> None:
+    with pytest.raises(CalibrationError, match=r"Set method\.outside=false"):
+        run(LOT, t5_suite(), family="auto", outside=True)
 
 
 @MERGERS

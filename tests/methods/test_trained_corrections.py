@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from feature_problems import distance, normal, planted_drift
+from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from fusion_bench_featcal import CalibrationError
@@ -66,6 +67,96 @@ def test_trains_where_the_caller_wants_no_gradients(mode):
     with mode():
         module = Surgery(**SHORT).fit(merged * 1, expert * 1)
     assert torch.equal(module.up, known.up)
+
+
+def three_tasks(width=12) -> dict[str, tuple[Tensor, Tensor]]:
+    return {
+        task: planted_drift(samples=n, width=width) for task, n in (("a", 9), ("b", 20), ("c", 4))
+    }
+
+
+def test_joint_steps_move_every_module_as_one_adam_over_all_does():
+    features = three_tasks()
+    method = Surgery(**SHORT, batch_size=8)
+    assert method.optimizer == "joint"
+    modules = {
+        task: initial_surgery(12, 4, task_generator(method.seed, task, "weights"))
+        for task in features
+    }
+    batches = {
+        task: shuffled_batches(len(pair[0]), 8, 20, task_generator(method.seed, task, "batches"))
+        for task, pair in features.items()
+    }
+    # Adam by hand: one count of steps for a weight, from its first gradient on.
+    weights = [w for module in modules.values() for w in module.parameters()]
+    state = {id(w): (0, torch.zeros_like(w), torch.zeros_like(w)) for w in weights}
+    for _ in range(20):
+        for task, (merged, expert) in features.items():
+            rows = next(batches[task])
+            loss = (modules[task](merged[rows]) - expert[rows]).abs().mean()
+            own = list(modules[task].parameters())
+            gradients = dict(zip(map(id, own), torch.autograd.grad(loss, own), strict=True))
+            for w in weights:
+                count, first, second = state[id(w)]
+                if count == 0 and id(w) not in gradients:
+                    continue
+                g = gradients.get(id(w), torch.zeros_like(w))
+                count, first, second = (
+                    count + 1,
+                    0.9 * first + 0.1 * g,
+                    0.999 * second + 0.001 * g**2,
+                )
+                state[id(w)] = count, first, second
+                step = first / (1 - 0.9**count) / ((second / (1 - 0.999**count)).sqrt() + 1e-8)
+                w.data -= method.learning_rate * step
+    found = method.fit_all(features)
+    alone = Surgery(**SHORT, batch_size=8, optimizer="per_task").fit_all(features)
+    for task, module in modules.items():
+        torch.testing.assert_close(found[task].up, module.up, rtol=1e-4, atol=1e-6)
+        assert not torch.allclose(found[task].up, alone[task].up, rtol=1e-2)
+        assert torch.equal(alone[task].up, method.fit(*features[task], task).up)
+
+
+def test_a_shared_module_is_trained_by_every_tasks_batches_in_turn():
+    features = three_tasks()
+    method = ProbSurgery(hidden=6, steps=4, batch_size=50, shared=True, kl_weight=0.0)
+    losses: dict[str, list[Tensor]] = {}
+    found = method.fit_all(features, losses)
+    assert len(set(map(id, found.values()))) == 1
+    module = method.initial_module(12, "shared")
+    optimizer = torch.optim.Adam(module.parameters(), lr=method.learning_rate)
+    noise = {task: task_generator(method.seed, task, "noise") for task in features}
+    batches = {
+        task: shuffled_batches(len(pair[0]), 50, 4, task_generator(method.seed, task, "batches"))
+        for task, pair in features.items()
+    }
+    for step in range(4):
+        for task, (merged, expert) in features.items():
+            rows = next(batches[task])
+            mean, log_variance = module.distribution(merged[rows])
+            draw = torch.randn(mean.shape, generator=noise[task]) * (log_variance / 2).exp()
+            loss = (merged[rows] - mean - draw - expert[rows]).abs().mean()
+            torch.testing.assert_close(losses[task][step], loss.detach())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    torch.testing.assert_close(found["a"].up, module.mean.detach())
+
+
+def test_a_shared_module_cannot_be_trained_task_by_task():
+    with pytest.raises(ValueError, match=r"set method\.optimizer=joint"):
+        ProbSurgery(shared=True, optimizer="per_task")
+
+
+@pytest.mark.parametrize(("features", "wanted"), [(512, 16), (64, 2), (1024, 32), (8, 1)])
+def test_relative_width_is_in_proportion_to_the_features(features, wanted):
+    merged, expert = normal(0, 3, features), normal(1, 3, features)
+    module = Surgery(width="relative", steps=1).fit(merged, expert)
+    assert module.down.shape == (wanted, features)
+    assert ProbSurgery(width="relative").initial_module(features).down.shape == (
+        8 * wanted if features > 8 else 2,
+        features,
+    )
 
 
 def test_batches_shuffle_anew_in_each_pass_and_stop():

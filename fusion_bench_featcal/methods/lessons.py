@@ -1,0 +1,88 @@
+"""What experts make of samples: their final features, which other models are compared with."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.engine.rows import CountedRows, rows_of
+from fusion_bench_featcal.engine.sensitivity import final_features, final_rows
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.methods.feature_correction import check_features
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One batch of a task, and what its expert makes of it.
+
+    Attributes:
+        inputs: The model's inputs.
+        rows: The positions whose final features count; None: all.
+        target: The expert's final features there, `[n, d]`.
+    """
+
+    inputs: Any
+    rows: CountedRows | None
+    target: Tensor
+
+    def features(self, model: nn.Module) -> Tensor:
+        """A model's final features at these positions, `[n, d]`."""
+        return rows_of(final_features(model, self.inputs), self.rows)
+
+
+@torch.no_grad()
+def expert_lessons(problem: Problem, expert: nn.Module, batches: Sequence[Any]) -> list[Lesson]:
+    """Run one task's expert once over its batches.
+
+    Args:
+        problem: The problem, whose model is trained.
+        expert: The task's expert, on the model's device.
+        batches: Batches of the models' inputs, on that device.
+
+    Returns:
+        A lesson for each batch.
+
+    Raises:
+        CalibrationError: If the final features of expert and model do not fit each other, are not
+            finite, or the expert's are zero.
+    """
+    lessons = []
+    for inputs in batches:
+        features, rows = final_features(expert, inputs), final_rows(problem, inputs)
+        if rows is not None and features.shape[:-1] != rows.shape:
+            rows = None  # pooled
+        lessons.append(Lesson(inputs, rows, rows_of(features, rows)))
+    check_features(lessons[0].features(problem.model), lessons[0].target, "")
+    norm = mean_square(lessons)
+    if not bool(torch.isfinite(norm)) or not bool(norm > 0):
+        raise CalibrationError(
+            f"the expert's final features have a mean square of {float(norm):g}. Look for zeros, "
+            "NaN or infinite values in its weights"
+        )
+    return lessons
+
+
+def features_problem(model: nn.Module, tasks: Sequence[str], settings: FeatCalSettings) -> Problem:
+    """A problem of which only model and family are asked; nothing is solved."""
+    family = resolve_family(settings.family, model)
+    return Problem(
+        model=model,
+        base=None,
+        experts={},
+        tasks=tuple(tasks),
+        family=family,
+        settings=settings.replace(decoder_rows="auto"),  # the positions that answer
+        stages=family.stages(model),
+        modules={},
+        autocast=nullcontext,
+    )
+
+
+def mean_square(lessons: Sequence[Lesson]) -> Tensor:
+    """Mean square of the expert's features, 0-dim."""
+    return torch.cat([lesson.target for lesson in lessons]).square().mean()

@@ -1,0 +1,263 @@
+"""Settings of methods and mergers chosen on held-out calibration samples, without labels."""
+
+import copy
+import logging
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+import torch
+from fusion_bench import BaseAlgorithm, BaseModelPool
+from fusion_bench.mixins import LightningFabricMixin
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fusion_bench_featcal.engine.samples import to_device
+from fusion_bench_featcal.fusionbench.options import checked_settings, plain, take_fusion_bench_keys
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.program import run_merger
+from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
+from fusion_bench_featcal.methods.corrected_model import Corrected
+from fusion_bench_featcal.methods.interface import Choice, MethodInputs
+from fusion_bench_featcal.methods.lessons import Lesson, expert_lessons, features_problem
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+LEAST_SAMPLES = 16
+"""With fewer samples for some task nothing is held out, and the settings stay as given."""
+
+_HELD_OUT = 4
+"""One in so many samples is held out."""
+
+_DRAW = ("samples_per_task", "seed", "calibration_split")
+
+
+class HeldOut:
+    """Scores models by the cosine of their final features with the experts' on held-out samples."""
+
+    def __init__(self, inputs: MethodInputs, settings: FeatCalSettings, skip: int) -> None:
+        """Run every expert once over its samples.
+
+        Args:
+            inputs: The pool and the device.
+            settings: Of the draw.
+            skip: Number of each task's samples that methods are fitted on.
+        """
+        self._lessons: dict[str, list[Lesson]] = {}
+        device = inputs.fabric.device
+        for task, drawn in inputs.batches(settings).items():
+            batches = replace(drawn, indices=drawn.indices[skip:])
+            given = [to_device(batch, device) for batch in batches]
+            expert = load_pool_model(inputs.modelpool, task).to(device).eval()
+            problem = features_problem(expert, [task], settings)
+            self._lessons[task] = expert_lessons(problem, expert, given)
+            del expert, problem
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> float:
+        """Mean over tasks of the mean cosine over samples (texts: positions that answer)."""
+        model = model.eval()
+        return statistics.fmean(
+            float(torch.cat([_cosines(model, task, lesson) for lesson in lessons]).mean())
+            for task, lessons in self._lessons.items()
+        )
+
+
+def _cosines(model: nn.Module, task: str, lesson: Lesson) -> Tensor:
+    """Cosines `[n]` with the expert's features; a corrected model's are its corrected ones."""
+    target = lesson.target
+    if isinstance(model, CorrectedLanguageModel):
+        with model.for_task(task), model.correcting():
+            features = lesson.features(model.model)
+    elif isinstance(model, Corrected):  # of images, corrected behind the projection
+        projection: Any = model.projection
+        corrected: Any = model
+        features, target = corrected.features(task, **lesson.inputs), projection(target.float())
+    else:
+        features = lesson.features(model)
+    return functional.cosine_similarity(features.float(), target.float(), dim=-1)
+
+
+def _choose(
+    changes: Sequence[Mapping[str, Any]],
+    make: Callable[[Mapping[str, Any], int | None], nn.Module],
+    inputs: MethodInputs,
+    draw: FeatCalSettings,
+) -> nn.Module:
+    """Make a model with each of several settings, and again with the best ones on all samples.
+
+    Args:
+        changes: Changes of the settings as given, of which the first is none.
+        make: Makes a model with a change, from so many samples for each task (None: all).
+        inputs: The pool and the device.
+        draw: How samples are drawn.
+
+    Returns:
+        The model, with `choice`.
+    """
+    samples = min(batches.samples for batches in inputs.batches(draw).values())
+    best, highest, tried = changes[0], -math.inf, 0
+    if samples < LEAST_SAMPLES:
+        log.info("%d samples a task are too few to choose settings by: they stay as given", samples)
+    else:
+        fitted = samples - samples // _HELD_OUT
+        judge = HeldOut(inputs, draw, fitted)
+        for change in changes:
+            try:
+                cosine = judge.score(make(change, fitted))
+            except CalibrationError as error:
+                if not change:
+                    raise
+                log.info("%s is left out: %s", change, error)
+                continue
+            log.info("%s: cosine %.4f on held-out samples", change or "as given", cosine)
+            tried += 1
+            if cosine > highest:
+                best, highest = change, cosine
+    model: Any = make(best, None)
+    model.choice = Choice.of(max(tried, 1), best)
+    return model
+
+
+def _changes(candidates: Any, of: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """No change, then the candidates.
+
+    Raises:
+        ValueError: If there is none, or one is no mapping of settings.
+    """
+    candidates = plain(candidates)
+    fits = isinstance(candidates, list) and all(isinstance(c, Mapping) and c for c in candidates)
+    named = of.get("_target_") or of.get("name")
+    if not fits or not candidates or not named:
+        raise ValueError(
+            "method.of must be the config of a method and method.candidates a list of settings to "
+            f"try besides, such as [{{steps: 300}}]; got {of!r} and {candidates!r}"
+        )
+    return [{}, *candidates]
+
+
+class Tuned:
+    """A post-merging method with the settings that are best on held-out calibration samples.
+
+    Every candidate is fitted on three quarters of the samples and scored on the others by the mean
+    cosine of final features with the experts' (no labels); the best is fitted on all. With fewer
+    than `LEAST_SAMPLES` samples of some task the settings stay as given.
+    """
+
+    name: ClassVar = "tuned"
+
+    def __init__(self, *, of: Any, candidates: Any, **draw: Any) -> None:
+        """Check the settings of all candidates.
+
+        Args:
+            of: Config of the method.
+            candidates: Changes of its settings.
+            **draw: `samples_per_task`, `seed` and `calibration_split`.
+
+        Raises:
+            ValueError: If a setting of a candidate is unknown or out of range, or it does not use
+                the calibration samples.
+        """
+        self._of = dict(plain(of) or {})
+        self._changes = _changes(candidates, self._of)
+        self._draw = checked_settings(draw, names=_DRAW, owner="tuned")
+        self._methods = [self._made(change, None) for change in self._changes]
+        if "test_tta" in [method.settings.get("stream") for method in self._methods]:
+            raise ValueError(
+                "method.of.stream=test_tta: settings are chosen on calibration samples; set "
+                "stream=calibration"
+            )
+        self._best = self._methods[0]
+
+    def _made(self, change: Mapping[str, Any], samples: int | None) -> Any:
+        config = {**self._of, **change}
+        if samples is not None and "samples_per_task" in self._methods[0].settings:
+            config["samples_per_task"] = samples
+        try:
+            return instantiate(config, _recursive_=False)
+        except Exception as error:  # Hydra wraps what a constructor raises
+            raise ValueError(f"candidate {dict(change)}: {error.__cause__ or error}") from error
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings as given, the candidates and the draw."""
+        draw = {name: getattr(self._draw, name) for name in _DRAW}
+        return self._methods[0].settings | draw | {"candidates": self._changes[1:]}
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Check the settings as given; candidates that do not fit the models are left out later."""
+        self._methods[0].check(inputs)
+        inputs.batches(self._draw)
+
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+        """Choose the settings, and improve the merged model with them; the result has `choice`."""
+
+        def make(change: Mapping[str, Any], samples: int | None) -> nn.Module:
+            self._best = self._made(change, samples)
+            self._best.check(inputs)
+            # `merged` is this call's own, and the last one may use it up.
+            own = merged if samples is None else copy.deepcopy(merged)
+            return self._best.post_merge(own, inputs)
+
+        return _choose(self._changes, make, inputs, self._draw)
+
+    def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The samples of the last call of `post_merge`."""
+        return self._best.samples(model, tasks)
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """What the chosen settings add."""
+        return self._best.added(model)
+
+
+class TunedMergerAlgorithm(LightningFabricMixin, BaseAlgorithm):
+    """A merger, FusionBench's or ours, with the best of several settings; chosen as by `Tuned`.
+
+    Keys: `of` (config of the merger), `candidates`, `samples_per_task`, `seed`,
+    `calibration_split`.
+    """
+
+    _config_mapping = BaseAlgorithm._config_mapping | {
+        name: name for name in ("of", "candidates", *_DRAW)
+    }
+
+    def __init__(self, *, of: Any, candidates: Any, **keys: Any) -> None:
+        """Check the keys.
+
+        Raises:
+            ValueError: If one is unknown or out of range.
+        """
+        meta = take_fusion_bench_keys(keys)
+        self.of, self.candidates = dict(plain(of) or {}), plain(candidates)
+        self._changes = _changes(candidates, self.of)
+        self._draw = checked_settings(keys, names=_DRAW, owner="tuned")
+        self.samples_per_task, self.seed = self._draw.samples_per_task, self._draw.seed
+        self.calibration_split = self._draw.calibration_split
+        super().__init__(**meta)
+
+    def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
+        """Merge with every candidate, and return the best; it has `choice`.
+
+        Raises:
+            CalibrationError: If a task lacks data, or the merger cannot go on with its settings as
+                given.
+        """
+
+        def make(change: Mapping[str, Any], samples: int | None) -> nn.Module:
+            config = {**self.of, **change}
+            if samples is not None and "samples_per_task" in self.of:
+                config["samples_per_task"] = samples
+            program = getattr(self, "_program", None)
+            merged = run_merger(program, OmegaConf.create(config), modelpool, "method.of")
+            return merged.to(self.fabric.device)
+
+        inputs = MethodInputs(modelpool, None, self.fabric)
+        return _choose(self._changes, make, inputs, self._draw)
