@@ -67,6 +67,9 @@ def report_command(options: argparse.Namespace) -> None:
     if not folders.runs:
         raise UsageError(f"no run in or below {', '.join(options.runs)}")
     summary = summarise(folders.runs, folders.failed)
+    if options.against:
+        views.show_against(summary, options.against)
+        return
     write = views.write_side_by_side if folders.comparisons else views.write_combined
     # Write first: a reader who sees the table can rely on the files.
     written = write(summary, options.out, "--out") if options.out else None
@@ -260,6 +263,8 @@ _COMMANDS: dict[str, Any] = {
     "report": (report_command, {
         "runs": _RUNS,
         "--out": {"metavar": "DIR", "help": "also write report.{json,csv,md} there"},
+        "--against": {"metavar": "ROW", "help": "only the differences of all rows from one "
+                      "(task_arithmetic/featcal), with Holm's correction"},
     }),
     "plot": (plot_command, {
         "runs": _RUNS,

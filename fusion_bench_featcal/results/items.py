@@ -3,7 +3,8 @@
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,8 @@ def _unpacked(content: bytes, path: Path) -> Items:
 RESAMPLES = 10_000
 LEVEL = 0.95
 BOOTSTRAP_SEED = 0
+_MOST_DRAWN = 2**24  # counts at a time
+_ROUNDING = 1e-12  # of averages
 
 Scores = Mapping[str, Any]
 """Task -> flags per test item, `[items]`, or `[seeds, items]` for several calibration seeds."""
@@ -127,6 +130,46 @@ def paired_difference(row: Scores, other: Scores, *, resamples: int = RESAMPLES)
     gains = {task: gain[:, None] for task, gain in _differences(row, other).items()}
     estimate, resampled = _macro_means(gains, resamples)
     return _interval(estimate[0], resampled[:, 0])
+
+
+class Bootstrap:
+    """Average accuracies of several rows, observed and in resamples of test items that they share.
+
+    Attributes:
+        observed: `[rows]`.
+        resampled: `[resamples, rows]`.
+    """
+
+    def __init__(self, rows: Sequence[Scores]) -> None:
+        """Resample.
+
+        Args:
+            rows: Rows of the same tasks and test items.
+
+        Raises:
+            ReportError: If they are not.
+        """
+        for row in rows[1:]:
+            _differences(rows[0], row)
+        columns = {
+            task: np.stack([_item_scores(row[task]) for row in rows], axis=1) for task in rows[0]
+        }
+        self.observed, self.resampled = _macro_means(columns, RESAMPLES)
+
+    def difference(self, first: int, second: int) -> tuple[Interval, float]:
+        """The first row minus the second, and the two-sided p-value.
+
+        The p-value is that of a normal distribution with the bootstrap's standard error: the share
+        of resamples beyond zero has no value small enough for a correction over many pairs.
+        """
+        value = float(self.observed[first] - self.observed[second])
+        resampled = self.resampled[:, first] - self.resampled[:, second]
+        error = float(resampled.std(ddof=1))
+        if error < _ROUNDING:
+            p = 1.0 if abs(value) < _ROUNDING else 0.0
+        else:
+            p = math.erfc(abs(value) / error / math.sqrt(2))
+        return _interval(value, resampled), p
 
 
 def recovered_gap_interval(row: Scores, merged: Scores, experts: Scores) -> Interval | None:
@@ -183,9 +226,13 @@ def _macro_means(
         values, counts = np.unique(np.round(columns[task], 12), axis=0, return_counts=True)
         items = counts.sum()
         generator = np.random.default_rng([BOOTSTRAP_SEED, _number(task)])
-        drawn = generator.multinomial(items, counts / items, size=resamples)
+        size = max(1, _MOST_DRAWN // len(counts))
+        parts = [
+            generator.multinomial(items, counts / items, size=min(size, resamples - start)) @ values
+            for start in range(0, resamples, size)
+        ]
         observed = observed + counts @ values / items
-        resampled = resampled + drawn @ values / items
+        resampled = resampled + np.concatenate(parts) / items
     return observed / len(columns), resampled / len(columns)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from fusion_bench_featcal.files import ReportError
 
 from .find import FailedCell
-from .items import ITEMS_FILE, Interval, paired_difference, recovered_gap_interval
+from .items import ITEMS_FILE, Interval, Scores, paired_difference, recovered_gap_interval
 from .long_table import (
     ACCURACY,
     AVERAGE,
@@ -93,6 +93,8 @@ class Summary:
     notes: list[str]
     seeds: list[int] = field(default_factory=list)  # of the comparisons, where they are known
     failed: list[FailedCell] = field(default_factory=list)
+    # Flags per test item of every run, of rows that have them.
+    scores: dict[RowKey, Scores] = field(default_factory=dict, repr=False)
 
     @property
     def suites(self) -> list[str]:
@@ -147,7 +149,22 @@ def summarise(directories: Sequence[str | Path], failed: Sequence[FailedCell] = 
         notes=_notes(runs),
         seeds=_each_once(run.report.seeds.get(COMPARISON_SEED) for run in runs),
         failed=list(failed),
+        scores=_scores(table),
     )
+
+
+def _scores(table: LongTable) -> dict[RowKey, Scores]:
+    """Flags by row and task; references, which mergers share, once for each suite."""
+    scores: dict[RowKey, Scores] = {}
+    for key in table.rows():
+        seeds = table.seeds(key)
+        flags = table.values(key, CORRECT, seeds)
+        suite, _, name = key
+        place = (suite, None, name) if name in (BASE, EXPERTS) else key
+        complete = set(flags) == set(table.values(key, ACCURACY, seeds)) - {AVERAGE}
+        if flags and complete and place not in scores:
+            scores[place] = {task: np.stack(arrays) for task, arrays in flags.items()}
+    return scores
 
 
 def _each_once(seeds: Iterable[int | None]) -> list[int]:

@@ -8,13 +8,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory
+from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
 from fusion_bench_featcal.json_files import plain
 
 from .columns import accuracy_cells, average_cells, cost_cells, csv_cells, number, with_limits
+from .differences import (
+    DIFFERENCES_FILE,
+    LOSS,
+    TIE,
+    WIN,
+    against,
+    all_pairs,
+    difference_grid,
+    difference_lines,
+    matrix,
+)
 from .find import FailedCell, refuse_run
 from .items import BOOTSTRAP_SEED, LEVEL, RESAMPLES
-from .long_table import AVERAGE, UNAVAILABLE
+from .long_table import AVERAGE, EXPERTS, UNAVAILABLE, RowKey
 from .report import csv_text, write_files
 from .schema import SCHEMA, SIDE_BY_SIDE_KIND
 from .summary import Summary, SummaryRow
@@ -192,6 +203,9 @@ def write_side_by_side(
         # earlier comparison's runs, is not read again with it.
         "runs": [r.name for r in runs] if all(r.parent == directory for r in runs) else [],
     }
+    pairs = difference_lines(all_pairs(summary.scores))
+    if pairs:
+        write_atomic(directory / DIFFERENCES_FILE, csv_text(pairs[0], pairs), setting)
     lines = _side_by_side_csv(summary)
     table = csv_text(lines[0], lines)
     return write_files(directory, content, table, _side_by_side_markdown(summary), setting)
@@ -229,9 +243,50 @@ def _side_by_side_markdown(summary: Summary) -> str:
         *parts,
         "## Accuracy per task",
         *_task_parts(summary.displayed(suite)),
+        *_matrices(summary),
         "## What the columns mean",
         _sentences(summary),
     )
+
+
+def _matrices(summary: Summary) -> list[str]:
+    """Markdown of wins, ties and losses among the rows of each merger, the experts beside them."""
+    parts: list[str] = []
+    sections: dict[str | None, dict[RowKey, str]] = {}
+    for key in summary.scores:
+        sections.setdefault(key[1], {})[key] = key[2]
+    shared = sections.pop(None, {})
+    for upstream, names in sections.items():
+        if len(names) > 1:
+            names = {key: name for key, name in shared.items() if name == EXPERTS} | names
+            scores = {key: summary.scores[key] for key in names}
+            parts += [f"### {upstream}", matrix(all_pairs(scores), names).markdown()]
+    head = [
+        "## Wins, ties and losses",
+        f"`{WIN}`, `{TIE}`, `{LOSS}`: the row is above the column, not told from it, or below it "
+        f"in average accuracy, at a level of {100 * (1 - LEVEL):.0f} % after Holm's correction "
+        f"over the pairs of the table (paired bootstrap over test items, given the runs' seeds). "
+        f"`{DIFFERENCES_FILE}` has every pair of rows; `featcal report RUN --against ROW` compares "
+        "all with one.",
+    ]
+    return [*head, *parts] if parts else []
+
+
+def show_against(summary: Summary, name: str) -> None:
+    """Print every row's difference from one, with Holm's correction over what is shown.
+
+    Raises:
+        ReportError: If the runs are of several suites, or no row or several are called so.
+    """
+    suite, width = _only_suite(summary), console().width
+    found = against(summary.scores, name)
+    sentence = (
+        f"average accuracy minus that of {name}, in points; the {100 * LEVEL:.0f} % interval of a "
+        "paired bootstrap over test items, given the runs' seeds, and p-values with Holm's "
+        "correction over these rows"
+    )
+    grid = difference_grid(found, name)
+    print_page(list(titled(f"{suite}: differences", grid.split(width))), [sentence])
 
 
 def _side_by_side_grids(summary: Summary) -> list[tuple[str, Grid]]:

@@ -1,0 +1,151 @@
+"""Differences between rows, each with its interval and a p-value corrected for their number."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.nearest_names import nearest_hint
+
+from .columns import number
+from .items import LEVEL, Bootstrap, Interval, Scores
+from .long_table import RowKey
+from .tables import Grid
+
+DIFFERENCES_FILE = "differences.csv"
+WIN, TIE, LOSS = "+", "=", "-"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Average accuracy of one row minus another's, on the same test items.
+
+    Attributes:
+        row: The row that is compared.
+        other: The row that it is compared with.
+        interval: The difference with the interval of a paired bootstrap.
+        p: Two-sided p-value, from the bootstrap's standard error and the normal distribution.
+        adjusted: By Holm's method, for all differences that are shown together.
+    """
+
+    row: RowKey
+    other: RowKey
+    interval: Interval
+    p: float
+    adjusted: float
+
+    @property
+    def outcome(self) -> str:
+        """`WIN`, `LOSS`, or `TIE` where the adjusted p-value is not below 1 - LEVEL."""
+        if self.adjusted >= 1 - LEVEL:
+            return TIE
+        return WIN if self.interval.estimate > 0 else LOSS
+
+
+def differences(scores: Mapping[RowKey, Scores], pairs: Iterable[Any]) -> list[Difference]:
+    """Compare pairs of rows, with Holm's correction over these pairs.
+
+    Args:
+        scores: Each row's flags per test item.
+        pairs: The pairs, by the rows' keys.
+    """
+    pairs = list(pairs)
+    if not pairs:
+        return []
+    places = {key: place for place, key in enumerate(scores)}
+    bootstrap = Bootstrap(list(scores.values()))
+    tested = [(a, b, *bootstrap.difference(places[a], places[b])) for a, b in pairs]
+    adjusted = holm([p for *_, p in tested])
+    return [Difference(*entry, value) for entry, value in zip(tested, adjusted, strict=True)]
+
+
+def holm(values: list[float]) -> list[float]:
+    """p-values corrected for their number, in the same order (Holm, 1979)."""
+    adjusted, largest = [0.0] * len(values), 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def all_pairs(scores: Mapping[RowKey, Scores]) -> list[Difference]:
+    """Compare every two rows of a suite that have flags; Holm's correction is over all pairs."""
+    return differences(scores, combinations(scores, 2))
+
+
+def against(scores: Mapping[RowKey, Scores], name: str) -> list[Difference]:
+    """Compare every row with one.
+
+    Args:
+        scores: Each row's flags per test item.
+        name: The row, as `merger/row`, or its name alone where one merger has it.
+
+    Raises:
+        ReportError: If no row is called so, or several are.
+    """
+    names = {key: row_name(key) for key in scores}
+    found = [key for key, text in names.items() if text == name]
+    found = found or [key for key in scores if key[2] == name]
+    if len(found) != 1:
+        known = [names[key] for key in found] or list(names.values())
+        hint = nearest_hint(name, names.values()) if not found else ""
+        raise ReportError(f"--against: name one row, got {name!r}{hint}. There are: {known}")
+    reference = found[0]
+    return differences(scores, ((key, reference) for key in scores if key != reference))
+
+
+def row_name(key: RowKey) -> str:
+    """`merger/row`; a merger by itself and references have their own name."""
+    _, upstream, row = key
+    return row if upstream in (None, row) or row in ("base", "experts") else f"{upstream}/{row}"
+
+
+def matrix(found: Iterable[Difference], names: Mapping[RowKey, str]) -> Grid:
+    """Outcomes of every row against every other: a line a row, then its wins, ties and losses."""
+    outcomes = {(each.row, each.other): each.outcome for each in found}
+    opposite = {WIN: LOSS, LOSS: WIN, TIE: TIE}
+    outcomes |= {(b, a): opposite[outcome] for (a, b), outcome in outcomes.items()}
+    lines = []
+    for row, name in names.items():
+        cells = [outcomes.get((row, other), "") for other in names]
+        counts = " / ".join(str(cells.count(kind)) for kind in (WIN, TIE, LOSS))
+        lines.append((name, [*cells, counts]))
+    columns = [str(index) for index in range(1, len(names) + 1)]
+    numbered = [(f"{n} {name}", cells) for n, (name, cells) in enumerate(lines, start=1)]
+    return Grid("row against column", [*columns, "won / tied / lost"], numbered)
+
+
+def difference_grid(found: Iterable[Difference], reference: str) -> Grid:
+    """A line for each difference from one row."""
+    lines = [
+        (
+            row_name(each.row),
+            [
+                f"{100 * each.interval.estimate:+.1f}",
+                f"{100 * each.interval.low:+.1f} to {100 * each.interval.high:+.1f}",
+                f"{each.adjusted:.2g}",
+                {WIN: "above", LOSS: "below", TIE: "tie"}[each.outcome],
+            ],
+        )
+        for each in found
+    ]
+    return Grid(f"against {reference}", ["points", "95 % interval", "p (Holm)", ""], lines)
+
+
+def difference_lines(found: Iterable[Difference]) -> list[dict[str, Any]]:
+    """A line of `differences.csv` for each."""
+    return [
+        {
+            "suite": each.row[0],
+            "row": row_name(each.row),
+            "other": row_name(each.other),
+            "difference": number(each.interval.estimate),
+            "low": number(each.interval.low),
+            "high": number(each.interval.high),
+            "p": f"{each.p:.3g}",
+            "p_holm": f"{each.adjusted:.3g}",
+            "outcome": each.outcome,
+        }
+        for each in found
+    ]

@@ -1,0 +1,149 @@
+"""Differences between rows: p-values, Holm's correction, the matrix, and what is refused."""
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.results import Report, items
+from fusion_bench_featcal.results.differences import (
+    LOSS,
+    TIE,
+    WIN,
+    against,
+    all_pairs,
+    holm,
+    matrix,
+)
+from fusion_bench_featcal.results.long_table import RowKey
+from fusion_bench_featcal.results.summary import summarise
+from fusion_bench_featcal.results.views import write_side_by_side
+
+TASKS = {"one": 300, "two": 500}
+
+
+def flags(level: float, seed: int) -> dict[str, NDArray[Any]]:
+    generator = np.random.default_rng(seed)
+    return {task: generator.random(count) < level for task, count in TASKS.items()}
+
+
+def key(name: str) -> RowKey:
+    return "suite", "merger", name
+
+
+def test_holm_of_a_worked_example() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_p_value_is_that_of_the_standard_error_of_paired_items() -> None:
+    one, two = flags(0.8, 1), flags(0.7, 2)
+    [found] = all_pairs({key("one"): one, key("two"): two})
+    gains = [one[task].astype(float) - two[task] for task in TASKS]
+    error = math.sqrt(sum(gain.var() / len(gain) for gain in gains)) / len(TASKS)
+    value = sum(gain.mean() for gain in gains) / len(TASKS)
+    assert found.interval.estimate == pytest.approx(value)
+    assert found.interval.low == pytest.approx(value - 1.96 * error, abs=0.1 * error)
+    assert math.log(found.p) == pytest.approx(
+        math.log(math.erfc(value / error / math.sqrt(2))), rel=0.05
+    )
+
+
+def test_rows_that_differ_by_chance_tie_and_a_better_one_wins() -> None:
+    scores = {key(str(seed)): flags(0.7, seed) for seed in range(12)}
+    scores |= {key("best"): flags(0.85, 99), key("again"): scores[key("0")]}
+    found = all_pairs(scores)
+    assert len(found) == 14 * 13 / 2
+    for each in found:
+        wanted = {each.row[2]: WIN, each.other[2]: LOSS}.get("best", TIE)
+        assert each.outcome == wanted, (each.row, each.other)
+    [equal] = [each for each in found if {each.row[2], each.other[2]} == {"0", "again"}]
+    assert (equal.p, equal.interval.low, equal.interval.high) == (1.0, 0.0, 0.0)
+    grid = matrix(found, {row: row[2] for row in scores})
+    lines = dict(grid.lines)
+    assert lines["13 best"][-1] == "13 / 0 / 0"
+    assert lines["1 0"] == ["", *[TIE] * 11, LOSS, TIE, "0 / 12 / 1"]
+    assert [cells[12] for _, cells in grid.lines] == [LOSS] * 12 + ["", LOSS]
+
+
+def test_without_correction_chance_would_win(monkeypatch) -> None:
+    scores = {key(str(seed)): flags(0.7, seed) for seed in range(12)}
+    assert (
+        min(each.p for each in all_pairs(scores))
+        < 0.05
+        < min(each.adjusted for each in all_pairs(scores))
+    )
+
+
+def test_seeds_are_averaged_and_a_certain_difference_has_p_zero() -> None:
+    row = flags(0.7, 1)
+    worse = {task: np.zeros_like(values) for task, values in row.items()}
+    best = {task: np.ones_like(values) for task, values in row.items()}
+    seeds = {task: np.stack([worse[task], best[task]]) for task in row}
+    half, whole = all_pairs({key("a"): seeds, key("b"): worse, key("c"): best})[:2]
+    assert (half.interval.estimate, half.p, half.outcome) == (0.5, 0.0, WIN)
+    assert (whole.interval.estimate, whole.outcome) == (-0.5, LOSS)
+
+
+def test_drawing_in_parts_changes_nothing(monkeypatch) -> None:
+    scores = {key(str(seed)): flags(0.5 + 0.1 * seed, seed) for seed in range(4)}
+    known = all_pairs(scores)
+    monkeypatch.setattr(items, "_MOST_DRAWN", 1000)
+    assert all_pairs(scores) == known
+
+
+def test_rows_of_other_items_are_refused() -> None:
+    other = {task: values[:-1] for task, values in flags(0.5, 1).items()}
+    with pytest.raises(ReportError, match="cannot be paired"):
+        all_pairs({key("a"): flags(0.5, 0), key("b"): other})
+
+
+def test_one_row_is_named_for_all_to_be_compared_with() -> None:
+    scores = {key("a"): flags(0.5, 0), key("b"): flags(0.6, 1)}
+    scores["suite", "x", "b"] = flags(0.9, 2)
+    assert [each.row[1:] for each in against(scores, "merger/b")] == [("merger", "a"), ("x", "b")]
+    assert against(scores, "a")[0].other == key("a")
+    with pytest.raises(ReportError, match=r"got 'b'. There are: \['merger/b', 'x/b'\]"):
+        against(scores, "b")
+    with pytest.raises(ReportError, match=r"got 'merger/c'.*nearest"):
+        against(scores, "merger/c")
+
+
+def test_the_command_prints_and_writes_them(tmp_path: Path, capsys) -> None:
+    report = Report(suite="suite", upstream="merger")
+    for seed, (name, level) in enumerate({"experts": 0.95, "merger": 0.6, "ours": 0.8}.items()):
+        correct = flags(level, seed)
+        accuracy = {task: values.mean() for task, values in correct.items()}
+        report.add_row(name, accuracy, correct=correct)
+    folder = tmp_path / "comparison"
+    report.write(folder / "merger")
+    assert main(["report", str(folder / "merger"), "--against", "ours"]) == 0
+    shown = capsys.readouterr().out
+    assert "experts" in shown and "above" in shown and "below" in shown
+    assert main(["report", str(folder / "merger"), "--against", "their"]) == 2
+    assert "--against: name one row, got 'their'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_report_of_a_comparison_has_matrix_and_every_pair(tmp_path: Path) -> None:
+    report = Report(suite="suite", upstream="merger")
+    for seed, (name, level) in enumerate({"experts": 0.95, "merger": 0.6, "ours": 0.8}.items()):
+        correct = flags(level, seed)
+        accuracy = {task: values.mean() for task, values in correct.items()}
+        report.add_row(name, accuracy, correct=correct)
+    report.write(tmp_path / "merger")
+    write_side_by_side(summarise([tmp_path / "merger"]), tmp_path)
+    lines = csv.DictReader((tmp_path / "differences.csv").read_text().splitlines())
+    assert [(line["row"], line["other"], line["outcome"]) for line in lines] == [
+        ("experts", "merger", WIN),
+        ("experts", "merger/ours", WIN),
+        ("merger", "merger/ours", LOSS),
+    ]
+    page = (tmp_path / "report.md").read_text()
+    assert "| 3 ours | - | + |  | 1 / 0 / 1 |" in page
