@@ -55,6 +55,11 @@ class TaskBatches:
         """Number of samples."""
         return len(self.indices)
 
+    @property
+    def available(self) -> int:
+        """Number of items that they were drawn from."""
+        return len(self.items)
+
     def at(self, number: int) -> str:
         """Name of a sample in messages."""
         return self.items.at(self.indices[number])

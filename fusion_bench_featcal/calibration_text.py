@@ -37,6 +37,11 @@ class TextBatches:
         """Number of samples."""
         return len(self.indices)
 
+    @property
+    def available(self) -> int:
+        """Number of items that they were drawn from."""
+        return len(self.rows)
+
     def at(self, number: int) -> str:
         """Name of a sample in messages."""
         place = f"modelpool.{self.settings.calibration_split}_datasets.{self.task}"

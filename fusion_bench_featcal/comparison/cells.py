@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -39,6 +40,9 @@ from fusion_bench_featcal.results.cost import (
     SECONDS_PER_SAMPLE,
     SETTINGS_TRIED,
     TASK_ID,
+    UNSEEN,
+    UNSEEN_GAIN,
+    UNSEEN_TASKS,
 )
 from fusion_bench_featcal.results.curves import as_curves
 from fusion_bench_featcal.results.find import FailedCell
@@ -184,6 +188,9 @@ class GridRun:
         result.cost = {**cost.as_dict(), **self._deployed(model, method.added(model))}
         result.samples = method.samples(model, list(result.accuracy))
         result.cost |= _choice(model)
+        merged_result = self.results.get((merger.name, NONE))
+        if merged_result is not None:
+            result.cost |= unseen_accuracy(getattr(model, "seen", {}), result, merged_result)
         result.curves = as_curves(getattr(model, "curves", {}), "the model's curves")
         return result
 
@@ -264,6 +271,35 @@ def _choice(model: nn.Module) -> dict[str, Any]:
     """How the settings of what made a model were chosen, where several were compared."""
     choice: Any = getattr(model, "choice", None)
     return {} if choice is None else {SETTINGS_TRIED: choice.tried, CHOSEN: choice.chosen}
+
+
+def unseen_accuracy(
+    seen: Mapping[str, tuple[Sequence[int], int]], result: CellResult, merged: CellResult
+) -> dict[str, Any]:
+    """Accuracy on the test items that a model was not fitted on.
+
+    Args:
+        seen: Task -> positions of those it was fitted on, and the number of all.
+        result: The model's results.
+        merged: Those of the merged model.
+
+    Returns:
+        The average over tasks that have such items, its gain over the merged model on the same
+        items, and the number of these tasks; nothing for models that were fitted on other data, and
+        where the task pool's items are not the model pool's.
+    """
+    averages = []
+    for task, (positions, available) in seen.items():
+        own, other = ((each.correct or {}).get(task) for each in (result, merged))
+        if own is None or other is None or not len(own) == len(other) == available:
+            return {}
+        left = np.setdiff1d(np.arange(available), positions)
+        if len(left):
+            averages.append([float(np.asarray(flags)[left].mean()) for flags in (own, other)])
+    if not averages:
+        return {UNSEEN_TASKS: 0} if seen else {}
+    own, other = np.mean(averages, axis=0)
+    return {UNSEEN: float(own), UNSEEN_GAIN: float(own - other), UNSEEN_TASKS: len(averages)}
 
 
 def _inference(seconds_per_sample: Sequence[float | str]) -> dict[str, Any]:

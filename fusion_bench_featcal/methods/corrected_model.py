@@ -73,6 +73,8 @@ class Corrected(nn.Module):
         tasks: The tasks' names.
         samples: Task -> `{"samples": number, "split": name}` that its correction was fitted on.
         curves: Task -> its training's curve, (step, loss); empty where nothing was trained.
+        seen: Task -> positions of the test items that its correction was fitted on, and the number
+            of all; empty after loading, and where none were.
     """
 
     is_surgery_model = True  # FusionBench's protocol
@@ -98,6 +100,7 @@ class Corrected(nn.Module):
         self.tasks = tuple(corrections)
         self.samples = {task: dict(used) for task, used in (samples or {}).items()}
         self.curves = dict(curves or {})
+        self.seen: dict[str, tuple[list[int], int]] = {}
         modules = {_key(task): correction for task, correction in corrections.items()}
         if len(modules) < len(corrections):
             raise ValueError(f"tasks must differ in more than '-', '.' and '_': {[*corrections]}")

@@ -197,7 +197,10 @@ class FeatureCorrection:
         self.losses = {task: torch.stack(values).tolist() for task, values in losses.items()}
         samples = {t: {"samples": b.samples, "split": self.split} for t, b in batches.items()}
         curves = {task: thinned(losses) for task, losses in self.losses.items()}
-        return self._corrected(merged, site, corrections, samples=samples, curves=curves)
+        model = self._corrected(merged, site, corrections, samples=samples, curves=curves)
+        if self.split == "test":
+            model.seen = {t: (b.indices, b.available) for t, b in batches.items()}
+        return model
 
     def batches(self, inputs: MethodInputs) -> dict[str, Any]:
         """Draw the samples that the settings ask for; nothing is read yet.

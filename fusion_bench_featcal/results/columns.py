@@ -10,6 +10,9 @@ from .cost import (
     SECONDS_PER_SAMPLE,
     SETTINGS_TRIED,
     TASK_ID,
+    UNSEEN,
+    UNSEEN_GAIN,
+    UNSEEN_TASKS,
 )
 from .items import Interval
 from .long_table import AVERAGE, BASE, NORMALISED
@@ -40,6 +43,7 @@ def accuracy_cells(row: SummaryRow) -> dict[str, str]:
         "gain over merger": _gain_text(row),
         "recovered gap": ABSENT if row.name == row.upstream else _recovered_text(row),
         **worst_cells(row.worst, row.tasks),
+        "unseen (gain, tasks)": _unseen_text(row),
         "paper": percent(published and published.value) + doubt,
     }
 
@@ -74,6 +78,7 @@ def csv_cells(row: SummaryRow) -> dict[str, Any]:
         NORMALISED: number(row.normalised),
         "normalised_deviation": number(row.spread.get(NORMALISED)),
         **with_limits("gain", row.gain, row.gain_interval),
+        **raw(UNSEEN, UNSEEN_GAIN, UNSEEN_TASKS),
         **raw(TASK_ID, MODULES_ADDED, PARAMETERS_ADDED, SETTINGS_TRIED, CHOSEN, "seconds"),
         "seconds_deviation": number(row.spread.get("seconds")),
         **raw("peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh", SECONDS_PER_SAMPLE),
@@ -101,6 +106,14 @@ def _gain_text(row: SummaryRow) -> str:
         return ABSENT
     text, limits = f"{100 * row.gain:+.1f}", row.gain_interval
     return text + (f" [{100 * limits.low:+.1f}, {100 * limits.high:+.1f}]" if limits else "")
+
+
+def _unseen_text(row: SummaryRow) -> str:
+    """Average on test items that the row was not trained on, gain over the merger, and tasks."""
+    average, gain, tasks = (row.cost.get(key) for key in (UNSEEN, UNSEEN_GAIN, UNSEEN_TASKS))
+    if isinstance(average, float) and isinstance(gain, float):
+        return f"{percent(average)} ({100 * gain:+.1f}, {tasks:.0f})"
+    return ABSENT if tasks is None else "none left"
 
 
 def _recovered_text(row: SummaryRow) -> str:

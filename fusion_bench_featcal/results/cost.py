@@ -32,6 +32,9 @@ _JOULES_PER_WATT_HOUR = 3_600
 # What a comparison says about a model besides the costs that are measured here.
 SETTINGS_TRIED = "settings_tried"
 CHOSEN = "settings_chosen"
+UNSEEN = "unseen_average"
+UNSEEN_GAIN = "unseen_gain"
+UNSEEN_TASKS = "unseen_tasks"
 TASK_ID = "task_id_at_inference"
 MODULES_ADDED = "modules_added"
 PARAMETERS_ADDED = "parameters_added"

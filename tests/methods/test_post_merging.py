@@ -104,6 +104,13 @@ def test_streams_use_their_split_and_featcals_draw(models, stream, split, number
     torch.testing.assert_close(value.matrix, known.matrix, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("stream", ["test_tta", "calibration"])
+def test_corrections_tell_which_test_items_they_were_fitted_on(models, stream):
+    model = merge(models, RidgeSurgery(samples_per_task=4, batch_size=4, stream=stream))
+    wanted = {t: (draw_samples(10, t, FeatCalSettings(samples_per_task=4)), 10) for t in TASKS}
+    assert model.seen == (wanted if stream == "test_tta" else {})
+
+
 @pytest.mark.parametrize(("stream", "used"), [("test_tta", 10), ("calibration", 12)])
 def test_short_stream_is_taken_whole_with_a_warning(models, stream, used, caplog):
     model = merge(models, RidgeSurgery(samples_per_task=99, stream=stream))
