@@ -28,11 +28,32 @@ MUTATIONS = [
         "tasks weigh by their items in intervals",
         "results/items.py",
         "        observed = observed + counts @ values / items\n"
-        "        resampled = resampled + drawn @ values / items\n",
+        "        resampled = resampled + np.concatenate(parts) / items\n",
         "        total = sum(map(len, columns.values())) / len(columns)\n"
         "        observed = observed + counts @ values / total\n"
-        "        resampled = resampled + drawn @ values / total\n",
+        "        resampled = resampled + np.concatenate(parts) / total\n",
         "results/test_items.py",
+    ),
+    Mutation(
+        "Holm's correction does not step down",
+        "results/differences.py",
+        "(len(values) - rank) * values[index]",
+        "len(values) * values[index]",
+        "results/test_differences.py",
+    ),
+    Mutation(
+        "corrected p-values may fall again",
+        "results/differences.py",
+        "largest = max(largest, min(1.0, (len(values) - rank) * values[index]))",
+        "largest = min(1.0, (len(values) - rank) * values[index])",
+        "results/test_differences.py",
+    ),
+    Mutation(
+        "one-sided p-values of differences",
+        "results/items.py",
+        "p = math.erfc(abs(value) / error / math.sqrt(2))",
+        "p = math.erfc(abs(value) / error / math.sqrt(2)) / 2",
+        "results/test_differences.py",
     ),
     Mutation(
         "all tasks resampled with one stream of random numbers",
