@@ -97,7 +97,7 @@ MUTATIONS = [
     Mutation(
         "LOT's lambda leaves biases out",
         "methods/blockwise.py",
-        "tensor.copy_(mean if scale == 1 else tensor + scale * (mean - tensor))",
+        "tensor.copy_(tensor + scale * (mean - tensor) if scaled else mean)",
         "tensor.copy_(mean)",
         "methods/test_mergers.py",
     ),

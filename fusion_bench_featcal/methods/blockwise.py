@@ -102,6 +102,12 @@ class LeastSquares:
     def __post_init__(self) -> None:
         if problems := problems_of(self, self.checks):
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+        from_base = self.anchor == "base" and self.off_diagonal == 1
+        if not from_base and (self.scale != 1 or self.outside):
+            raise ValueError(
+                "method.scale and method.outside are for steps from the base without shrinkage "
+                "(LOT): leave them out"
+            )
 
     def start(self, problem: Problem, base: nn.Module, samples: Samples) -> None:
         """Give the model what does not depend on its blocks' inputs."""
@@ -219,14 +225,17 @@ def merge_blockwise(
 def _load_means(model: nn.Module, experts: Mapping[str, ExpertModel], scale: float) -> None:
     """Give every floating tensor the experts' mean; one of each is in memory at a time.
 
-    The mean's step from the model, which has the base's values, is multiplied by `scale`.
+    A parameter's step from the model, which has the base's values, is multiplied by `scale`;
+    buffers, such as running variances, stay means.
     """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
             wide = moment_dtype(tensor.dtype)
             total = sum((expert.tensor(name).to(wide) for expert in experts.values()), start=0)
             mean = total / len(experts)
-            tensor.copy_(mean if scale == 1 else tensor + scale * (mean - tensor))
+            scaled = scale != 1 and name in parameters
+            tensor.copy_(tensor + scale * (mean - tensor) if scaled else mean)
 
 
 class LeastSquaresRule(Rule):

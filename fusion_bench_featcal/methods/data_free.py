@@ -1,7 +1,8 @@
 """Post-merging methods of others that need no data: they rescale the merged step from the base."""
 
 import math
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -152,7 +153,9 @@ class Larv(_DataFree):
         family = resolve_family(self._settings.family, merged)
         blocks = [block for stage in family.stages(merged) for block in stage]
         starts = {block: _parameters_of(base, merged, block) for block in blocks}
-        facts = {block: _facts(merged, starts[block]) for block in blocks}
+        found = {block: list(_matrix_facts(merged, starts[block])) for block in blocks}
+        # A block none of whose matrices has changed has nothing to scale.
+        facts = {block: _mean_facts(matrices) for block, matrices in found.items() if matrices}
         for block, factor in self.gates(facts).items():
             for name, start in starts[block].items():
                 parameter = merged.get_parameter(name).data
@@ -161,6 +164,8 @@ class Larv(_DataFree):
 
     def gates(self, facts: Mapping[str, LayerFacts]) -> dict[str, float]:
         """Factor of each block's step, in forward order."""
+        if not facts:
+            return {}
         conflicts = torch.tensor([fact.conflict for fact in facts.values()], dtype=torch.float64)
         spread = float(conflicts.std(correction=0)) or 1.0
         scores = {}
@@ -181,10 +186,8 @@ def _parameters_of(base: ExpertModel, merged: nn.Module, block: str) -> dict[str
     return {name: base.tensor(name) for name in names}
 
 
-def _facts(merged: nn.Module, starts: Mapping[str, Tensor]) -> LayerFacts:
-    found = list(_matrix_facts(merged, starts))
-    richness, conflict = (sum(values) / max(len(found), 1) for values in zip(*found, strict=True))
-    return LayerFacts(richness, conflict)
+def _mean_facts(matrices: Sequence[tuple[float, float]]) -> LayerFacts:
+    return LayerFacts(*(statistics.fmean(values) for values in zip(*matrices, strict=True)))
 
 
 def _matrix_facts(merged: nn.Module, starts: Mapping[str, Tensor]) -> Iterator[tuple[float, float]]:

@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from fusion_bench_featcal.engine.samples import to_device
 from fusion_bench_featcal.fusionbench.options import checked_settings, plain, take_fusion_bench_keys
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.pool_models import import_target, load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
 from fusion_bench_featcal.methods.corrected_model import Corrected
@@ -37,7 +37,17 @@ LEAST_SAMPLES = 16
 _HELD_OUT = 4
 """One in so many samples is held out."""
 
+OWN = "fusion_bench_featcal."
 _DRAW = ("samples_per_task", "seed", "calibration_split")
+_READING = (
+    "batch_size",
+    "calibration_targets",
+    "generated_tokens",
+    "max_length",
+    "family",
+    "ignore_config",
+)
+"""Settings of a method that say how samples and models are read, also where they are scored."""
 
 
 class HeldOut:
@@ -52,7 +62,7 @@ class HeldOut:
             skip: Number of each task's samples that methods are fitted on.
         """
         self._lessons: dict[str, list[Lesson]] = {}
-        device = inputs.fabric.device
+        self._device = device = inputs.fabric.device
         for task, drawn in inputs.batches(settings).items():
             batches = replace(drawn, indices=drawn.indices[skip:])
             given = [to_device(batch, device) for batch in batches]
@@ -64,7 +74,7 @@ class HeldOut:
     @torch.no_grad()
     def score(self, model: nn.Module) -> float:
         """Mean over tasks of the mean cosine over samples (texts: positions that answer)."""
-        model = model.eval()
+        model = model.to(self._device).eval()
         return statistics.fmean(
             float(torch.cat([_cosines(model, task, lesson) for lesson in lessons]).mean())
             for task, lessons in self._lessons.items()
@@ -96,7 +106,8 @@ def _choose(
 
     Args:
         changes: Changes of the settings as given, of which the first is none.
-        make: Makes a model with a change, from so many samples for each task (None: all).
+        make: Makes a model with a change, from so many samples for each task (None: all). They are
+            three quarters of the smallest task's, for every task.
         inputs: The pool and the device.
         draw: How samples are drawn.
 
@@ -122,6 +133,7 @@ def _choose(
             tried += 1
             if cosine > highest:
                 best, highest = change, cosine
+        del judge
     model: Any = make(best, None)
     model.choice = Choice.of(max(tried, 1), best)
     return model
@@ -141,15 +153,41 @@ def _changes(candidates: Any, of: Mapping[str, Any]) -> list[dict[str, Any]]:
             "method.of must be the config of a method and method.candidates a list of settings to "
             f"try besides, such as [{{steps: 300}}]; got {of!r} and {candidates!r}"
         )
+    if drawn := sorted({key for change in candidates for key in change} & set(_DRAW)):
+        raise ValueError(
+            f"method.candidates: {drawn} say which samples are drawn, which is the same for all: "
+            "leave them out"
+        )
     return [{}, *candidates]
+
+
+def _with_draw(
+    config: Mapping[str, Any], keys: Iterable[str], draw: FeatCalSettings, samples: int | None
+) -> dict[str, Any]:
+    """A config with the draw that settings are chosen by, as far as it has such keys.
+
+    The first of these samples are fitted, `samples` of them (None: all), the others are held out.
+    """
+    drawn = {name: getattr(draw, name) for name in _DRAW}
+    if samples is not None:
+        drawn["samples_per_task"] = samples
+    return {**config, **{name: value for name, value in drawn.items() if name in keys}}
+
+
+def _reading(given: Mapping[str, Any], draw: Mapping[str, Any]) -> FeatCalSettings:
+    """Settings of the draw, with what a method's say of reading samples and models."""
+    reading = {name: given[name] for name in _READING if name in given}
+    return checked_settings({**reading, **draw}, names=(*_READING, *_DRAW), owner="tuned")
 
 
 class Tuned:
     """A post-merging method with the settings that are best on held-out calibration samples.
 
     Every candidate is fitted on three quarters of the samples and scored on the others by the mean
-    cosine of final features with the experts' (no labels); the best is fitted on all. With fewer
-    than `LEAST_SAMPLES` samples of some task the settings stay as given.
+    cosine of final features with the experts' (no labels); the best is fitted on all. Where tasks
+    have different numbers of samples, three quarters of the smallest number are taken of each. With
+    fewer than `LEAST_SAMPLES` samples of some task the settings stay as given. Samples are drawn as
+    `draw` says, whatever the method's own settings say.
     """
 
     name: ClassVar = "tuned"
@@ -168,20 +206,23 @@ class Tuned:
         """
         self._of = dict(plain(of) or {})
         self._changes = _changes(candidates, self._of)
-        self._draw = checked_settings(draw, names=_DRAW, owner="tuned")
+        checked_settings(draw, names=_DRAW, owner="tuned")
+        self._draw = FeatCalSettings(**draw)
         self._methods = [self._made(change, None) for change in self._changes]
         if "test_tta" in [method.settings.get("stream") for method in self._methods]:
             raise ValueError(
                 "method.of.stream=test_tta: settings are chosen on calibration samples; set "
                 "stream=calibration"
             )
+        self._draw = _reading(self._methods[0].settings, draw)
         self._best = self._methods[0]
+        self._used: dict[str, dict[str, Any]] = {}
 
     def _made(self, change: Mapping[str, Any], samples: int | None) -> Any:
         config = {**self._of, **change}
-        if samples is not None and "samples_per_task" in self._methods[0].settings:
-            config["samples_per_task"] = samples
         try:
+            method = instantiate(config, _recursive_=False)
+            config = _with_draw(config, method.settings, self._draw, samples)
             return instantiate(config, _recursive_=False)
         except Exception as error:  # Hydra wraps what a constructor raises
             raise ValueError(f"candidate {dict(change)}: {error.__cause__ or error}") from error
@@ -207,11 +248,16 @@ class Tuned:
             own = merged if samples is None else copy.deepcopy(merged)
             return self._best.post_merge(own, inputs)
 
-        return _choose(self._changes, make, inputs, self._draw)
+        model: Any = _choose(self._changes, make, inputs, self._draw)
+        split = self._draw.calibration_split
+        drawn = inputs.batches(self._draw) if model.choice.tried > 1 else {}
+        self._used = {t: {"samples": b.samples, "split": split} for t, b in drawn.items()}
+        return model
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The samples of the last call of `post_merge`."""
-        return self._best.samples(model, tasks)
+        """The samples of the last call; of a method without any, those it was chosen on."""
+        used = {task: self._used[task] for task in tasks if task in self._used}
+        return used | self._best.samples(model, tasks)
 
     def added(self, model: nn.Module) -> dict[str, int]:
         """What the chosen settings add."""
@@ -220,6 +266,8 @@ class Tuned:
 
 class TunedMergerAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """A merger, FusionBench's or ours, with the best of several settings; chosen as by `Tuned`.
+
+    Of FusionBench's mergers those that read data themselves read it all, held-out samples included.
 
     Keys: `of` (config of the merger), `candidates`, `samples_per_task`, `seed`,
     `calibration_split`.
@@ -238,7 +286,12 @@ class TunedMergerAlgorithm(LightningFabricMixin, BaseAlgorithm):
         meta = take_fusion_bench_keys(keys)
         self.of, self.candidates = dict(plain(of) or {}), plain(candidates)
         self._changes = _changes(candidates, self.of)
-        self._draw = checked_settings(keys, names=_DRAW, owner="tuned")
+        checked_settings(keys, names=_DRAW, owner="tuned")
+        self._draw = _reading(self.of, keys)
+        target = self.of.get("_target_")
+        kind = None if target is None else import_target("method.of", target)
+        own = str(target).startswith(OWN)  # others may mean something else by these words
+        self._keys = getattr(kind, "_config_mapping", {}) if own else {}
         self.samples_per_task, self.seed = self._draw.samples_per_task, self._draw.seed
         self.calibration_split = self._draw.calibration_split
         super().__init__(**meta)
@@ -252,9 +305,7 @@ class TunedMergerAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
 
         def make(change: Mapping[str, Any], samples: int | None) -> nn.Module:
-            config = {**self.of, **change}
-            if samples is not None and "samples_per_task" in self.of:
-                config["samples_per_task"] = samples
+            config = _with_draw({**self.of, **change}, self._keys, self._draw, samples)
             program = getattr(self, "_program", None)
             merged = run_merger(program, OmegaConf.create(config), modelpool, "method.of")
             return merged.to(self.fabric.device)

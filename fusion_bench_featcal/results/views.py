@@ -309,7 +309,7 @@ def _sentences(summary: Summary) -> list[str]:
     lines += _explanations(summary)
     lines += [
         "normalised: mean over tasks of accuracy / the task's expert's accuracy, in per cent",
-        "unseen: rows that were trained on images or texts of the test split, on the others alone; "
+        "unseen: corrections trained on samples of the test split, on the other test items alone; "
         "gain over the merger on the same items; number of tasks that have any",
         "task id: whether the model must be told which task an input belongs to; modules / "
         "parameters: what it carries besides the merged model's, over all tasks",

@@ -98,6 +98,19 @@ def test_larv_scales_the_steps_of_blocks_by_its_gates(models) -> None:
         torch.testing.assert_close(found.get_parameter(name), wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_larv_leaves_blocks_that_no_expert_changed(models) -> None:
+    merged, base = tower(models, "_merged_"), tower(models, "_pretrained_")
+    for name, value in merged.named_parameters():
+        if "layers.0" in name:
+            value.data.copy_(base.get_parameter(name))
+    found = Larv().post_merge(copy.deepcopy(merged), inputs_of(tiny_pool(models)))
+    for name, value in merged.named_parameters():
+        if "layers.0" in name:
+            assert torch.equal(found.get_parameter(name), value)
+    same = Larv().post_merge(copy.deepcopy(base), inputs_of(tiny_pool(models)))
+    assert all(torch.equal(v, base.state_dict()[n]) for n, v in same.state_dict().items())
+
+
 def test_effective_rank_counts_equal_directions() -> None:
     assert effective_rank(torch.eye(5).double()) == pytest.approx(5)
     assert effective_rank(torch.ones(4, 4).double()) == pytest.approx(1)

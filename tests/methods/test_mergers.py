@@ -378,6 +378,12 @@ def test_layers_outside_the_blocks_are_solved_where_it_is_asked_for() -> None:
         assert torch.equal(value, without.state_dict()[name]) == (name not in changed), name
 
 
+@pytest.mark.parametrize("options", [{"scale": 1.2}, {"outside": True}])
+def test_regmean_has_no_step_to_scale(options) -> None:
+    with pytest.raises(ValueError, match=r"method\.scale and method\.outside are for .*LOT"):
+        replace(REGMEAN, **options)
+
+
 def test_layers_outside_a_language_model_s_blocks_are_refused() -> None:
     with pytest.raises(CalibrationError, match=r"Set method\.outside=false"):
         run(LOT, t5_suite(), family="auto", outside=True)

@@ -137,6 +137,35 @@ def test_mergers_are_chosen_by_their_own_features(models) -> None:
         assert torch.equal(found.state_dict()[name], value)
 
 
+def test_the_draw_is_the_same_whatever_the_method_says(models) -> None:
+    """Else held-out samples would be fitted."""
+    pool = tiny_pool(models, train=30)
+    merged = CLIPVisionModel.from_pretrained(models["_merged_"])
+    of = {"seed": 7, "samples_per_task": 29}
+    found: Any = tuned(of=of).post_merge(copy.deepcopy(merged), inputs_of(pool))
+    known: Any = tuned().post_merge(copy.deepcopy(merged), inputs_of(pool))
+    matrices = [model.corrections["task_one"].matrix for model in (found, known)]
+    assert torch.equal(*matrices) and found.choice == known.choice
+    of = {"_target_": f"{OWN}RegMeanAlgorithm", "batch_size": 4}  # its own draw is all of them
+    candidates = [{"off_diagonal": 0.0}, {"off_diagonal": 1.0}]
+    bare, same = (
+        TunedMergerAlgorithm(of=config, candidates=candidates, **DRAW).run(
+            tiny_pool({name: models[name] for name in ("_pretrained_", *TASKS)}, train=30)
+        )
+        for config in (of, of | DRAW)
+    )
+    for name, value in same.state_dict().items():
+        assert torch.equal(bare.state_dict()[name], value)
+
+
+def test_what_a_data_free_method_was_chosen_on_is_told(models) -> None:
+    pool = tiny_pool(models, train=30)
+    method = Tuned(of={"_target_": f"{OWN}SingularValues"}, candidates=[{"alpha": 1.0}], **DRAW)
+    found = method.post_merge(CLIPVisionModel.from_pretrained(models["_merged_"]), inputs_of(pool))
+    assert method.samples(found, TASKS)["one"] == {"samples": 20, "split": "train"}
+    assert method.added(found) == {}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -146,6 +175,7 @@ def test_mergers_are_chosen_by_their_own_features(models) -> None:
         ({"candidates": [{"ridge_lamda": 1}]}, r"candidate \{'ridge_lamda': 1\}: .*'ridge_lambda'"),
         ({"candidates": [{"ridge_lambda": -1}]}, "ridge_lambda must be"),
         ({"of": {"stream": "test_tta"}}, "set stream=calibration"),
+        ({"candidates": [{"seed": 3}]}, r"\['seed'\] say which samples are drawn"),
         ({"seed": -1}, "method.seed must be"),
     ],
 )
