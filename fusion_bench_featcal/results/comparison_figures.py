@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _NONE = "none"
 _ACROSS = 6
+_WIDTH = 15  # points that an axis may always span below the median
+_REACH = 5  # points from the nearest cell at which references are still drawn
 _BARS = "bars: 95 % interval of the difference to the merger, over test items; arrows: far outside"
 _ALONE = "by themselves"
 _MERGER: dict[str, Any] = {"color": MERGED, "linewidth": 0.9, "alpha": 0.7, "zorder": 1}
@@ -94,9 +96,21 @@ def cost_figure(rows: Sequence[Row], title: str = "") -> "Figure":
                 seen[line] = _draw_cost(axes, group[line], look, floor)
             axes.set_xscale("log")
             axes.margins(x=0.08)
+            _write_seconds(axes)
         figure.supylabel("gain over the merger, points", fontsize=10)
         legend_below(figure, list(seen.values()), list(seen), _BARS, min(3, len(groups)) + 2)
     return figure
+
+
+def _write_seconds(axes: "Axes") -> None:
+    """Ticks of a logarithmic axis as plain numbers, a few even within one decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    low, high = axes.get_xlim()
+    few: Any = MaxNLocator(4) if high / low < 5 else LogLocator(subs=(1, 2, 5), numticks=7)
+    axes.xaxis.set_major_locator(few)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _panels(rows: Sequence[Row]) -> _Groups:
@@ -128,7 +142,7 @@ def _looks(title: str, group: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
 def _floor(values: Sequence[float]) -> float:
     """Below it a value is far from all others, and an axis that reached it would squeeze them."""
     middle = median(values)
-    return middle - 5 * (max(values) - middle) - 1
+    return middle - max(5 * (max(values) - middle), _WIDTH) - 1
 
 
 def _draw_accuracy(
@@ -175,7 +189,7 @@ def _draw_references(
             shown["the merger"] = grid[name].axvline(_percent(group[_NONE]), **_MERGER)
     values = [_percent(row) for row in _all(groups)]
     values = [value for value in values if value >= _floor(values)]
-    reach = 0.25 * (max(values) - min(values)) + 1
+    reach = max(_REACH, 0.25 * (max(values) - min(values)) + 1)
     for row in rows:
         name, value = row["name"], _percent(row)
         if name not in _REFERENCES or f"{name} ({value:.1f})" in shown:

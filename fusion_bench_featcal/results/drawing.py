@@ -4,6 +4,7 @@ matplotlib comes with the extra `plots` and is imported only to draw.
 """
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg")
+_LETTERS_AN_INCH = 12  # of a legend's title
 
 # Okabe and Ito's colours, told apart with every common colour blindness; marks differ as well.
 GREY, INK, RULE = "#8c8c8c", "#222222", "#d9d9d9"
@@ -137,10 +139,12 @@ def legend_below(
 ) -> None:
     """Put a legend under the axes, where it covers nothing."""
     columns = min(columns, len(labels))
+    title = textwrap.fill(title, int(_LETTERS_AN_INCH * figure.get_figwidth()))
     legend = figure.legend(
         handles, labels, loc="outside lower left", ncols=columns, title=title, fontsize=9
     )
     legend.set_alignment("left")
+    legend.get_title().set_multialignment("left")
 
 
 def save_figures(

@@ -61,6 +61,27 @@ def bars(axes: Any) -> list[tuple[float, float]]:
     return [(round(float(low), 6), round(float(high), 6)) for low, high in flat]
 
 
+def test_figures_of_one_merger_cut_nothing_off() -> None:
+    few = [
+        row("experts", 0.92, "ties", gain=0.12),
+        row("ties", 0.81),
+        row("surgery", 0.879, cost={"seconds": 3.1}),
+        row("surgery:calibration", 0.87, cost={"seconds": 3.9}),
+    ]
+    accuracy, cost = comparison_figure(few, "toy"), cost_figure(few, "toy")
+    assert points(accuracy.axes[0]) == [(81, 0), (87.9, -1), (87, -2)]
+    assert [text.get_text() for text in accuracy.legends[0].texts] == [
+        "the merger",
+        "experts (92.0)",
+    ]
+    for figure in (accuracy, cost):
+        figure.canvas.draw()  # type: ignore[attr-defined]
+        box = figure.legends[0].get_title().get_window_extent()
+        assert 0 <= box.x0 and box.x1 <= figure.bbox.x1
+    ticks = [tick.get_text() for tick in cost.axes[0].get_xticklabels()]
+    assert ticks and all(float(tick) for tick in ticks)  # no powers of ten
+
+
 def test_a_panel_for_each_merger_and_one_for_those_by_themselves() -> None:
     figure = comparison_figure(rows(), "toy")
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["ties", "wudi", "by themselves"]
