@@ -77,7 +77,7 @@ def test_figures_of_one_merger_cut_nothing_off() -> None:
     for figure in (accuracy, cost):
         figure.canvas.draw()  # type: ignore[attr-defined]
         box = figure.legends[0].get_title().get_window_extent()
-        assert 0 <= box.x0 and box.x1 <= figure.bbox.x1
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
     ticks = [tick.get_text() for tick in cost.axes[0].get_xticklabels()]
     assert ticks and all(float(tick) for tick in ticks)  # no powers of ten
 
