@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.calibration_data import samples_used
-from fusion_bench_featcal.comparison.data import DataDigests
+from fusion_bench_featcal.comparison.data import DataDigests, test_items_read
 from fusion_bench_featcal.comparison.fingerprint import (
     FileDigests,
     describe_code,
@@ -40,6 +41,7 @@ from fusion_bench_featcal.results.cost import (
     SECONDS_PER_SAMPLE,
     SETTINGS_TRIED,
     TASK_ID,
+    TOTAL_SECONDS,
     UNSEEN,
     UNSEEN_GAIN,
     UNSEEN_TASKS,
@@ -178,6 +180,8 @@ class GridRun:
                 split = str(settings.get("calibration_split", "train"))
                 number = settings["samples_per_task"]
                 result.samples = samples_used(pool, pool.model_names, number, split)
+            elif test_items_read(settings):
+                result.samples = samples_used(pool, pool.model_names, sys.maxsize, "test")
             return result
         method = self.grid.cells[cell]
         with measure() as cost:
@@ -186,6 +190,8 @@ class GridRun:
         del merged
         result = _result(self._evaluate(f"{merger.name}+{cell}", model), settings=method.settings)
         result.cost = {**cost.as_dict(), **self._deployed(model, method.added(model))}
+        if isinstance(merging.get("seconds"), float):
+            result.cost[TOTAL_SECONDS] = merging["seconds"] + cost.seconds
         result.samples = method.samples(model, list(result.accuracy))
         result.cost |= _choice(model)
         merged_result = self.results.get((merger.name, NONE))

@@ -51,6 +51,11 @@ _SPLITS_READ: dict[str, tuple[str, ...]] = {
 }
 
 
+def test_items_read(config: Any) -> bool:
+    """Tell whether a merger of FusionBench trains on items of the test split, as far as we know."""
+    return "test" in _SPLITS_READ.get(config.get("_target_", config.get("name")), ())
+
+
 @dataclass(frozen=True)
 class Draw:
     """Samples that a method takes from a split: so many of each task (None: all), by a seed."""

@@ -32,6 +32,7 @@ _JOULES_PER_WATT_HOUR = 3_600
 # What a comparison says about a model besides the costs that are measured here.
 SETTINGS_TRIED = "settings_tried"
 CHOSEN = "settings_chosen"
+TOTAL_SECONDS = "seconds_with_merger"
 UNSEEN = "unseen_average"
 UNSEEN_GAIN = "unseen_gain"
 UNSEEN_TASKS = "unseen_tasks"

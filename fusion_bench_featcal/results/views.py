@@ -316,7 +316,7 @@ def _sentences(summary: Summary) -> list[str]:
         "settings tried: settings that the row's were chosen from on calibration samples, without "
         "labels",
         "seconds: merging for a merger, the method alone for a post-merging method; reading its "
-        "data is part of it, evaluation is not",
+        "data is part of it, evaluation is not; with merger: both together",
         "memory: largest resident set of the process meanwhile, the framework included, with what "
         "its children hold besides; GPU energy: all that the GPUs in use drew meanwhile",
         "ms / sample: inference for one test sample of a batch, correction included: from pixels "

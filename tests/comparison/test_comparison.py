@@ -67,6 +67,10 @@ def test_every_merger_has_a_report_and_all_are_side_by_side(tmp_path: Path, caps
     assert head["cost"]["modules_added"] == 1
     assert head["cost"]["task_id_at_inference"] == "yes"
     assert rows["simple_average", "double"]["cost"]["task_id_at_inference"] == "no"
+    merging = rows["simple_average", "simple_average"]["cost"]
+    costs = rows["simple_average", "double"]["cost"]
+    assert costs["seconds_with_merger"] == pytest.approx(merging["seconds"] + costs["seconds"])
+    assert "seconds_with_merger" not in merging
     printed = capsys.readouterr().out
     assert "+ double" in printed and "unavailable" in printed
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fusion_bench_featcal.comparison.cells import unseen_accuracy
+from fusion_bench_featcal.comparison.data import test_items_read as reads_test_items
 from fusion_bench_featcal.comparison.store import CellResult
 
 
@@ -33,3 +34,9 @@ def test_other_items_than_the_model_pool_s_give_no_number(task: str) -> None:
     own = result(a=[1, 1, 0])
     assert unseen_accuracy({task: ([0], 4)}, own, own) == {}
     assert unseen_accuracy({"a": ([0], 3)}, CellResult(accuracy={"a": 0.5}), own) == {}
+
+
+def test_adamerging_is_known_to_read_the_test_split() -> None:
+    assert reads_test_items({"name": "clip_layer_wise_adamerging"})
+    assert not reads_test_items({"_target_": "fusion_bench.method.TiesMergingAlgorithm"})
+    assert not reads_test_items({"_target_": "somebody.Else"})
