@@ -28,14 +28,8 @@ from rich.progress import track
 
 from fusion_bench_featcal.settings import PLUS
 
-SVC = "singular_value_calibration/task_arithmetic"
 # Mergers beside those of `method=compare`, by their FusionBench config.
-FURTHER = {
-    "svc": SVC,
-    "dare": "dare/task_arithmetic",
-    "iso_c": "isotropic_merging/iso_c",
-    "wudi_text": "featcal_mergers/wudi_language_models",
-}
+FURTHER = {"wudi_text": "featcal_mergers/wudi_language_models"}
 UPSTREAMS = ("simple_average", "task_arithmetic", "ties_merging", "adamerging", "wudi", "svc")
 OURS, WITHOUT_COPIES = "featcal:plus", "plus_without_copies"
 # The paper's settings for T5 are the best of its settings on both text suites.

@@ -192,13 +192,23 @@ class Tuned:
 
     name: ClassVar = "tuned"
 
-    def __init__(self, *, of: Any, candidates: Any, **draw: Any) -> None:
+    def __init__(
+        self,
+        *,
+        of: Any,
+        candidates: Any,
+        samples_per_task: int = FeatCalSettings.samples_per_task,
+        seed: int = FeatCalSettings.seed,
+        calibration_split: str = FeatCalSettings.calibration_split,
+    ) -> None:
         """Check the settings of all candidates.
 
         Args:
             of: Config of the method.
             candidates: Changes of its settings.
-            **draw: `samples_per_task`, `seed` and `calibration_split`.
+            samples_per_task: Of the draw, as the fields of `FeatCalSettings`.
+            seed: Likewise.
+            calibration_split: Likewise.
 
         Raises:
             ValueError: If a setting of a candidate is unknown or out of range, or it does not use
@@ -206,8 +216,10 @@ class Tuned:
         """
         self._of = dict(plain(of) or {})
         self._changes = _changes(candidates, self._of)
-        checked_settings(draw, names=_DRAW, owner="tuned")
-        self._draw = FeatCalSettings(**draw)
+        draw: dict[str, Any] = dict(
+            zip(_DRAW, (samples_per_task, seed, calibration_split), strict=True)
+        )
+        self._draw = checked_settings(draw, names=_DRAW, owner="tuned")
         self._methods = [self._made(change, None) for change in self._changes]
         if "test_tta" in [method.settings.get("stream") for method in self._methods]:
             raise ValueError(

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import combinations
 from typing import Any
 
 from fusion_bench_featcal.files import ReportError
-from fusion_bench_featcal.nearest_names import nearest_hint
 
 from .columns import number
 from .items import LEVEL, Bootstrap, Interval, Scores
@@ -89,7 +89,8 @@ def against(scores: Mapping[RowKey, Scores], name: str) -> list[Difference]:
     found = found or [key for key in scores if key[2] == name]
     if len(found) != 1:
         known = [names[key] for key in found] or list(names.values())
-        hint = nearest_hint(name, names.values()) if not found else ""
+        near = [] if found else get_close_matches(name, names.values(), 1)
+        hint = f"; the nearest is {near[0]!r}" if near else ""
         raise ReportError(f"--against: name one row, got {name!r}{hint}. There are: {known}")
     reference = found[0]
     return differences(scores, ((key, reference) for key in scores if key != reference))
