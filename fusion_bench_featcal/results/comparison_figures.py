@@ -63,7 +63,7 @@ def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":
     most = max(len(methods), *map(len, groups.values()))
     floor = _floor([_percent(row) for row in _all(groups)])
     with style():
-        size, label = (1.55, 0.8 + 0.23 * most), "average accuracy, %"
+        size, label = (1.55, 0.8 + 0.23 * most), "accuracy, %"
         figure, grid = panels(list(groups), size, _ACROSS, title, label)
         for place, (axes, name) in enumerate(zip(grid, groups, strict=True)):
             lines = methods if name != _ALONE else list(groups[name])
@@ -107,7 +107,8 @@ def _write_seconds(axes: "Axes") -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     low, high = axes.get_xlim()
-    few: Any = MaxNLocator(4) if high / low < 5 else LogLocator(subs=(1, 2, 5), numticks=7)
+    steps = (1,) if high / low > 500 else (1, 2, 5)
+    few: Any = MaxNLocator(4) if high / low < 5 else LogLocator(subs=steps)
     axes.xaxis.set_major_locator(few)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
