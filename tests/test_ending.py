@@ -32,6 +32,8 @@ def stopped(signum: int, program: Any = PROGRAM) -> Any:
     """Send a signal to a process of its own inside the context; what it ended with."""
 
     def work(_: int) -> None:
+        # A command in the background of a shell ignores Ctrl-C, and so would its children.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with ending_cleanly(program, lambda: "go on"):
             os.kill(os.getpid(), signum)
             time.sleep(60)
