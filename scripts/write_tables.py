@@ -113,6 +113,7 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "comparison-seeds": lambda: seeds_table([COMPARISON / "n8", COMPARISON / "n256"]),
     "comparison-tasks": lambda: tasks_table(COMPARISON / "grid", "task_arithmetic"),
+    "comparison-field": lambda: grid_table(COMPARISON / "field"),
     "comparison-kl": lambda: grid_table(COMPARISON / "kl"),
     "results-flan-t5-mini": lambda: combined_table("flan-t5-mini"),
     "results-llama-mini": lambda: combined_table("llama-mini"),
