@@ -223,3 +223,16 @@ def test_command_merges_corrects_evaluates_and_saves(tmp_path: Path):
     assert loaded.samples["mini_korean"] == {"samples": 8, "split": "test"}
     processor: Any = CLIPProcessor.from_pretrained(tmp_path / "saved")  # its files' names vary
     assert processor.image_processor.size == image.load_processor().image_processor.size
+
+
+def test_a_module_that_tasks_share_is_counted_and_saved_once(models, tmp_path):
+    method = ProbSurgery(**SHORT, hidden=5, shared=True, stream="calibration")
+    model = merge(models, method)
+    assert model.correction("one") is model.correction("two-b.c")
+    assert sum(model.added().values()) == 2 * 5 * model.projection.out_features
+    model.save_pretrained(tmp_path)
+    loaded = CorrectedModel.from_pretrained(tmp_path)
+    assert loaded.added() == model.added()
+    pixels = torch.rand(2, 3, model.model.config.image_size, model.model.config.image_size)
+    for task in TASKS:
+        assert torch.equal(loaded.features(task, pixels), model.features(task, pixels))
