@@ -135,6 +135,7 @@ def test_magic_brings_a_module_s_step_to_the_experts_magnitude(models) -> None:
     merged, base = tower(models, "_merged_"), tower(models, "_pretrained_")
     draws = inputs_of(pool).batches(FeatCalSettings(samples_per_task=6, batch_size=6))
     names = [n for n, m in merged.named_modules() if isinstance(m, nn.Linear | nn.LayerNorm)]
+    changes: list[float] = []
     for name in names:
         factors = []
         for task in TASKS:
@@ -144,13 +145,14 @@ def test_magic_brings_a_module_s_step_to_the_experts_magnitude(models) -> None:
             rows = (wanted - start).abs().sum(-1) / (y - start).abs().sum(-1)
             factors.append(float(rows.mean()))
         factor = sum(factors) / len(factors)
-        assert abs(factor - 1) > 1e-4
+        changes.append(abs(factor - 1))
         for leaf in ("weight", "bias"):
             begin = base.get_parameter(f"{name}.{leaf}")
             step = merged.get_parameter(f"{name}.{leaf}") - begin
             torch.testing.assert_close(
                 found.get_parameter(f"{name}.{leaf}"), begin + factor * step, rtol=1e-3, atol=1e-5
             )
+    assert max(changes) > 0.01
     assert method.samples(found, TASKS)["one"] == {"samples": 6, "split": "train"}
     position = next(n for n, _ in merged.named_parameters() if "position_embedding" in n)
     assert torch.equal(found.get_parameter(position), merged.get_parameter(position))
@@ -289,7 +291,7 @@ def test_prodistill_comes_nearer_to_the_experts_than_its_start() -> None:
         )
         for m in models
     ]
-    assert far[1] < 0.6 * far[0]
+    assert far[1] < 0.8 * far[0]
 
 
 def test_prodistill_that_diverges_names_block_and_setting() -> None:
