@@ -131,6 +131,8 @@ def problems_of(settings: Any, checks: Mapping[str, Check]) -> list[str]:
     ]
 
 
+POSITIVE: Check = ("a finite number > 0", lambda value: is_number(value) and value > 0)
+SHARE: Check = ("a number in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1)
 BOOLEAN: Check = ("true or false", lambda value: isinstance(value, bool))
 MOST_SCALE = 1000
 """Largest `first_ridge_scale`."""

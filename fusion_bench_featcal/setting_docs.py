@@ -177,9 +177,9 @@ def _data_free(name: str) -> Callable[[], list[Setting]]:
 
 
 def _magic() -> list[Setting]:
-    from fusion_bench_featcal.methods.magic import MAGIC_SETTINGS
+    from fusion_bench_featcal.methods.interface import SAMPLE_SETTINGS
 
-    return [*_fixed(_BASE_METHOD), *_fields(MAGIC_SETTINGS)]
+    return [*_fixed(_BASE_METHOD), *_fields(SAMPLE_SETTINGS)]
 
 
 METHODS: dict[str, Callable[[], list[Setting]]] = {

@@ -274,7 +274,7 @@ def _result(
 
 
 def _choice(model: nn.Module) -> dict[str, Any]:
-    """How the settings of what made a model were chosen, where several were compared."""
+    """Entries on the choice of the settings that made a model, where several were compared."""
     choice: Any = getattr(model, "choice", None)
     return {} if choice is None else {SETTINGS_TRIED: choice.tried, CHOSEN: choice.chosen}
 

@@ -27,12 +27,8 @@ log = logging.getLogger(__name__)
 
 _LENGTH = 32
 _SPLITS = ("train", "val", "test")
-_WITHOUT_DATA = (
-    "AnchorOnly",
-    "AnchorOnlyAlgorithm",
-    "Larv",
-    "SingularValues",
-)  # our own, under any of their paths
+# Our own, under any of their paths.
+_WITHOUT_DATA = ("AnchorOnly", "AnchorOnlyAlgorithm", "Larv", "SingularValues")
 # By `_target_` or, for FusionBench's older methods, `name`; all others may read any split.
 _SPLITS_READ: dict[str, tuple[str, ...]] = {
     "fusion_bench.method.SimpleAverageAlgorithm": (),

@@ -27,7 +27,7 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.least_squares import GainMean, LinearMean, shrink_off_diagonal
 from fusion_bench_featcal.methods.outside import load_outside
 from fusion_bench_featcal.progress import progress_bar
-from fusion_bench_featcal.setting_checks import BOOLEAN, Check, is_number, one_of, problems_of
+from fusion_bench_featcal.setting_checks import BOOLEAN, POSITIVE, SHARE, Check, one_of, problems_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,6 @@ class BlockMethod(Protocol):
     def rule(self, problem: Problem, base: nn.Module) -> Rule:
         """The rule of the block loop."""
         ...
-
-
-_SHARE: Check = ("a number in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +89,9 @@ class LeastSquares:
     outside: bool = False
 
     checks: ClassVar[dict[str, Check]] = {
-        "off_diagonal": _SHARE,
-        "cutoff": _SHARE,
-        "scale": ("a finite number > 0", lambda value: is_number(value) and value > 0),
+        "off_diagonal": SHARE,
+        "cutoff": SHARE,
+        "scale": POSITIVE,
         "outside": BOOLEAN,
         "task_weights": one_of(("equal", "unit_gram")),
     }

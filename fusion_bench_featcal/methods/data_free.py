@@ -15,17 +15,16 @@ from fusion_bench.method.singular_value_calibration.utils import (
 )
 from torch import Tensor, nn
 
-from fusion_bench_featcal.experts import ExpertModel, source_of
+from fusion_bench_featcal.experts import ExpertModel, names_under, source_of
 from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL
 from fusion_bench_featcal.methods.interface import MethodInputs, WithoutData
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
-from fusion_bench_featcal.setting_checks import Check, is_number, problems_of
+from fusion_bench_featcal.setting_checks import POSITIVE, SHARE, Check, is_number, problems_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _ANY: Check = ("a finite number", is_number)
-_POSITIVE: Check = ("a finite number > 0", lambda value: is_number(value) and value > 0)
 
 
 class _DataFree(WithoutData):
@@ -84,7 +83,7 @@ class SingularValues(_DataFree):
 
     name = "svc"
     alpha: float = 0.1
-    checks: ClassVar = {"alpha": _POSITIVE}
+    checks: ClassVar = {"alpha": POSITIVE}
 
     @torch.no_grad()
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
@@ -108,7 +107,7 @@ class SingularValues(_DataFree):
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What LARV weighs a layer by: mean over its matrices.
+    """Two facts that LARV weighs a layer by, means over its matrices.
 
     Attributes:
         richness: Effective rank of the base over that of the step.
@@ -141,8 +140,8 @@ class Larv(_DataFree):
     gain: float = 3.0
     rise: float = 0.5
     checks: ClassVar = {
-        "strength": ("a number in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1),
-        "gain": _POSITIVE,
+        "strength": SHARE,
+        "gain": POSITIVE,
         "rise": _ANY,
     }
 
@@ -152,7 +151,11 @@ class Larv(_DataFree):
         base = self._base(merged, inputs)
         family = resolve_family(self._settings.family, merged)
         blocks = [block for stage in family.stages(merged) for block in stage]
-        starts = {block: _parameters_of(base, merged, block) for block in blocks}
+        parameters = dict(merged.named_parameters())
+        starts = {
+            block: {name: base.tensor(name) for name in names_under(parameters, [block])}
+            for block in blocks
+        }
         found = {block: list(_matrix_facts(merged, starts[block])) for block in blocks}
         # A block none of whose matrices has changed has nothing to scale.
         facts = {block: _mean_facts(matrices) for block, matrices in found.items() if matrices}
@@ -178,12 +181,6 @@ class Larv(_DataFree):
             block: 1 + self.strength * math.tanh(self.gain * (score / mean - 1))
             for block, score in scores.items()
         }
-
-
-def _parameters_of(base: ExpertModel, merged: nn.Module, block: str) -> dict[str, Tensor]:
-    """The base's parameters of a block."""
-    names = [name for name, _ in merged.named_parameters() if name.startswith(f"{block}.")]
-    return {name: base.tensor(name) for name in names}
 
 
 def _mean_facts(matrices: Sequence[tuple[float, float]]) -> LayerFacts:

@@ -15,7 +15,7 @@ from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.methods.feature_correction import thinned
-from fusion_bench_featcal.methods.interface import MethodInputs, WeightsOnly
+from fusion_bench_featcal.methods.interface import SAMPLE_SETTINGS, MethodInputs, WeightsOnly
 from fusion_bench_featcal.methods.lessons import (
     Lesson,
     expert_lessons,
@@ -24,20 +24,10 @@ from fusion_bench_featcal.methods.lessons import (
 )
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
 from fusion_bench_featcal.progress import progress_bar
-from fusion_bench_featcal.setting_checks import Check, integer, is_number
+from fusion_bench_featcal.setting_checks import POSITIVE, Check, integer
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
-DISTILLATION_SETTINGS = (
-    "samples_per_task",
-    "batch_size",
-    "seed",
-    "calibration_split",
-    "calibration_targets",
-    "generated_tokens",
-    "max_length",
-    "family",
-    "ignore_config",
-)
+DISTILLATION_SETTINGS = (*SAMPLE_SETTINGS, "family", "ignore_config")
 """Fields of `FeatCalSettings` that distillation has too, with the same meaning."""
 
 
@@ -56,7 +46,7 @@ class Distillation(WeightsOnly):
     name: ClassVar = "distillation"
     older_names: ClassVar = ()
     checks: ClassVar[dict[str, Check]] = {
-        "learning_rate": ("a finite number > 0", lambda value: is_number(value) and value > 0),
+        "learning_rate": POSITIVE,
         "steps": integer(1),
     }
     _config_mapping: ClassVar = {name: name for name in (*checks, *DISTILLATION_SETTINGS)}

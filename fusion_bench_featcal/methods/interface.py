@@ -15,6 +15,17 @@ from fusion_bench_featcal.fusionbench.pool_models import ExpertSources, PoolMode
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.settings import FeatCalSettings
 
+SAMPLE_SETTINGS = (
+    "samples_per_task",
+    "batch_size",
+    "seed",
+    "calibration_split",
+    "calibration_targets",
+    "generated_tokens",
+    "max_length",
+)
+"""Fields of `FeatCalSettings` that say which samples a method draws and how it reads them."""
+
 
 @dataclass
 class MethodInputs:
@@ -76,7 +87,7 @@ class MethodInputs:
 
 @dataclass(frozen=True)
 class Choice:
-    """How the settings that made a model were chosen; a model may carry it as `choice`.
+    """Choice of the settings that made a model, which it may carry as `choice`.
 
     Attributes:
         tried: Number of settings that were compared on calibration samples, >= 1.

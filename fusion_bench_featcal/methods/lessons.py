@@ -1,4 +1,4 @@
-"""What experts make of samples: their final features, which other models are compared with."""
+"""Experts' final features on samples, which other models are compared with."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -13,19 +13,8 @@ from fusion_bench_featcal.families.base import call_model
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.methods.interface import MethodInputs, WeightsOnly
+from fusion_bench_featcal.methods.interface import SAMPLE_SETTINGS, MethodInputs, WeightsOnly
 from fusion_bench_featcal.settings import FeatCalSettings
-
-MAGIC_SETTINGS = (
-    "samples_per_task",
-    "batch_size",
-    "seed",
-    "calibration_split",
-    "calibration_targets",
-    "generated_tokens",
-    "max_length",
-)
-"""Fields of `FeatCalSettings` that MAGIC has too, with the same meaning."""
 
 
 class Magic(WeightsOnly):
@@ -43,16 +32,16 @@ class Magic(WeightsOnly):
 
     name: ClassVar = "magic"
     older_names: ClassVar = ()
-    _config_mapping: ClassVar = {name: name for name in MAGIC_SETTINGS}
+    _config_mapping: ClassVar = {name: name for name in SAMPLE_SETTINGS}
 
     def __init__(self, **settings: Any) -> None:
-        """Check the settings, fields of `FeatCalSettings`: `MAGIC_SETTINGS`.
+        """Check the settings, fields of `FeatCalSettings`: `SAMPLE_SETTINGS`.
 
         Raises:
             ValueError: If one is unknown or out of range.
         """
         self._settings: FeatCalSettings = checked_settings(
-            settings, names=MAGIC_SETTINGS, owner=self.name
+            settings, names=SAMPLE_SETTINGS, owner=self.name
         )
         self._drawn: dict[str, int] = {}
 
@@ -60,7 +49,7 @@ class Magic(WeightsOnly):
     def settings(self) -> dict[str, Any]:
         """All settings, defaults included."""
         values = self._settings.as_dict()
-        return {name: values[name] for name in MAGIC_SETTINGS}
+        return {name: values[name] for name in SAMPLE_SETTINGS}
 
     def check(self, inputs: MethodInputs) -> None:
         """Refuse a pool without a base, and open the data."""

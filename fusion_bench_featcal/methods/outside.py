@@ -106,7 +106,7 @@ def _inputs_of(
 
 
 def _rows(module: nn.Module, x: Tensor) -> Tensor:
-    """What a layer multiplies by its weight, `[rows, d]`."""
+    """Rows that a layer multiplies by its weight, `[rows, d]`."""
     if isinstance(module, nn.Conv2d):
         padding: Any = module.padding
         patches = functional.unfold(x, module.kernel_size, module.dilation, padding, module.stride)

@@ -90,7 +90,7 @@ class ProbSurgery(TrainedCorrection):
         return self._of_one_module(features, kl_term(every, self.kl_weight), "shared")
 
     def training(self, merged: Tensor, expert: Tensor, task: str) -> Training:
-        """Of a module of the task's own."""
+        """The training of a task's own module."""
         term = kl_term(expert, self.kl_weight)
         return self._of_one_module({task: (merged, expert)}, term, task)[task]
 

@@ -24,12 +24,10 @@ from fusion_bench_featcal.engine.rules import Rule, Streams, Turn
 from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
-from fusion_bench_featcal.setting_checks import Check, integer, is_number, problems_of
+from fusion_bench_featcal.setting_checks import POSITIVE, Check, integer, is_number, problems_of
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
-
-_POSITIVE: Check = ("a finite number > 0", lambda value: is_number(value) and value > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class ProDistilling:
 
     checks: ClassVar[dict[str, Check]] = {
         "coefficient": ("a finite number", is_number),
-        "learning_rate": _POSITIVE,
+        "learning_rate": POSITIVE,
         "epochs": integer(1),
         "batches_per_step": integer(1),
     }
@@ -83,7 +81,7 @@ class ProDistilling:
 
 @dataclass(frozen=True)
 class BlockLesson:
-    """What a block receives in the trained model, and what the sample's expert makes of its own."""
+    """Input of a block in the trained model, and output of the sample's expert on its own."""
 
     call: Any
     target: Tensor

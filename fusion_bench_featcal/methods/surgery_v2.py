@@ -148,10 +148,8 @@ class SurgeryV2(Surgery):
             expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device)
             return self.block_training(merged, expert, blocks, final_features, pixels, task)
 
-        tasks = inputs.modelpool.model_names
-        together = [tasks] if self.optimizer == "joint" else [[task] for task in tasks]
         corrections: dict[str, nn.Module] = {}
-        for group in together:
+        for group in self.together(inputs.modelpool.model_names):
             log.info("training the modules of %s", ", ".join(group))
             corrections |= self.train({task: training(task) for task in group}, losses)
         return corrections

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.feature_correction import FeatureCorrection, check_features
-from fusion_bench_featcal.setting_checks import integer, is_number, one_of
+from fusion_bench_featcal.setting_checks import POSITIVE, integer, one_of
 from fusion_bench_featcal.settings import CalibrationError
 
 PUBLISHED_FEATURES = 512
@@ -57,7 +57,7 @@ class TrainedCorrection(FeatureCorrection):
 
     older_names: ClassVar = {"training_steps": "steps"}
     checks: ClassVar = FeatureCorrection.checks | {
-        "learning_rate": ("a finite number > 0", lambda value: is_number(value) and value > 0),
+        "learning_rate": POSITIVE,
         "steps": integer(1),
         "optimizer": one_of(("joint", "per_task")),
         "width": one_of(("absolute", "relative")),
@@ -70,6 +70,10 @@ class TrainedCorrection(FeatureCorrection):
     def trainings(self, features: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Training]:
         """By task; `features` as `fit_all` takes them."""
         return {task: self.training(*pair, task) for task, pair in features.items()}
+
+    def together(self, tasks: Sequence[str]) -> list[Sequence[str]]:
+        """Groups of tasks whose modules have one optimiser."""
+        return [tasks] if self.optimizer == "joint" else [[task] for task in tasks]
 
     def scaled(self, width: int, features: int) -> int:
         """A module's width for so many features, at least 1."""
@@ -114,10 +118,9 @@ class TrainedCorrection(FeatureCorrection):
             CalibrationError: If the training diverges.
         """
         found: dict[str, list[Tensor]] = {task: [] for task in trainings}
-        together = [list(trainings)] if self.optimizer == "joint" else [[t] for t in trainings]
         # A caller may have switched gradients off, or hand over features made in inference mode.
         with torch.inference_mode(False), torch.enable_grad():
-            for tasks in together:
+            for tasks in self.together(list(trainings)):
                 self._train({task: trainings[task] for task in tasks}, found)
         for task, training in trainings.items():
             parameters = training.module.eval().requires_grad_(False).parameters()

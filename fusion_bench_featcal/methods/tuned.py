@@ -272,7 +272,7 @@ class Tuned:
         return used | self._best.samples(model, tasks)
 
     def added(self, model: nn.Module) -> dict[str, int]:
-        """What the chosen settings add."""
+        """Modules that the chosen settings add."""
         return self._best.added(model)
 
 
