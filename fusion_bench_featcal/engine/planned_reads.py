@@ -76,14 +76,7 @@ class PlannedReads:
         full = make_plan(reads, None)
         if budget is None:
             return full
-        limit = budget_in_bytes(budget, full.full)
-        if merged_at and limit < full.full:
-            raise CalibrationError(
-                f"method.expert_read_budget allows {limit} bytes, but merging reads every expert: "
-                f"{full.full} bytes. Calibrate a stored merged model (method.base_method=null), or "
-                "raise it"
-            )
-        return make_plan(reads, limit)
+        return make_plan(reads, budget_in_bytes(budget, full.full))
 
     def _all_reads(self, merged_at: Mapping[str, Iterable[str]]) -> dict[str, list[Read]]:
         """Each expert's reads without a limit."""

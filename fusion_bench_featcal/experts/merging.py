@@ -17,7 +17,8 @@ from fusion_bench_featcal.settings import CalibrationError
 class UpstreamMerge:
     """A merger whose every tensor depends on the models' tensors of that name only.
 
-    The model that is to become the merged one begins with the weights of one of them: `own`.
+    The model that is to become the merged one begins with the weights of one of them: `own`. Under
+    a read budget that is the base, whose tensors take the place of those that are not read.
 
     Attributes:
         merge: `own` and every expert's tensor -> the merged tensor.
@@ -33,7 +34,8 @@ class UpstreamMerge:
 class FusedMerge:
     """Completes the merged model place by place, just before the calibration gets there.
 
-    What it reads of the experts stays in memory for the visit, so that nothing is read twice.
+    What it reads of the experts stays in memory for the visit, so that nothing is read twice. A
+    module that a budget leaves out adds no step from the base to the merged model.
     """
 
     def __init__(
@@ -70,17 +72,22 @@ class FusedMerge:
             own = self._merged[name]
             if self._upstream.own is not None:
                 self._take_own(self._upstream.own, name, own)
-            tensors = {task: e.stored(name).to(own.dtype) for task, e in experts.items()}
+            keys = {task: expert.keys[name] for task, expert in experts.items()}
+            unread = [t for t, key in keys.items() if key in reads.sources[t].stand_ins]
+            tensors = {
+                task: own if task in unread else expert.stored(name).to(own.dtype)
+                for task, expert in experts.items()
+            }
             value = self._upstream.merge(own, list(tensors.values()))
             if value.is_floating_point() and not all_finite(value):
                 raise self._not_finite(name, own)
             own.copy_(value)
             self._model[name].copy_(own)
             for task, tensor in tensors.items():
-                held, key = reads.sources[task].held, experts[task].keys[name]
-                held.pop(key, None)
-                if name in needed:
-                    held[key] = tensor
+                held = reads.sources[task].held
+                held.pop(keys[task], None)
+                if name in needed and task not in unread:
+                    held[keys[task]] = tensor
 
     def _not_finite(self, name: str, own: Tensor) -> CalibrationError:
         if all_finite(own):  # and so are the experts' tensors, which are checked as they are read

@@ -136,9 +136,10 @@ def make_plan(reads: Mapping[str, Sequence[Read]], limit: int | None) -> ReadPla
     if limit is not None and limit < least:
         raise CalibrationError(
             f"method.expert_read_budget allows {limit} bytes, but {least} are needed at least: "
-            f"what leads to the blocks, of each of the {len(reads)} experts (a full read takes "
-            f"{full}). Raise it, or set method.mix_alpha=0 and method.log_drift=false, with which "
-            "experts do not run and only calibrated modules are read"
+            f"what lies outside the blocks, of each of the {len(reads)} experts (a full read takes "
+            f"{full}). Raise it, or calibrate a stored merged model (method.base_method=null) with "
+            "method.mix_alpha=0 and method.log_drift=false: experts do not run then, and only "
+            "calibrated modules are read"
         )
     left = full - least if limit is None else limit - least
     taken: set[Unit | None] = {None}
@@ -168,23 +169,22 @@ def budget_left(budget: float | str, upstream: int, merger: str, *, fused: bool)
         fused: Whether the calibration shares the merger's reads.
 
     Returns:
-        The calibration's own budget: all of it where reads are shared, the plan then sees that it
-        reaches; else the rest, in bytes.
+        The calibration's own budget: all of it where reads are shared, else the rest in bytes.
 
     Raises:
         CalibrationError: If nothing is left, naming what can be set instead.
     """
-    limit = budget_in_bytes(budget, upstream)
-    if limit >= upstream if fused else upstream == 0:
+    if fused or upstream == 0:
         return budget
-    if not fused and limit > upstream and not str(budget).endswith("%"):
+    limit = budget_in_bytes(budget, upstream)
+    if limit > upstream and not str(budget).endswith("%"):
         return limit - upstream
-    needed = upstream if fused else upstream + 1
-    again = "" if fused else ", and the calibration reads besides"
     raise CalibrationError(
         f"method.expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
-        f"({upstream} bytes){again}. Calibrate a stored merged model (method.base_method=null, "
-        f"modelpool.models._merged_=...), allow at least {needed} bytes, or set it to null"
+        f"({upstream} bytes), and the calibration reads besides. Merge by a plain simple average "
+        "or task arithmetic with method.fuse_merge=auto, calibrate a stored merged model "
+        f"(method.base_method=null, modelpool.models._merged_=...), allow more than {upstream} "
+        "bytes, or set it to null"
     )
 
 

@@ -45,13 +45,19 @@ def merger_class(base_method: Any) -> type | None:
     return found if found is SimpleAverageAlgorithm and "scaling_factor" not in config else None
 
 
-def why_not_fused(merger: type | None, models: PoolModels) -> str:
-    """Reason against fusing a merger, as far as configs and headers tell; empty if none."""
+def why_not_fused(merger: type | None, models: PoolModels, *, limited: bool) -> str:
+    """Reason against fusing a merger, as far as configs and headers tell; empty if none.
+
+    Args:
+        merger: `merger_class` of its config.
+        models: The pool's models.
+        limited: Whether there is a read budget.
+    """
     if merger is None:
         return "it is neither plain simple average nor plain task arithmetic"
-    if merger is TaskArithmeticAlgorithm and models.base is None:
+    if models.base is None and (limited or merger is TaskArithmeticAlgorithm):
         return f"the pool has no modelpool.models.{BASE_MODEL}"
-    merged = _models_of(merger, models)
+    merged = _models_of(merger, models, limited=limited)
     for model in merged:
         if type(model.files) is not SafetensorsExpert:
             return f"{model.name} does not lie whole in safetensors files"
@@ -62,10 +68,10 @@ def why_not_fused(merger: type | None, models: PoolModels) -> str:
     return ""
 
 
-def _models_of(merger: type, models: PoolModels) -> list[PoolModel]:
+def _models_of(merger: type, models: PoolModels, *, limited: bool) -> list[PoolModel]:
     """The models that a merger reads, the one that it begins with first."""
-    experts = list(models.experts.values())
-    return [models[BASE_MODEL], *experts] if merger is TaskArithmeticAlgorithm else experts
+    experts, base = list(models.experts.values()), limited or merger is TaskArithmeticAlgorithm
+    return [models[BASE_MODEL], *experts] if base else experts
 
 
 def _entry_but_path(model: PoolModel) -> str:
@@ -76,7 +82,7 @@ def _entry_but_path(model: PoolModel) -> str:
 
 
 def prepare_fused(
-    base_method: Any, name: str, models: PoolModels
+    base_method: Any, name: str, models: PoolModels, *, limited: bool
 ) -> tuple[nn.Module, UpstreamMerge] | str:
     """The model that becomes the merged one, and the merger; or what keeps it from being fused.
 
@@ -87,10 +93,12 @@ def prepare_fused(
         base_method: Config of a merger that `why_not_fused` has nothing against.
         name: The merger's name.
         models: The pool's models.
+        limited: Whether a read budget may leave experts' tensors out, in whose place the base's
+            are merged. A simple average then begins with the base, too.
     """
     merger = merger_class(base_method)
     assert merger is not None
-    merged = _models_of(merger, models)
+    merged = _models_of(merger, models, limited=limited)
     names = [model.name for model in merged]
     model = load_pool_model(models.pool, names[0])
     partial = getattr(model, "_fusion_bench_target_modules", None) is not None
@@ -99,7 +107,7 @@ def prepare_fused(
     if not _stored_alike(merged, model):
         return "the models are stored in different dtypes"
     description = {"fused": name, "models": names, "fusion_bench": version("fusion_bench")}
-    own, merge = names[0], _average
+    own, merge = None if limited else names[0], _average
     if merger is TaskArithmeticAlgorithm:
         scale = plain(base_method)["scaling_factor"]
         description["scaling_factor"] = scale

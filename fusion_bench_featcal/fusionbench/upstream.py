@@ -58,6 +58,7 @@ class Upstream:
         self.config = config
         self.name = MERGED if config is None else method_name(config)
         self.fused = False
+        self._limited = False
         self._models = models
         self._why_alone = ""
 
@@ -74,6 +75,7 @@ class Upstream:
         """
         if self.config is None:
             return
+        self._limited = settings.expert_read_budget is not None
         if fuse is False:
             self._why_alone = "method.fuse_merge is false"
         elif processes > 1:
@@ -83,7 +85,8 @@ class Upstream:
         elif settings.stream_experts is False:
             self._why_alone = "method.stream_experts is false"
         else:
-            self._why_alone = why_not_fused(merger_class(self.config), self._models)
+            merger = merger_class(self.config)
+            self._why_alone = why_not_fused(merger, self._models, limited=self._limited)
         self.fused = not self._why_alone
         self.budget_left(settings)
 
@@ -113,7 +116,7 @@ class Upstream:
             CalibrationError: As `merged_model`; or if a read budget cannot be kept.
         """
         if self.fused:
-            prepared = prepare_fused(self.config, self.name, self._models)
+            prepared = prepare_fused(self.config, self.name, self._models, limited=self._limited)
             if not isinstance(prepared, str):
                 log.info("%s shares the calibration's reads: each expert is read once", self.name)
                 return prepared
@@ -164,5 +167,6 @@ class Upstream:
         if self.config is None:
             return [MERGED_MODEL]
         experts = [] if how == FUSED else list(self._models.experts)
-        takes_base = self._models.base is not None and self.name != "simple_average"
+        from_base = self.name != "simple_average" or (how == FUSED and self._limited)
+        takes_base = self._models.base is not None and from_base
         return [BASE_MODEL, *experts] if takes_base else experts

@@ -50,7 +50,7 @@ def _changes(request: Request, plan: Plan) -> Iterator[tuple[str, Request, bool]
         yield "activations=disk", changed(activations="disk"), True
     if request.held or request.base_held:
         yield "stream_experts=true", replace(request, held=0, base_held=False), True
-    elif settings.expert_read_budget is None and not request.merges and one:
+    elif settings.expert_read_budget is None and (request.fused or not request.merges) and one:
         yield "expert_read_budget=50%", changed(expert_read_budget="50%"), False
     if request.fused:
         yield "fuse_merge=false", replace(request, fused=False), True

@@ -57,12 +57,33 @@ def reads_of(pool: Any, base_method: Any, **options: Any) -> dict[str, Any]:
     return result.reads
 
 
+@pytest.mark.parametrize("base_method", [AVERAGE, ARITHMETIC])
+def test_merger_that_shares_reads_keeps_a_budget_below_one_read(base_method: Any) -> None:
+    pool = suite_pool()
+    reads = reads_of(pool, base_method, expert_read_budget="60%")
+    totals, plan = reads["totals"], reads["plan"]
+    assert reads["upstream"]["how"] == "fused"
+    assert reads["upstream"]["files"] == {"_pretrained_": file_bytes(pool, "_pretrained_")}
+    assert totals["all_experts_read"] == totals["experts_planned"] <= plan["limit"]
+    assert plan["limit"] == plan["full"] * 60 // 100
+    assert any(plan["omitted"].values())
+
+
+def test_budget_below_what_lies_outside_the_blocks_is_refused() -> None:
+    with pytest.raises(CalibrationError, match="what lies outside the blocks, of each of the 2"):
+        reads_of(suite_pool(), ARITHMETIC, expert_read_budget=1000)
+
+
+def test_average_under_a_budget_needs_a_base() -> None:
+    pool = suite_pool(models={name: image.path(name) for name in EXPERTS})
+    with pytest.raises(CalibrationError, match=r"simple_average reads every expert whole"):
+        reads_of(pool, AVERAGE, expert_read_budget="60%", anchor_rho=1.0)
+
+
 @pytest.mark.parametrize(
     ("base_method", "options"),
     [
-        (ARITHMETIC, {"expert_read_budget": "50%"}),
-        (AVERAGE, {"expert_read_budget": "99%"}),
-        (AVERAGE, {"expert_read_budget": "1MB"}),
+        (AVERAGE, {"expert_read_budget": "1MB", "fuse_merge": False}),
         (ARITHMETIC, {"expert_read_budget": "100%", "fuse_merge": False}),
         (TIES, {"expert_read_budget": "100%"}),
         (TIES, {"expert_read_budget": "1MB"}),
@@ -128,3 +149,5 @@ def test_plan_offers_no_budget_that_would_be_refused() -> None:
         [*words, "method.expert_read_budget=1GB", "method.fuse_merge=false"]
     ).settings.expert_read_budget
     assert isinstance(left, int) and left < 10**9
+    half = run_request([*words, "method.expert_read_budget='50%'"])
+    assert half.fused and estimate(half).read <= estimate(run_request(words)).read / 2

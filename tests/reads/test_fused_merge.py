@@ -15,6 +15,7 @@ from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from safetensors.torch import save_file
 from test_algorithm_pools import suite_pool
+from test_read_budget import with_parts_of
 from test_resume import interrupt
 from test_text_pools import t5_pool
 from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite, t5_suite
@@ -127,13 +128,33 @@ def test_what_does_not_go_with_merging_is_refused():
             calibrated(suite, merged, merging, **more)
 
 
-def test_budget_below_one_read_does_not_go_with_merging():
-    suite = clip_suite()
-    merged, merging, _ = merger("arithmetic", suite)
-    with pytest.raises(CalibrationError, match=r"merging reads every expert.*base_method=null"):
-        calibrated(suite, merged, merging, expert_read_budget="99%")
-    whole = calibrated(suite, copy.deepcopy(merged), merging, expert_read_budget="100%")
-    assert_identical(whole.model, calibrated(suite, merged, merging).model)
+@pytest.mark.parametrize("name", ["clip", "clip without features", "t5, tied", "gpt2"])
+@pytest.mark.parametrize("upstream", ["average", "arithmetic"])
+def test_merge_under_a_budget_takes_no_step_where_an_expert_is_not_read(name: str, upstream: str):
+    make, more = SUITES[name]
+    suite = make()
+    function = _average if upstream == "average" else _arithmetic(0.3)
+    merged, merging = copy.deepcopy(suite.base), UpstreamMerge(function, None, {})
+    found = calibrated(suite, merged, merging, expert_read_budget="70%", **more)
+    omitted = found.reads["plan"]["omitted"]
+    assert any(omitted.values())
+    based = with_parts_of(suite.base, suite, omitted)
+    _, _, wanted = merger(upstream, based)
+    assert_identical(merged, wanted)
+    separate = calibrated(with_parts_of(wanted, suite, omitted), wanted, **more)
+    assert_identical(found.model, separate.model)
+    assert found.reads["totals"]["experts_read"] <= found.reads["plan"]["limit"]
+
+
+@pytest.mark.parametrize("upstream", ["average", "arithmetic"])
+def test_merge_under_a_full_budget_is_the_merge_without_one(upstream: str):
+    suite = small_clip()
+    _, _, wanted = merger(upstream, suite)
+    function = _average if upstream == "average" else _arithmetic(0.3)
+    begun = copy.deepcopy(suite.base)
+    whole = calibrated(suite, begun, UpstreamMerge(function, None, {}), expert_read_budget="100%")
+    assert_identical(begun, wanted)
+    assert_identical(whole.model, calibrated(suite, wanted).model)
 
 
 def started(

@@ -11,6 +11,7 @@ from calibrations import Bare, Overheard, assert_identical, run_fast
 from test_read_ledger import SUITES, small_clip
 from test_resume import interrupt, records, run
 from tiny_models import Suite, clip_suite
+from torch import nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.setting_checks import budget_in_bytes
@@ -18,9 +19,9 @@ from fusion_bench_featcal.setting_checks import budget_in_bytes
 NO_FEATURES = SUITES["clip, no features"][1]
 
 
-def with_merged_parts(suite: Suite, omitted: dict[str, list[str]]) -> Suite:
-    """The suite with experts that have the merged model's weights in some modules."""
-    merged = suite.merged.state_dict()
+def with_parts_of(model: nn.Module, suite: Suite, omitted: dict[str, list[str]]) -> Suite:
+    """The suite with experts that have a model's weights in some modules."""
+    merged = model.state_dict()
     changed = replace(suite, experts=copy.deepcopy(suite.experts))
     for task, modules in omitted.items():
         with torch.no_grad():
@@ -37,7 +38,7 @@ def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str):
     found = run_fast(suite, expert_read_budget="60%", **more)
     omitted = found.reads["plan"]["omitted"]
     assert any(omitted.values())
-    wanted = run_fast(with_merged_parts(suite, omitted), **more)
+    wanted = run_fast(with_parts_of(suite.merged, suite, omitted), **more)
     assert_identical(found.model, wanted.model)
 
 
@@ -80,9 +81,8 @@ def test_least_budget_leaves_out_every_module_and_marks_all_experts_stale():
     found = run_fast(suite, expert_read_budget=least)
     assert found.reads["totals"]["experts_read"] == least
     assert found.reads["plan"]["stale_from"] == dict.fromkeys(suite.experts, suite.blocks[0])
-    changed = with_merged_parts(
-        suite, {t: [n for n, _ in suite.merged.named_modules() if n] for t in suite.experts}
-    )
+    modules = [name for name, _ in suite.merged.named_modules() if name]
+    changed = with_parts_of(suite.merged, suite, dict.fromkeys(suite.experts, modules))
     for task, expert in suite.experts.items():  # what leads to the blocks is the expert's own
         own = {n: v for n, v in expert.state_dict().items() if suite.blocks[0][:-1] not in n}
         changed.experts[task].load_state_dict(own, strict=False)
