@@ -240,6 +240,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 autocast=fabric.autocast,
                 merging=merging,
                 processes=processes,
+                hashed=self._saves(name),
             )
         if processes.size > 1:
             cost.more["processes"] = processes.size
@@ -250,6 +251,10 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         _add_amounts(cost, result)
         log.info("calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
+
+    def _saves(self, row: str) -> bool:
+        """Return whether a row's model is saved: then what it is made from is hashed."""
+        return self._results is not None and self._results.saver.saves(row)
 
     def _log_plan(
         self,

@@ -82,6 +82,7 @@ def calibrate(
     in_place: bool = False,
     merging: UpstreamMerge | None = None,
     processes: Processes | None = None,
+    hashed: bool = False,
 ) -> CalibrationResult:
     """Calibrate a merged model (Algorithm 1).
 
@@ -110,6 +111,7 @@ def calibrate(
         processes: The processes that work on this calibration together: all of them call this with
             the same arguments, each on its own device. Each works on its share of the tasks; it
             asks for no other experts and no other samples. None: this process alone.
+        hashed: Whether the reads' manifest has digests of all tensors that were read.
 
     Returns:
         The calibrated model and the log, the same in every process.
@@ -122,7 +124,9 @@ def calibrate(
     processes = processes or Processes()
     check_inputs(base, experts, batches, settings)
     change_of(settings.augment)
-    _check_options(merged, base, experts, settings, processes, merging, in_place=in_place)
+    _check_options(
+        merged, base, experts, settings, processes, merging, in_place=in_place, hashed=hashed
+    )
     family = resolve_family(settings.family if family is None else family, merged)
     text = is_language_model(merged)
 
@@ -140,6 +144,7 @@ def calibrate(
             in_place=in_place,
             merging=None if again else merging,  # by then the merged model is complete
             processes=processes,
+            hashed=hashed,
         )
 
     result = (
@@ -166,13 +171,14 @@ def _calibrate(
     in_place: bool,
     merging: UpstreamMerge | None,
     processes: Processes,
+    hashed: bool,
 ) -> CalibrationResult:
     """Calibrate once."""
     shown, home = family.view.shown(merged), device_of(merged)
     modes, device = Modes.of(shown), torch.device(device or home)
     shares = Shares(tuple(experts), processes.rank, processes.size)
     team = team_of(processes, shares, settings, shown, family)
-    kept = open_checkpoints(settings, processes)
+    kept = open_checkpoints(settings, processes, hashed=hashed)
     kernel = choose_kernel(kept.kernel() or settings.linear_kernel, device)
     kernel = agreed_kernel(processes.gather(kernel))
     problem, reads = set_up(
@@ -228,8 +234,7 @@ def _calibrate(
         ):
             if fused is None:
                 _check_weights(problem, "the merged model", "Check method.base_method")
-            places = {} if fused is None else fused.places
-            planned = PlannedReads(problem, reads, team, shown.state_dict(), places)
+            planned = PlannedReads(problem, reads, team, shown.state_dict(), fused)
             reporter.log.add("plan", planned.record())
             reporter.log.add("engine", {"linear_kernel": kernel})
             if not settings.is_paper:
@@ -243,7 +248,7 @@ def _calibrate(
             _check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
     finally:
         modes.restore(problem.model)
-    manifest = planned.manifest()
+    manifest = planned.manifest(kept.digests() if hashed else None)
     model = family.view.restored(problem.model).to(home)
     return CalibrationResult(model, reporter.log, manifest)
 
@@ -289,6 +294,7 @@ def _check_options(
     merging: UpstreamMerge | None,
     *,
     in_place: bool,
+    hashed: bool,
 ) -> None:
     """Refuse options that do not go together."""
     if in_place and changes_of(settings, text=is_language_model(merged)):
@@ -300,6 +306,8 @@ def _check_options(
         raise ValueError("merging completes the merged model, which in_place would use up")
     if merging is not None and processes.size > 1:
         raise ValueError("merging needs all experts, of which each process reads only its own")
+    if in_place and hashed:
+        raise ValueError("in_place uses up the merged model, of which hashed takes a digest")
     if in_place and settings.expert_read_budget is not None:
         raise ValueError(
             "in_place uses up the merged weights, which method.expert_read_budget puts in place of "

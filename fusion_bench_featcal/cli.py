@@ -98,6 +98,23 @@ def plot_command(options: argparse.Namespace) -> None:
             print(path)
 
 
+def explain_command(options: argparse.Namespace) -> int:
+    """Say which experts each module of a calibrated model was made from, and what was read."""
+    import json
+    from dataclasses import asdict
+
+    from fusion_bench_featcal.results.provenance import Provenance, explain
+
+    found = Provenance.find(Path(options.run), options.preset)
+    if options.json:
+        changed = found.changed_files()
+        content = asdict(found) | {"place": str(found.place), "changed_files": changed}
+        print(json.dumps(content | {"experts_of": found.experts_of()}, indent=1))
+    else:
+        changed = explain(found)
+    return 1 if changed else 0
+
+
 def preflight_command(options: argparse.Namespace) -> None:
     """Say what a calibration will meet, from a model's configuration alone: no weights needed."""
     from fusion_bench_featcal.plan.estimate import Request
@@ -138,6 +155,16 @@ def plan_command(options: argparse.Namespace) -> None:
         print(json.dumps(plan.as_dict(), indent=1))
     else:
         show_plan(plan)
+
+
+def sketch_command(options: argparse.Namespace) -> None:
+    """Sketch the experts of a run, so that expert_sketches can choose what a budget reads."""
+    from fusion_bench_featcal.fusionbench.plan_run import sketch_experts
+    from fusion_bench_featcal.settings import CalibrationError
+
+    with _refusing(CalibrationError):
+        for path in sketch_experts(options.words, Path(options.out)):
+            print(path)
 
 
 def settings_command(options: argparse.Namespace) -> None:
@@ -270,6 +297,11 @@ _COMMANDS: dict[str, Any] = {
         "runs": _RUNS,
         "--out": {"metavar": "DIR", "help": "folder for the figures (default: the run's)"},
     }),
+    "explain": (explain_command, {
+        "run": {"metavar": "DIR", "help": "a saved model's folder, or a run's log directory"},
+        "--preset": {"metavar": "NAME", "help": "in a log directory: the row featcal:NAME"},
+        "--json": {**_JSON, "help": "print everything as JSON"},
+    }),
     "preflight": (preflight_command, {
         "words": {"nargs": "+", "metavar": "WORD",
                   "help": "words of a run (modelpool=flan-t5-base_glue "
@@ -288,6 +320,11 @@ _COMMANDS: dict[str, Any] = {
         "--rates": {"metavar": "FILE",
                     "help": "no effect any more: the machine is probed each time"},
         "--json": {**_JSON, "help": "print everything as JSON"},
+    }),
+    "sketch": (sketch_command, {
+        "words": {"nargs": "+", "metavar": "WORD", "help": "words of a run: modelpool=..."},
+        "--out": {"metavar": "DIR", "required": True,
+                  "help": "folder for a file of each expert; later method.expert_sketches=DIR"},
     }),
     "settings": (settings_command, {
         "method": {"nargs": "?", "default": "featcal", "metavar": "METHOD",

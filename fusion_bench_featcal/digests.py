@@ -29,8 +29,13 @@ def digest_text(text: str) -> str:
 
 def digest_file(path: Path) -> str:
     """Digest of a file's bytes."""
+    return sha256_file(path)[:_SHORT]
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, as `sha256sum` prints it."""
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:_SHORT]
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def digest_tensor(tensor: Tensor) -> str:

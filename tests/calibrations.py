@@ -24,7 +24,7 @@ PLUS: dict[str, Any] = {
     "stages": 2,
     "calibrate_norm": False,
 }
-OPTIONS = {"autocast", "device", "in_place", "merging", "processes", "progress"}
+OPTIONS = {"hashed", "autocast", "device", "in_place", "merging", "processes", "progress"}
 
 
 def samples_in(suite: Suite) -> int:

@@ -39,6 +39,10 @@ class WatchedSource(SourceView):
         self._recent.clear()
         return recent
 
+    def digests(self) -> dict[str, str]:
+        """Name -> digest of all tensors that were read."""
+        return dict(sorted(self._digests.items()))
+
     def known(self, names: Iterable[str]) -> dict[str, str]:
         """Name -> digest of those of some tensors that exist; reads what it must."""
         there = [name for name in names if name in self.names()]

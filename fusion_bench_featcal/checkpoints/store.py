@@ -78,6 +78,10 @@ class Checkpoints:
         self._sources[name] = WatchedSource(source)
         return self._sources[name]
 
+    def digests(self) -> dict[str, dict[str, str]]:
+        """Model -> name -> digest of all tensors that were read."""
+        return {name: source.digests() for name, source in self._sources.items()}
+
     def watched_samples(self, task: str, batches: Iterable[Any]) -> Iterator[Any]:
         """The same batches, of which it is known what was in them."""
         self._samples[task] = InputsDigest()

@@ -3,13 +3,18 @@
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fusion_bench_featcal.checkpoints.sources import Reads as Digests
+from fusion_bench_featcal.checkpoints.sources import joined_reads
+from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.team import Alone, Team
 from fusion_bench_featcal.experts import known_bytes
+from fusion_bench_featcal.experts.merging import FusedMerge
 from fusion_bench_featcal.experts.read_plan import (
     Read,
     ReadPlan,
@@ -18,6 +23,8 @@ from fusion_bench_featcal.experts.read_plan import (
     reads_of,
 )
 from fusion_bench_featcal.experts.reading import BASE, Reads
+from fusion_bench_featcal.experts.sketches import Distances, Sketches
+from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.setting_checks import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -37,7 +44,7 @@ class PlannedReads:
         reads: Reads,
         team: Alone | Team,
         merged: Mapping[str, Tensor],
-        merged_at: Mapping[str, Iterable[str]],
+        fused: FusedMerge | None,
     ) -> None:
         """Plan what is read of each expert; the merged model stands in for the rest from now on.
 
@@ -46,18 +53,30 @@ class PlannedReads:
             reads: Its reads, with all visits.
             team: The processes.
             merged: The merged model's tensors, which stay as they are.
-            merged_at: Names of the tensors that an upstream merger reads besides, by place; empty
-                where none runs on the way.
+            fused: The upstream merger that runs on the way; None: `merged` is merged already.
 
         Raises:
-            CalibrationError: If the limit cannot be kept.
+            CalibrationError: If the limit cannot be kept, or sketches do not fit the experts.
         """
         self._problem, self._reads, self._team = problem, reads, team
-        self.plan = self._make(merged_at)
+        self._merged = merged
+        self._distances = self._open_sketches(fused)
+        self.plan = self._make({} if fused is None else fused.places)
         omitted = {} if self.plan is None else self.plan.omitted
         for task, expert in problem.experts.items():
             stand_ins = {expert.keys[name]: merged[name] for name in omitted.get(task, ())}
             reads.sources[task].stand_ins = stand_ins
+
+    def _open_sketches(self, fused: FusedMerge | None) -> Distances | None:
+        """Distances by the setting `expert_sketches`; None where it is not set."""
+        folder = self._problem.settings.expert_sketches
+        if folder is None:
+            return None
+        sketches = {task: Sketches(Path(folder), task) for task in self._problem.experts}
+        for task, found in sketches.items():
+            self._reads.sources[task].sketches = found
+        merge = None if fused is None else fused.upstream.merge
+        return Distances(sketches, self._merged, merge)
 
     def _make(self, merged_at: Mapping[str, Iterable[str]]) -> ReadPlan | None:
         """The plan; None where there is no limit and a source does not tell its sizes."""
@@ -76,7 +95,8 @@ class PlannedReads:
         full = make_plan(reads, None)
         if budget is None:
             return full
-        return make_plan(reads, budget_in_bytes(budget, full.full))
+        limit = budget_in_bytes(budget, full.full)
+        return make_plan(reads, limit, sketched=self._distances is not None)
 
     def _all_reads(self, merged_at: Mapping[str, Iterable[str]]) -> dict[str, list[Read]]:
         """Each expert's reads without a limit."""
@@ -85,8 +105,16 @@ class PlannedReads:
         reads: dict[str, list[Read]] = {}
         for task, expert in problem.experts.items():
             size = partial(known_bytes, self._reads.sources[task])
-            reads[task] = reads_of(problem.tasks.index(task), visits, blocks, expert.keys, size)
+            away = None if self._distances is None else partial(self._away, task)
+            number = problem.tasks.index(task)
+            reads[task] = reads_of(number, visits, blocks, expert.keys, size, away)
         return reads
+
+    def _away(self, task: str, name: str) -> float:
+        """Squared distance of an expert's tensor from the merged model's."""
+        assert self._distances is not None
+        keys = {task: expert.keys[name] for task, expert in self._problem.experts.items()}
+        return self._distances.away(task, name, keys)
 
     def record(self) -> dict[str, Any]:
         """The plan in short, for the log."""
@@ -101,10 +129,14 @@ class PlannedReads:
             "omitted_modules": {e: len(_modules(names)) for e, names in plan.omitted.items()},
         }
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self, digests: Digests | None = None) -> dict[str, Any]:
         """Planned and actual reads, fit for JSON; docs/read_budget.md explains the entries.
 
         Of several processes, each reports the tasks that it leads, the first one the base.
+
+        Args:
+            digests: Model -> name -> digest of the tensors that this process was given; None: they
+                were not hashed.
         """
         plan, reads, problem = self.plan, self._reads, self._problem
         planned = {} if plan is None else plan.planned
@@ -131,6 +163,8 @@ class PlannedReads:
             "plan": None if plan is None else self._describe(plan),
             "experts": {task: places for task, (places, _, _) in experts.items()},
             "base": base,
+            "modules": {b: [site.name for site in m.sites] for b, m in problem.modules.items()},
+            "hashes": None if digests is None else self._hashes(digests),
             "totals": {
                 "experts_read": sum(read for _, read, _ in experts.values()),
                 "experts_planned": None if plan is None else plan.bytes,
@@ -138,6 +172,21 @@ class PlannedReads:
                 "merged_stood_in": sum(stood_in for _, _, stood_in in experts.values()),
                 "output": sum(parameter.nbytes for parameter in parameters),
             },
+        }
+
+    def _hashes(self, digests: Digests) -> dict[str, Any]:
+        """Digests of what was read and of the merged model; what stood in for a tensor has none."""
+        own = {}
+        for model, names in digests.items():
+            stand_ins = self._reads.sources[model].stand_ins
+            own[model] = {name: text for name, text in names.items() if name not in stand_ins}
+        models = joined_reads(self._team.gather(own), [BASE, *self._problem.tasks])
+        merged = {name: digest_tensor(tensor) for name, tensor in self._merged.items()}
+        return {
+            "models": {
+                m: {"all": digest_json(names), "tensors": names} for m, names in models.items()
+            },
+            "merged": digest_json(merged),
         }
 
     def _hash(self, plan: ReadPlan) -> str:

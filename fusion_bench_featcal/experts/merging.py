@@ -36,6 +36,10 @@ class FusedMerge:
 
     What it reads of the experts stays in memory for the visit, so that nothing is read twice. A
     module that a budget leaves out adds no step from the base to the merged model.
+
+    Attributes:
+        upstream: The merger.
+        places: Place -> names of the tensors that are merged there.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class FusedMerge:
             blocks: Names of its blocks.
             reads: Reads of the calibration.
         """
-        self._upstream = upstream
+        self.upstream = upstream
         self._merged = merged
         self._model = model.state_dict()
         self._reads = reads
@@ -70,15 +74,15 @@ class FusedMerge:
         needed = set(reads.visits[place])
         for name in self.places.get(place, []):
             own = self._merged[name]
-            if self._upstream.own is not None:
-                self._take_own(self._upstream.own, name, own)
+            if self.upstream.own is not None:
+                self._take_own(self.upstream.own, name, own)
             keys = {task: expert.keys[name] for task, expert in experts.items()}
             unread = [t for t, key in keys.items() if key in reads.sources[t].stand_ins]
             tensors = {
                 task: own if task in unread else expert.stored(name).to(own.dtype)
                 for task, expert in experts.items()
             }
-            value = self._upstream.merge(own, list(tensors.values()))
+            value = self.upstream.merge(own, list(tensors.values()))
             if value.is_floating_point() and not all_finite(value):
                 raise self._not_finite(name, own)
             own.copy_(value)
@@ -95,7 +99,7 @@ class FusedMerge:
                 f"the merged tensor {name!r} is NaN or infinite, while base and experts are "
                 "finite: it overflows. Check method.base_method"
             )
-        source = self._upstream.own or BASE
+        source = self.upstream.own or BASE
         return CalibrationError(
             f"model {source!r}: tensor {name!r} has NaN or infinite values. Check "
             f"modelpool.models.{source}"

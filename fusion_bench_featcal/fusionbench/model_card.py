@@ -31,6 +31,7 @@ class CardFacts:
     upstream: Any = None  # config of the upstream merger; None: the pool's own merged model
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
     samples: Mapping[str, Any] = field(default_factory=dict)  # task -> those really used
+    reads: Mapping[str, Any] | None = None  # the manifest of what was read; None: unknown
 
 
 def model_card(modelpool: BaseModelPool, facts: CardFacts, report: Report | None = None) -> str:
@@ -51,7 +52,7 @@ def model_card(modelpool: BaseModelPool, facts: CardFacts, report: Report | None
         "## Settings\n\n" + _listed(facts.settings),
         "## Samples\n\n" + _listed(facts.samples) if facts.samples else "",
         _accuracies(facts.row, report),
-        f"## How it was made\n\n```bash\n{_command()}\n```\n\n" + _listed(versions()),
+        f"## How it was made\n\n```bash\n{command_line()}\n```\n\n" + _listed(versions()),
     ]
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
@@ -98,7 +99,7 @@ def _accuracies(row: str, report: Report | None) -> str:
     return "## Accuracy\n\n" + "\n".join(lines)
 
 
-def _command() -> str:
+def command_line() -> str:
     """Return the command line, without secrets."""
     program = Path(sys.argv[0]).name
     program = "fusion_bench" if program in ("cli.py", "__main__.py", "-m") else program

@@ -15,6 +15,7 @@ from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.results import prepare_directory
+from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.settings import CalibrationError
 
 SAVE_PATH, OPTIONS = "merged_model_save_path", "merged_model_save_kwargs"
@@ -23,6 +24,7 @@ _UPLOAD = ("token", "private", "commit_message", "commit_description", "revision
 MODEL_FILES = (
     "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*",
     "flax_model*", "adapter_*", "open_clip_*", "*_corrections.safetensors", "*_corrections.json",
+    PROVENANCE,
 )  # fmt: skip
 
 

@@ -12,8 +12,16 @@ from fusion_bench import BaseModelPool
 from safetensors import SafetensorError
 from torch import nn
 
+from fusion_bench_featcal.digests import sha256_file
 from fusion_bench_featcal.files import free_space, replacing, write_atomic
-from fusion_bench_featcal.fusionbench.model_card import CARD, CardFacts, is_our_card, model_card
+from fusion_bench_featcal.fusionbench.model_card import (
+    CARD,
+    CardFacts,
+    command_line,
+    is_our_card,
+    model_card,
+)
+from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import reason
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.fusionbench.save_target import (
@@ -23,7 +31,9 @@ from fusion_bench_featcal.fusionbench.save_target import (
     save_options,
     stored_bytes,
 )
-from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.results import Report, versions
+from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -51,6 +61,7 @@ class CompleteSaver:
         path: str | os.PathLike[str],
         *,
         card: str | None = None,
+        facts: CardFacts | None = None,
         **kwargs: Any,
     ) -> list[str]:
         """Save a model, which is not changed, to a folder (a file where pools save a state dict).
@@ -59,6 +70,7 @@ class CompleteSaver:
             model: The model.
             path: The folder.
             card: Text of a README.md, unless the folder has one that somebody else wrote.
+            facts: The model's origin, for a provenance.json.
             **kwargs: The pool's own options.
 
         Returns:
@@ -77,6 +89,8 @@ class CompleteSaver:
             with replacing(target, MODEL_FILES) as new:
                 self._save_model(model, str(new), **kwargs)
                 files = self._complete(model, new, target, card) if new.is_dir() else [""]
+                if facts is not None and new.is_dir():
+                    files.append(_write_provenance(new, files, facts))
         except (OSError, SafetensorError, RuntimeError) as error:
             why = getattr(error, "strerror", None) or reason(error)
             raise _cannot_save(target, needed, why) from error
@@ -96,6 +110,27 @@ class CompleteSaver:
             (new / CARD).write_text(card, encoding="utf-8")
             files.append(CARD)
         return files
+
+
+def _write_provenance(folder: Path, files: list[str], facts: CardFacts) -> str:
+    """Write what a saved model was made from, and the SHA-256 of its files; the file's name.
+
+    The model card is left out: accuracies are added to it later.
+    """
+    content = {
+        "format": 1,
+        "row": facts.row,
+        "command": command_line(),
+        "versions": versions(),
+        "merger": plain(facts.upstream),
+        "settings": plain(facts.settings),
+        "samples": plain(facts.samples),
+        "reads": facts.reads,
+        "files": {name: sha256_file(folder / name) for name in files if name != CARD},
+    }
+    text = sealed_json(json.loads(json.dumps(content, default=str)))
+    (folder / PROVENANCE).write_text(text, encoding="utf-8")
+    return PROVENANCE
 
 
 def _cannot_save(target: Path, needed: int, why: str) -> CalibrationError:
@@ -156,6 +191,10 @@ class RowSaver:
         self._save = CompleteSaver(modelpool, processor)
         modelpool.save_model = self._save  # type: ignore[method-assign]
 
+    def saves(self, row: str) -> bool:
+        """Return whether a row's model will be saved."""
+        return row == self.row and self._options.target is not None
+
     def offer(self, model: nn.Module, facts: CardFacts) -> None:
         """Take a row's model if it is the one to be saved, and save it where a path is named.
 
@@ -168,7 +207,7 @@ class RowSaver:
         options = self._options
         if options.target is not None:
             card = model_card(self._modelpool, facts) if options.card else None
-            self._files = self._save(model, options.target, card=card, **options.own)
+            self._files = self._save(model, options.target, card=card, facts=facts, **options.own)
             self.folder, self._facts = options.target, facts
         _skip_saving(self._program, model)
 

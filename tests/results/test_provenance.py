@@ -1,0 +1,130 @@
+"""Origin of a saved model: experts, reads and digests beside it, and the command that tells it."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrations import run_fast
+from safetensors.torch import load_file, save_file
+from test_algorithm_pools import suite_pool
+from tiny_models import clip_suite
+
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.digests import digest_tensor
+from fusion_bench_featcal.results import ReportError
+from fusion_bench_featcal.results.provenance import Provenance
+from fusion_bench_featcal.suites import image
+
+ARITHMETIC = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
+
+
+class Program:
+    """A program that saves its model."""
+
+    def __init__(self, path: Path) -> None:
+        self.merged_model_save_path, self.merged_model_save_kwargs = str(path), None
+        self.taskpool = None
+
+    def save_merged_model(self, model: Any) -> None:
+        raise AssertionError("it was saved before")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a saved model and of its run."""
+    folder = tmp_path_factory.mktemp("saved")
+    method = FeatCalAlgorithm(
+        base_method=ARITHMETIC, samples_per_task=2, presets={}, expert_read_budget="60%"
+    )
+    method._program = Program(folder / "model")  # type: ignore[assignment]
+    (folder / "log").mkdir()
+    type(method).log_dir = property(lambda _: str(folder / "log"))  # type: ignore[assignment]
+    try:
+        method.run(suite_pool())
+    finally:
+        del type(method).log_dir
+    return folder / "model", folder / "log"
+
+
+def test_digests_are_those_of_the_weights_that_were_read(saved: tuple[Path, Path]):
+    content = json.loads((saved[0] / "provenance.json").read_text())
+    hashes = content["reads"]["hashes"]
+    for task, omitted in content["reads"]["plan"]["omitted"].items():
+        weights = load_file(Path(image.path(task)) / "model.safetensors")
+        read = hashes["models"][task]["tensors"]
+        assert read == {name: digest_tensor(weights[name]) for name in sorted(read)}
+        assert not [name for name in read if name.rpartition(".")[0] in omitted]
+        inside = {n for n in weights if ".layers." in n and n.rpartition(".")[0] not in omitted}
+        assert inside <= set(read)
+    for name, digest in content["files"].items():
+        assert digest == hashlib.sha256((saved[0] / name).read_bytes()).hexdigest()
+    files = {path.name for path in saved[0].iterdir()}
+    assert set(content["files"]) == files - {"README.md", "provenance.json"}
+
+
+def test_explanation_says_whose_weights_each_module_was_made_from(
+    saved: tuple[Path, Path], capsys: Any
+):
+    found = {folder: Provenance.find(folder) for folder in saved}
+    assert found[saved[0]].experts_of() == found[saved[1]].experts_of()
+    omitted = found[saved[0]].reads["plan"]["omitted"]
+    for modules in found[saved[0]].experts_of().values():
+        for module, experts in modules.items():
+            for expert, whose in experts.items():
+                assert whose == ("merged" if module in omitted[expert] else "own")
+    assert main(["explain", str(saved[0])]) == 0
+    shown = capsys.readouterr().out
+    assert "shared the calibration's reads" in shown
+    assert "budget 60%, first_blocks_first" in shown
+    assert "layers.0 (8 modules)" in shown
+    assert "files of the model: as they were written" in shown
+    assert main(["explain", str(saved[1]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["experts_of"] == found[saved[1]].experts_of()
+
+
+def test_changed_files_are_found(saved: tuple[Path, Path], tmp_path: Path, capsys: Any):
+    for path in saved[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: w + 1 for name, w in weights.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").unlink()
+    assert main(["explain", str(tmp_path)]) == 1
+    assert "changed since: config.json, model.safetensors" in capsys.readouterr().out
+    text = (tmp_path / "provenance.json").read_text().replace("60%", "61%")
+    (tmp_path / "provenance.json").write_text(text)
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_folder_without_an_origin_is_refused(saved: tuple[Path, Path], tmp_path: Path):
+    with pytest.raises(ReportError, match="give the folder of a saved model or the log directory"):
+        Provenance.find(tmp_path)
+    with pytest.raises(ReportError, match=r"no reads.plus.json.*--preset for one of reads.json"):
+        Provenance.find(saved[1], "plus")
+    (tmp_path / "reads.json").write_text('{"format": 1}')
+    with pytest.raises(ReportError, match="does not tell which modules were calibrated"):
+        Provenance.find(tmp_path)
+
+
+def test_nothing_is_hashed_unless_it_is_asked_for():
+    suite = clip_suite(tasks=2, sizes=(2,))
+    assert run_fast(suite).reads["hashes"] is None
+    hashes = run_fast(suite, hashed=True).reads["hashes"]
+    for task, expert in suite.experts.items():
+        own = expert.state_dict()
+        read = hashes["models"][task]["tensors"]
+        assert read == {name: digest_tensor(own[name]) for name in read}
+    assert len(hashes["models"]) == 3
+    with torch.no_grad():
+        next(suite.merged.parameters()).add_(1e-3)
+    assert run_fast(suite, hashed=True).reads["hashes"]["merged"] != hashes["merged"]
+
+
+def test_digest_of_a_model_that_is_used_up_is_refused():
+    suite = clip_suite(tasks=2, sizes=(2,))
+    with pytest.raises(ValueError, match="in_place uses up the merged model, of which hashed"):
+        run_fast(suite, in_place=True, hashed=True)
