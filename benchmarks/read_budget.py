@@ -6,23 +6,39 @@ The bundled image suite's six experts, on two upstream mergers and with two sett
 and the suite's preset). A budget is spent on modules in some order; where it ends, the merged
 model's weights stand in. Scores: agreement with the experts on train images that were not
 calibrated on (by which the order was chosen), and the share of the merged-to-expert gap that is
-recovered on the test images, both as a mean over mergers and settings. `none` is a full read. The
-merged models are there already: the budget is the calibration's alone (docs/read_budget.md).
+recovered on the test images, both as a mean over mergers and settings. `none` is a full read.
+
+First with merged models that are there already: the budget is the calibration's alone. Then with
+mergers that share the calibration's reads, and take no step where an expert is not read. The gap
+is that of the merged model of a full read.
+
+Last the seconds of budgeted runs: experts of ViT-B/32's size with random weights, whose files the
+system has to read from the disk.
 """
 
 import argparse
+import copy
+import os
 import platform
-from collections.abc import Callable, Iterator
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CLIPModel, CLIPVisionModel
+from transformers import CLIPModel, CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.experts import read_plan as plan
-from fusion_bench_featcal.experts.read_plan import Unit
+from fusion_bench_featcal.experts.merging import UpstreamMerge
+from fusion_bench_featcal.experts.read_plan import Read, Unit
+from fusion_bench_featcal.experts.safetensors_files import safetensors_files
+from fusion_bench_featcal.experts.sketches import write_sketch_file
+from fusion_bench_featcal.fusionbench.fusing import _arithmetic
 from fusion_bench_featcal.suites import image
 
 SEED = 7  # another draw than any run's default
@@ -38,12 +54,20 @@ ORDERS: dict[str, Order] = {
     "first blocks first": lambda u: (u.block, u.module, u.expert),
     "last blocks first": lambda u: (-u.block, u.module, u.expert),
     "expert by expert": lambda u: (u.expert, u.block, u.module),
-    "round robin": lambda u: ((u.expert + u.block) % len(image.TA6), u.block, u.module),
     "attention first": lambda u: (u.module, u.block, u.expert),
-    "MLP first": lambda u: (-u.module, u.block, u.expert),
-    "attention first, last blocks first": lambda u: (u.module, -u.block, u.expert),
-    "MLP first, last blocks first": lambda u: (-u.module, -u.block, u.expert),
 }
+farthest_first = plan.farthest_first
+
+
+def by_distance_alone(reads: Sequence[Read]) -> Callable[[Unit], float]:
+    """Order of the units by squared distance per byte, wherever they lie."""
+    weighed = farthest_first(reads)
+    blocks = 1 + max(read.unit.block for read in reads if read.unit is not None)
+    return lambda unit: weighed(unit) / (blocks - unit.block) ** 2
+
+
+# By sketches: squared distance from the merged model's tensors per byte.
+SKETCHED = {"distance x blocks left^2": farthest_first, "distance alone": by_distance_alone}
 
 
 @dataclass
@@ -140,29 +164,40 @@ def score(suite: Suite, which: str, tower_of: Callable[[str], nn.Module]) -> flo
     return float(torch.stack(hits).mean())
 
 
-def calibrated(suite: Suite, merger: str, settings: FeatCalSettings) -> tuple[nn.Module, float]:
+def calibrated(
+    suite: Suite, merger: str, settings: FeatCalSettings, *, fused: bool
+) -> tuple[nn.Module, float]:
     """The calibrated model, and the share of a full read that was read."""
     sources = {task: SafetensorsExpert(image.path(task)) for task in image.TA6}
     batches = {task: pixels.split(32) for task, pixels in suite.pixels.items()}
-    result = calibrate(suite.merged[merger], suite.base, sources, batches, settings, progress=False)
+    merging = UpstreamMerge(_arithmetic(SCALES[merger]), None, {}) if fused else None
+    merged = copy.deepcopy(suite.base) if fused else suite.merged[merger]
+    result = calibrate(
+        merged, suite.base, sources, batches, settings, progress=False, merging=merging
+    )
     read = result.reads["totals"]["experts_read"]
     limit = result.reads["plan"]["limit"]
     assert limit is None or read <= limit
     return result.model, read / result.reads["plan"]["full"]
 
 
-def row(suite: Suite, budget: str | None, order: str) -> Iterator[dict[str, float]]:
+def row(
+    suite: Suite, budget: str | None, order: str, sketches: Path, *, fused: bool
+) -> Iterator[dict[str, float]]:
     """Scores of one order under one budget, for each merger and setting."""
-    plan.ORDER = ORDERS[order]
+    sketched = order in SKETCHED and budget is not None
+    plan.ORDER = ORDERS.get(order, plan.first_blocks_first)
+    plan.farthest_first = SKETCHED.get(order, farthest_first)  # type: ignore[assignment]
     for merger in SCALES:
         for values in SETTINGS.values():
             settings = FeatCalSettings(
                 samples_per_task=len(next(iter(suite.pixels.values()))),
                 log_drift=False,
                 expert_read_budget=budget,
+                expert_sketches=str(sketches) if sketched else None,
                 **values,  # type: ignore[arg-type]
             )
-            model, read = calibrated(suite, merger, settings)
+            model, read = calibrated(suite, merger, settings, fused=fused)
             test = score(suite, "test", lambda _, model=model: model)
             merged = suite.merged_score[merger]
             yield {
@@ -173,9 +208,70 @@ def row(suite: Suite, budget: str | None, order: str) -> Iterator[dict[str, floa
             }
 
 
+def accuracies(suite: Suite, budgets: Sequence[int], sketches: Path, *, fused: bool) -> None:
+    """Print one line an order and budget."""
+    print("| budget | order | read | agreement, held out | test accuracy | gap recovered |")
+    print("|---|---|--:|--:|--:|--:|")
+    orders = [*ORDERS, *SKETCHED]
+    cases: list[tuple[str | None, str]] = [(None, orders[0])]
+    cases += [(f"{budget}%", order) for budget in budgets for order in orders]
+    for budget, order in cases:
+        found = list(row(suite, budget, order, sketches, fused=fused))
+        means = {key: sum(r[key] for r in found) / len(found) for key in found[0]}
+        print(
+            f"| {budget or 'none'} | {order if budget else ''} | {means['read']:.1%} "
+            f"| {means['held out']:.4f} | {means['test']:.4f} | {means['recovered']:.1%} |",
+            flush=True,
+        )
+
+
+def forget(path: Path) -> None:
+    """Have the system drop a checkpoint's files from its memory."""
+    for file in safetensors_files(path):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def seconds(budgets: Sequence[int], folder: Path, repetitions: int = 3, tasks: int = 4) -> None:
+    """Print the seconds of runs that merge and calibrate under a budget, medians."""
+    torch.manual_seed(SEED)
+    base = CLIPVisionModel(CLIPVisionConfig()).eval()
+    for task in range(tasks):
+        torch.manual_seed(task)
+        CLIPVisionModel(CLIPVisionConfig()).save_pretrained(folder / f"task-{task}")
+    names = [f"task-{task}" for task in range(tasks)]
+    batches = {name: [torch.randn(2, 3, 224, 224)] for name in names}
+    taken: dict[str | None, list[float]] = {}
+    read: dict[str | None, int] = {}
+    for _ in range(repetitions):
+        for budget in [None, *(f"{budget}%" for budget in budgets)]:
+            for name in names:
+                forget(folder / name)
+            settings = FeatCalSettings(
+                samples_per_task=2, log_drift=False, expert_read_budget=budget
+            )
+            sources = {name: SafetensorsExpert(folder / name) for name in names}
+            merging = UpstreamMerge(_arithmetic(0.3), None, {})
+            start = time.perf_counter()
+            result = calibrate(
+                copy.deepcopy(base), base, sources, batches, settings, progress=False,
+                merging=merging,
+            )  # fmt: skip
+            taken.setdefault(budget, []).append(time.perf_counter() - start)
+            read[budget] = result.reads["totals"]["experts_read"]
+    print("| budget | read | seconds | of a full read |")
+    print("|---|--:|--:|--:|")
+    whole = statistics.median(taken[None])
+    for budget, found in taken.items():
+        middle = statistics.median(found)
+        size = f"{read[budget] / 1e9:.2f} GB"
+        print(f"| {budget or 'none'} | {size} | {middle:.1f} | {middle / whole:.2f} |")
+
+
 @torch.no_grad()
 def main() -> None:
-    """Print one line an order and budget."""
+    """Print the three tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--test", type=int, default=300, help="test images of a task, at most")
@@ -186,18 +282,16 @@ def main() -> None:
     merged = ", ".join(f"{name} {value:.4f}" for name, value in suite.merged_score.items())
     print(f"{options.samples} samples and at most {options.test} test images a task;")
     print(f"on the test images: experts {suite.expert_score:.4f}, {merged}\n")
-    print("| budget | order | read | agreement, held out | test accuracy | gap recovered |")
-    print("|---|---|--:|--:|--:|--:|")
-    cases: list[tuple[str | None, str]] = [(None, next(iter(ORDERS)))]
-    cases += [(f"{budget}%", order) for budget in options.budgets for order in ORDERS]
-    for budget, order in cases:
-        found = list(row(suite, budget, order))
-        means = {key: sum(r[key] for r in found) / len(found) for key in found[0]}
-        print(
-            f"| {budget or 'none'} | {order if budget else ''} | {means['read']:.1%} "
-            f"| {means['held out']:.4f} | {means['test']:.4f} | {means['recovered']:.1%} |",
-            flush=True,
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        sketches = Path(folder) / "sketches"
+        for task in image.TA6:
+            write_sketch_file(sketches, task, SafetensorsExpert(image.path(task)))
+        for fused in (False, True):
+            title = "Merged by a merger that shares the reads" if fused else "Stored merged models"
+            print(f"\n{title}\n")
+            accuracies(suite, options.budgets, sketches, fused=fused)
+        print("\nSeconds of merging and calibrating, four experts of ViT-B/32's size\n")
+        seconds(options.budgets, Path(folder))
 
 
 if __name__ == "__main__":
