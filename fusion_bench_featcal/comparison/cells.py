@@ -26,7 +26,7 @@ from fusion_bench_featcal.comparison.fingerprint import (
     fingerprint,
 )
 from fusion_bench_featcal.comparison.grid import NONE, Grid, Merger
-from fusion_bench_featcal.comparison.inference import InferenceTimer
+from fusion_bench_featcal.comparison.inference import InferenceTimer, Timed
 from fusion_bench_featcal.comparison.store import CellResult, ResultStore
 from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
 from fusion_bench_featcal.fusionbench.options import plain
@@ -38,6 +38,7 @@ from fusion_bench_featcal.results.cost import (
     CHOSEN,
     MODULES_ADDED,
     PARAMETERS_ADDED,
+    RELATIVE_SECONDS,
     SECONDS_PER_SAMPLE,
     SETTINGS_TRIED,
     TASK_ID,
@@ -80,7 +81,7 @@ class GridRun:
             "precision": str(fabric.strategy.precision.precision),
             "test_items": self._data.tested(),
         }
-        self._timer = InferenceTimer(taskpool, fabric)
+        self._timer = InferenceTimer(taskpool, fabric, self._load_like)
         self._not_merged: dict[str, str] = {}  # merger -> reason
 
     def run(self) -> None:
@@ -150,7 +151,7 @@ class GridRun:
     def _base(self) -> CellResult:
         model = load_pool_model(self.inputs.modelpool, BASE_MODEL)
         evaluation = self._evaluate(BASE, model)
-        return _result(evaluation, cost=_inference([self._timer.seconds_per_sample(model)]))
+        return _result(evaluation, cost=_inference([self._timer.time(model)]))
 
     def _experts(self) -> CellResult:
         """Each expert on its own task."""
@@ -166,7 +167,7 @@ class GridRun:
         for task in tasks:
             model = load_pool_model(pool, task)
             evaluations.append(self._evaluate(task, model, [task]))
-            times.append(self._timer.seconds_per_sample(model))
+            times.append(self._timer.time(model))
             del model
         return _result(join(evaluations), cost=_inference(times))
 
@@ -243,7 +244,7 @@ class GridRun:
             TASK_ID: "yes" if getattr(model, "is_surgery_model", False) else "no",
             MODULES_ADDED: len(added),
             PARAMETERS_ADDED: sum(added.values()),
-            **_inference([self._timer.seconds_per_sample(model)]),
+            **_inference([self._timer.time(model)]),
         }
 
     def _evaluate(self, name: str, model: nn.Module, tasks: list[str] | None = None) -> Evaluation:
@@ -308,8 +309,10 @@ def unseen_accuracy(
     return {UNSEEN: float(own), UNSEEN_GAIN: float(own - other), UNSEEN_TASKS: len(averages)}
 
 
-def _inference(seconds_per_sample: Sequence[float | str]) -> dict[str, Any]:
-    """Mean over models; a model that could not be timed leaves it open for all."""
-    times = [value for value in seconds_per_sample if isinstance(value, float)]
-    complete = times and len(times) == len(seconds_per_sample)
-    return {SECONDS_PER_SAMPLE: statistics.fmean(times) if complete else UNAVAILABLE}
+def _inference(times: Sequence[Timed | None]) -> dict[str, Any]:
+    """Means over models; a model that could not be timed leaves it open for all."""
+    known = [timed for timed in times if timed is not None]
+    if not known or len(known) < len(times):
+        return {SECONDS_PER_SAMPLE: UNAVAILABLE}
+    seconds, relative = map(statistics.fmean, zip(*known, strict=True))
+    return {SECONDS_PER_SAMPLE: seconds, RELATIVE_SECONDS: relative}

@@ -1,9 +1,9 @@
-"""Time of a deployed model for one test sample."""
+"""Time of a deployed model for one test sample, beside that of a reference."""
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fusion_bench import BaseTaskPool
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.fusionbench.evaluation import task_names
 from fusion_bench_featcal.methods.projection import project, to_unit_norm
-from fusion_bench_featcal.results import UNAVAILABLE
 from fusion_bench_featcal.tasks.text_generation import GREEDY, padded_left
 from fusion_bench_featcal.tasks.text_pool import TextTaskPool, surgery_task
 
@@ -26,8 +25,30 @@ BUDGET_SECONDS = 0.3
 Work = Callable[[Any], object]
 
 
+class Timed(NamedTuple):
+    """Time of a model for one sample.
+
+    Attributes:
+        seconds: The time.
+        relative: In units of the reference's, whose batches took turns with the model's.
+    """
+
+    seconds: float
+    relative: float
+
+
+def on_one_clock(times: Sequence[Timed]) -> list[float]:
+    """Seconds for one sample as if all models had been timed while the machine was as fast.
+
+    Models that are timed minutes apart meet another machine: its clock rate, its other programs.
+    Their ratios to the reference do not, and the reference's time is the median over all.
+    """
+    reference = statistics.median(timed.seconds / timed.relative for timed in times)
+    return [timed.relative * reference for timed in times]
+
+
 class InferenceTimer:
-    """Times models, one after the other, on the same samples: the first of the first task.
+    """Times models on the same samples, the first of the first task.
 
     For images that is the way from pixel values to final image features, which ends with the
     correction where a model has one; reading images and comparing features with the text's are
@@ -35,34 +56,52 @@ class InferenceTimer:
     would have written differs in length, and is not what is compared here.
     """
 
-    def __init__(self, taskpool: BaseTaskPool, fabric: Any) -> None:
-        """Keep the pool (times are known for FusionBench's CLIP task pools and ours) and Fabric."""
+    def __init__(
+        self, taskpool: BaseTaskPool, fabric: Any, reference: Callable[[], nn.Module]
+    ) -> None:
+        """Keep what is needed.
+
+        Args:
+            taskpool: The pool; times are known for FusionBench's CLIP task pools and ours.
+            fabric: Lightning Fabric.
+            reference: Loads a model of the same architecture, whose batches take turns with those
+                of every model that is timed.
+        """
         self._taskpool: Any = taskpool
         self._fabric = fabric
+        self._reference = reference
         self._pixels: Tensor | None = None
 
-    def seconds_per_sample(self, model: nn.Module) -> float | str:
+    def time(self, model: nn.Module) -> Timed | None:
         """Median time of a batch of a model that was just evaluated, divided by the batch's size.
 
-        "unavailable" where the task pool has neither images with a visual projection nor texts.
+        None where the task pool has neither images with a visual projection nor texts.
         """
         task = next(iter(task_names(self._taskpool) or []), None)
         device = self._fabric.device
         timed = None if task is None else self._work(model, task, device)
         if timed is None:
-            return UNAVAILABLE
+            return None
         work, samples = timed
-        model = model.to(device).eval()
-        times: list[float] = []
-        # The first one warms up; there is a second one, however long it takes.
-        while len(times) <= REPEATS and (len(times) < 2 or sum(times[1:]) < BUDGET_SECONDS):
-            _wait_for(device)
-            start = time.perf_counter()
-            with torch.no_grad(), self._fabric.autocast():
-                work(model)
-            _wait_for(device)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[1:]) / samples
+        models = [model.to(device).eval(), self._reference().to(device).eval()]
+        times: list[list[float]] = [[], []]
+        # The first ones warm up; there is a second one, however long it takes.
+        while len(times[0]) <= REPEATS and (
+            len(times[0]) < 2 or sum(times[0][1:]) < BUDGET_SECONDS
+        ):
+            for each, found in zip(models, times, strict=True):
+                found.append(self._seconds(lambda each=each: work(each), device))
+        own, reference = (found[1:] for found in times)
+        ratios = [first / second for first, second in zip(own, reference, strict=True)]
+        return Timed(statistics.median(own) / samples, statistics.median(ratios))
+
+    def _seconds(self, work: Callable[[], object], device: torch.device) -> float:
+        _wait_for(device)
+        start = time.perf_counter()
+        with torch.no_grad(), self._fabric.autocast():
+            work()
+        _wait_for(device)
+        return time.perf_counter() - start
 
     def _work(self, model: Any, task: str, device: torch.device) -> tuple[Work, int] | None:
         """The work that is timed, and its number of samples; None where that is not known."""

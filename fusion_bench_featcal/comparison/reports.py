@@ -7,6 +7,8 @@ from pathlib import Path
 
 from fusion_bench_featcal.comparison.cells import GridRun
 from fusion_bench_featcal.comparison.grid import NONE, Grid
+from fusion_bench_featcal.comparison.inference import Timed, on_one_clock
+from fusion_bench_featcal.comparison.store import CellResult
 from fusion_bench_featcal.files import LOG_DIR_SETTING
 from fusion_bench_featcal.results import (
     BASE,
@@ -17,6 +19,7 @@ from fusion_bench_featcal.results import (
     versions,
 )
 from fusion_bench_featcal.results.comparison_figures import plot_comparison
+from fusion_bench_featcal.results.cost import RELATIVE_SECONDS, SECONDS_PER_SAMPLE
 from fusion_bench_featcal.results.curves import write_curves
 from fusion_bench_featcal.results.figures import plot_run
 from fusion_bench_featcal.results.find import refuse_run
@@ -88,19 +91,35 @@ def draw_figures(folder: Path, runs: Sequence[Path]) -> None:
         log.warning("not all figures were drawn: %s", error)
 
 
+def inference_seconds(
+    results: Mapping[tuple[str | None, str], CellResult],
+) -> dict[tuple[str | None, str], float]:
+    """Seconds for a sample of the cells whose models were timed, on one clock."""
+    costs = {cell: result.cost for cell, result in results.items()}
+    timed = {
+        cell: Timed(cost[SECONDS_PER_SAMPLE], cost[RELATIVE_SECONDS])
+        for cell, cost in costs.items()
+        if RELATIVE_SECONDS in cost
+    }
+    return dict(zip(timed, on_one_clock([*timed.values()]), strict=True)) if timed else {}
+
+
 def _merger_report(suite: str, merger: str, run: GridRun, notes: Mapping[str, str]) -> Report:
     """The report of one upstream merger: references, the merger, and the cells on it."""
     device = describe_device(run.inputs.fabric.device)
     report = Report(suite=suite, upstream=merger, versions=versions(), device=device)
+    seconds = inference_seconds(run.results)
     for (owner, cell), result in run.results.items():
         if owner not in (None, merger):
             continue
-        name = merger if cell == NONE else cell
+        name, cost = merger if cell == NONE else cell, dict(result.cost)
+        if (owner, cell) in seconds:
+            cost[SECONDS_PER_SAMPLE] = seconds[owner, cell]
         report.add_row(
             name,
             result.accuracy,
             settings=result.settings or None,
-            cost=result.cost or None,
+            cost=cost or None,
             samples=result.samples or None,
             correct=result.correct,
             loss=result.loss,

@@ -40,6 +40,7 @@ TASK_ID = "task_id_at_inference"
 MODULES_ADDED = "modules_added"
 PARAMETERS_ADDED = "parameters_added"
 SECONDS_PER_SAMPLE = "inference_seconds_per_sample"
+RELATIVE_SECONDS = "inference_seconds_relative"
 
 PACKAGES = (
     "fusion-bench-featcal", "fusion-bench", "torch", "transformers", "lightning", "hydra-core",

@@ -9,10 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.comparison import inference
-from fusion_bench_featcal.comparison.inference import BATCH, REPEATS, InferenceTimer
+from fusion_bench_featcal.comparison.inference import (
+    BATCH,
+    REPEATS,
+    InferenceTimer,
+    Timed,
+    on_one_clock,
+)
 from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
-from fusion_bench_featcal.results import UNAVAILABLE
 
 FABRIC = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)
 
@@ -48,16 +53,37 @@ def pool(items: Any, **changes: Any) -> Any:
     return SimpleNamespace(**{"test_dataloaders": loaders, "clip_model": clip} | changes)
 
 
+def timer(clock: SimpleNamespace, taskpool: Any, *seconds: float) -> InferenceTimer:
+    """A timer whose reference takes the given times; nothing by default."""
+    return InferenceTimer(taskpool, FABRIC, lambda: Tower(clock, *(seconds or [1.0])))
+
+
+def seconds_of(timed: Timed | None) -> float:
+    assert timed is not None
+    return timed.seconds
+
+
 def test_median_without_the_first_call_divided_by_the_batch(clock: SimpleNamespace) -> None:
     model = Tower(clock, 0.2, 0.016, 0.004, 0.008)
-    timed = InferenceTimer(pool(images(100, 4)), FABRIC).seconds_per_sample(model)
+    timed = seconds_of(timer(clock, pool(images(100, 4))).time(model))
     assert timed == pytest.approx(0.008 / BATCH)
     assert (model.calls, model.seen) == (1 + REPEATS, BATCH)
 
 
+def test_a_machine_that_slows_down_changes_no_ratio(clock: SimpleNamespace) -> None:
+    slowing = [0.002 * 1.2**n for n in range(1 + REPEATS)]
+    taskpool = pool(images(100, 4))
+    fast = timer(clock, taskpool, *slowing).time(Tower(clock, *slowing))
+    slow = timer(clock, taskpool, 0.5).time(Tower(clock, 1.0))
+    assert fast is not None and slow is not None
+    assert (fast.relative, slow.relative) == pytest.approx((1, 2))
+    first, second = on_one_clock([fast, slow])
+    assert second / first == pytest.approx(2)
+
+
 def test_a_slow_model_runs_twice(clock: SimpleNamespace) -> None:
     model = Tower(clock, 9.0, 7.0)
-    timed = InferenceTimer(pool(images(2, 4)), FABRIC).seconds_per_sample(model)
+    timed = seconds_of(timer(clock, pool(images(2, 4))).time(model))
     assert timed == pytest.approx(7.0 / 2)
     assert model.calls == 2
 
@@ -74,9 +100,9 @@ def test_a_correction_is_part_of_it(clock: SimpleNamespace, normalize: str) -> N
     model = CorrectedModel(
         Tower(clock, 0.032), projection, {"first": correction}, normalize=normalize
     )
-    timer = InferenceTimer(pool(images(100, 4)), FABRIC)
-    assert timer.seconds_per_sample(model.model) == pytest.approx(0.032 / BATCH)
-    assert timer.seconds_per_sample(model) == pytest.approx(0.048 / BATCH)
+    timed = timer(clock, pool(images(100, 4)), 0.032)
+    assert seconds_of(timed.time(model.model)) == pytest.approx(0.032 / BATCH)
+    assert timed.time(model) == pytest.approx(Timed(0.048 / BATCH, 1.5))
 
 
 def test_surgery_models_of_others_are_asked_as_fusion_bench_does(clock: SimpleNamespace) -> None:
@@ -88,8 +114,8 @@ def test_surgery_models_of_others_are_asked_as_fusion_bench_does(clock: SimpleNa
             clock.now += 0.016
             return (compute(self),)
 
-    timer = InferenceTimer(pool(images(100, 4)), FABRIC)
-    assert timer.seconds_per_sample(Other(clock, 0.016)) == pytest.approx(0.032 / BATCH)
+    timed = timer(clock, pool(images(100, 4))).time(Other(clock, 0.016))
+    assert seconds_of(timed) == pytest.approx(0.032 / BATCH)
 
 
 @pytest.mark.parametrize(
@@ -106,5 +132,5 @@ def test_surgery_models_of_others_are_asked_as_fusion_bench_does(clock: SimpleNa
 )
 def test_what_cannot_be_timed_is_unavailable(clock: SimpleNamespace, taskpool: Any) -> None:
     model = Tower(clock, 1.0)
-    assert InferenceTimer(taskpool, FABRIC).seconds_per_sample(model) == UNAVAILABLE
+    assert timer(clock, taskpool).time(model) is None
     assert model.calls == 0

@@ -14,7 +14,7 @@ from text_pools import MAKERS, text_pool, text_tokenizer
 from tiny_texts import TASKS, sentences
 
 from fusion_bench_featcal.comparison import inference
-from fusion_bench_featcal.comparison.inference import InferenceTimer
+from fusion_bench_featcal.comparison.inference import InferenceTimer, Timed
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.cost import TASK_ID
 from fusion_bench_featcal.tasks import TextTaskPool
@@ -99,5 +99,5 @@ def test_time_of_a_language_model_is_that_of_answers_of_one_length(
     pool = task_pool("causal")
     pool.setup()
     fabric = pool.fabric
-    assert isinstance(InferenceTimer(pool, fabric).seconds_per_sample(model), float)
-    assert lengths == [inference.ANSWER] * 2
+    assert isinstance(InferenceTimer(pool, fabric, lambda: model).time(model), Timed)
+    assert lengths == [inference.ANSWER] * 4  # model and reference, twice each
