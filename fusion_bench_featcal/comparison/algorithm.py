@@ -12,6 +12,7 @@ import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
+from fusion_bench_featcal.comparison.cell_process import check_command
 from fusion_bench_featcal.comparison.cells import GridRun
 from fusion_bench_featcal.comparison.grid import Grid, GridChoices, make_grid
 from fusion_bench_featcal.comparison.reports import check_places, write_reports
@@ -44,7 +45,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     _KEYS = (
         *GridChoices.__dataclass_fields__, "seed", "results_dir", "notes", "pixel_cache_mb",
-        "cache_dir",
+        "cache_dir", "process_per_cell",
     )  # fmt: skip
     _config_mapping = BaseAlgorithm._config_mapping | {name: name for name in _KEYS}
 
@@ -60,6 +61,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         results_dir: str | None = None,
         pixel_cache_mb: float = 0,
         cache_dir: str | None = None,
+        process_per_cell: bool = False,
         notes: Mapping[str, str] | None = None,
         **choices: Any,
     ) -> None:
@@ -77,6 +79,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             pixel_cache_mb: Memory for processed images that several cells ask for, in MiB; above 0
                 the first of them alone pays for the processing.
             cache_dir: Folder that keeps processed images for other runs, too; None: none are kept.
+            process_per_cell: Whether each cell runs in a process of its own, which starts the
+                command again: its memory, energy and seconds are then its own.
             notes: Name of a merger or method -> what a reader must know about it.
             **choices: Fields of `GridChoices`.
 
@@ -102,6 +106,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self.results_dir = results_dir
         checked_settings({"seed": seed, "pixel_cache_mb": pixel_cache_mb, "cache_dir": cache_dir})
         self.pixel_cache_mb, self.cache_dir = pixel_cache_mb, cache_dir
+        if not isinstance(process_per_cell, bool):
+            raise ValueError(f"method.process_per_cell must be a bool, got {process_per_cell!r}")
+        self.process_per_cell = process_per_cell
         self.notes = dict(plain(notes) or {})
         super().__init__(**meta)
 
@@ -128,7 +135,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         log_dir = None if self.log_dir is None else Path(self.log_dir)
         folder = log_dir or store.folder  # of the reports
         check_places(folder, grid)
-        run = GridRun(grid, inputs, store, self.seed, self._program, log_dir)
+        if self.process_per_cell:
+            check_command()
+        run = GridRun(grid, inputs, store, self.seed, self._program, log_dir, self.process_per_cell)
         go_on = f"ended before it was done: finished cells are in {store.folder}. To go on, repeat"
         with ending_cleanly(self._program, lambda: f"{go_on} the command"):
             run.run()

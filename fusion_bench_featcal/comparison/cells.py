@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.calibration_data import samples_used
+from fusion_bench_featcal.comparison.cell_process import run_cell
 from fusion_bench_featcal.comparison.data import DataDigests, test_items_read
 from fusion_bench_featcal.comparison.fingerprint import (
     FileDigests,
@@ -65,6 +67,7 @@ class GridRun:
     seed: int  # of each merger and each cell, so that a resumed run equals an uninterrupted one
     program: Any = None  # FusionBench's
     log_dir: Path | None = None  # for the reports that FusionBench's task pools leave
+    process_per_cell: bool = False  # references stay in this one
     # (merger, cell) -> result; references have the merger None.
     results: dict[tuple[str | None, str], CellResult] = field(default_factory=dict)
     failed: list[FailedCell] = field(default_factory=list)
@@ -95,7 +98,10 @@ class GridRun:
 
     def _merger_cell(self, merger: Merger, cell: str) -> None:
         depends = {"merger": self._merger_depends(merger), "method": self._method_depends(cell)}
-        self._cell(merger.name, cell, depends, lambda: self._post_merged(merger, cell))
+        elsewhere = None
+        if self.process_per_cell:
+            elsewhere = partial(run_cell, merger.name, cell, alone=merger.alone)
+        self._cell(merger.name, cell, depends, lambda: self._post_merged(merger, cell), elsewhere)
 
     def _merger_depends(self, merger: Merger) -> dict[str, Any]:
         """Everything that a merged model depends on but the run's conditions."""
@@ -118,9 +124,14 @@ class GridRun:
         }
 
     def _cell(
-        self, merger: str | None, cell: str, depends: Any, work: Callable[[], CellResult]
+        self,
+        merger: str | None,
+        cell: str,
+        depends: Any,
+        work: Callable[[], CellResult],
+        elsewhere: Callable[[], None] | None = None,
     ) -> None:
-        """Take a finished result, or make it and keep it."""
+        """Take a finished result, or make it and keep it; `elsewhere` makes it in a process."""
         name = cell if merger is None else f"{merger}--{cell}"
         # References draw nothing.
         key = fingerprint(self._conditions, None if merger is None else self.seed, depends)
@@ -132,8 +143,12 @@ class GridRun:
             log.info("cell %s", position)
             lightning.seed_everything(self.seed, verbose=False)
             try:
-                result = work()
-                self.store.keep_result(name, key, result)
+                if elsewhere is None:
+                    result = work()
+                    self.store.keep_result(name, key, result)
+                else:
+                    elsewhere()
+                    result = self._kept(name, key)
             # Whatever a method or merger raises, the other cells are worth having.
             except Exception as error:
                 # A CalibrationError says all there is to say; where others came from must be seen.
@@ -147,6 +162,16 @@ class GridRun:
             finally:
                 gc.collect()  # lets go of models in reference cycles before the next is loaded
         self.results[merger, cell] = result
+
+    def _kept(self, name: str, key: str) -> CellResult:
+        """A result that another process has kept."""
+        result = self.store.result(name, key)
+        if result is None:
+            raise CalibrationError(
+                f"its process kept no result in {self.store.folder} for what this process would "
+                "run: models, data or code have changed meanwhile, or the disk is full"
+            )
+        return result
 
     def _base(self) -> CellResult:
         model = load_pool_model(self.inputs.modelpool, BASE_MODEL)

@@ -1,10 +1,15 @@
 """The literal command on the bundled suite."""
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
+import pytest
 from cli_runs import fusion_bench
 
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.comparison import cell_process
 from fusion_bench_featcal.results import Report
 
 
@@ -48,3 +53,68 @@ def test_command_compares_and_leaves_reports(tmp_path: Path) -> None:
     kept = tmp_path / "outputs" / "comparison" / "clip-vit-mini_alphabets2"
     assert len(list(kept.glob("cells/*/result.json"))) == 5
     assert len(list(kept.glob("upstreams/*/model.safetensors"))) == 1
+
+
+BROKEN = """
+from fusion_bench_featcal.methods import AnchorOnly
+
+
+class Broken(AnchorOnly):
+    def post_merge(self, merged, inputs):
+        raise RuntimeError("no such luck")
+"""
+
+
+@pytest.mark.slow
+def test_cells_in_processes_of_their_own_have_the_same_results(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    words = [
+        "method=compare", "modelpool=clip-vit-mini_alphabets2", "method.samples_per_task=4",
+        "method.upstreams=[simple_average]", "method.alone=[]", "method.references=[]",
+        "+method.post_merging_methods.broken={_target_: broken.Broken}", "path.log_dir=log",
+    ]  # fmt: skip
+    apart = [*words, "method.post_merging=[broken,ridge_surgery]", "method.results_dir=apart"]
+    done = fusion_bench([*apart, "method.process_per_cell=true"], tmp_path, check=False)
+    assert done.returncode != 0
+    assert "1 of 3 cells failed" in done.stderr + done.stdout
+    assert "no such luck" in done.stderr + done.stdout
+    found = Report.load(tmp_path / "log" / "simple_average")
+    together = [*words, "method.post_merging=[ridge_surgery]", "method.results_dir=together"]
+    fusion_bench(together, tmp_path)
+    wanted = Report.load(tmp_path / "log" / "simple_average")
+    assert found.rows == wanted.rows
+    assert {row: set(cost) for row, cost in found.cost.items()} == {
+        row: set(cost) for row, cost in wanted.cost.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("merger", "cell", "alone", "words"),
+    [
+        ("ties", "surgery:tuned", False, ["['ties']", "[]", "['surgery:tuned']"]),
+        ("lot", "none", True, ["[]", "['lot']", "[]"]),
+    ],
+)
+def test_a_cells_process_gets_the_command_and_its_cell(
+    merger: str, cell: str, alone: bool, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, len(commands) - 1, "its last words")
+
+    monkeypatch.setattr(cell_process.subprocess, "run", run)
+    monkeypatch.setattr(cell_process.sys, "argv", ["fusion_bench", "method=compare", "a=1"])
+    cell_process.run_cell(merger, cell, alone=alone)
+    chosen = dict(word.split("=", 1) for word in commands[0][3:])
+    assert chosen["a"] == "1" and chosen["method.process_per_cell"] == "false"
+    keys = ["upstreams", "alone", "post_merging"]
+    assert [chosen[f"method.{key}"] for key in keys] == words
+    with pytest.raises(CalibrationError, match="ended with code 1: its last words"):
+        cell_process.run_cell(merger, cell, alone=alone)
+
+
+def test_processes_need_a_command() -> None:
+    with pytest.raises(CalibrationError, match=r"method.process_per_cell=true starts the command"):
+        cell_process.check_command()
