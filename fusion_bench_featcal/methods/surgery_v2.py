@@ -32,7 +32,10 @@ class SurgeryV2(Surgery):
     """SurgeryV2 over any merged CLIP vision model; images' features are corrected as they are."""
 
     name = "surgery_v2"
-    left_out = ("final_norm", "normalize", "calibration_targets", "generated_tokens", "max_length")
+    left_out = (
+        "final_norm", "normalize", "calibration_targets", "generated_tokens", "max_length",
+        "recompute",  # the merged model always runs in every update
+    )  # fmt: skip
 
     def check(self, inputs: MethodInputs) -> None:
         """Refuse what cannot work, before a model is loaded.

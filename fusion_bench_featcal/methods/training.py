@@ -1,17 +1,21 @@
-"""Training of tasks' corrections by Adam, on features that were computed once."""
+"""Training of tasks' corrections by Adam, on features that are computed once or in every update."""
 
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.feature_correction import FeatureCorrection, check_features
-from fusion_bench_featcal.setting_checks import POSITIVE, integer, one_of
+from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.setting_checks import BOOLEAN, POSITIVE, integer, one_of
 from fusion_bench_featcal.settings import CalibrationError
 
 PUBLISHED_FEATURES = 512
@@ -48,12 +52,15 @@ class TrainedCorrection(FeatureCorrection):
             task moves the others' modules on by their momentum. `per_task` has one for each.
         width: `absolute` takes the width of the modules as it is set; `relative` in proportion to
             that of the features, where the setting is for a width of 512 (CLIP ViT-B).
+        recompute: Whether merged model and experts, all in memory, run in every update, as in the
+            authors' codes. It changes the costs and rounding alone: both are frozen. CLIP only.
     """
 
     learning_rate: float = 1e-3
     steps: int = 1000
     optimizer: str = "joint"
     width: str = "absolute"
+    recompute: bool = False
 
     older_names: ClassVar = {"training_steps": "steps"}
     checks: ClassVar = FeatureCorrection.checks | {
@@ -61,7 +68,23 @@ class TrainedCorrection(FeatureCorrection):
         "steps": integer(1),
         "optimizer": one_of(("joint", "per_task")),
         "width": one_of(("absolute", "relative")),
+        "recompute": BOOLEAN,
     }
+
+    def __init__(self, **keys: Any) -> None:
+        """Check the settings, as `FeatureCorrection`."""
+        super().__init__(**keys)
+        # Task -> features of merged model and expert at some positions, for `recompute`.
+        self._again: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {}
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Find the feature that is corrected and open the data."""
+        if self.recompute and text_kind(inputs.modelpool) is not None:
+            raise CalibrationError(
+                "method.recompute=true is for images: texts are padded to the length of their "
+                "batch. Set method.recompute=false"
+            )
+        super().check(inputs)
 
     def training(self, merged: Tensor, expert: Tensor, task: str) -> Training:
         """The training of one task's module, which has its initial weights; arguments as `fit`."""
@@ -133,6 +156,32 @@ class TrainedCorrection(FeatureCorrection):
             losses.update(found)
         return {task: training.module for task, training in trainings.items()}
 
+    def _corrections(
+        self,
+        merged: nn.Module,
+        site: Any,
+        batches: Mapping[str, Any],
+        inputs: MethodInputs,
+        losses: dict[str, list[Tensor]],
+    ) -> dict[str, nn.Module]:
+        """Fit all corrections, of features that are computed once or in every update."""
+        for task in inputs.modelpool.model_names if self.recompute else ():
+            expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
+            pixels = torch.cat([batch["pixel_values"] for batch in batches[task]])
+            models = merged, expert
+            self._again[task] = partial(self._recomputed, models, site, pixels)
+        try:
+            return super()._corrections(merged, site, batches, inputs, losses)
+        finally:
+            self._again = {}  # holds all experts
+
+    def _recomputed(
+        self, models: Sequence[nn.Module], site: Any, pixels: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Features of some images by merged model and expert."""
+        before, target = (self.features(m, site, {"pixel_values": pixels[rows]}) for m in models)
+        return before, target
+
     def _train(self, trainings: Mapping[str, Training], found: dict[str, list[Tensor]]) -> None:
         """Train with one optimiser: in every step one update for each task, in turn."""
         modules = nn.ModuleList(training.module for training in trainings.values())
@@ -151,10 +200,11 @@ class TrainedCorrection(FeatureCorrection):
     def _losses(self, task: str, training: Training) -> Iterator[Tensor]:
         """The loss of each update, computed when it is asked for."""
         merged, expert = training.merged.detach().clone(), training.expert.detach().clone()
+        again = self._again.get(task)
         generator = task_generator(self.seed, task, "batches")
         for positions in shuffled_batches(len(merged), self.batch_size, self.steps, generator):
             rows = positions.to(merged.device)
-            yield training.loss(merged[rows], expert[rows])
+            yield training.loss(*(again(positions) if again else (merged[rows], expert[rows])))
 
 
 def task_generator(seed: int, task: str, purpose: str) -> torch.Generator:

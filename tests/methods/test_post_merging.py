@@ -75,6 +75,23 @@ def pixels_of(models, items):
     return processor(images=[i["image"] for i in items], return_tensors="pt")["pixel_values"]
 
 
+@pytest.mark.parametrize("kind", [Surgery, ProbSurgery])
+def test_features_of_every_update_give_the_modules_of_features_computed_once(models, kind):
+    calls = []
+
+    class Counting(kind):
+        name = kind.name
+
+        def features(self, model, site, batch):
+            calls.append(len(batch["pixel_values"]))
+            return super().features(model, site, batch)
+
+    once, again = (merge(models, Counting(**SHORT, recompute=each)) for each in (False, True))
+    torch.testing.assert_close(again.state_dict(), once.state_dict(), rtol=1e-5, atol=1e-6)
+    # Two tasks of 8 images in batches of 4; then two sides and 5 updates more.
+    assert len(calls) == 2 * (2 * 2 * 2) + 2 * 2 * 5
+
+
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_features_come_nearer_to_the_expert_s_and_a_repeated_run_is_equal(models, method):
     model, again = merge(models, method), merge(models, method)
