@@ -291,7 +291,8 @@ _COMMANDS: dict[str, Any] = {
         "runs": _RUNS,
         "--out": {"metavar": "DIR", "help": "also write report.{json,csv,md} there"},
         "--against": {"metavar": "ROW", "help": "only the differences of all rows from one "
-                      "(task_arithmetic/featcal), with Holm's correction"},
+                      "(task_arithmetic/featcal), with Holm's correction; of runs of several "
+                      "suites, over these"},
     }),
     "plot": (plot_command, {
         "runs": _RUNS,

@@ -6,6 +6,8 @@ from difflib import get_close_matches
 from itertools import combinations
 from typing import Any
 
+import numpy as np
+
 from fusion_bench_featcal.files import ReportError
 
 from .columns import number
@@ -79,21 +81,98 @@ def against(scores: Mapping[RowKey, Scores], name: str) -> list[Difference]:
 
     Args:
         scores: Each row's flags per test item.
-        name: The row, as `merger/row`, or its name alone where one merger has it.
+        name: The row, as `find_row` takes it.
 
     Raises:
         ReportError: If no row is called so, or several are.
     """
-    names = {key: row_name(key) for key in scores}
+    reference = find_row(scores, name)
+    return differences(scores, ((key, reference) for key in scores if key != reference))
+
+
+def find_row(keys: Iterable[RowKey], name: str) -> RowKey:
+    """The row of a name: `merger/row`, or the row's alone where one merger has it.
+
+    Raises:
+        ReportError: If no row is called so, or several are.
+    """
+    names = {key: row_name(key) for key in keys}
     found = [key for key, text in names.items() if text == name]
-    found = found or [key for key in scores if key[2] == name]
+    found = found or [key for key in names if key[2] == name]
     if len(found) != 1:
         known = [names[key] for key in found] or list(names.values())
         near = [] if found else get_close_matches(name, names.values(), 1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
         raise ReportError(f"--against: name one row, got {name!r}{hint}. There are: {known}")
-    reference = found[0]
-    return differences(scores, ((key, reference) for key in scores if key != reference))
+    return found[0]
+
+
+@dataclass(frozen=True)
+class OverSuites:
+    """Average accuracy of one row minus another's, over suites that were trained independently.
+
+    Attributes:
+        row: Merger and name of the row that is compared.
+        by_suite: Suite -> the difference.
+        interval: Their mean with Student's interval: how it would vary over further trainings.
+        p: Two-sided p-value of a t test.
+        adjusted: By Holm's method, for all rows that are compared with the same one.
+    """
+
+    row: tuple[str | None, str]
+    by_suite: Mapping[str, float]
+    interval: Interval
+    p: float
+    adjusted: float
+
+
+def over_suites(averages: Mapping[RowKey, float], name: str) -> list[OverSuites]:
+    """Compare every row that all suites have with one, over the suites.
+
+    Args:
+        averages: Each row's average accuracy.
+        name: The row, as `find_row` takes it.
+
+    Raises:
+        ReportError: If no row is called so, several are, or a suite lacks it.
+    """
+    from scipy import stats  # slow to import
+
+    suites = list(dict.fromkeys(key[0] for key in averages))
+    rows = {key[1:]: None for key in averages}
+    rows = [row for row in rows if all((suite, *row) in averages for suite in suites)]
+    reference = find_row([(suites[0], *row) for row in rows], name)[1:]
+    tested = []
+    for row in (row for row in rows if row != reference):
+        found = {s: averages[(s, *row)] - averages[(s, *reference)] for s in suites}
+        values = np.array([*found.values()])
+        mean, error = float(values.mean()), float(values.std(ddof=1)) / len(values) ** 0.5
+        margin = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)) * error
+        ratio = abs(mean) / error if error > 0 else (np.inf if mean else 0.0)
+        p = float(2 * stats.t.sf(ratio, len(values) - 1))
+        tested.append((row, found, Interval(mean, mean - margin, mean + margin), p))
+    adjusted = holm([p for *_, p in tested])
+    return [
+        OverSuites(row, found, interval, p, value)
+        for (row, found, interval, p), value in zip(tested, adjusted, strict=True)
+    ]
+
+
+def over_suites_grid(found: Iterable[OverSuites], reference: str) -> Grid:
+    """A line for each row: the mean, its interval and p-value, and every suite's difference."""
+    found = list(found)
+    lines = [
+        (
+            row_name(("", *each.row)),
+            [
+                *_interval_cells(each.interval, each.adjusted),
+                *(f"{100 * value:+.1f}" for value in each.by_suite.values()),
+            ],
+        )
+        for each in found
+    ]
+    suites = list(found[0].by_suite) if found else []
+    return Grid(f"against {reference}", [*_INTERVAL_COLUMNS, *suites], lines)
 
 
 def row_name(key: RowKey) -> str:
@@ -123,15 +202,24 @@ def difference_grid(found: Iterable[Difference], reference: str) -> Grid:
         (
             row_name(each.row),
             [
-                f"{100 * each.interval.estimate:+.1f}",
-                f"{100 * each.interval.low:+.1f} to {100 * each.interval.high:+.1f}",
-                f"{each.adjusted:.2g}",
+                *_interval_cells(each.interval, each.adjusted),
                 {WIN: "above", LOSS: "below", TIE: "tie"}[each.outcome],
             ],
         )
         for each in found
     ]
-    return Grid(f"against {reference}", ["points", "95 % interval", "p (Holm)", ""], lines)
+    return Grid(f"against {reference}", [*_INTERVAL_COLUMNS, ""], lines)
+
+
+_INTERVAL_COLUMNS = ("points", "95 % interval", "p (Holm)")
+
+
+def _interval_cells(interval: Interval, adjusted: float) -> list[str]:
+    return [
+        f"{100 * interval.estimate:+.1f}",
+        f"{100 * interval.low:+.1f} to {100 * interval.high:+.1f}",
+        f"{adjusted:.2g}",
+    ]
 
 
 def difference_lines(found: Iterable[Difference]) -> list[dict[str, Any]]:
