@@ -1,22 +1,36 @@
 #!/usr/bin/env bash
-# The whole comparison on the bundled suites. On images: once over every upstream merger, then
-# FeatCal against the corrections of final features with 256 and with 8 samples per task, three
-# seeds each, then the field of other methods with 64, and ProbSurgery's KL weights. On texts: over
-# two mergers.
+# The whole comparison on the bundled suites: on images once over every upstream merger; on every
+# suite with 8, 64 and 256 samples per task and three draws; the field of other methods over four
+# mergers; costs, with a process for each cell; ProbSurgery's KL weights. Hours on one core.
 # Finished cells are kept in outputs/comparison. Usage: examples/compare_full.sh [FOLDER]
 set -euo pipefail
 
 folder="${1:-outputs/compare-full}"
 pool=clip-vit-mini_TA6
-cells=surgery,surgery:calibration,prob_surgery,prob_surgery:calibration,ridge_surgery
-cells="[$cells,featcal,featcal:plus,featcal+ridge_surgery]"
 
 fusion_bench method=compare "modelpool=$pool" "path.log_dir=$folder/grid"
-for samples in 256 8; do
-  for seed in 42 43 44; do
-    fusion_bench method=compare "modelpool=$pool" "method.seed=$seed" \
-      "method.samples_per_task=$samples" 'method.upstreams=[simple_average,task_arithmetic]' \
-      'method.alone=[]' "method.post_merging=$cells" "path.log_dir=$folder/n$samples/seed-$seed"
+
+# Every method by samples and draws. Distillation and a search over settings on texts: one draw.
+corrections=surgery,prob_surgery,surgery:calibration,prob_surgery:calibration,ridge_surgery
+free=larv,magic,anchored_regression,featcal,featcal:tuned,featcal:plus
+images=prob_surgery:shared,surgery_v2:calibration,svc:any,surgery:tuned,prob_surgery:tuned,distillation
+llama=featcal:paper_flan_t5-targets,featcal:paper_llama_3b-targets
+for suite in clip-vit-mini_TA6 clip-vit-mini_alphabets2 flan-t5-mini_TA6 llama-mini_TA6; do
+  case "$suite" in
+    clip*) own=",$images" ;;
+    flan*) own=,featcal:paper_flan_t5 ;;
+    *) own=",$llama" ;;
+  esac
+  for samples in 8 64 256; do
+    for seed in 42 43 44; do
+      more=
+      [[ "$suite" == clip* || $samples-$seed != 64-42 ]] || more=,distillation,prob_surgery:tuned
+      fusion_bench method=compare "modelpool=$suite" "method.seed=$seed" \
+        "method.samples_per_task=$samples" 'method.upstreams=[task_arithmetic]' \
+        'method.alone=[regmean,regmean_plusplus:tuned,lot:tuned]' \
+        "method.post_merging=[$corrections,$free,featcal+ridge_surgery$own$more]" \
+        "path.log_dir=$folder/draws-$suite-n$samples/seed-$seed"
+    done
   done
 done
 # The field, and baselines whose settings are chosen on the same samples.
@@ -25,6 +39,12 @@ fusion_bench method=compare "modelpool=$pool" method.samples_per_task=64 \
   'method.upstreams=[task_arithmetic,svc,tsv_m,iso_c]' \
   'method.alone=[regmean_plusplus:tuned,lot:tuned,prodistill]' \
   "method.post_merging=[$field,featcal,featcal:tuned,featcal:plus]" "path.log_dir=$folder/field"
+# What each row costs: every cell in a process of its own.
+costs=surgery,surgery:recompute,prob_surgery,prob_surgery:recompute,surgery_v2,ridge_surgery
+fusion_bench method=compare "modelpool=$pool" method.process_per_cell=true \
+  'method.upstreams=[task_arithmetic]' "method.results_dir=$folder/costs-cells" \
+  "method.post_merging=[$costs,distillation,featcal,featcal:plus,featcal+ridge_surgery]" \
+  "path.log_dir=$folder/costs"
 # What the KL weight does on features of norm 1.
 probe() {
   local target=fusion_bench_featcal.comparison.FeatureCorrection
@@ -40,6 +60,6 @@ for suite in flan-t5-mini llama-mini; do
   fusion_bench method=compare "modelpool=${suite}_TA6" "path.log_dir=$folder/$suite" \
     'method.upstreams=[simple_average,task_arithmetic]'
 done
-for part in grid n256 n8 field kl flan-t5-mini llama-mini; do
+for part in grid field costs kl flan-t5-mini llama-mini draws-{clip-vit-mini_TA6,clip-vit-mini_alphabets2,flan-t5-mini_TA6,llama-mini_TA6}-n{8,64,256}; do
   featcal report "$folder/$part" --out "$folder/tables/$part"
 done

@@ -1,7 +1,7 @@
 """Tables of README and docs about `examples/compare_full.sh`: methods by merger."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,73 @@ def grid_table(folder: Path) -> str:
     return "\n".join([Grid("average, %", columns, table).markdown(), "", *_beside(rows, paired)])
 
 
-def seeds_table(folders: Sequence[Path]) -> str:
-    """Mean and deviation over seeds of every method, by merger and number of samples."""
+def columns_table(folders: Mapping[str, Path], shown: Sequence[str] | None = None) -> str:
+    """Average, deviation over draws, and the worst task's recovered gap, by comparison.
+
+    Args:
+        folders: Head of a column -> its comparison, of one upstream merger.
+        shown: Rows in this order; None: all but the base.
+    """
     columns: dict[str, dict[str, Row]] = {}
-    for folder in folders:
-        paired = _paired(comparison_rows(folder))
-        for merger in dict.fromkeys(row["upstream"] for row in paired):
-            title = f"{merger}, {folder.name.replace('n', 'n = ', 1)}"
-            columns[title] = {_method(row): row for row in paired if row["upstream"] == merger}
-    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    for title, folder in folders.items():
+        rows = [row for row in comparison_rows(folder) if row["name"] != "base"]
+        methods = [row["upstream"] for row in rows if row["name"].startswith("featcal")]
+        columns[title] = {_named(row, methods[0]): row for row in rows}
+    every = dict.fromkeys(name for column in columns.values() for name in column)
+    names = shown or sorted(every, key=lambda name: name == "experts")
+    best = {
+        title: max(_percent(row) for name, row in column.items() if name != "experts")
+        for title, column in columns.items()
+    }
+    table = [
+        (
+            name,
+            [
+                _with_worst(column[name], best[title]) if name in column else "-"
+                for title, column in columns.items()
+            ]
+            + [_task_id(column[name] for column in columns.values() if name in column)],
+        )
+        for name in names
+    ]
+    return Grid("average, % (worst gap)", [*columns, "task id"], table).markdown()
+
+
+def costs_table(folder: Path) -> str:
+    """What every row takes."""
+    heads = ["average", "seconds", "with merger", "memory, MiB", "ms / sample"]
     table = []
-    best = {title: max(map(_percent, column.values())) for title, column in columns.items()}
-    for name in names:
-        cells = [_cell(column[name], best[title]) for title, column in columns.items()]
-        table.append((_head(name), cells))
-    return Grid("average, %", list(columns), table).markdown()
+    for row in comparison_rows(folder):
+        cost = row["cost"]
+        values = [
+            f"{_percent(row):.1f}",
+            _number(cost.get("seconds"), "{:.1f}"),
+            _number(cost.get("seconds_with_merger"), "{:.1f}"),
+            _number(cost.get("peak_rss_bytes"), "{:.0f}", 2**20),
+            _number(cost.get("inference_seconds_per_sample"), "{:.3f}", 1e-3),
+        ]
+        method = row["name"] if row["upstream"] in (None, row["name"]) else _head(_method(row))
+        table.append((row["name"] if row["name"] in REFERENCES else method, values))
+    return Grid("", heads, table).markdown()
+
+
+def _number(value: Any, form: str, unit: float = 1) -> str:
+    return form.format(value / unit) if isinstance(value, int | float) else "-"
+
+
+def _named(row: Row, merger: str) -> str:
+    if row["name"] == "experts":
+        return "experts"
+    return _head(_method(row)) if row["upstream"] == merger else row["name"]
+
+
+def _with_worst(row: Row, best: float) -> str:
+    gap = row["worst_recovered_gap"]
+    return _cell(row, best) + ("" if gap is None else f" ({100 * gap:.0f} %)")
+
+
+def _task_id(rows: Iterable[Row]) -> str:
+    return str(next(iter(rows))["cost"].get("task_id_at_inference", "yes"))
 
 
 def tasks_table(folder: Path, merger: str) -> str:

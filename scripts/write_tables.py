@@ -15,9 +15,15 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from comparison_tables import grid_table, seeds_table, tasks_table
+from comparison_tables import (
+    columns_table,
+    costs_table,
+    grid_table,
+    tasks_table,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -99,6 +105,29 @@ def own_task() -> str:
     return block[1]
 
 
+SUITES = {
+    "clip-vit-mini_TA6": "six image tasks",
+    "clip-vit-mini_alphabets2": "two alphabets",
+    "flan-t5-mini_TA6": "T5, six text tasks",
+    "llama-mini_TA6": "Llama, six text tasks",
+}
+README_ROWS = (
+    "merged", "+ surgery:calibration", "+ prob_surgery:calibration", "+ surgery_v2:calibration",
+    "+ distillation", "+ featcal", "+ featcal:plus", "experts",
+)  # fmt: skip
+
+
+def draws(suite: str) -> str:
+    """Every row of a suite with 8, 64 and 256 samples, three draws."""
+    return columns_table({f"n = {n}": COMPARISON / f"draws-{suite}-n{n}" for n in (8, 64, 256)})
+
+
+def comparison_suites() -> str:
+    """A few rows on every suite, 64 samples."""
+    folders = {head: COMPARISON / f"draws-{suite}-n64" for suite, head in SUITES.items()}
+    return f"{columns_table(folders, README_ROWS)}\n\n- {provenance(COMPARISON / 'grid')}"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "summary-TA6": lambda: summary_table("TA6"),
     "summary-alphabets2": lambda: summary_table("alphabets2").partition("\n\n")[0],
@@ -111,7 +140,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "comparison-texts": lambda: "\n\n".join(
         grid_table(COMPARISON / pool) for pool in ("flan-t5-mini", "llama-mini")
     ),
-    "comparison-seeds": lambda: seeds_table([COMPARISON / "n8", COMPARISON / "n256"]),
+    "comparison-suites": comparison_suites,
+    "comparison-costs": lambda: costs_table(COMPARISON / "costs"),
+    "trainings": lambda: (ROOT / "benchmarks/results/trainings.md").read_text("utf-8").strip(),
+    **{f"draws-{suite}": partial(draws, suite) for suite in SUITES},
     "comparison-tasks": lambda: tasks_table(COMPARISON / "grid", "task_arithmetic"),
     "comparison-field": lambda: grid_table(COMPARISON / "field"),
     "comparison-kl": lambda: grid_table(COMPARISON / "kl"),
