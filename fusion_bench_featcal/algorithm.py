@@ -158,15 +158,16 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             linear_kernel=self.settings.linear_kernel,
         )
         merged, merging = self._merge(inputs, upstream, results)
-        facts = CardFacts(MERGED, self.base_method)
         if merging is None:
-            results.saver.offer(merged, facts)
+            results.saver.offer(merged, CardFacts(MERGED, self.base_method))
         for name, settings in rows.items():
             result, cost = self._calibrate(
                 name, settings, merged, batches[name], inputs, upstream, merging
             )
             if merging is not None:
+                facts = CardFacts(MERGED, self.base_method, reads=result.reads)
                 results.saver.offer(merged, facts)
+                results.add_notes(upstream.notes)
                 merging = None  # the merged model is complete: presets are calibrated on it
             results.add_calibrated(name, result, settings, cost, self.base_method)
             del result  # one model less in memory
@@ -240,7 +241,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 autocast=fabric.autocast,
                 merging=merging,
                 processes=processes,
-                hashed=self._saves(name),
+                hashed=processes.gather(self._saves(name))[0],  # the first one saves
             )
         if processes.size > 1:
             cost.more["processes"] = processes.size

@@ -302,6 +302,11 @@ def _check_options(
             "in_place uses up the merged model, from which every calibration of method.trials "
             "begins; set one of them off (method.trials=1)"
         )
+    if merging is not None and merging.own is not None and settings.expert_read_budget is not None:
+        raise ValueError(
+            f"merging begins with the weights of {merging.own!r}, which method.expert_read_budget "
+            "may leave out: begin with the base's (own=None)"
+        )
     if merging is not None and in_place:
         raise ValueError("merging completes the merged model, which in_place would use up")
     if merging is not None and processes.size > 1:

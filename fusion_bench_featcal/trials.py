@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fusion_bench_featcal.checkpoints.sources import joined_hashes
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.setting_checks import MOST_SCALE
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -199,6 +200,7 @@ def best_of(calibrated: Callable[..., Any], settings: FeatCalSettings, *, text: 
     start = time.perf_counter()
     best, chosen = calibrated(settings.of_one_trial()), settings
     seen, kept, read = Agreement.of(best.log), 1, best.reads["totals"]["experts_read"]
+    hashes = best.reads.get("hashes")
     records = [_record(1, {}, seen, time.perf_counter() - start)]
     most = calibrations_of(settings, text=text)
     for change in changes_of(settings, text=text):
@@ -213,9 +215,11 @@ def best_of(calibrated: Callable[..., Any], settings: FeatCalSettings, *, text: 
         found = Agreement.of(new.log)
         records.append(_record(number, changed, found, time.perf_counter() - start))
         read += new.reads["totals"]["experts_read"]
+        hashes = joined_hashes(hashes, new.reads.get("hashes"))
         if found.mean > seen.mean and not set(found.behind) - set(seen.behind):
             best, seen, kept, chosen = new, found, number, chosen.replace(**changed)
     best.reads["totals"]["trials_read"] = read
+    best.reads["hashes"] = hashes
     for record in records:
         best.log.add("trial", {**record, "kept": record["trial"] == kept})
     return best

@@ -64,7 +64,7 @@ def columns_table(folders: Mapping[str, Path], shown: Sequence[str] | None = Non
 
 
 def costs_table(folder: Path) -> str:
-    """What every row takes."""
+    """Costs of every row."""
     heads = ["average", "seconds", "with merger", "memory, MiB", "ms / sample"]
     table = []
     for row in comparison_rows(folder):

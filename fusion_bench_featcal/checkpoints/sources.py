@@ -8,6 +8,7 @@ from torch import Tensor
 from fusion_bench_featcal.checkpoints.dependencies import differing_names
 from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.experts import SourceView
+from fusion_bench_featcal.json_files import digest_json
 
 Reads = Mapping[str, Mapping[str, str]]
 """Model -> name -> digest of the tensors that were read."""
@@ -64,6 +65,22 @@ def joined_reads(gathered: Iterable[Reads], models: Iterable[str]) -> Reads:
         for model, digests in reads.items():
             joined[model] = dict(sorted({**joined.get(model, {}), **digests}.items()))
     return {model: joined[model] for model in models if model in joined}
+
+
+def as_hashes(reads: Reads, merged: str) -> dict[str, Any]:
+    """The entry `hashes` of a manifest of reads, with the digest of the merged model."""
+    models = {
+        model: {"all": digest_json(digests), "tensors": digests} for model, digests in reads.items()
+    }
+    return {"models": models, "merged": merged}
+
+
+def joined_hashes(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> Any:
+    """Such entries of two calibrations of one merged model; None where nothing was hashed."""
+    if first is None or second is None:
+        return None
+    sides = [{m: e["tensors"] for m, e in side["models"].items()} for side in (first, second)]
+    return as_hashes(joined_reads(sides, first["models"]), first["merged"])
 
 
 def changed_models(sources: Mapping[str, WatchedSource], reads: Reads) -> Iterable[str]:

@@ -98,10 +98,9 @@ class GridRun:
 
     def _merger_cell(self, merger: Merger, cell: str) -> None:
         depends = {"merger": self._merger_depends(merger), "method": self._method_depends(cell)}
-        elsewhere = None
-        if self.process_per_cell:
-            elsewhere = partial(run_cell, merger.name, cell, alone=merger.alone)
-        self._cell(merger.name, cell, depends, lambda: self._post_merged(merger, cell), elsewhere)
+        own = partial(self._post_merged, merger, cell)
+        apart = partial(self._in_a_process, merger, cell) if self.process_per_cell else None
+        self._cell(merger.name, cell, depends, own, apart)
 
     def _merger_depends(self, merger: Merger) -> dict[str, Any]:
         """Everything that a merged model depends on but the run's conditions."""
@@ -129,9 +128,9 @@ class GridRun:
         cell: str,
         depends: Any,
         work: Callable[[], CellResult],
-        elsewhere: Callable[[], None] | None = None,
+        apart: Callable[[str, str], CellResult] | None = None,
     ) -> None:
-        """Take a finished result, or make it and keep it; `elsewhere` makes it in a process."""
+        """Take a finished result, or make it and keep it; `apart` does so in another process."""
         name = cell if merger is None else f"{merger}--{cell}"
         # References draw nothing.
         key = fingerprint(self._conditions, None if merger is None else self.seed, depends)
@@ -143,12 +142,11 @@ class GridRun:
             log.info("cell %s", position)
             lightning.seed_everything(self.seed, verbose=False)
             try:
-                if elsewhere is None:
+                if apart is None:
                     result = work()
                     self.store.keep_result(name, key, result)
                 else:
-                    elsewhere()
-                    result = self._kept(name, key)
+                    result = apart(name, key)
             # Whatever a method or merger raises, the other cells are worth having.
             except Exception as error:
                 # A CalibrationError says all there is to say; where others came from must be seen.
@@ -163,15 +161,21 @@ class GridRun:
                 gc.collect()  # lets go of models in reference cycles before the next is loaded
         self.results[merger, cell] = result
 
-    def _kept(self, name: str, key: str) -> CellResult:
-        """A result that another process has kept."""
+    def _in_a_process(self, merger: Merger, cell: str, name: str, key: str) -> CellResult:
+        """Run a cell in a process of its own, and take the result that it has kept."""
+        self._refuse_not_merged(merger)
+        folder = self.store.folder
+        said = run_cell(merger.name, cell, alone=merger.alone, results_dir=folder)
         result = self.store.result(name, key)
         if result is None:
-            raise CalibrationError(
-                f"its process kept no result in {self.store.folder} for what this process would "
-                "run: models, data or code have changed meanwhile, or the disk is full"
-            )
+            if cell == NONE:  # the others would try to merge again
+                self._not_merged[merger.name] = said
+            raise CalibrationError(said)
         return result
+
+    def _refuse_not_merged(self, merger: Merger) -> None:
+        if merger.name in self._not_merged:
+            raise CalibrationError(f"not merged: {self._not_merged[merger.name]}")
 
     def _base(self) -> CellResult:
         model = load_pool_model(self.inputs.modelpool, BASE_MODEL)
@@ -228,8 +232,7 @@ class GridRun:
 
     def _merged(self, merger: Merger) -> tuple[nn.Module, dict[str, Any]]:
         """The merged model and what merging cost; merged once, then from disk."""
-        if merger.name in self._not_merged:
-            raise CalibrationError(f"not merged: {self._not_merged[merger.name]}")
+        self._refuse_not_merged(merger)
         key = fingerprint(self._conditions, self.seed, self._merger_depends(merger))
         stored = self.store.model(merger.name, key, self._load_like)
         if stored is None:
@@ -339,5 +342,8 @@ def _inference(times: Sequence[Timed | None]) -> dict[str, Any]:
     known = [timed for timed in times if timed is not None]
     if not known or len(known) < len(times):
         return {SECONDS_PER_SAMPLE: UNAVAILABLE}
-    seconds, relative = map(statistics.fmean, zip(*known, strict=True))
-    return {SECONDS_PER_SAMPLE: seconds, RELATIVE_SECONDS: relative}
+    entries = {SECONDS_PER_SAMPLE: statistics.fmean(timed.seconds for timed in known)}
+    ratios = [timed.relative for timed in known if timed.relative is not None]
+    if len(ratios) == len(known):
+        entries[RELATIVE_SECONDS] = statistics.fmean(ratios)
+    return entries

@@ -1,5 +1,6 @@
 """Time of a deployed model for one test sample, beside that of a reference."""
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,21 +31,25 @@ class Timed(NamedTuple):
 
     Attributes:
         seconds: The time.
-        relative: In units of the reference's, whose batches took turns with the model's.
+        relative: In units of the reference's, whose batches took turns with the model's; None
+            where the device has no room for both.
     """
 
     seconds: float
-    relative: float
+    relative: float | None
 
 
-def on_one_clock(times: Sequence[Timed]) -> list[float]:
+def on_one_clock(times: Sequence[tuple[float, float]]) -> list[float]:
     """Seconds for one sample as if all models had been timed while the machine was as fast.
 
     Models that are timed minutes apart meet another machine: its clock rate, its other programs.
     Their ratios to the reference do not, and the reference's time is the median over all.
+
+    Args:
+        times: Each model's seconds, and its ratio to the reference.
     """
-    reference = statistics.median(timed.seconds / timed.relative for timed in times)
-    return [timed.relative * reference for timed in times]
+    reference = statistics.median(seconds / relative for seconds, relative in times)
+    return [relative * reference for _, relative in times]
 
 
 class InferenceTimer:
@@ -83,17 +88,21 @@ class InferenceTimer:
         if timed is None:
             return None
         work, samples = timed
-        models = [model.to(device).eval(), self._reference().to(device).eval()]
-        times: list[list[float]] = [[], []]
+        models = [model.to(device).eval()]
+        with contextlib.suppress(torch.OutOfMemoryError):  # then it is timed alone
+            models.append(self._reference().to(device).eval())
+        times: list[list[float]] = [[] for _ in models]
         # The first ones warm up; there is a second one, however long it takes.
         while len(times[0]) <= REPEATS and (
             len(times[0]) < 2 or sum(times[0][1:]) < BUDGET_SECONDS
         ):
             for each, found in zip(models, times, strict=True):
                 found.append(self._seconds(lambda each=each: work(each), device))
-        own, reference = (found[1:] for found in times)
-        ratios = [first / second for first, second in zip(own, reference, strict=True)]
-        return Timed(statistics.median(own) / samples, statistics.median(ratios))
+        own, *reference = (found[1:] for found in times)
+        pairs = zip(own, reference[0], strict=True) if reference else ()
+        ratios = [first / second for first, second in pairs]
+        relative = statistics.median(ratios) if ratios else None
+        return Timed(statistics.median(own) / samples, relative)
 
     def _seconds(self, work: Callable[[], object], device: torch.device) -> float:
         _wait_for(device)

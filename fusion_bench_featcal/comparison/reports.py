@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fusion_bench_featcal.comparison.cells import GridRun
 from fusion_bench_featcal.comparison.grid import NONE, Grid
-from fusion_bench_featcal.comparison.inference import Timed, on_one_clock
+from fusion_bench_featcal.comparison.inference import on_one_clock
 from fusion_bench_featcal.comparison.store import CellResult
 from fusion_bench_featcal.files import LOG_DIR_SETTING
 from fusion_bench_featcal.results import (
@@ -97,7 +97,7 @@ def inference_seconds(
     """Seconds for a sample of the cells whose models were timed, on one clock."""
     costs = {cell: result.cost for cell, result in results.items()}
     timed = {
-        cell: Timed(cost[SECONDS_PER_SAMPLE], cost[RELATIVE_SECONDS])
+        cell: (cost[SECONDS_PER_SAMPLE], cost[RELATIVE_SECONDS])
         for cell, cost in costs.items()
         if RELATIVE_SECONDS in cost
     }

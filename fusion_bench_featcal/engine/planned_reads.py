@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.checkpoints.sources import Reads as Digests
-from fusion_bench_featcal.checkpoints.sources import joined_reads
+from fusion_bench_featcal.checkpoints.sources import as_hashes, joined_reads
 from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.team import Alone, Team
@@ -182,12 +182,7 @@ class PlannedReads:
             own[model] = {name: text for name, text in names.items() if name not in stand_ins}
         models = joined_reads(self._team.gather(own), [BASE, *self._problem.tasks])
         merged = {name: digest_tensor(tensor) for name, tensor in self._merged.items()}
-        return {
-            "models": {
-                m: {"all": digest_json(names), "tensors": names} for m, names in models.items()
-            },
-            "merged": digest_json(merged),
-        }
+        return as_hashes(models, digest_json(merged))
 
     def _hash(self, plan: ReadPlan) -> str:
         problem, settings = self._problem, self._problem.settings.as_dict()

@@ -195,7 +195,9 @@ def make_plan(
     return ReadPlan(limit, full, least, name, planned, omitted)
 
 
-def budget_left(budget: float | str, upstream: int, merger: str, *, fused: bool) -> float | str:
+def budget_left(
+    budget: float | str, upstream: int, merger: str, *, fused: bool, why: str = ""
+) -> float | str:
     """Rest of a read budget that an upstream merger leaves which reads every expert whole.
 
     Args:
@@ -203,6 +205,7 @@ def budget_left(budget: float | str, upstream: int, merger: str, *, fused: bool)
         upstream: Bytes of the experts' files.
         merger: The merger's name, for the message.
         fused: Whether the calibration shares the merger's reads.
+        why: Reason why it does not, for the message.
 
     Returns:
         The calibration's own budget: all of it where reads are shared, else the rest in bytes.
@@ -217,10 +220,10 @@ def budget_left(budget: float | str, upstream: int, merger: str, *, fused: bool)
         return limit - upstream
     raise CalibrationError(
         f"method.expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
-        f"({upstream} bytes), and the calibration reads besides. Merge by a plain simple average "
-        "or task arithmetic with method.fuse_merge=auto, calibrate a stored merged model "
-        f"(method.base_method=null, modelpool.models._merged_=...), allow more than {upstream} "
-        "bytes, or set it to null"
+        f"({upstream} bytes), and the calibration reads besides: they do not share their reads"
+        f"{why and f', because {why}'}. Let them (docs/read_budget.md), calibrate a stored merged "
+        "model (method.base_method=null, modelpool.models._merged_=...), allow more than "
+        f"{upstream} bytes, or set it to null"
     )
 
 

@@ -5,7 +5,7 @@ pass over an expert and serves every later run with that expert.
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -18,15 +18,22 @@ from fusion_bench_featcal.files import new_file, prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 
 WIDTH = 256
-_PERIOD = 2**18  # signs that repeat, each time all turned or none
+_PART = 2**18  # entries that are shuffled together
 _ROUNDING = 1e-9  # of a squared norm: sums may be added in another order
 _AGAIN = "Make it by `featcal sketch WORDS --out DIR` with the words of this run"
 
 
 @cache
-def _signs(seed: int, count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return 1.0 - 2.0 * torch.randint(0, 2, (count,), generator=generator)
+def _order() -> Tensor:
+    """Places of a part's entries: of a matrix, neighbours and columns go to different sums."""
+    return torch.randperm(_PART, generator=torch.Generator().manual_seed(0))
+
+
+@lru_cache(maxsize=64)
+def _signs(part: int) -> Tensor:
+    """Signs of a part's entries, other ones for every part."""
+    generator = torch.Generator().manual_seed(1 + part)
+    return 1.0 - 2.0 * torch.randint(0, 2, (_PART,), generator=generator)
 
 
 def sketch(tensor: Tensor) -> Tensor:
@@ -42,10 +49,10 @@ def sketch(tensor: Tensor) -> Tensor:
         The sketch, `[256]` float32 on the CPU.
     """
     flat, total = tensor.detach().reshape(-1), torch.zeros(WIDTH)
-    for number, part in enumerate(flat.split(_PERIOD)):
-        signed = part.float().cpu() * _signs(0, _PERIOD)[: len(part)]
-        padded = torch.nn.functional.pad(signed, (0, -len(part) % WIDTH))
-        total += _signs(1 + number, 1) * padded.view(-1, WIDTH).sum(0)
+    for number, part in enumerate(flat.split(_PART)):
+        signed = part.float().cpu() * _signs(number)[: len(part)]
+        placed = torch.zeros(_PART).index_copy_(0, _order()[: len(part)], signed)
+        total += placed.view(-1, WIDTH).sum(0)
     return total
 
 
@@ -110,7 +117,7 @@ class Sketches:
 
 
 class Distances:
-    """How far an expert's tensors are from those that would stand in for them."""
+    """Distances of experts' tensors from those that would stand in for them."""
 
     def __init__(
         self,

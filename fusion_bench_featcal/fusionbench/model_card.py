@@ -20,7 +20,12 @@ CARD = "README.md"
 CARD_MARK = "<!-- Written by fusion_bench_featcal. Remove this line to keep your changes. -->"
 PAPER = "https://arxiv.org/abs/2605.13030"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_SECRET = re.compile(r"""((?:token|password|api_key)['"]?\s*[=:]\s*)[^,}\s]+""", re.IGNORECASE)
+_SECRET = re.compile(
+    r"""((?:token|password|api_key|secret)['"\\]*\s*[=:]\s*)("[^"]*"|'[^']*'|[^,}\s]+)""",
+    re.IGNORECASE,
+)
+_SECRET_KEY = re.compile(r"(token|password|api_key|secret)$", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"(\w://)[^/\s@]+@")
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,21 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 def _plainly(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return _SECRET.sub(r"\1***", " ".join(text.split()))
+    return without_secrets(" ".join(text.split()))
+
+
+def masked(value: Any) -> Any:
+    """Return a plain value with *** in place of tokens, passwords and credentials in addresses."""
+    if isinstance(value, Mapping):
+        return {k: "***" if _SECRET_KEY.search(str(k)) else masked(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [masked(each) for each in value]
+    return without_secrets(value) if isinstance(value, str) else value
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with *** in place of tokens, passwords and credentials in addresses."""
+    return _CREDENTIALS.sub(r"\1***@", _SECRET.sub(r"\1***", text))
 
 
 def _accuracies(row: str, report: Report | None) -> str:
@@ -103,7 +122,7 @@ def command_line() -> str:
     """Return the command line, without secrets."""
     program = Path(sys.argv[0]).name
     program = "fusion_bench" if program in ("cli.py", "__main__.py", "-m") else program
-    return _SECRET.sub(r"\1***", shlex.join([program, *sys.argv[1:]]))
+    return without_secrets(shlex.join([program, *sys.argv[1:]]))
 
 
 def is_our_card(file: Path) -> bool:

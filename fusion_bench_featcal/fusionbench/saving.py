@@ -19,6 +19,7 @@ from fusion_bench_featcal.fusionbench.model_card import (
     CardFacts,
     command_line,
     is_our_card,
+    masked,
     model_card,
 )
 from fusion_bench_featcal.fusionbench.options import plain
@@ -128,7 +129,7 @@ def _write_provenance(folder: Path, files: list[str], facts: CardFacts) -> str:
         "reads": facts.reads,
         "files": {name: sha256_file(folder / name) for name in files if name != CARD},
     }
-    text = sealed_json(json.loads(json.dumps(content, default=str)))
+    text = sealed_json(masked(json.loads(json.dumps(content, default=str))))
     (folder / PROVENANCE).write_text(text, encoding="utf-8")
     return PROVENANCE
 

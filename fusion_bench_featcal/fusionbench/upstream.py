@@ -33,6 +33,7 @@ class Upstream:
         name: Name of its row in reports.
         fused: Whether it shares the reads of the first calibration. A look at headers tells
             nearly always; `merged_model` has the last word.
+        notes: Sentences for the report, once the merged model is complete.
     """
 
     def __init__(self, config: Any, models: PoolModels) -> None:
@@ -59,6 +60,8 @@ class Upstream:
         self.name = MERGED if config is None else method_name(config)
         self.fused = False
         self._limited = False
+        self._omitted: dict[str, list[str]] = {}
+        self.notes: list[str] = []
         self._models = models
         self._why_alone = ""
 
@@ -118,7 +121,7 @@ class Upstream:
         if self.fused:
             prepared = prepare_fused(self.config, self.name, self._models, limited=self._limited)
             if not isinstance(prepared, str):
-                log.info("%s shares the calibration's reads: each expert is read once", self.name)
+                log.info("%s shares the calibration's reads", self.name)
                 return prepared
             self.fused, self._why_alone = False, prepared
         if self.config is not None:
@@ -136,7 +139,7 @@ class Upstream:
         if budget is None or self.config is None:
             return budget
         read = sum(expert.file_bytes or 0 for expert in self._models.experts.values())
-        return budget_left(budget, read, self.name, fused=self.fused)
+        return budget_left(budget, read, self.name, fused=self.fused, why=self._why_alone)
 
     def add_reads(self, reads: dict[str, Any], *, first: bool) -> None:
         """Add what the merger reads to a calibration's manifest of reads, and to its totals.
@@ -148,7 +151,19 @@ class Upstream:
         how = (FUSED if self.fused else BY_ITSELF) if first else EARLIER
         files = {name: self._models[name].file_bytes for name in self._read_besides(how)}
         merger = None if self.config is None else self.name
-        reads["upstream"] = {"merger": merger, "how": how, "files": files}
+        if first and self.fused:
+            omitted = (reads["plan"] or {}).get("omitted", {})
+            self._omitted = {expert: names for expert, names in omitted.items() if names}
+            counts = ", ".join(f"{len(names)} of {e}" for e, names in self._omitted.items())
+            if counts:
+                self.notes = [
+                    f"{merger} was merged under method.expert_read_budget={reads['budget']}: "
+                    f"modules that were not read ({counts}) add no step from the base, so it is "
+                    "not the merger of all experts that gains are measured against elsewhere"
+                ]
+        reads["upstream"] = {
+            "merger": merger, "how": how, "files": files, "omitted": self._omitted
+        }  # fmt: skip
         totals = reads["totals"]
         for key, chosen in (
             ("upstream_experts_read", self._models.experts),

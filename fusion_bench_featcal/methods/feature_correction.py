@@ -289,7 +289,7 @@ class FeatureCorrection:
         if isinstance(batches, TextBatches):
             # Few tokens: kept, so that an expert that writes answers has left before it is loaded.
             batches = batches.checked(merged)
-        expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
+        expert = self._expert(task, inputs)
         try:
             rows = [[self.features(m, site, batch) for m in (merged, expert)] for batch in batches]
         except CalibrationError as error:
@@ -302,6 +302,10 @@ class FeatureCorrection:
                 "method.calibration_targets=generated"
             )
         return before, target
+
+    def _expert(self, task: str, inputs: MethodInputs) -> nn.Module:
+        """A task's expert, on the device."""
+        return load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
 
     @torch.no_grad()
     def features(self, model: nn.Module, site: Any, batch: Mapping[str, Tensor]) -> Tensor:

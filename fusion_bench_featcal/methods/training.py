@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.feature_correction import FeatureCorrection, check_features
@@ -52,8 +51,9 @@ class TrainedCorrection(FeatureCorrection):
             task moves the others' modules on by their momentum. `per_task` has one for each.
         width: `absolute` takes the width of the modules as it is set; `relative` in proportion to
             that of the features, where the setting is for a width of 512 (CLIP ViT-B).
-        recompute: Whether merged model and experts, all in memory, run in every update, as in the
-            authors' codes. It changes the costs and rounding alone: both are frozen. CLIP only.
+        recompute: Whether merged model and experts, all in memory, run in every update of
+            `post_merge`, as in the authors' codes. It changes costs and rounding alone, since both
+            are frozen. CLIP only.
     """
 
     learning_rate: float = 1e-3
@@ -74,7 +74,8 @@ class TrainedCorrection(FeatureCorrection):
     def __init__(self, **keys: Any) -> None:
         """Check the settings, as `FeatureCorrection`."""
         super().__init__(**keys)
-        # Task -> features of merged model and expert at some positions, for `recompute`.
+        # For `recompute`, by task: the expert, and features of both models at some positions.
+        self._experts: dict[str, nn.Module] = {}
         self._again: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {}
 
     def check(self, inputs: MethodInputs) -> None:
@@ -165,15 +166,19 @@ class TrainedCorrection(FeatureCorrection):
         losses: dict[str, list[Tensor]],
     ) -> dict[str, nn.Module]:
         """Fit all corrections, of features that are computed once or in every update."""
-        for task in inputs.modelpool.model_names if self.recompute else ():
-            expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
+        if not self.recompute:
+            return super()._corrections(merged, site, batches, inputs, losses)
+        self._experts = {t: self._expert(t, inputs) for t in inputs.modelpool.model_names}
+        for task, expert in self._experts.items():
             pixels = torch.cat([batch["pixel_values"] for batch in batches[task]])
-            models = merged, expert
-            self._again[task] = partial(self._recomputed, models, site, pixels)
+            self._again[task] = partial(self._recomputed, (merged, expert), site, pixels)
         try:
             return super()._corrections(merged, site, batches, inputs, losses)
         finally:
-            self._again = {}  # holds all experts
+            self._experts, self._again = {}, {}
+
+    def _expert(self, task: str, inputs: MethodInputs) -> nn.Module:
+        return self._experts.get(task) or super()._expert(task, inputs)
 
     def _recomputed(
         self, models: Sequence[nn.Module], site: Any, pixels: Tensor, rows: Tensor

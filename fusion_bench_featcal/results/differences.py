@@ -130,7 +130,7 @@ def over_suites(averages: Mapping[RowKey, float], name: str) -> list[OverSuites]
     """Compare every row that all suites have with one, over the suites.
 
     Args:
-        averages: Each row's average accuracy.
+        averages: Each row's average accuracy; base and experts are left out.
         name: The row, as `find_row` takes it.
 
     Raises:
@@ -139,9 +139,11 @@ def over_suites(averages: Mapping[RowKey, float], name: str) -> list[OverSuites]
     from scipy import stats  # slow to import
 
     suites = list(dict.fromkeys(key[0] for key in averages))
-    rows = {key[1:]: None for key in averages}
+    rows = {key[1:]: None for key in averages if key[2] not in ("base", "experts")}
+    reference = find_row([("", *row) for row in rows], name)[1:]
+    if lacking := [suite for suite in suites if (suite, *reference) not in averages]:
+        raise ReportError(f"--against: {', '.join(lacking)} has no row {name!r}")
     rows = [row for row in rows if all((suite, *row) in averages for suite in suites)]
-    reference = find_row([(suites[0], *row) for row in rows], name)[1:]
     tested = []
     for row in (row for row in rows if row != reference):
         found = {s: averages[(s, *row)] - averages[(s, *reference)] for s in suites}

@@ -22,7 +22,7 @@ _HOW = {
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is known of a calibrated model's origin.
+    """Origin of a calibrated model.
 
     Attributes:
         place: The file that tells it.
@@ -49,7 +49,11 @@ class Provenance:
         """
         place = folder / PROVENANCE
         row = "featcal" if preset is None else f"featcal:{preset}"
-        if preset is not None or not place.is_file():
+        if place.is_file() and preset is not None:
+            raise ReportError(
+                f"{folder} holds one saved model, whose row {place.name} tells: leave out --preset"
+            )
+        if not place.is_file():
             place = folder / f"reads{row.removeprefix('featcal').replace(':', '.')}.json"
         if not place.is_file():
             there = sorted(path.name for path in folder.glob("reads*.json"))
@@ -68,7 +72,7 @@ class Provenance:
         return cls(place, content.get("row", row), reads, content.get("files", {}))
 
     def experts_of(self) -> dict[str, dict[str, dict[str, str]]]:
-        """Block -> calibrated module -> expert -> whose weights stood for the expert's there."""
+        """Block -> calibrated module -> expert -> `OWN`, or `MERGED` where it was not read."""
         omitted = (self.reads["plan"] or {}).get("omitted", {})
         experts = list(self.reads["experts"])
         return {
@@ -91,7 +95,7 @@ class Provenance:
         return Grid("module", experts, lines)
 
     def sentences(self) -> Iterator[str]:
-        """How the model was merged, how much was read of its models, and their digests."""
+        """Sentences on the merger, on what was read of its models, and on their digests."""
         reads, totals = self.reads, self.reads["totals"]
         upstream = reads.get("upstream") or {}
         how = _HOW.get(upstream.get("how", ""), "").format(merger=upstream.get("merger"))
@@ -102,11 +106,19 @@ class Provenance:
         full = f", of {_megabytes(plan['full'])} in all" if plan else ""
         limit = "" if reads["budget"] is None else f"; budget {reads['budget']}, {plan['order']}"
         yield (
-            f"read: {_megabytes(totals['experts_read'])} of experts{full}{limit}; "
+            f"calibration read {_megabytes(totals['experts_read'])} of experts{full}{limit}; "
             f"{_megabytes(totals['base_read'])} of the base"
         )
-        if upstream.get("how") == "fused" and any(plan.get("omitted", {}).values()):
-            yield "a module that was not read added no step from the base to the merged model"
+        if merging := totals.get("upstream_experts_read"):
+            yield f"the merger read {_megabytes(merging)} of experts besides"
+        if trials := totals.get("trials_read", 0) - totals["experts_read"]:
+            yield f"calibrations with other settings read {_megabytes(trials)} of experts besides"
+        if omitted := upstream.get("omitted"):
+            counts = ", ".join(f"{len(names)} of {expert}" for expert, names in omitted.items())
+            yield (
+                f"modules that the merger did not read ({counts}) added no step from the base to "
+                "the merged model"
+            )
         for expert, block in plan.get("stale_from", {}).items():
             yield f"{expert}: features from {block} on are partly the merged model's"
         hashes = reads.get("hashes")

@@ -24,6 +24,7 @@ from .differences import (
     matrix,
     over_suites,
     over_suites_grid,
+    row_name,
 )
 from .find import FailedCell, refuse_run
 from .items import BOOTSTRAP_SEED, LEVEL, RESAMPLES
@@ -297,17 +298,22 @@ def show_against(summary: Summary, name: str) -> None:
 
 
 def _show_over_suites(summary: Summary, name: str) -> None:
-    averages = averages_of(summary.rows)
+    averages, suites = averages_of(summary.rows), summary.suites
     grid = over_suites_grid(over_suites(averages, name), name)
-    number = len(summary.suites)
+    partly = {
+        row_name(key): None
+        for key in averages
+        if any((suite, *key[1:]) not in averages for suite in suites)
+    }
     sentence = (
-        f"average accuracy minus that of {name}, in points: mean over {number} suites, the "
+        f"average accuracy minus that of {name}, in points: mean over {len(suites)} suites, the "
         f"{100 * LEVEL:.0f} % interval and p-values of Student's distribution with Holm's "
         "correction over these rows. They tell how the mean would vary over further suites like "
         "these, if each is a training of its own"
     )
+    more = [f"rows that some suites lack are left out: {', '.join(partly)}"] if partly else []
     tables = titled("differences over suites", grid.split(console().width))
-    print_page(list(tables), [sentence])
+    print_page(list(tables), [sentence, *more])
 
 
 def averages_of(rows: Iterable[SummaryRow]) -> dict[RowKey, float]:

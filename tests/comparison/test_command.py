@@ -100,19 +100,51 @@ def test_a_cells_process_gets_the_command_and_its_cell(
 ) -> None:
     commands = []
 
-    def run(command: list[str], **options: Any) -> Any:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, len(commands) - 1, "its last words")
+    class Process:
+        returncode = 3
 
-    monkeypatch.setattr(cell_process.subprocess, "run", run)
+        def __init__(self, command: list[str], **options: Any) -> None:
+            commands.append(command)
+
+        def communicate(self) -> tuple[str, None]:
+            return "its last words\n", None
+
+    monkeypatch.setattr(cell_process.subprocess, "Popen", Process)
     monkeypatch.setattr(cell_process.sys, "argv", ["fusion_bench", "method=compare", "a=1"])
-    cell_process.run_cell(merger, cell, alone=alone)
+    said = cell_process.run_cell(merger, cell, alone=alone, results_dir=Path("cells"))
+    assert said == "its process ended with code 3: its last words"
     chosen = dict(word.split("=", 1) for word in commands[0][3:])
     assert chosen["a"] == "1" and chosen["method.process_per_cell"] == "false"
+    assert chosen["method.results_dir"] == f"'{Path.cwd()}/cells'"
     keys = ["upstreams", "alone", "post_merging"]
     assert [chosen[f"method.{key}"] for key in keys] == words
-    with pytest.raises(CalibrationError, match="ended with code 1: its last words"):
-        cell_process.run_cell(merger, cell, alone=alone)
+
+
+def test_a_cells_process_is_asked_to_end_where_the_comparison_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    class Process:
+        def __init__(self, command: list[str], **options: Any) -> None: ...
+
+        def communicate(self) -> None:
+            raise KeyboardInterrupt
+
+        def terminate(self) -> None:
+            calls.append("terminate")
+
+        def wait(self, seconds: float) -> None:
+            calls.append("wait")
+            raise subprocess.TimeoutExpired("cell", seconds)
+
+        def kill(self) -> None:
+            calls.append("kill")
+
+    monkeypatch.setattr(cell_process.subprocess, "Popen", Process)
+    with pytest.raises(KeyboardInterrupt):
+        cell_process.run_cell("ties", "none", alone=False, results_dir=Path("cells"))
+    assert calls == ["terminate", "wait", "kill"]
 
 
 def test_processes_need_a_command() -> None:

@@ -77,8 +77,19 @@ def test_a_machine_that_slows_down_changes_no_ratio(clock: SimpleNamespace) -> N
     slow = timer(clock, taskpool, 0.5).time(Tower(clock, 1.0))
     assert fast is not None and slow is not None
     assert (fast.relative, slow.relative) == pytest.approx((1, 2))
-    first, second = on_one_clock([fast, slow])
+    assert fast.relative is not None and slow.relative is not None
+    first, second = on_one_clock([(fast.seconds, fast.relative), (slow.seconds, slow.relative)])
     assert second / first == pytest.approx(2)
+
+
+def test_a_device_without_room_for_the_reference_times_the_model_alone(
+    clock: SimpleNamespace,
+) -> None:
+    def too_large() -> nn.Module:
+        raise torch.OutOfMemoryError
+
+    timed = InferenceTimer(pool(images(100, 4)), FABRIC, too_large).time(Tower(clock, 0.016))
+    assert timed == pytest.approx(Timed(0.001, None))
 
 
 def test_a_slow_model_runs_twice(clock: SimpleNamespace) -> None:

@@ -53,6 +53,23 @@ def test_distances_of_sketches_are_those_of_tensors(shape: tuple[int, ...]):
     assert all(abs(ratio - 1) < 0.5 for ratio in ratios)
 
 
+@pytest.mark.parametrize("kind", ["one column", "rows alike", "rank one"])
+def test_distances_are_right_where_the_difference_has_a_pattern(kind: str):
+    generator, ratios = torch.manual_seed(2), []
+    for _ in range(10):
+        difference = torch.zeros(1024, 768)
+        if kind == "one column":
+            difference[:, 5] = torch.randn(1024, generator=generator)
+        elif kind == "rows alike":
+            difference += torch.randn(768, generator=generator)
+        else:
+            sides = torch.randn(1024, generator=generator), torch.randn(768, generator=generator)
+            difference += torch.outer(*sides)
+        ratios.append(float(sketch(difference).square().sum() / difference.square().sum()))
+    assert all(abs(ratio - 1) < 0.5 for ratio in ratios)
+    assert abs(sum(ratios) / 10 - 1) < 0.2
+
+
 def test_distances_to_a_merge_that_has_not_run_are_those_to_its_result(tmp_path: Path):
     suite = small_clip()
     merged, merging, wanted = merger("arithmetic", suite)

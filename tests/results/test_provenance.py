@@ -15,6 +15,7 @@ from tiny_models import clip_suite
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.digests import digest_tensor
+from fusion_bench_featcal.fusionbench.model_card import masked
 from fusion_bench_featcal.results import ReportError
 from fusion_bench_featcal.results.provenance import Provenance
 from fusion_bench_featcal.suites import image
@@ -42,11 +43,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
     method._program = Program(folder / "model")  # type: ignore[assignment]
     (folder / "log").mkdir()
-    type(method).log_dir = property(lambda _: str(folder / "log"))  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(method), "log_dir", property(lambda _: str(folder / "log")))
         method.run(suite_pool())
-    finally:
-        del type(method).log_dir
     return folder / "model", folder / "log"
 
 
@@ -128,3 +127,16 @@ def test_digest_of_a_model_that_is_used_up_is_refused():
     suite = clip_suite(tasks=2, sizes=(2,))
     with pytest.raises(ValueError, match="in_place uses up the merged model, of which hashed"):
         run_fast(suite, in_place=True, hashed=True)
+
+
+def test_secrets_are_masked():
+    values = {
+        "hf_token": "a,b",
+        "generated_tokens": 3,
+        "paths": ["https://me:word@host/x", "run token='a b' secret=c,seed=1"],
+    }
+    assert masked(values) == {
+        "hf_token": "***",
+        "generated_tokens": 3,
+        "paths": ["https://***@host/x", "run token=*** secret=***,seed=1"],
+    }
