@@ -4,6 +4,62 @@ from mistakes.entry import Mutation
 
 MUTATIONS = [
     Mutation(
+        "a fused merge takes the merged weights where an expert is not read",
+        "experts/merging.py",
+        "if name in needed and task not in unread:",
+        "if name in needed:",
+        "reads/test_fused_merge.py",
+    ),
+    Mutation(
+        "sketches have one order of signs for all parts",
+        "experts/sketches.py",
+        "_signs(number)[: len(part)]",
+        "_signs(0)[: len(part)]",
+        "reads/test_sketches.py",
+    ),
+    Mutation(
+        "sketches add neighbours together",
+        "experts/sketches.py",
+        "index_copy_(0, _order()[: len(part)], signed)",
+        "index_copy_(0, torch.arange(len(part)), signed)",
+        "reads/test_sketches.py",
+    ),
+    Mutation(
+        "sketches of other weights are taken",
+        "experts/reading.py",
+        "            self.sketches.check(name, tensor)\n",
+        "            pass\n",
+        "reads/test_sketches.py",
+    ),
+    Mutation(
+        "what stood in for an expert's tensor is hashed as the expert's",
+        "engine/planned_reads.py",
+        "for name, text in names.items() if name not in stand_ins}",
+        "for name, text in names.items()}",
+        "results/test_provenance.py",
+    ),
+    Mutation(
+        "the clock of every cell is its own",
+        "comparison/inference.py",
+        "return [relative * reference for _, relative in times]",
+        "return [seconds for seconds, _ in times]",
+        "comparison/test_inference.py",
+    ),
+    Mutation(
+        "features that are computed again are of other samples",
+        "methods/training.py",
+        "again(positions) if again",
+        "again(positions.flip(0) * 0) if again",
+        "methods/test_post_merging.py",
+    ),
+    Mutation(
+        "intervals over trainings are those of the normal distribution",
+        "results/differences.py",
+        "stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)",
+        "stats.norm.ppf((1 + LEVEL) / 2)",
+        "results/test_differences.py",
+    ),
+    Mutation(
         "distillation compares all positions of a text",
         "methods/lessons.py",
         "lessons.append(Lesson(inputs, rows, rows_of(features, rows)))",
