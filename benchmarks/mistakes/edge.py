@@ -48,10 +48,10 @@ MUTATIONS = [
     Mutation(
         "evaluated before it is saved",
         "fusionbench/run_results.py",
-        "        self.saver.offer(result.model, CardFacts(name, base_method, own, counts, result.reads))\n"
+        "        self.saver.offer(result.model, facts)\n"
         "        self.add_made(name, result.model, **made, seed=settings.seed)\n",
         "        self.add_made(name, result.model, **made, seed=settings.seed)\n"
-        "        self.saver.offer(result.model, CardFacts(name, base_method, own, counts, result.reads))\n",
+        "        self.saver.offer(result.model, facts)\n",
         "test_run_order.py",
     ),
     Mutation(

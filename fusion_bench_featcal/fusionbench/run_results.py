@@ -149,7 +149,8 @@ class RunResults:
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         samples = {task: {"samples": count, "split": split} for task, count in counts.items()}
         made: dict[str, Any] = {"settings": values, "cost": cost, "samples": samples}
-        self.saver.offer(result.model, CardFacts(name, base_method, own, counts, result.reads))
+        facts = CardFacts(name, base_method, own, counts, result.reads)
+        self.saver.offer(result.model, facts)
         self.add_made(name, result.model, **made, seed=settings.seed)
 
     def add_made(
