@@ -116,7 +116,7 @@ def test_a_plan_of_two_processes_says_so(capsys: pytest.CaptureFixture[str]):
                 "method.base_method=null",
                 "method.expert_read_budget=1000",
             ],
-            "what leads to the blocks, of each of the 6 experts",
+            "what lies outside the blocks, of each of the 6 experts",
         ),
     ],
 )

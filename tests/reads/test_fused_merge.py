@@ -201,7 +201,7 @@ def test_text_models_are_fused_too(tmp_path: Path, caplog):
         "base_method": AVERAGE,
     }
     found = FeatCalAlgorithm(**options).run(t5_pool(tmp_path))
-    assert "simple_average shares the calibration's reads: each expert is read once" in caplog.text
+    assert "simple_average shares the calibration's reads" in caplog.text
     caplog.clear()
     wanted = FeatCalAlgorithm(**options, fuse_merge=False).run(t5_pool(tmp_path))
     assert "simple_average runs by itself: method.fuse_merge is false" in caplog.text
