@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fusion_bench_featcal.checkpoints.sources import WatchedSource
+from fusion_bench_featcal.checkpoints.sources import WatchedSources
 from fusion_bench_featcal.settings import FeatCalSettings
 
 if TYPE_CHECKING:
@@ -19,25 +19,13 @@ if TYPE_CHECKING:
 class NoCheckpoints:
     """Stands in for `Checkpoints` without `checkpoint_dir`: keeps and restores nothing."""
 
-    def __init__(self, *, hashed: bool = False) -> None:
-        """Keep nothing.
-
-        Args:
-            hashed: Whether to digest what is read of the models.
-        """
-        self._hashed = hashed
-        self._sources: dict[str, WatchedSource] = {}
-
     def watched(self, name: str, source: Any) -> Any:
-        """The source itself, or one of which it is known what was read."""
-        if not self._hashed:
-            return source
-        self._sources[name] = WatchedSource(source)
-        return self._sources[name]
+        """The source itself."""
+        return source
 
     def digests(self) -> dict[str, dict[str, str]]:
-        """Model -> name -> digest of all tensors that were read; empty unless they are hashed."""
-        return {name: source.digests() for name, source in self._sources.items()}
+        """Nothing was hashed."""
+        return {}
 
     def watched_samples(self, task: str, batches: Iterable[Any]) -> Iterable[Any]:
         """The batches themselves."""
@@ -70,6 +58,10 @@ class NoCheckpoints:
         """There is nothing to tell."""
 
 
+class OnlyDigests(WatchedSources, NoCheckpoints):
+    """Keeps and restores nothing, but knows the digests of what was read of the models."""
+
+
 def open_checkpoints(
     settings: FeatCalSettings, processes: Any, *, hashed: bool = False
 ) -> "Checkpoints | NoCheckpoints":
@@ -84,7 +76,7 @@ def open_checkpoints(
         CalibrationError: As `Checkpoints`.
     """
     if settings.checkpoint_dir is None:
-        return NoCheckpoints(hashed=hashed)
+        return OnlyDigests() if hashed else NoCheckpoints()
     from fusion_bench_featcal.checkpoints.store import Checkpoints
 
     folder = Path(settings.checkpoint_dir)

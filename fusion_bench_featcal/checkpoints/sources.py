@@ -53,6 +53,23 @@ class WatchedSource(SourceView):
         return {name: self._digests[name] for name in there}
 
 
+class WatchedSources:
+    """Sources of several models, of which it is known what was read."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._sources: dict[str, WatchedSource] = {}
+
+    def watched(self, name: str, source: Any) -> WatchedSource:
+        """A model's source, of which it is known what was read."""
+        self._sources[name] = WatchedSource(source)
+        return self._sources[name]
+
+    def digests(self) -> dict[str, dict[str, str]]:
+        """Model -> name -> digest of all tensors that were read."""
+        return {name: source.digests() for name, source in self._sources.items()}
+
+
 def take_recent(sources: Mapping[str, WatchedSource]) -> Reads:
     """Digests of the tensors that were read since this was last asked."""
     return {model: source.take_recent() for model, source in sources.items()}

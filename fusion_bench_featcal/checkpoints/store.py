@@ -12,7 +12,7 @@ from torch import nn
 from fusion_bench_featcal.checkpoints.dependencies import differences
 from fusion_bench_featcal.checkpoints.manifests import naming_damage, naming_room, read_manifest
 from fusion_bench_featcal.checkpoints.sources import (
-    WatchedSource,
+    WatchedSources,
     changed_models,
     joined_reads,
     take_recent,
@@ -30,7 +30,7 @@ _FORMAT = 2
 _RUN = "run.json"
 
 
-class Checkpoints:
+class Checkpoints(WatchedSources):
     """Finished blocks of one calibration: new parameters, log records, and what they came from.
 
     `run.json` tells what the run depends on; `block-0000.json` and `block-0000.safetensors` are the
@@ -46,6 +46,7 @@ class Checkpoints:
             CalibrationError: If it cannot be written, its `run.json` is missing or damaged, or it
                 holds checkpoints and `resume` is off.
         """
+        super().__init__()
         self.folder = folder
         try:
             prepare_directory(folder, "method.checkpoint_dir")
@@ -65,22 +66,12 @@ class Checkpoints:
             self._key = digest_json(self._then)
         self._now: dict[str, Any] = {}
         self._samples: dict[str, InputsDigest] = {}
-        self._sources: dict[str, WatchedSource] = {}
         self._places: dict[str, int] = {}
         self._manifests: dict[str, dict[str, Any]] = {}
         self._logged = 0
         self._began = time.perf_counter()
         self._restored = 0
         self._restore_seconds = 0.0
-
-    def watched(self, name: str, source: Any) -> WatchedSource:
-        """A model's source, of which it is known what was read."""
-        self._sources[name] = WatchedSource(source)
-        return self._sources[name]
-
-    def digests(self) -> dict[str, dict[str, str]]:
-        """Model -> name -> digest of all tensors that were read."""
-        return {name: source.digests() for name, source in self._sources.items()}
 
     def watched_samples(self, task: str, batches: Iterable[Any]) -> Iterator[Any]:
         """The same batches, of which it is known what was in them."""
