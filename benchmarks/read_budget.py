@@ -290,7 +290,8 @@ def main() -> None:
             title = "Merged by a merger that shares the reads" if fused else "Stored merged models"
             print(f"\n{title}\n")
             accuracies(suite, options.budgets, sketches, fused=fused)
-        print("\nSeconds of merging and calibrating, three blocks of ViT-B/32's width, four experts\n")
+        title = "Seconds of merging and calibrating, three blocks of ViT-B/32's width, four experts"
+        print(f"\n{title}\n")
         seconds(options.budgets, Path(folder))
 
 
