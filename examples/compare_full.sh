@@ -40,9 +40,9 @@ fusion_bench method=compare "modelpool=$pool" method.samples_per_task=64 \
   'method.alone=[regmean_plusplus:tuned,lot:tuned,prodistill]' \
   "method.post_merging=[$field,featcal,featcal:tuned,featcal:plus]" "path.log_dir=$folder/field"
 # What each row costs: every cell in a process of its own.
-costs=surgery,surgery:recompute,prob_surgery,prob_surgery:recompute,surgery_v2,ridge_surgery
+costs=surgery,surgery:recompute,prob_surgery,prob_surgery:recompute,ridge_surgery
 fusion_bench method=compare "modelpool=$pool" method.process_per_cell=true \
-  'method.upstreams=[task_arithmetic]' "method.results_dir=$folder/costs-cells" \
+  method.samples_per_task=64 'method.alone=[lot]' 'method.upstreams=[task_arithmetic]' "method.results_dir=$folder/costs-cells" \
   "method.post_merging=[$costs,distillation,featcal,featcal:plus,featcal+ridge_surgery]" \
   "path.log_dir=$folder/costs"
 # What the KL weight does on features of norm 1.
