@@ -14,6 +14,7 @@ fusion_bench method=compare "modelpool=$pool" "path.log_dir=$folder/grid"
 corrections=surgery,prob_surgery,surgery:calibration,prob_surgery:calibration,ridge_surgery
 free=larv,magic,anchored_regression,featcal,featcal:tuned,featcal:plus
 images=prob_surgery:shared,surgery_v2:calibration,svc:any,surgery:tuned,prob_surgery:tuned,distillation
+drawn=()
 llama=featcal:paper_flan_t5-targets,featcal:paper_llama_3b-targets
 for suite in clip-vit-mini_TA6 clip-vit-mini_alphabets2 flan-t5-mini_TA6 llama-mini_TA6; do
   case "$suite" in
@@ -22,6 +23,7 @@ for suite in clip-vit-mini_TA6 clip-vit-mini_alphabets2 flan-t5-mini_TA6 llama-m
     *) own=",$llama" ;;
   esac
   for samples in 8 64 256; do
+    drawn+=("draws-$suite-n$samples")
     for seed in 42 43 44; do
       more=
       [[ "$suite" == clip* || $samples-$seed != 64-42 ]] || more=,distillation,prob_surgery:tuned
@@ -42,9 +44,9 @@ fusion_bench method=compare "modelpool=$pool" method.samples_per_task=64 \
 # What each row costs: every cell in a process of its own.
 costs=surgery,surgery:recompute,prob_surgery,prob_surgery:recompute,ridge_surgery
 fusion_bench method=compare "modelpool=$pool" method.process_per_cell=true \
-  method.samples_per_task=64 'method.alone=[lot]' 'method.upstreams=[task_arithmetic]' "method.results_dir=$folder/costs-cells" \
+  method.samples_per_task=64 'method.upstreams=[task_arithmetic]' 'method.alone=[lot]' \
   "method.post_merging=[$costs,distillation,featcal,featcal:plus,featcal+ridge_surgery]" \
-  "path.log_dir=$folder/costs"
+  "method.results_dir=$folder/costs-cells" "path.log_dir=$folder/costs"
 # What the KL weight does on features of norm 1.
 probe() {
   local target=fusion_bench_featcal.comparison.FeatureCorrection
@@ -60,6 +62,6 @@ for suite in flan-t5-mini llama-mini; do
   fusion_bench method=compare "modelpool=${suite}_TA6" "path.log_dir=$folder/$suite" \
     'method.upstreams=[simple_average,task_arithmetic]'
 done
-for part in grid field costs kl flan-t5-mini llama-mini draws-{clip-vit-mini_TA6,clip-vit-mini_alphabets2,flan-t5-mini_TA6,llama-mini_TA6}-n{8,64,256}; do
+for part in grid field costs kl flan-t5-mini llama-mini "${drawn[@]}"; do
   featcal report "$folder/$part" --out "$folder/tables/$part"
 done
