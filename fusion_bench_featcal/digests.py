@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.files import sha256_file
+
 _SHORT = 32  # hexadecimal digits: 128 bits, beyond any accident
 _TRANSIENT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -30,12 +32,6 @@ def digest_text(text: str) -> str:
 def digest_file(path: Path) -> str:
     """Digest of a file's bytes."""
     return sha256_file(path)[:_SHORT]
-
-
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, as `sha256sum` prints it."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def digest_tensor(tensor: Tensor) -> str:

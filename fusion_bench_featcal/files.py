@@ -5,6 +5,7 @@ file. A process that is killed leaves it behind; the next one on the same host r
 """
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
@@ -143,6 +144,12 @@ def clear_leftovers(target: Path, dropped: Sequence[str] = ()) -> None:
             if left.is_dir():
                 _carry_over(left, target, dropped)
     remove_orphans(target.parent, f".{target.name}.")
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, as `sha256sum` prints it."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def free_space(folder: Path) -> int:

@@ -12,8 +12,7 @@ from fusion_bench import BaseModelPool
 from safetensors import SafetensorError
 from torch import nn
 
-from fusion_bench_featcal.digests import sha256_file
-from fusion_bench_featcal.files import free_space, replacing, write_atomic
+from fusion_bench_featcal.files import free_space, replacing, sha256_file, write_atomic
 from fusion_bench_featcal.fusionbench.model_card import (
     CARD,
     CardFacts,

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.digests import sha256_file
-from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.files import ReportError, sha256_file
 from fusion_bench_featcal.json_files import read_json
 
 from .tables import Grid

@@ -139,7 +139,7 @@ def test_both_names_of_the_steps_reach_every_method_that_trains(word: str) -> No
     methods = OmegaConf.to_container(config.post_merging_methods, resolve=True)
     assert isinstance(methods, dict)
     every = [m.get("of", m) for m in methods.values() if isinstance(m, dict)]
-    assert [m["steps"] for m in every if "steps" in m] == [7] * 10
+    assert [m["steps"] for m in every if "steps" in m] == [7] * 12
 
 
 def test_presets_of_the_suite_are_cells() -> None:

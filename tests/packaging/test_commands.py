@@ -80,8 +80,8 @@ def test_command_is_valid(words: tuple[str, ...]) -> None:
     if program != "featcal":
         compose_here(*overrides_of(rest))
         return
-    if rest in (["report"], ["plot"], ["plan"], ["preflight"], ["settings"]):  # only mentioned
-        rest.append("featcal")
+    if len(rest) == 1 and rest[0] not in ("--help", "suite"):  # only mentioned
+        rest += ["featcal", *(["--out", "DIR"] if rest == ["sketch"] else [])]
     options = _parser().parse_args(rest)
     if any("=" in word for word in getattr(options, "words", ())):
         compose_here(*options.words)
