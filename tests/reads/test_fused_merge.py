@@ -143,7 +143,9 @@ def test_merge_under_a_budget_takes_no_step_where_an_expert_is_not_read(name: st
     assert_identical(merged, wanted)
     separate = calibrated(with_parts_of(wanted, suite, omitted), wanted, **more)
     assert_identical(found.model, separate.model)
-    assert found.reads["totals"]["experts_read"] <= found.reads["plan"]["limit"]
+    totals = found.reads["totals"]
+    assert totals["experts_read"] <= found.reads["plan"]["limit"]
+    assert totals["merged_stood_in"] > 0
 
 
 @pytest.mark.parametrize("upstream", ["average", "arithmetic"])
