@@ -56,9 +56,10 @@ def test_digests_are_those_of_the_weights_that_were_read(saved: tuple[Path, Path
         weights = load_file(Path(image.path(task)) / "model.safetensors")
         read = hashes["models"][task]["tensors"]
         assert read == {name: digest_tensor(weights[name]) for name in sorted(read)}
-        assert not [name for name in read if name.rpartition(".")[0] in omitted]
-        inside = {n for n in weights if ".layers." in n and n.rpartition(".")[0] not in omitted}
-        assert inside <= set(read)
+        # Files may have a prefix that the model's names lack (transformers 5).
+        left_out = {n for n in weights if n.rpartition(".")[0].endswith(tuple(omitted))}
+        assert left_out and not left_out & set(read)
+        assert {n for n in weights if ".layers." in n} - left_out <= set(read)
     for name, digest in content["files"].items():
         assert digest == hashlib.sha256((saved[0] / name).read_bytes()).hexdigest()
     files = {path.name for path in saved[0].iterdir()}
