@@ -28,10 +28,10 @@ from plus import machine, presets, publish, run, table
 from rich.console import Console
 from rich.progress import track
 
+from fusion_bench_featcal.results.against import averages_of
 from fusion_bench_featcal.results.differences import over_suites, over_suites_grid
 from fusion_bench_featcal.results.find import find
 from fusion_bench_featcal.results.summary import summarise
-from fusion_bench_featcal.results.views import averages_of
 from fusion_bench_featcal.suites import image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "suites"))

@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report_command(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs and comparisons from what they left."""
     from fusion_bench_featcal.results import Report, views
+    from fusion_bench_featcal.results.against import show_against
     from fusion_bench_featcal.results.find import find
     from fusion_bench_featcal.results.summary import summarise
 
@@ -68,7 +69,7 @@ def report_command(options: argparse.Namespace) -> None:
         raise UsageError(f"no run in or below {', '.join(options.runs)}")
     summary = summarise(folders.runs, folders.failed)
     if options.against:
-        views.show_against(summary, options.against)
+        show_against(summary, options.against)
         return
     write = views.write_side_by_side if folders.comparisons else views.write_combined
     # Write first: a reader who sees the table can rely on the files.

@@ -43,18 +43,6 @@ def combined_table(pool: str) -> str:
     return f"{tables}\n- {provenance(RESULTS / pool)}"
 
 
-def summary_table(pool: str) -> str:
-    """The first of those tables, with what a reader must know."""
-    parts = combined_table(pool).split("\n\n")
-    return f"{parts[0]}\n\n{parts[-1]}"
-
-
-def summary_texts() -> str:
-    """The first tables of both text suites."""
-    pools = ("flan-t5-mini", "llama-mini")
-    return "\n\n".join(summary_table(pool).partition("\n\n")[0] for pool in pools)
-
-
 def provenance(folder: Path) -> str:
     """Machine, versions and data of the runs."""
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -130,9 +118,6 @@ def comparison_suites() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "summary-TA6": lambda: summary_table("TA6"),
-    "summary-alphabets2": lambda: summary_table("alphabets2").partition("\n\n")[0],
-    "summary-texts": summary_texts,
     "results-TA6": lambda: combined_table("TA6"),
     "results-alphabets2": lambda: combined_table("alphabets2"),
     "comparison-grid": lambda: "\n".join(

@@ -29,12 +29,12 @@ from fusion_bench_featcal.fusionbench.saving import RowSaver
 from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
-    FEATCAL,
     Cost,
     Report,
     describe_device,
     versions,
 )
+from fusion_bench_featcal.results.long_table import file_suffix
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
     tasks_below_merged,
@@ -137,7 +137,7 @@ class RunResults:
     ) -> None:
         """Save and evaluate the model of the row `featcal` or `featcal:<preset>`; keep its log."""
         if self._log_dir is not None:
-            preset = name.removeprefix(FEATCAL).replace(":", ".")
+            preset = file_suffix(name)
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
             manifest = json.dumps(result.reads, indent=1) + "\n"
             write_atomic(self._log_dir / f"reads{preset}.json", manifest, "path.log_dir")

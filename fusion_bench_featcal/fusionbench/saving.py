@@ -88,16 +88,16 @@ class CompleteSaver:
         try:
             with replacing(target, MODEL_FILES) as new:
                 self._save_model(model, str(new), **kwargs)
-                files = self._complete(model, new, target, card) if new.is_dir() else [""]
-                if facts is not None and new.is_dir():
-                    files.append(_write_provenance(new, files, facts))
+                files = self._complete(model, new, target, card, facts) if new.is_dir() else [""]
         except (OSError, SafetensorError, RuntimeError) as error:
             why = getattr(error, "strerror", None) or reason(error)
             raise _cannot_save(target, needed, why) from error
         log.info("saved the model to %s", target)
         return files
 
-    def _complete(self, model: nn.Module, new: Path, target: Path, card: str | None) -> list[str]:
+    def _complete(
+        self, model: nn.Module, new: Path, target: Path, card: str | None, facts: CardFacts | None
+    ) -> list[str]:
         """Add to a saved model what its pool leaves out."""
         keep_untied(model, new)
         if hasattr(self._processor, "save_pretrained"):
@@ -109,6 +109,8 @@ class CompleteSaver:
         elif card is not None and not (new / CARD).exists():
             (new / CARD).write_text(card, encoding="utf-8")
             files.append(CARD)
+        if facts is not None:
+            files.append(_write_provenance(new, files, facts))
         return files
 
 

@@ -18,11 +18,10 @@ from fusion_bench_featcal.fusionbench.pool_models import (
 )
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.fusionbench.run_results import method_name
+from fusion_bench_featcal.results.provenance import BY_ITSELF, EARLIER, FUSED, counts_of
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
-
-BY_ITSELF, FUSED, EARLIER = "by itself", "fused", "earlier"
 
 
 class Upstream:
@@ -154,12 +153,12 @@ class Upstream:
         if first and self.fused:
             omitted = (reads["plan"] or {}).get("omitted", {})
             self._omitted = {expert: names for expert, names in omitted.items() if names}
-            counts = ", ".join(f"{len(names)} of {e}" for e, names in self._omitted.items())
-            if counts:
+            if self._omitted:
                 self.notes = [
                     f"{merger} was merged under method.expert_read_budget={reads['budget']}: "
-                    f"modules that were not read ({counts}) add no step from the base, so it is "
-                    "not the merger of all experts that gains are measured against elsewhere"
+                    f"modules that were not read ({counts_of(self._omitted)}) add no step from the "
+                    "base, so it is not the merger of all experts that gains are measured against "
+                    "elsewhere"
                 ]
         reads["upstream"] = {
             "merger": merger, "how": how, "files": files, "omitted": self._omitted

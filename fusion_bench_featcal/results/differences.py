@@ -12,7 +12,7 @@ from fusion_bench_featcal.files import ReportError
 
 from .columns import number
 from .items import LEVEL, Bootstrap, Interval, Scores
-from .long_table import RowKey
+from .long_table import BASE, EXPERTS, RowKey
 from .tables import Grid
 
 DIFFERENCES_FILE = "differences.csv"
@@ -139,7 +139,7 @@ def over_suites(averages: Mapping[RowKey, float], name: str) -> list[OverSuites]
     from scipy import stats  # slow to import
 
     suites = list(dict.fromkeys(key[0] for key in averages))
-    rows = {key[1:]: None for key in averages if key[2] not in ("base", "experts")}
+    rows = {key[1:]: None for key in averages if key[2] not in (BASE, EXPERTS)}
     reference = find_row([("", *row) for row in rows], name)[1:]
     if lacking := [suite for suite in suites if (suite, *reference) not in averages]:
         raise ReportError(f"--against: {', '.join(lacking)} has no row {name!r}")
@@ -180,7 +180,7 @@ def over_suites_grid(found: Iterable[OverSuites], reference: str) -> Grid:
 def row_name(key: RowKey) -> str:
     """`merger/row`; a merger by itself and references have their own name."""
     _, upstream, row = key
-    return row if upstream in (None, row) or row in ("base", "experts") else f"{upstream}/{row}"
+    return row if upstream in (None, row) or row in (BASE, EXPERTS) else f"{upstream}/{row}"
 
 
 def matrix(found: Iterable[Difference], names: Mapping[RowKey, str]) -> Grid:

@@ -37,6 +37,11 @@ RowKey = tuple[str, str | None, str]
 """Suite, merger and row."""
 
 
+def file_suffix(row: str) -> str:
+    """Ending of the names of a FeatCal row's own files: `.plus` of `featcal:plus`."""
+    return row.removeprefix(FEATCAL).replace(":", ".")
+
+
 class LongTable:
     """Entries of any number of runs, looked up by row, metric, task and seed.
 

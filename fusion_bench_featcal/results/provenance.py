@@ -8,14 +8,16 @@ from typing import Any
 from fusion_bench_featcal.files import ReportError, sha256_file
 from fusion_bench_featcal.json_files import read_json
 
+from .long_table import FEATCAL, file_suffix
 from .tables import Grid
 
 PROVENANCE = "provenance.json"
 OWN, MERGED = "own", "merged"
+FUSED, BY_ITSELF, EARLIER = "fused", "by itself", "earlier"
 _HOW = {
-    "fused": "merged by {merger}, which shared the calibration's reads",
-    "by itself": "merged by {merger}, which read the models by itself",
-    "earlier": "the run's merged model, made by {merger} for an earlier row",
+    FUSED: "merged by {merger}, which shared the calibration's reads",
+    BY_ITSELF: "merged by {merger}, which read the models by itself",
+    EARLIER: "the run's merged model, made by {merger} for an earlier row",
 }
 
 
@@ -47,13 +49,13 @@ class Provenance:
             ReportError: If there is neither file, or it is damaged or of an earlier version.
         """
         place = folder / PROVENANCE
-        row = "featcal" if preset is None else f"featcal:{preset}"
+        row = FEATCAL if preset is None else f"{FEATCAL}:{preset}"
         if place.is_file() and preset is not None:
             raise ReportError(
                 f"{folder} holds one saved model, whose row {place.name} tells: leave out --preset"
             )
         if not place.is_file():
-            place = folder / f"reads{row.removeprefix('featcal').replace(':', '.')}.json"
+            place = folder / f"reads{file_suffix(row)}.json"
         if not place.is_file():
             there = sorted(path.name for path in folder.glob("reads*.json"))
             raise ReportError(
@@ -113,10 +115,9 @@ class Provenance:
         if trials := totals.get("trials_read", 0) - totals["experts_read"]:
             yield f"calibrations with other settings read {_megabytes(trials)} of experts besides"
         if omitted := upstream.get("omitted"):
-            counts = ", ".join(f"{len(names)} of {expert}" for expert, names in omitted.items())
             yield (
-                f"modules that the merger did not read ({counts}) added no step from the base to "
-                "the merged model"
+                f"modules that the merger did not read ({counts_of(omitted)}) added no step from "
+                "the base to the merged model"
             )
         for expert, block in plan.get("stale_from", {}).items():
             yield f"{expert}: features from {block} on are partly the merged model's"
@@ -161,6 +162,11 @@ def explain(found: Provenance) -> Sequence[str]:
         state = f"changed since: {', '.join(changed)}" if changed else "as they were written"
         screen.print(f"files of the model: {state}", soft_wrap=True, highlight=False)
     return changed
+
+
+def counts_of(omitted: Mapping[str, Sequence[str]]) -> str:
+    """Numbers of modules by expert, for a sentence: `3 of cars, 1 of dtd`."""
+    return ", ".join(f"{len(names)} of {expert}" for expert, names in omitted.items())
 
 
 def _counted(count: int, what: str) -> str:

@@ -17,14 +17,9 @@ from .differences import (
     LOSS,
     TIE,
     WIN,
-    against,
     all_pairs,
-    difference_grid,
     difference_lines,
     matrix,
-    over_suites,
-    over_suites_grid,
-    row_name,
 )
 from .find import FailedCell, refuse_run
 from .items import BOOTSTRAP_SEED, LEVEL, RESAMPLES
@@ -273,56 +268,6 @@ def _matrices(summary: Summary) -> list[str]:
         "all with one.",
     ]
     return [*head, *parts] if parts else []
-
-
-def show_against(summary: Summary, name: str) -> None:
-    """Print every row's difference from one, with Holm's correction over what is shown.
-
-    Runs of several suites are compared over these: the interval is that of further trainings.
-
-    Raises:
-        ReportError: If no row or several are called so, or a suite has no such row.
-    """
-    if len(summary.suites) > 1:
-        _show_over_suites(summary, name)
-        return
-    suite, width = _only_suite(summary), console().width
-    found = against(summary.scores, name)
-    sentence = (
-        f"average accuracy minus that of {name}, in points; the {100 * LEVEL:.0f} % interval of a "
-        "paired bootstrap over test items, given the runs' seeds, and p-values with Holm's "
-        "correction over these rows"
-    )
-    grid = difference_grid(found, name)
-    print_page(list(titled(f"{suite}: differences", grid.split(width))), [sentence])
-
-
-def _show_over_suites(summary: Summary, name: str) -> None:
-    averages, suites = averages_of(summary.rows), summary.suites
-    grid = over_suites_grid(over_suites(averages, name), name)
-    partly = {
-        row_name(key): None
-        for key in averages
-        if any((suite, *key[1:]) not in averages for suite in suites)
-    }
-    sentence = (
-        f"average accuracy minus that of {name}, in points: mean over {len(suites)} suites, the "
-        f"{100 * LEVEL:.0f} % interval and p-values of Student's distribution with Holm's "
-        "correction over these rows. They tell how the mean would vary over further suites like "
-        "these, if each is a training of its own"
-    )
-    more = [f"rows that some suites lack are left out: {', '.join(partly)}"] if partly else []
-    tables = titled("differences over suites", grid.split(console().width))
-    print_page(list(tables), [sentence, *more])
-
-
-def averages_of(rows: Iterable[SummaryRow]) -> dict[RowKey, float]:
-    """Average accuracy of each row; references, which mergers share, once for each suite."""
-    averages: dict[RowKey, float] = {}
-    for row in rows:
-        upstream = None if row.is_reference else row.upstream
-        averages.setdefault((row.suite, upstream, row.name), row.accuracy[AVERAGE])
-    return averages
 
 
 def _side_by_side_grids(summary: Summary) -> list[tuple[str, Grid]]:
