@@ -18,7 +18,6 @@ from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.ending import ending_cleanly
-from fusion_bench_featcal.fusionbench.model_card import CardFacts
 from fusion_bench_featcal.fusionbench.options import (
     MERGED,
     Choices,
@@ -42,6 +41,7 @@ from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.featcal import check_calibration
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.results import FEATCAL, UNAVAILABLE, Cost, measure, prepare_directory
+from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)

@@ -1,25 +1,21 @@
 """Calibration samples: a few images or texts per task, drawn from a model pool's data sets."""
 
-import hashlib
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
+from fusion_bench_featcal.calibration_images import TaskBatches, decode_workers
 from fusion_bench_featcal.calibration_text import TextBatches, text_rows
-from fusion_bench_featcal.data.image_cache import MEMORY, PROCESSED, ImageCache, describe_processor
-from fusion_bench_featcal.data.images import ImageItems, offline_hint
-from fusion_bench_featcal.data.pictures import Processor, fixed_content, stack_pixels, to_pixels
-from fusion_bench_featcal.data.read_ahead import automatic_workers, in_order
+from fusion_bench_featcal.data.draws import sample_order
+from fusion_bench_featcal.data.image_cache import ImageCache, describe_processor
+from fusion_bench_featcal.data.images import ImageItems, load_images
+from fusion_bench_featcal.data.tables import load_texts, offline_hint
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.engine.samples import warn_of_few_samples
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -31,86 +27,6 @@ _TEXT_SETTINGS = "text settings"
 # A run opens its pool's data sets several times, and is warned of them once.
 # Model pool -> (split, task) -> number of samples; _TEXT_SETTINGS -> whether they were warned of.
 _NOTES: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, eq=False)
-class TaskBatches:
-    """One task's calibration samples; images are read and processed anew in each iteration.
-
-    The data set is read in the caller's thread, so it may be of any kind; images are decoded and
-    processed in others, one batch ahead.
-    """
-
-    task: str
-    items: ImageItems  # the data set they are drawn from; labels are not read
-    indices: list[int]  # the samples' positions in it
-    batch_size: int  # samples per batch; the last batch may have fewer
-    processor: Processor
-    split: str = ""
-    workers: int = 0  # threads that decode and process; 0: the caller's alone
-    images: ImageCache = field(default_factory=ImageCache)  # keeps processed images
-
-    @property
-    def samples(self) -> int:
-        """Number of samples."""
-        return len(self.indices)
-
-    @property
-    def available(self) -> int:
-        """Number of items that they were drawn from."""
-        return len(self.items)
-
-    def at(self, number: int) -> str:
-        """Name of a sample in messages."""
-        return self.items.at(self.indices[number])
-
-    def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch_size)
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield `{"pixel_values": [batch, channels, height, width]}`, floating point."""
-        size: torch.Size | None = None
-        with closing(self._pixels()) as every:
-            while pixels := list(islice(every, self.batch_size)):
-                size = size or pixels[0].shape
-                stacked = stack_pixels(pixels, self.items.place, "modelpool.processor", size)
-                yield {"pixel_values": stacked}
-
-    def _pixels(self) -> Generator[Tensor, None, None]:
-        """All processed images in order."""
-        cache = self.images
-        described = None if cache.folder is None else describe_processor(self.processor)
-        results = in_order(
-            self._read,
-            partial(self._process, described=described),
-            self.indices,
-            workers=self.workers,
-            ahead=max(self.batch_size, 2 * self.workers),
-        )
-        with closing(results):
-            for index, (pixels, origin) in zip(self.indices, results, strict=True):
-                cache.counts[origin] += 1
-                cache.keep((self.split, self.task, index), pixels)
-                yield pixels
-
-    def _read(self, index: int) -> tuple[int, Any, Tensor | None]:
-        """An item as the data set holds it, or its pixels if they are in memory."""
-        kept = self.images.kept((self.split, self.task, index))
-        return index, None if kept is not None else self.items.read(index)[0], kept
-
-    def _process(
-        self, item: tuple[int, Any, Tensor | None], described: str | None
-    ) -> tuple[Tensor, str]:
-        """An item's pixels, and where they came from."""
-        index, image, pixels = item
-        if pixels is not None:
-            return pixels, MEMORY
-        context = self.items.context(index)
-        if described is None:
-            return to_pixels(image, self.processor, *context), PROCESSED
-        image, content = fixed_content(image, *context)
-        key = hashlib.sha256(f"{described} {content}".encode()).hexdigest()
-        return self.images.from_folder(key, partial(to_pixels, image, self.processor, *context))
 
 
 def calibration_batches(
@@ -164,7 +80,15 @@ def calibration_batches(
     if kind is not None:
         encoder = TextEncoder(processor, kind, settings.max_length)
         return {
-            task: TextBatches(modelpool, task, rows, indices, settings, encoder, device)
+            task: TextBatches(
+                f"task {task!r}, modelpool.{split}_datasets.{task}",
+                rows,
+                indices,
+                settings,
+                encoder,
+                partial(load_pool_model, modelpool, task),
+                device,
+            )
             for task, rows, indices in _drawn(modelpool, task_names, settings)
         }
     images = images or ImageCache(folder=settings.cache_dir)
@@ -187,14 +111,6 @@ def _drawn(
         yield task, rows, indices
 
 
-def decode_workers(settings: FeatCalSettings, processor: Any) -> int:
-    """Threads that process images; 0: the caller's alone."""
-    if settings.decode_workers != "auto":
-        return int(settings.decode_workers)
-    # Nobody knows whether threads may share a plain callable.
-    return automatic_workers() if describe_processor(processor) is not None else 0
-
-
 def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[int]:
     """Draw one task's samples without replacement; the seed and the task's name seed the draw.
 
@@ -210,9 +126,7 @@ def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[i
             f"task {task!r} has 0 samples in modelpool.{settings.calibration_split}_datasets."
             f"{task}. Give it data, or choose another method.calibration_split."
         )
-    digest = hashlib.sha256(f"{settings.seed}:{task}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.randperm(available, generator=generator)[: settings.samples_per_task].tolist()
+    return sample_order(available, task, settings.seed)[: settings.samples_per_task]
 
 
 def samples_used(
@@ -277,8 +191,11 @@ def _open(modelpool: Any, task: str, split: str) -> Any:
     """A task's data set, whose items are read when asked for."""
     setting = f"modelpool.{split}_datasets.{task}"
     try:
-        rows = getattr(modelpool, f"load_{split}_dataset")(task)
-        if text_kind(modelpool) is not None:
+        is_text = text_kind(modelpool) is not None
+        rows = _at_path(modelpool, task, split, is_text=is_text)
+        if rows is None:
+            rows = getattr(modelpool, f"load_{split}_dataset")(task)
+        if is_text:
             return text_rows(rows, f"task {task!r}, {setting}")
         return ImageItems(rows, place=f"task {task!r}, {setting}", label_column=None)
     except CalibrationError as error:
@@ -287,3 +204,13 @@ def _open(modelpool: Any, task: str, split: str) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = offline_hint() if isinstance(error, OSError) else ""
         raise CalibrationError(f"{setting} cannot be loaded: {error}.{hint}") from error
+
+
+def _at_path(modelpool: Any, task: str, split: str, *, is_text: bool) -> Any:
+    """Open a data set that the pool names by its path alone; None of all others."""
+    entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
+    if not isinstance(entry, str):
+        return None
+    if is_text:
+        return load_texts(entry, split)
+    return load_images(entry) if Path(entry).expanduser().exists() else None  # else a hub id

@@ -1,15 +1,14 @@
 """Calibration samples for language models: texts, with the data's targets or the expert's own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.data.images import require_numbered
+from fusion_bench_featcal.data.tables import require_numbered
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.engine.samples import check_token_ids
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_left
 
@@ -18,13 +17,13 @@ from fusion_bench_featcal.tasks.text_generation import greedy_answers, padded_le
 class TextBatches:
     """One task's calibration samples; texts are read and tokenised anew in each iteration."""
 
-    modelpool: Any
-    task: str
+    place: str  # the task and its data set, for messages
     rows: Any  # the data set they are drawn from
     indices: list[int]  # the samples' positions in it
     settings: FeatCalSettings
     encoder: TextEncoder
-    device: Any = None  # of the expert, where it writes the targets; None: where it is loaded
+    load_expert: Callable[[], nn.Module]  # called where the expert writes the targets
+    device: Any = None  # of the expert; None: where it is loaded
     _answers: list[list[int]] = field(default_factory=list, init=False)
 
     @property
@@ -44,8 +43,7 @@ class TextBatches:
 
     def at(self, number: int) -> str:
         """Name of a sample in messages."""
-        place = f"modelpool.{self.settings.calibration_split}_datasets.{self.task}"
-        return f"task {self.task!r}, {place}, item {self.indices[number]}"
+        return f"{self.place}, item {self.indices[number]}"
 
     def _check(self, batch: Mapping[str, Tensor], model: nn.Module, start: int) -> None:
         check_token_ids(batch, model, lambda row: self.at(start + row))
@@ -61,13 +59,25 @@ class TextBatches:
             self._check(batch, model, number * self.batch_size)
         return batches
 
+    def lengths(self) -> list[int]:
+        """Read every text; number of tokens of each, with the longest that an expert may write.
+
+        Raises:
+            CalibrationError: If a row is no text that can be used.
+        """
+        most = self.settings.generated_tokens
+        rows = [self._row(number) for number in range(len(self.indices))]
+        if self.settings.calibration_targets == "generated":
+            return [len(self.encoder.prompt(*row, most)) + most for row in rows]
+        return [len(self.encoder.sample(*row).ids) for row in rows]
+
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield `input_ids`, `attention_mask`, `labels`: `[batch, length]`, padded."""
         if self.settings.calibration_targets == "generated" and not self._answers:
-            expert = load_pool_model(self.modelpool, self.task)
+            expert = self.load_expert()
             self._answers = self._generate(
                 expert if self.device is None else expert.to(self.device)
             )

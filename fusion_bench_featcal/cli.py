@@ -116,6 +116,25 @@ def explain_command(options: argparse.Namespace) -> int:
     return 1 if changed else 0
 
 
+def calibrate_command(options: argparse.Namespace) -> int:
+    """Calibrate a merged model: folders of models and files of data in, a model folder out."""
+    from fusion_bench_featcal.folders import Request, run
+    from fusion_bench_featcal.folders.request import in_words_of_the_command
+    from fusion_bench_featcal.settings import CalibrationError
+
+    try:
+        request = Request.of(options)
+        out = run(request)
+    except (ValueError, CalibrationError) as error:
+        raise UsageError(in_words_of_the_command(error)) from error
+    except KeyboardInterrupt:
+        where = f"{options.out}.blocks"
+        print(f"\nfinished blocks are in {where}: repeat the command with --resume to go on")
+        return 130
+    print(f"saved: {out}\nnext: featcal report {out}, featcal explain {out}")
+    return 0
+
+
 def preflight_command(options: argparse.Namespace) -> None:
     """Say what a calibration will meet, from a model's configuration alone: no weights needed."""
     from fusion_bench_featcal.plan.estimate import Request
@@ -287,7 +306,36 @@ _SUITE_COMMANDS: dict[str, Any] = {
         "name": {"nargs": "?", "default": "", "metavar": "NAME", "help": "default: all suites"},
     }),
 }  # fmt: skip
+_PAIRS = {"action": "append", "metavar": "NAME=PATH"}
+_CALIBRATE: dict[str, Any] = {
+    "merged": {"nargs": "?", "metavar": "MERGED",
+               "help": "the merged model: a folder or hub id; mergekit's mergekit_config.yml in it "
+               "names base and experts"},
+    "--merge": {"metavar": "HOW", "help": "without MERGED: task_arithmetic:0.3, simple_average"},
+    "--base": {"metavar": "DIR", "help": "the model that the experts were tuned from"},
+    "--expert": {**_PAIRS, "help": "an expert: a folder or hub id, whole or a LoRA adapter "
+                 "(repeatable)"},
+    "--data": {**_PAIRS, "help": "an expert's samples: .jsonl, .csv or .parquet with prompt (and "
+               "target), messages, or text; a folder of images; a hub data set ID:SPLIT "
+               "(repeatable)"},
+    "--eval": {**_PAIRS, "help": "data to evaluate on (default: a fifth of --data, held back)"},
+    "--eval-rows": {"type": int, "default": 200, "metavar": "N",
+                    "help": "most rows of a task that are evaluated (200)"},
+    "--no-eval": {"action": "store_true", "help": "calibrate and save only"},
+    "--out": {"metavar": "DIR", "required": True, "help": "a new folder for the model"},
+    "--preset": {"choices": ("plus", "paper"), "default": "plus",
+                 "help": "settings: FeatCal+ (default) or the paper's"},
+    "--set": {"action": "append", "metavar": "SETTING=VALUE",
+              "help": "a setting, such as samples_per_task=64 (repeatable; featcal settings)"},
+    "--tokenizer": {"metavar": "DIR", "help": "tokenizer or image processor (default: MERGED's)"},
+    "--chat-template": {"metavar": "FILE", "help": "in place of the tokenizer's own"},
+    "--text-tower": {"metavar": "DIR", "help": "a whole CLIP, for zero-shot heads"},
+    "--prompt": {"default": "a photo of a {}.", "help": "prompt of a class for zero-shot heads"},
+    "--device": {"default": "cpu", "help": "cpu (default) or cuda"},
+    "--resume": {"action": "store_true", "help": "go on after an interruption"},
+}  # fmt: skip
 _COMMANDS: dict[str, Any] = {
+    "calibrate": (calibrate_command, _CALIBRATE),
     "report": (report_command, {
         "runs": _RUNS,
         "--out": {"metavar": "DIR", "help": "also write report.{json,csv,md} there"},

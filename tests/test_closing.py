@@ -12,9 +12,9 @@ from torch import nn
 
 from fusion_bench_featcal.fusionbench import run_results as results
 from fusion_bench_featcal.fusionbench.hydra_job import LogDirectoryCheck, at_the_end
-from fusion_bench_featcal.fusionbench.model_card import CardFacts
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.results import Cost
+from fusion_bench_featcal.saved_model import CardFacts
 
 NO_CONFIG = OmegaConf.create({})
 FABRIC = SimpleNamespace(loggers=[], device="cpu")

@@ -3,12 +3,10 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
-import pyarrow.csv
 import torch
-from datasets.config import HF_HUB_OFFLINE
 
 from fusion_bench_featcal.data.labels import (
     check_classnames_by,
@@ -17,11 +15,11 @@ from fusion_bench_featcal.data.labels import (
     sort_names,
 )
 from fusion_bench_featcal.data.pictures import Colour, parse_background, to_rgb
+from fusion_bench_featcal.data.tables import from_hub, read_table, require_numbered
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError
 
 IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
 
 
@@ -158,15 +156,6 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         return item, None
 
 
-def require_numbered(rows: Any, place: str) -> None:
-    """Refuse a data set without a length and numbered items, such as a streamed one."""
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise CalibrationError(
-            f"{place}: a data set with a length and numbered items is needed, got "
-            f"{type(rows).__name__}. Load it without streaming."
-        )
-
-
 def load_images(
     path: str,
     split: str | None = None,
@@ -212,9 +201,9 @@ def load_images(
         if source.is_dir():
             rows = _folder(source, split)
         elif source.is_file():
-            rows, root = _table(source, split), source.parent
+            rows, root = read_table(source, split), source.parent
         else:
-            rows = _hub(path, source, split)
+            rows = from_hub(path, source, split)
     except PermissionError as error:
         raise CalibrationError(
             f"data {path!r} may not be read (permission denied: {error.filename}). Change its "
@@ -309,56 +298,3 @@ def _image_files(folder: Path) -> list[str]:
         Path(place) / name for place, _, names in os.walk(folder, onerror=refuse) for name in names
     ]
     return [str(file) for file in sorted(files) if _is_image(file)]
-
-
-def _table(file: Path, split: str | None) -> datasets.Dataset:
-    reader = TABLE_READERS.get(file.suffix.lower())
-    if reader is None:
-        raise ValueError(
-            f"data {str(file)!r}: tables end in {', '.join(TABLE_READERS)}, got {file.suffix!r}."
-        )
-    if split is not None:
-        raise ValueError(
-            f"data {str(file)!r} is one table without splits: remove split ({split!r}) and name "
-            "the file of that split."
-        )
-    try:
-        if reader == "csv":  # the reader of `datasets` leaves the file open
-            return datasets.Dataset(pyarrow.csv.read_csv(file))
-        loaded = datasets.load_dataset(reader, data_files=str(file), split="train")
-    except Exception as error:  # the readers raise whatever their parsers raise
-        cause = error.__cause__ or error
-        if isinstance(cause, PermissionError):
-            raise cause from error
-        raise CalibrationError(
-            f"data {str(file)!r} is not readable as {reader}: {cause}"
-        ) from error
-    return cast(datasets.Dataset, loaded)
-
-
-def _hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
-    is_path = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
-    if is_path or source.suffix.lower() in TABLE_READERS:
-        raise ValueError(
-            f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
-        )
-    if split is None:
-        raise ValueError(
-            f"data {name!r} is neither a file nor a folder here, so it is taken as the id of a hub "
-            "data set, and a split is needed: set split (often train or test)."
-        )
-    try:
-        loaded = datasets.load_dataset(name, split=split)
-    except Exception as error:  # whatever the hub's client and the network raise
-        raise CalibrationError(
-            f"data {name!r}, split {split!r}: neither a file or folder here nor a data set that "
-            f"the hub gives ({error}).{offline_hint()}"
-        ) from error
-    return cast(datasets.Dataset, loaded)
-
-
-def offline_hint() -> str:
-    """Return a hint for messages that something cannot be loaded; empty when online."""
-    if not HF_HUB_OFFLINE:
-        return ""
-    return " HF_HUB_OFFLINE is set: only local files and what is already in the cache are found."

@@ -39,8 +39,9 @@ class _Text:
 class TextEncoder:
     """Turns rows of a data set into token ids.
 
-    A row is tokenised (`input_ids`, `attention_mask`, `labels`), plain text (`prompt`, `target`) or
-    a chat (`messages`, whose last turn is the target; rendered by the tokenizer's chat template).
+    A row is tokenised (`input_ids`, `attention_mask`, `labels`), a `prompt` with its `target`, a
+    `text` without one, or a chat (`messages`, whose last turn is the target; rendered by the
+    tokenizer's chat template).
     Texts longer than `max_length` are cut: a prompt at its end, so that the target keeps at least
     half. Without it the limit is the tokenizer's, beyond which a text is an error.
     """
@@ -140,10 +141,12 @@ class TextEncoder:
             text = self._chat(row["messages"], place)
         elif "prompt" in row:
             text = self._plain(row["prompt"], row.get("target"), place)
+        elif "text" in row:
+            text = self._plain(row["text"], None, place, name="text")
         else:
             raise CalibrationError(
-                f"{place}: a text is a row with input_ids, with messages, or with prompt (and "
-                f"target); this one has {sorted(row)}"
+                f"{place}: a text is a row with prompt (and target), with messages, with text, or "
+                f"with input_ids; this one has {sorted(row)}"
             )
         if not self._words(text.prompt):
             raise CalibrationError(f"{place}: the text is empty, or padding alone. Remove the row")
@@ -201,11 +204,11 @@ class TextEncoder:
             turns, tokenize=False, add_generation_prompt=add_generation_prompt, date_string=_DATE
         )
 
-    def _plain(self, prompt: Any, target: Any, place: str) -> _Text:
-        for name, value in (("prompt", prompt), ("target", target)):
-            if not isinstance(value, str) and not (name == "target" and value is None):
+    def _plain(self, prompt: Any, target: Any, place: str, *, name: str = "prompt") -> _Text:
+        for key, value in ((name, prompt), ("target", target)):
+            if not isinstance(value, str) and not (key == "target" and value is None):
                 raise CalibrationError(
-                    f"{place}: {name} is {type(value).__name__}, not a text ({str(value)[:60]!r})"
+                    f"{place}: {key} is {type(value).__name__}, not a text ({str(value)[:60]!r})"
                 )
         if not prompt.strip():
             return _Text([])

@@ -42,6 +42,22 @@ def far_experts(experts: Mapping[str, ExpertModel], base: nn.Module) -> list[str
     return notes
 
 
+def distance_from(base: ExpertModel, model: ExpertModel, like: nn.Module) -> float:
+    """Distance of a model from its base, in norms of the base, on a sample of their weights.
+
+    Args:
+        base: The base.
+        model: The model.
+        like: The structure of both; its weights are not read.
+    """
+    squared = norm = 0.0
+    for name in _sampled(like.state_dict()):
+        rows = base.first_rows(name, _ROWS).float()
+        squared += _squared_distance(model, name, rows)
+        norm += float(rows.square().sum())
+    return math.sqrt(squared / norm) if norm else 0.0
+
+
 def _sampled(tensors: Mapping[str, Tensor]) -> list[str]:
     """Matrices evenly spread over the model; the largest half (embeddings) is left out."""
     sizes = {n: t.numel() for n, t in tensors.items() if t.ndim == 2 and t.is_floating_point()}

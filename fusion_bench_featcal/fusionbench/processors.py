@@ -8,12 +8,12 @@ from fusion_bench.modelpool import BaseModelPool
 from transformers import AutoTokenizer
 
 from fusion_bench_featcal.data.text_samples import TextKind
+from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.fusionbench.pool_models import EXPECTED, PoolModels, reason
 from fusion_bench_featcal.settings import CalibrationError
 
 # By name and not by class: importing FusionBench's pools of language models takes seconds.
 _KINDS: Mapping[str, TextKind] = {"Seq2SeqLMPool": "seq2seq", "CausalLMPool": "causal"}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
 def text_kind(modelpool: Any) -> TextKind | None:
@@ -79,15 +79,9 @@ def _check_expert_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
         )
     for name, expert in PoolModels(modelpool).experts.items():
         folder = expert.adapter[1] if expert.adapter else expert.folder
-        if folder is None or not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-            continue
-        others = AutoTokenizer.from_pretrained(str(folder)).get_vocab()
-        differing = sorted(t for t, number in vocabulary.items() if others.get(t) != number)
-        if others and differing:
-            token = differing[0]
+        differing = "" if folder is None else differing_tokens(tokenizer, folder)
+        if differing:
             raise CalibrationError(
-                f"expert {name!r} has another tokenizer than the pool: {len(differing)} of "
-                f"{len(vocabulary)} tokens differ, such as {token!r} ({vocabulary[token]} here, "
-                f"{others.get(token)} there). Check modelpool.tokenizer and "
-                f"modelpool.models.{name}"
+                f"expert {name!r} has another tokenizer than the pool: {differing}. Check "
+                f"modelpool.tokenizer and modelpool.models.{name}"
             )

@@ -22,7 +22,6 @@ from fusion_bench_featcal.fusionbench.evaluation import (
     task_names,
 )
 from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
-from fusion_bench_featcal.fusionbench.model_card import CardFacts
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.saving import RowSaver
@@ -41,6 +40,7 @@ from fusion_bench_featcal.results.remarks import (
     tasks_with_high_drift,
 )
 from fusion_bench_featcal.results.report import report_scalars
+from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.trials import Agreement, outcome_of, warnings_of
 

@@ -1,7 +1,6 @@
 """Saving a model with its processor or tokenizer, whole or not at all."""
 
 import copy
-import json
 import logging
 import os
 import shutil
@@ -12,16 +11,8 @@ from fusion_bench import BaseModelPool
 from safetensors import SafetensorError
 from torch import nn
 
-from fusion_bench_featcal.files import free_space, replacing, sha256_file, write_atomic
-from fusion_bench_featcal.fusionbench.model_card import (
-    CARD,
-    CardFacts,
-    command_line,
-    is_our_card,
-    masked,
-    model_card,
-)
-from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.files import free_space, replacing, write_atomic
+from fusion_bench_featcal.fusionbench.model_card import model_card, plain_facts
 from fusion_bench_featcal.fusionbench.pool_models import reason
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.fusionbench.save_target import (
@@ -31,9 +22,14 @@ from fusion_bench_featcal.fusionbench.save_target import (
     save_options,
     stored_bytes,
 )
-from fusion_bench_featcal.json_files import sealed_json
-from fusion_bench_featcal.results import Report, versions
-from fusion_bench_featcal.results.provenance import PROVENANCE
+from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.saved_model import (
+    CARD,
+    CardFacts,
+    is_our_card,
+    keep_untied,
+    write_provenance,
+)
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -110,29 +106,8 @@ class CompleteSaver:
             (new / CARD).write_text(card, encoding="utf-8")
             files.append(CARD)
         if facts is not None:
-            files.append(_write_provenance(new, files, facts))
+            files.append(write_provenance(new, files, plain_facts(facts)))
         return files
-
-
-def _write_provenance(folder: Path, files: list[str], facts: CardFacts) -> str:
-    """Write what a saved model was made from, and the SHA-256 of its files; the file's name.
-
-    The model card is left out: accuracies are added to it later.
-    """
-    content = {
-        "format": 1,
-        "row": facts.row,
-        "command": command_line(),
-        "versions": versions(),
-        "merger": plain(facts.upstream),
-        "settings": plain(facts.settings),
-        "samples": plain(facts.samples),
-        "reads": facts.reads,
-        "files": {name: sha256_file(folder / name) for name in files if name != CARD},
-    }
-    text = sealed_json(masked(json.loads(json.dumps(content, default=str))))
-    (folder / PROVENANCE).write_text(text, encoding="utf-8")
-    return PROVENANCE
 
 
 def _cannot_save(target: Path, needed: int, why: str) -> CalibrationError:
@@ -147,23 +122,6 @@ def _cannot_save(target: Path, needed: int, why: str) -> CalibrationError:
 
 def _save_pretrained(model: Any, path: str, **options: Any) -> None:
     model.save_pretrained(path, **options)
-
-
-def keep_untied(model: Any, folder: Path) -> None:
-    """Correct a saved config where the model's head is a matrix of its own.
-
-    transformers 5 gives every T5 a config with `tie_word_embeddings: true`, by which older releases
-    would put the embeddings in the head's place and rescale its input.
-    """
-    file = folder / "config.json"
-    if not file.is_file() or not hasattr(model, "get_output_embeddings"):
-        return
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is embeddings.weight:
-        return
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config["tie_word_embeddings"] = False
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 class RowSaver:

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fusion_bench_featcal.fusionbench.saving import keep_untied
 from fusion_bench_featcal.methods.corrected_model import VARIANT, Corrected
 from fusion_bench_featcal.methods.final_states import hooked, no_final_norm
+from fusion_bench_featcal.saved_model import keep_untied
 from fusion_bench_featcal.settings import CalibrationError
 
 _OF_THE_MODEL = (

@@ -12,7 +12,6 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.fusionbench.ending import ends_cleanly
-from fusion_bench_featcal.fusionbench.model_card import CardFacts
 from fusion_bench_featcal.fusionbench.options import check_merger, plain, take_fusion_bench_keys
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
@@ -32,6 +31,7 @@ from fusion_bench_featcal.methods.surgery_v2 import SurgeryV2
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.curves import write_curves
+from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 from fusion_bench.utils import count_parameters, instantiate
 from torch import nn
 
-from fusion_bench_featcal.data.images import offline_hint
+from fusion_bench_featcal.data.tables import offline_hint
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
 

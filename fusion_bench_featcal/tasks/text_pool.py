@@ -17,6 +17,7 @@ import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
 
+from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_samples import (
     IGNORED,
     Sample,
@@ -141,7 +142,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         """
         self.tokenizer = load_part("taskpool.tokenizer", self._tokenizer, AutoTokenizer)
         for name, configured in self._test_datasets.items():
-            rows = build_part(f"taskpool.test_datasets.{name}", configured)
+            rows = _rows(f"taskpool.test_datasets.{name}", configured)
             if not len(rows):
                 raise CalibrationError(
                     f"task {name!r} has no test rows. Check taskpool.test_datasets.{name}."
@@ -205,6 +206,20 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
             rows = itertools.islice(iter(self.test_dataloaders[name]), most)
             self._tokenised[key] = _read_task(encoder, name, rows, self.max_new_tokens or 0)
         return self._tokenised[key]
+
+
+def _rows(place: str, configured: Any) -> Any:
+    """Open a data set that is given as a path, a hub id, a configuration or itself.
+
+    Raises:
+        CalibrationError: If it cannot be loaded.
+    """
+    if not isinstance(configured, str):
+        return build_part(place, configured)
+    try:
+        return load_texts(configured, "test")
+    except (ValueError, CalibrationError) as error:
+        raise CalibrationError(f"{place}: {error}") from error
 
 
 def surgery_task(model: Any, task: str) -> AbstractContextManager[Any]:

@@ -15,9 +15,9 @@ from tiny_models import clip_suite
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.digests import digest_tensor
-from fusion_bench_featcal.fusionbench.model_card import masked
 from fusion_bench_featcal.results import ReportError
 from fusion_bench_featcal.results.provenance import Provenance
+from fusion_bench_featcal.saved_model import masked
 from fusion_bench_featcal.suites import image
 
 ARITHMETIC = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}

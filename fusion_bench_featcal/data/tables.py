@@ -1,0 +1,122 @@
+"""Tables of samples: JSON lines, CSV and parquet files, saved data sets, and hub data sets."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+import pyarrow.csv
+from datasets.config import HF_HUB_OFFLINE
+
+from fusion_bench_featcal.settings import CalibrationError
+
+TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def require_numbered(rows: Any, place: str) -> None:
+    """Refuse a data set without a length and numbered items, such as a streamed one."""
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise CalibrationError(
+            f"{place}: a data set with a length and numbered items is needed, got "
+            f"{type(rows).__name__}. Load it without streaming."
+        )
+
+
+def load_texts(path: str, split: str = "train") -> datasets.Dataset:
+    """Load a table of texts, without running anybody's code.
+
+    Args:
+        path: A table (`.jsonl`, `.json`, `.csv`, `.parquet`), a folder that `datasets` has saved,
+            or the id of a hub data set, to which `:SPLIT` may be added.
+        split: The split of a folder or hub data set with several.
+
+    Raises:
+        ValueError: If there is no such file, folder or split.
+        CalibrationError: If it cannot be read.
+    """
+    source = Path(path).expanduser()
+    if source.is_file():
+        return read_table(source, None)
+    if source.is_dir():
+        return _saved(source, split)
+    name, _, named = path.partition(":")
+    return from_hub(name, source, named or split)
+
+
+def _saved(folder: Path, split: str) -> datasets.Dataset:
+    """Read a folder that `save_to_disk` has written."""
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        tables = sorted(file.name for file in folder.iterdir() if file.suffix in TABLE_READERS)
+        hint = f"; name one of its tables {', '.join(tables)}" if tables else ""
+        raise ValueError(f"data {str(folder)!r} is no saved data set ({error}){hint}") from error
+    if isinstance(loaded, datasets.Dataset):
+        return loaded
+    if split not in loaded:
+        raise ValueError(f"data {str(folder)!r} has no split {split!r}, only {sorted(loaded)}")
+    return loaded[split]
+
+
+def read_table(file: Path, split: str | None) -> datasets.Dataset:
+    """Read a table by the ending of its name.
+
+    Raises:
+        ValueError: If the ending is unknown, or a split is named.
+        CalibrationError: If it cannot be parsed.
+    """
+    reader = TABLE_READERS.get(file.suffix.lower())
+    if reader is None:
+        raise ValueError(
+            f"data {str(file)!r}: tables end in {', '.join(TABLE_READERS)}, got {file.suffix!r}."
+        )
+    if split is not None:
+        raise ValueError(
+            f"data {str(file)!r} is one table without splits: remove split ({split!r}) and name "
+            "the file of that split."
+        )
+    try:
+        if reader == "csv":  # the reader of `datasets` leaves the file open
+            return datasets.Dataset(pyarrow.csv.read_csv(file))
+        loaded = datasets.load_dataset(reader, data_files=str(file), split="train")
+    except Exception as error:  # the readers raise whatever their parsers raise
+        cause = error.__cause__ or error
+        if isinstance(cause, PermissionError):
+            raise cause from error
+        raise CalibrationError(
+            f"data {str(file)!r} is not readable as {reader}: {cause}"
+        ) from error
+    return cast(datasets.Dataset, loaded)
+
+
+def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
+    """Load a split of a hub data set; `source` is the path at which no file or folder lies.
+
+    Raises:
+        ValueError: If the name is a path's, or no split is named.
+        CalibrationError: If it cannot be loaded.
+    """
+    is_path = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
+    if is_path or source.suffix.lower() in TABLE_READERS:
+        raise ValueError(
+            f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
+        )
+    if split is None:
+        raise ValueError(
+            f"data {name!r} is neither a file nor a folder here, so it is taken as the id of a hub "
+            "data set, and a split is needed: set split (often train or test)."
+        )
+    try:
+        loaded = datasets.load_dataset(name, split=split)
+    except Exception as error:  # whatever the hub's client and the network raise
+        raise CalibrationError(
+            f"data {name!r}, split {split!r}: neither a file or folder here nor a data set that "
+            f"the hub gives ({error}).{offline_hint()}"
+        ) from error
+    return cast(datasets.Dataset, loaded)
+
+
+def offline_hint() -> str:
+    """Return a hint for messages that something cannot be loaded; empty when online."""
+    if not HF_HUB_OFFLINE:
+        return ""
+    return " HF_HUB_OFFLINE is set: only local files and what is already in the cache are found."

@@ -1,0 +1,30 @@
+"""Tokenizers of experts, compared token by token with the one that makes their inputs."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+
+def differing_tokens(tokenizer: Any, folder: Path) -> str:
+    """Compare a tokenizer with the one in a model's folder, if there is one.
+
+    The model may know further tokens: they never reach it.
+
+    Returns:
+        How many tokens have other numbers there, with an example; empty if none.
+    """
+    if not any((folder / file).is_file() for file in _FILES):
+        return ""
+    vocabulary = tokenizer.get_vocab()
+    others = AutoTokenizer.from_pretrained(str(folder)).get_vocab()
+    differing = sorted(t for t, number in vocabulary.items() if others.get(t) != number)
+    if not (others and differing):
+        return ""
+    token = differing[0]
+    return (
+        f"{len(differing)} of {len(vocabulary)} tokens differ, such as {token!r} "
+        f"({vocabulary[token]} here, {others.get(token)} there)"
+    )

@@ -1,0 +1,148 @@
+"""Tasks of language models: prompts with targets, chats, or plain texts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fusion_bench_featcal.calibration_text import TextBatches, text_rows
+from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
+from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.folders.tasks import Score, Task, sentences, split_rows
+
+LONG = 16
+"""Median tokens of targets from which accuracy counts tokens in place of whole answers."""
+
+
+def open_language_task(
+    task: str, request: Request, encoder: TextEncoder, load_expert: Callable[[], nn.Module]
+) -> Task:
+    """Open a task's texts, and read those that are used.
+
+    Args:
+        task: The task.
+        request: The request.
+        encoder: Makes token ids.
+        load_expert: Loads the task's expert, called where it writes the targets.
+
+    Raises:
+        ValueError: If there is no such data.
+        CalibrationError: If a row is no text that can be used.
+    """
+    place = f"--data {task}={request.data[task]}"
+    rows = text_rows(load_texts(request.data[task]), place)
+    chosen, held = split_rows(task, len(rows), request)
+
+    def batches(place: str, rows: Any, indices: list[int]) -> TextBatches:
+        settings = request.settings
+        if _writes(rows, indices):
+            settings = settings.replace(calibration_targets="generated")
+        return TextBatches(place, rows, indices, settings, encoder, load_expert, request.device)
+
+    calibration = batches(place, rows, chosen)
+    tested = batches(place, rows, held) if held else None
+    if request.evaluate and task in request.tests:
+        place = f"--eval {task}={request.tests[task]}"
+        others = text_rows(load_texts(request.tests[task], "test"), place)
+        tested = batches(place, others, list(range(len(others)))[: request.test_rows])
+    notes = sentences(len(held), task)
+    if calibration.settings.calibration_targets == "generated":
+        notes.append(f"{task}: no targets in --data, so its expert writes them")
+    length = max(calibration.lengths())
+    tests = None if tested is None or not tested.indices else LanguageTests(tested)
+    if tests is not None:
+        tests.batches.lengths()
+        notes += tests.notes(task)
+    return Task(calibration, len(chosen), length, tests, notes)
+
+
+def _writes(rows: Any, indices: list[int]) -> bool:
+    """Return whether prompts lack their targets, so that the expert has to write them."""
+    return any(_lacks_target(rows[index]) for index in indices)
+
+
+def _lacks_target(row: Mapping[str, Any]) -> bool:
+    if row.get("input_ids") is not None:
+        return False
+    if row.get("messages") is not None:
+        turns = list(row["messages"])
+        return not turns or dict(turns[-1]).get("role") != "assistant"
+    return "prompt" in row and row.get("target") is None
+
+
+@dataclass
+class LanguageTests:
+    """Test texts, scored by the probability of their targets.
+
+    A target is answered exactly if each of its tokens is the model's first choice after those
+    before it: greedy search would then write it. So no search is needed.
+    """
+
+    batches: TextBatches
+
+    def notes(self, task: str) -> list[str]:
+        """Say what accuracy means."""
+        written = self.batches.settings.calibration_targets == "generated"
+        whose = " that its expert writes" if written else ""
+        what = "tokens" if self._counts_tokens() else "whole answers"
+        return [f"{task}: accuracy is the share of {what}{whose} that are right"]
+
+    def _counts_tokens(self) -> bool:
+        """Return whether targets are too long to be answered as a whole, or are free text."""
+        if self.batches.settings.calibration_targets == "generated":
+            return True
+        labels = [
+            self.batches.encoder.sample(self.batches.rows[index], "").labels
+            for index in self.batches.indices
+        ]
+        lengths = [sum(token != IGNORED for token in row) if row else LONG + 1 for row in labels]
+        return median(lengths) > LONG
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> Score:
+        """Score a model by its loss a token, mean over texts, and by accuracy."""
+        device = next(model.parameters()).device
+        losses, tokens, exact = [], [0, 0], []
+        for batch in self.batches.checked(model):
+            moved = {name: tensor.to(device) for name, tensor in batch.items()}
+            logits, labels = targets_of(model, moved)
+            counted = labels != IGNORED
+            loss = F.cross_entropy(
+                logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
+            )
+            losses.append(loss.sum(dim=1) / counted.sum(dim=1).clamp(min=1))
+            right = (logits.argmax(dim=-1) == labels) | ~counted
+            tokens[0] += int((right & counted).sum())
+            tokens[1] += int(counted.sum())
+            exact.append(right.all(dim=1))
+        loss = torch.cat(losses).double().mean().item()
+        if self._counts_tokens():
+            return Score(tokens[0] / max(tokens[1], 1), loss, None)
+        correct = torch.cat(exact).cpu()
+        return Score(correct.double().mean().item(), loss, correct)
+
+
+def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits and the tokens that they predict, -100 where none counts.
+
+    Args:
+        model: A language model.
+        batch: `input_ids`, `attention_mask` and, where texts have targets, `labels`,
+            `[batch, length]`; texts without count as a whole.
+
+    Returns:
+        Logits `[batch, positions, vocabulary]` and labels `[batch, positions]`.
+    """
+    if model.config.is_encoder_decoder:
+        return model(**batch).logits, batch["labels"]
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    labels = batch.get("labels")
+    if labels is None:
+        labels = ids.masked_fill(mask == 0, IGNORED)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    return logits[:, :-1], labels[:, 1:]

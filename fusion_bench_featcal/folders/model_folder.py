@@ -1,0 +1,230 @@
+"""One model in a folder or on the hub: its class, its files, its weights."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fusion_bench_featcal.data.tables import offline_hint
+from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.experts.model_config import read_config
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+
+Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip"]
+"""Kind of models: what their inputs are, and what is evaluated."""
+
+# Files of a model on the hub: weights in safetensors, configs, tokenizer or processor.
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "mergekit_config.yml"]
+_CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
+TEXT_CLASSIFIER: Kind = "text classifier"
+IMAGE_CLASSIFIER: Kind = "image classifier"
+
+
+class ModelFolder:
+    """A model's folder, whole or with a LoRA adapter.
+
+    Attributes:
+        name: The task of an expert, else `base` or `merged`.
+        folder: The folder; a hub id is downloaded.
+    """
+
+    def __init__(self, name: str, location: str, option: str) -> None:
+        """Find the folder.
+
+        Args:
+            name: The model's name in messages.
+            location: Folder or hub id.
+            option: The option that names it.
+
+        Raises:
+            ValueError: If there is no such folder or hub id, or no model in it.
+        """
+        self.name = name
+        self.option = (
+            f"{option} {name}={location}" if option == "--expert" else f"{option} {location}"
+        )
+        self.folder = located(location, self.option)
+        self.is_adapter = (self.folder / "adapter_config.json").is_file()
+        if not self.is_adapter and self.config is None:
+            raise ValueError(f"{self.option}: {self.folder} has no config.json, so it is no model")
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """Content of its config.json; None: it has none, as a LoRA adapter."""
+        return read_config(self.folder)
+
+    def source(self, base: "ModelFolder | None") -> ExpertSource:
+        """Its weights, read tensor by tensor.
+
+        Args:
+            base: The base model, which a LoRA adapter changes.
+
+        Raises:
+            ValueError: If it has no safetensors files, or an adapter has no base.
+            CalibrationError: If a file is damaged, or the adapter does not fit the base.
+        """
+        try:
+            if not self.is_adapter:
+                return SafetensorsExpert(self.folder)
+            if base is None or base.is_adapter:
+                raise ValueError(f"{self.option} is a LoRA adapter, which needs --base")
+            return LoraExpert(SafetensorsExpert(base.folder), self.folder)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{self.option}: {error}; only safetensors are read: load the model in "
+                "transformers and save it with save_pretrained"
+            ) from error
+
+    @property
+    def architecture(self) -> type[nn.Module]:
+        """The class of transformers that its config names.
+
+        Raises:
+            ValueError: If transformers has none of that name.
+        """
+        import transformers
+
+        name = next(iter((self.config or {}).get("architectures") or [None]))
+        found = None if name is None else getattr(transformers, name, None)
+        if found is None:
+            raise ValueError(
+                f"{self.option}: its config.json names the class {name}, which transformers "
+                f"{transformers.__version__} does not have; code beside a model is not run"
+            )
+        return found
+
+    @property
+    def kind(self) -> Kind:
+        """Kind of the model.
+
+        Raises:
+            ValueError: If it is of none that can be calibrated here.
+        """
+        name = self.architecture.__name__
+        if name in _CLIP:
+            return "clip"
+        for kind, names in _mappings().items():
+            if name in names:
+                return kind
+        raise ValueError(
+            f"{self.option} is a {name}; featcal calibrate takes language models, text and image "
+            "classifiers and CLIP models. Calibrate others by fusion_bench method=featcal"
+        )
+
+    @property
+    def calibrated_class(self) -> type[nn.Module]:
+        """The class that is calibrated: of a CLIP the vision tower, else the config's own."""
+        from transformers import CLIPVisionModel
+
+        return CLIPVisionModel if self.kind == "clip" else self.architecture
+
+    def load(self, kind: Any = None) -> nn.Module:
+        """Load the model on the CPU, in the dtype of its files.
+
+        Args:
+            kind: Its class; None: `calibrated_class`.
+
+        Raises:
+            ValueError: If it cannot be loaded.
+        """
+        kind = kind or self.calibrated_class
+        try:
+            model = kind.from_pretrained(self.folder, dtype="auto", use_safetensors=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{self.option} cannot be loaded: {first_line(error)}") from error
+        return model.eval().requires_grad_(False)
+
+    def empty(self) -> nn.Module:
+        """The model without weights, on the meta device.
+
+        Raises:
+            ValueError: If its config is not one of its class.
+        """
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(self.folder)
+            dtype = _dtype(config)
+            if self.kind == "clip":
+                config = getattr(config, "vision_config", config)
+            with torch.device("meta"):
+                return self.calibrated_class(config).to(dtype).eval()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.option}: config.json: {first_line(error)}") from error
+
+    def loaded_with(self, base: "ModelFolder | None", like: "ModelFolder") -> nn.Module:
+        """Load an expert whole; a LoRA adapter into the base's weights.
+
+        Args:
+            base: The base model.
+            like: A model of the class that an adapter's model has.
+        """
+        if not self.is_adapter:
+            return self.load()
+        source = self.source(base)
+        model = (base or like).load()
+        tensors = model.state_dict()
+        with torch.no_grad():
+            for name in tensors.keys() & source.names():
+                tensors[name].copy_(source.tensor(name))
+        return model
+
+
+def located(location: str, option: str) -> Path:
+    """Return a model's local folder; a hub id is downloaded.
+
+    Raises:
+        ValueError: If it is neither a folder nor a hub id that can be had.
+    """
+    folder = Path(location).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(location, allow_patterns=_FILES))
+    except Exception as error:  # whatever the hub's client and the network raise
+        raise ValueError(
+            f"{option}: neither a folder here nor a model that the hub gives "
+            f"({first_line(error)}).{offline_hint()}"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, else the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def body_of(model: nn.Module, kind: Kind) -> nn.Module:
+    """The part of a model that experts share and that is calibrated.
+
+    A classifier's body; a CLIP's vision tower; a language model itself.
+    """
+    if kind in (TEXT_CLASSIFIER, IMAGE_CLASSIFIER):
+        return getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
+    return model
+
+
+def _dtype(config: Any) -> torch.dtype:
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _mappings() -> Mapping[Kind, set[str]]:
+    from transformers.models.auto import modeling_auto as auto
+
+    return {
+        "text classifier": set(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()),
+        "image classifier": set(_flat(auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values())),
+        "seq2seq": set(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()),
+        "causal": set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()),
+    }
+
+
+def _flat(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        yield from (value if isinstance(value, tuple | list) else [value])

@@ -1,0 +1,208 @@
+"""All models of one `featcal calibrate`, compared with each other before any is loaded."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.data.tokenizers import differing_tokens
+from fusion_bench_featcal.engine.modules import find_all_modules
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource
+from fusion_bench_featcal.experts.far_experts import distance_from
+from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.experts.vocabulary import CommonRows
+from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.folders.model_folder import ModelFolder, body_of
+from fusion_bench_featcal.folders.request import Request
+
+UNRELATED = 1.0
+"""Distance from the base, in norms of the base, that models tuned from it do not have: two models
+of separate trainings lie about 1.4 apart."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Base, experts and, if there is one, the merged model.
+
+    Attributes:
+        request: The request.
+        base: The base; None: there is none.
+        experts: Task -> expert.
+        merged: The merged model; None: it is merged on the way.
+    """
+
+    request: Request
+    base: ModelFolder | None
+    experts: dict[str, ModelFolder]
+    merged: ModelFolder | None
+
+    @classmethod
+    def of(cls, request: Request) -> "Models":
+        """Find all models, and compare configs, shapes, tokenizers and a sample of the weights.
+
+        Raises:
+            ValueError: If a model is missing, or cannot be one of these.
+            CalibrationError: If a model differs from the others, or cannot be calibrated.
+        """
+        merged = None
+        if request.merged is not None:
+            merged = ModelFolder("merged", request.merged, "the merged model")
+        base = None if request.base is None else ModelFolder("base", request.base, "--base")
+        if base is None and (merged is None or request.settings.needs_base):
+            raise ValueError("--base is missing: name the model that the experts were tuned from")
+        if base is not None and base.is_adapter:
+            raise ValueError(f"{base.option} is a LoRA adapter: name the model that it changes")
+        experts = {
+            task: ModelFolder(task, location, "--expert")
+            for task, location in request.experts.items()
+        }
+        models = cls(request, base, experts, merged)
+        models._check()
+        return models
+
+    @property
+    def home(self) -> ModelFolder:
+        """The model whose class and structure the calibrated one has: the merged, else the base."""
+        home = self.merged or self.base
+        assert home is not None
+        return home
+
+    @cached_property
+    def empty_body(self) -> nn.Module:
+        """The calibrated part without weights, on the meta device."""
+        return body_of(self.home.empty(), self.home.kind)
+
+    @cached_property
+    def sources(self) -> dict[str, ExpertSource]:
+        """Task -> its expert's weights, with no more tokens than the merged model knows."""
+        return {task: self._source(expert) for task, expert in self.experts.items()}
+
+    def _source(self, model: ModelFolder) -> ExpertSource:
+        source, rows = model.source(self.base), (self.home.config or {}).get("vocab_size")
+        own = (model.config or {}).get("vocab_size")
+        return CommonRows(source, rows) if own and rows and own > rows else source
+
+    def load(self) -> nn.Module:
+        """Load the merged model, or merge base and experts tensor by tensor."""
+        model = self.home.load()
+        if self.merged is None:
+            self._merge(body_of(model, self.home.kind))
+        return model
+
+    @torch.no_grad()
+    def _merge(self, body: nn.Module) -> None:
+        experts = [ExpertModel(task, source, body) for task, source in self.sources.items()]
+        merged: set[int] = set()
+        for name, own in body.state_dict(keep_vars=True).items():
+            if id(own) not in merged and own.is_floating_point():
+                merged.add(id(own))  # a tied matrix is merged once
+                tensors = [expert.tensor(name).float() for expert in experts]
+                own.copy_(self._merged(own.float(), tensors))
+
+    def _merged(self, base: Tensor, experts: list[Tensor]) -> Tensor:
+        if self.request.merge == "simple_average":
+            return torch.stack(experts).mean(dim=0)
+        return base + self.request.scale * sum(expert - base for expert in experts)
+
+    def load_expert(self, task: str) -> nn.Module:
+        """Load an expert whole."""
+        return self.experts[task].loaded_with(self.base, self.home)
+
+    def _check(self) -> None:
+        home, settings = self.home, self.request.settings
+        kind = home.kind
+        body = self.empty_body
+        stages = resolve_family(settings.family, body).stages(body)
+        find_all_modules(body, stages, settings)
+        whole = [m for m in (self.base, *self.experts.values()) if m and not m.is_adapter]
+        for model in whole:
+            role = "expert" if model.name in self.experts else "model"
+            check_same_function(
+                model.name,
+                model.config,
+                home.config,
+                settings.ignore_config,
+                role=role,
+                other=f"the {home.name} model",
+            )
+            if model.kind != kind:
+                raise ValueError(f"{model.option} is a {model.kind}, {home.option} a {kind}")
+        pairs: dict[str, Any] = {
+            task: ExpertModel(task, source, body) for task, source in self.sources.items()
+        }
+        if self.base is not None and self.base is not home:
+            pairs["base"] = ExpertModel("base", self._source(self.base), body, role="model")
+        self._check_distances(pairs, body)
+
+    def _check_distances(self, pairs: dict[str, Any], body: nn.Module) -> None:
+        """Refuse models that are no relatives of the base, by a sample of their weights."""
+        if self.base is None:
+            return
+        own = ExpertModel("merged", self._source(self.home), body, role="model")
+        base = pairs.pop("base", own)
+        related = pairs if self.merged is None else {"merged": own, **pairs}
+        for name, model in related.items():
+            distance = distance_from(base, model, body)
+            if distance > UNRELATED or math.isnan(distance):
+                option = self.experts[name].option if name in pairs else self.home.option
+                raise ValueError(
+                    f"{option} was not tuned from {self.base.option}: on a sample of weights it "
+                    f"lies {distance:.2f} times the base's own norm away (relatives: below 0.5). "
+                    "Check --base"
+                )
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, the same in all models, with texts padded at their end.
+
+        Raises:
+            ValueError: If there is none, or an expert has another.
+        """
+        from transformers import AutoTokenizer
+
+        place = self._processor_place()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place)
+        except Exception as error:  # whatever the tokenizer's own library raises
+            raise ValueError(
+                f"no tokenizer in {place} ({str(error).splitlines()[0]}): name one by --tokenizer"
+            ) from error
+        for expert in self.experts.values():
+            differing = differing_tokens(tokenizer, expert.folder)
+            if differing:
+                raise ValueError(
+                    f"{expert.option} has another tokenizer than {place}: {differing}. Experts "
+                    "must share one; check --tokenizer"
+                )
+        tokenizer.padding_side = "right"
+        if self.request.chat_template is not None:
+            tokenizer.chat_template = self.request.chat_template.read_text(encoding="utf-8")
+        return tokenizer
+
+    def image_processor(self) -> Any:
+        """The image processor of the merged model, or of the base.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        from transformers import AutoImageProcessor
+
+        place = self._processor_place()
+        try:
+            return AutoImageProcessor.from_pretrained(place)
+        except Exception as error:  # whatever its class raises
+            raise ValueError(
+                f"no image processor in {place} ({str(error).splitlines()[0]}): name a folder "
+                "with preprocessor_config.json by --tokenizer"
+            ) from error
+
+    def _processor_place(self) -> str:
+        if self.request.tokenizer is not None:
+            return self.request.tokenizer
+        names = ("tokenizer_config.json", "preprocessor_config.json", "tokenizer.json")
+        for model in (self.home, self.base):
+            if model is not None and any((model.folder / name).is_file() for name in names):
+                return str(model.folder)
+        return str(self.home.folder)

@@ -1,0 +1,159 @@
+"""Tasks of image classifiers, and of CLIP's vision towers by zero-shot heads."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fusion_bench_featcal.calibration_images import TaskBatches, decode_workers
+from fusion_bench_featcal.data.images import ImageItems, load_images
+from fusion_bench_featcal.folders.model_folder import ModelFolder
+from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.folders.tasks import (
+    Score,
+    Task,
+    classification_score,
+    label_numbers,
+    sentences,
+    split_rows,
+)
+
+Head = Callable[[nn.Module, Tensor], Tensor]
+"""Class logits of a model for pixels `[batch, channels, height, width]`."""
+
+
+def open_image_task(
+    task: str,
+    request: Request,
+    processor: Any,
+    *,
+    label2id: dict[str, int] | None = None,
+    zero_shot: "ZeroShot | None" = None,
+) -> Task:
+    """Open a task's images: a folder with a folder of images per class, a table, a hub data set.
+
+    Args:
+        task: The task.
+        request: The request.
+        processor: Makes pixels.
+        label2id: Number of each class in the head of the task's expert.
+        zero_shot: Makes heads from class names, for CLIP's vision tower.
+
+    Raises:
+        ValueError: If there are no such images, or the head lacks a class.
+        CalibrationError: If the data cannot be read.
+    """
+    items = _items(request.data[task], "train")
+    chosen, held = split_rows(task, len(items), request)
+    settings = request.settings
+    workers = decode_workers(settings, processor)
+
+    def batches(items: ImageItems, indices: list[int]) -> TaskBatches:
+        size = settings.batch_size
+        return TaskBatches(task, items, indices, size, processor, workers=workers)
+
+    notes = sentences(len(held), task)
+    if request.evaluate and task in request.tests:
+        items, place = _items(request.tests[task], "test"), f"--eval {task}"
+        held = _spread(len(items), request.test_rows)
+        tested = batches(items, held)
+        items_of_calibration = _items(request.data[task], "train")
+    else:
+        place, tested, items_of_calibration = f"--data {task}", batches(items, held), items
+    tests = None
+    if held and (label2id or zero_shot):
+        if items.has_labels is False or items.classnames is None:
+            raise ValueError(
+                f"{place}: images without class names cannot be evaluated: put them into one "
+                "folder per class, or give --no-eval"
+            )
+        labels = torch.tensor([items.read(index)[1] for index in held])
+        head: Head = _classify
+        if zero_shot is not None:
+            head = partial(_by_similarity, zero_shot.head(items.classnames), zero_shot)
+        elif label2id is not None:
+            labels = torch.tensor(label_numbers(items.classnames, label2id, place))[labels]
+        tests = ImageTests(tested, labels, head)
+    return Task(batches(items_of_calibration, chosen), len(chosen), 0, tests, notes)
+
+
+def _items(location: str, split: str) -> ImageItems:
+    name, _, named = location.partition(":")
+    from pathlib import Path
+
+    if Path(location).expanduser().exists():
+        return load_images(location)
+    return load_images(name, named or split)
+
+
+def _spread(available: int, most: int) -> list[int]:
+    """At most so many positions, evenly spread: folders hold one class after the other."""
+    return [number * available // min(most, available) for number in range(min(most, available))]
+
+
+def _classify(model: nn.Module, pixels: Tensor) -> Tensor:
+    return model(pixel_values=pixels).logits
+
+
+@dataclass(frozen=True)
+class ImageTests:
+    """Test images with labels, as numbers of the head's classes."""
+
+    batches: TaskBatches
+    labels: Tensor
+    head: Head
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> Score:
+        """Score a model."""
+        first = next(model.parameters())
+        logits = [
+            self.head(model, batch["pixel_values"].to(first.device, first.dtype)).cpu()
+            for batch in self.batches
+        ]
+        return classification_score(torch.cat(logits), self.labels)
+
+
+class ZeroShot:
+    """Zero-shot heads of a whole CLIP: its text tower and its two projections.
+
+    Attributes:
+        projection: From the vision tower's output to the space that text and images share.
+        scale: Factor of cosines.
+    """
+
+    def __init__(self, clip: ModelFolder, prompt: str) -> None:
+        """Load the text tower.
+
+        Args:
+            clip: Folder of a whole CLIP.
+            prompt: Prompt of a class, with {} for its name.
+
+        Raises:
+            ValueError: If it cannot be loaded.
+        """
+        from transformers import AutoTokenizer, CLIPModel
+
+        self._model: Any = clip.load(CLIPModel)
+        self._tokenizer = AutoTokenizer.from_pretrained(clip.folder)
+        self._prompt = prompt
+        self.projection = self._model.visual_projection
+        self.scale = float(self._model.logit_scale.exp())
+
+    @torch.no_grad()
+    def head(self, classnames: Sequence[str]) -> Tensor:
+        """Unit vectors of the classes, `[classes, d]`."""
+        prompts = [self._prompt.replace("{}", name) for name in classnames]
+        tokens = self._tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
+        pooled = self._model.text_model(**tokens).pooler_output
+        return F.normalize(self._model.text_projection(pooled).float(), dim=-1)
+
+
+def _by_similarity(head: Tensor, zero_shot: ZeroShot, model: nn.Module, pixels: Tensor) -> Tensor:
+    pooled = model(pixel_values=pixels).pooler_output.cpu()
+    images = zero_shot.projection(pooled.to(zero_shot.projection.weight.dtype)).float()
+    return zero_shot.scale * F.normalize(images, dim=-1) @ head.T

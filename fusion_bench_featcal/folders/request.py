@@ -1,0 +1,312 @@
+"""Arguments of `featcal calibrate`, checked before anything is loaded."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fusion_bench_featcal.files import ReportError, prepare_directory
+from fusion_bench_featcal.folders.mergekit import FILE, read_recipe
+from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_settings
+from fusion_bench_featcal.settings import PLUS, FeatCalSettings
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
+MERGERS = ("simple_average", "task_arithmetic:SCALE")
+MAX_LENGTH = 1024
+"""Tokens of a text where `max_length` is not set: texts of any length would take any memory."""
+
+# Settings that the command sets by options of its own, and those of model pools.
+_ELSEWHERE = {
+    "calibration_split": "--data NAME=ID:SPLIT",
+    "checkpoint_dir": "--checkpoints",
+    "resume": "--resume",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One calibration of models in folders.
+
+    Attributes:
+        merged: Folder or hub id of the merged model; None: it is merged on the way.
+        merge: `simple_average` or `task_arithmetic`, where there is no merged model.
+        scale: Scaling factor of task arithmetic.
+        base: Folder or hub id of the base model; None needs `anchor_rho` 1.
+        experts: Task -> folder or hub id of its expert.
+        data: Task -> calibration data: a file, a folder or a hub id.
+        tests: Task -> data to evaluate on; tasks without hold back a part of `data`.
+        test_rows: Most rows of a task that are evaluated.
+        out: Folder for the calibrated model.
+        settings: Settings of the calibration.
+        device: Device on which to calibrate and evaluate.
+        checkpoints: Folder for finished blocks.
+        tokenizer: Folder or hub id of tokenizer or processor; None: the merged model's or base's.
+        chat_template: File with a chat template in place of the tokenizer's.
+        text_tower: Folder or hub id of a whole CLIP for zero-shot heads; None: merged or base.
+        prompt: Prompt of a class for zero-shot heads, with {} for its name.
+        evaluate: Whether models are evaluated.
+        notes: Sentences on what the command decided by itself.
+    """
+
+    merged: str | None
+    merge: str | None
+    scale: float
+    base: str | None
+    experts: Mapping[str, str]
+    data: Mapping[str, str]
+    tests: Mapping[str, str]
+    test_rows: int
+    out: Path
+    settings: FeatCalSettings
+    device: str
+    checkpoints: Path
+    tokenizer: str | None
+    chat_template: Path | None
+    text_tower: str | None
+    prompt: str
+    evaluate: bool
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, options: Any) -> "Request":
+        """Check the command's options.
+
+        Args:
+            options: The parsed command line of `featcal calibrate`.
+
+        Raises:
+            ValueError: If something is missing, unknown or does not fit together.
+            ReportError: If the folder for the model cannot be written.
+        """
+        notes: list[str] = []
+        base, experts = options.base, _pairs(options.expert, "--expert")
+        if (options.merged is None) == (options.merge is None):
+            raise ValueError("give the merged model's folder, or --merge task_arithmetic:0.3")
+        if options.merged is not None:
+            base, experts = _with_recipe(options.merged, base, experts, notes)
+        if not experts:
+            raise ValueError(
+                "name the experts: --expert NAME=DIR for each (or a merged model's folder with "
+                f"mergekit's {FILE})"
+            )
+        data = _matched(_pairs(options.data, "--data"), experts, "--data", notes)
+        missing = [task for task in experts if task not in data]
+        if missing:
+            raise ValueError(
+                f"no data of {', '.join(missing)}: every expert needs samples of its task, "
+                f"--data {missing[0]}=FILE"
+            )
+        merge, scale = _merger(options.merge)
+        out = Path(options.out).expanduser()
+        checkpoints = out.with_name(f"{out.name}.blocks")
+        return cls(
+            merged=options.merged,
+            merge=merge,
+            scale=scale,
+            base=base,
+            experts=experts,
+            data=data,
+            tests=_matched(_pairs(options.eval, "--eval"), experts, "--eval", notes),
+            test_rows=options.eval_rows,
+            out=_free(out),
+            settings=_settings(options, checkpoints),
+            device=options.device,
+            checkpoints=checkpoints,
+            tokenizer=options.tokenizer,
+            chat_template=_file(options.chat_template, "--chat-template"),
+            text_tower=options.text_tower,
+            prompt=_prompt(options.prompt),
+            evaluate=not options.no_eval,
+            notes=tuple(notes),
+        )
+
+
+def _pairs(words: Iterable[str] | None, option: str) -> dict[str, str]:
+    """Read `NAME=VALUE` words.
+
+    Raises:
+        ValueError: If one has no name or no value, or a name stands there twice.
+    """
+    pairs: dict[str, str] = {}
+    for word in words or ():
+        name, equals, value = word.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"{option} takes NAME=VALUE, such as {option} math=DIR, got {word!r}")
+        if name in pairs:
+            raise ValueError(f"{option} {name}=... stands there twice")
+        pairs[name] = value
+    return pairs
+
+
+def _with_recipe(
+    merged: str, base: str | None, experts: dict[str, str], notes: list[str]
+) -> tuple[str | None, dict[str, str]]:
+    """Complete base and experts by the merged model's mergekit config.
+
+    Raises:
+        ValueError: If a given base or expert is not one that the model was merged from.
+    """
+    recipe = read_recipe(Path(merged).expanduser())
+    if recipe is None:
+        return base, experts
+    if base is not None and recipe.base is not None and not _same_place(base, recipe.base):
+        raise ValueError(
+            f"--base {base} is not the base that {merged} was merged on: its {FILE} names "
+            f"{recipe.base}"
+        )
+    if base is None and recipe.base is not None:
+        base = recipe.base
+        notes.append(f"base, by {FILE}: {base}")
+    if not experts:
+        experts = dict(recipe.experts)
+        listed = ", ".join(f"{name}={location}" for name, location in experts.items())
+        notes.append(f"experts, by {FILE} ({recipe.method}): {listed}")
+    else:
+        notes += _check_experts(merged, experts, recipe.experts)
+    return base, experts
+
+
+def _check_experts(
+    merged: str, experts: Mapping[str, str], known: Mapping[str, str]
+) -> Iterable[str]:
+    for name, location in experts.items():
+        if not any(_same_place(location, other) for other in known.values()):
+            raise ValueError(
+                f"--expert {name}={location} is no model that {merged} was merged from: its {FILE} "
+                f"names {', '.join(known.values())}"
+            )
+    left = [v for v in known.values() if not any(_same_place(v, e) for e in experts.values())]
+    if left:
+        yield f"merged from {', '.join(left)} as well, for which no --expert stands"
+
+
+def _same_place(one: str, other: str) -> bool:
+    """Return whether two locations are one folder, or one hub id."""
+    first, second = Path(one).expanduser(), Path(other).expanduser()
+    if first.exists() and second.exists():
+        return first.resolve() == second.resolve()
+    # one of them may be where the other was downloaded to
+    return one == other or first.exists() != second.exists()
+
+
+def _matched(
+    given: Mapping[str, str], experts: Mapping[str, str], option: str, notes: list[str]
+) -> dict[str, str]:
+    """Return data by expert; a name may be a part of one expert's name.
+
+    Raises:
+        ValueError: If a name fits no expert, or several.
+    """
+    matched: dict[str, str] = {}
+    for name, value in given.items():
+        fitting = [e for e in experts if e == name] or [e for e in experts if name in e]
+        if len(fitting) != 1:
+            raise ValueError(
+                f"{option} {name}=...: {'several experts fit' if fitting else 'there is no such'}"
+                f"{'' if fitting else ' expert'}{nearest_hint(name, experts)}; the experts are "
+                f"{', '.join(experts)}"
+            )
+        if fitting[0] != name:
+            notes.append(f"{option} {name} is of {fitting[0]}")
+        if fitting[0] in matched:
+            raise ValueError(f"{option}: {fitting[0]} has data twice")
+        matched[fitting[0]] = value
+    return matched
+
+
+def _merger(text: str | None) -> tuple[str | None, float]:
+    """Read `task_arithmetic:0.3` or `simple_average`."""
+    if text is None:
+        return None, 1.0
+    name, _, scale = text.partition(":")
+    if name == "simple_average" and not scale:
+        return name, 1.0
+    if name == "task_arithmetic":
+        try:
+            return name, float(scale or 0.3)
+        except ValueError:
+            pass
+    raise ValueError(
+        f"--merge takes {' or '.join(MERGERS)}, got {text!r}; other mergers run by fusion_bench "
+        "method=featcal method@method.base_method=..., or give the folder of a merged model"
+    )
+
+
+def _settings(options: Any, checkpoints: Path) -> FeatCalSettings:
+    """Return the settings of the preset and of `--set`.
+
+    Raises:
+        ValueError: If a setting is unknown or out of range.
+    """
+    values: dict[str, Any] = dict(PRESETS[options.preset])
+    values["max_length"] = MAX_LENGTH
+    given = {}
+    for name, text in _pairs(options.set, "--set").items():
+        if name in _ELSEWHERE:
+            raise ValueError(f"--set {name}: use {_ELSEWHERE[name]}")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {name}={text} is no YAML: {error}") from error
+        given[name] = _number(value)
+    refuse_unknown_settings(given, FeatCalSettings.names(), place="--set ", owner="featcal")
+    kept = {"checkpoint_dir": str(checkpoints), "resume": options.resume}
+    return FeatCalSettings(**(values | given | kept))
+
+
+def _number(value: Any) -> Any:
+    """Return a number for a text such as 1e-5, which YAML takes for a word."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+def _free(out: Path) -> Path:
+    """Refuse a folder with files in it, or one that cannot be made."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out} exists and is not empty: name a new folder")
+    try:
+        prepare_directory(out.absolute().parent, "--out")
+    except ReportError as error:
+        raise ValueError(str(error)) from error
+    return out
+
+
+def _file(path: str | None, option: str) -> Path | None:
+    if path is None:
+        return None
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"{option} {path}: there is no such file")
+    return file
+
+
+def _prompt(text: str) -> str:
+    if "{}" not in text:
+        raise ValueError(f"--prompt {text!r} has no {{}} for the class name")
+    return text
+
+
+def in_words_of_the_command(error: Exception | str) -> str:
+    """Return a message with the command's options in place of settings in YAML."""
+    text = str(error)
+    for pattern, option in _OPTIONS:
+        text = re.sub(pattern, option, text)
+    return text
+
+
+_OPTIONS = (
+    (r"modelpool\.models\._pretrained_", "--base"),
+    (r"modelpool\.models\.([\w.-]*\w)", r"--expert \1"),
+    (r"modelpool\.models\b", "--base and --expert"),
+    (r"modelpool\.\w+_datasets\.([\w.-]*\w)", r"--data \1"),
+    (r"modelpool\.(tokenizer|processor)", "--tokenizer"),
+    (r"method\.resume=true", "--resume"),
+    (r"method\.checkpoint_dir", "--out"),
+    (r"method\.base_method", "--merge"),
+    (r"method\.(\w+)=", r"--set \1="),
+    (r"method\.(\w+)", r"--set \1"),
+)

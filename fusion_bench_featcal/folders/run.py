@@ -1,0 +1,296 @@
+"""One `featcal calibrate`: checks, plan, evaluation, calibration, and the folder that it leaves."""
+
+import dataclasses
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_bench_featcal.calibration import CalibrationResult, calibrate
+from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.folders.classifiers import open_classifier_task
+from fusion_bench_featcal.folders.language import open_language_task
+from fusion_bench_featcal.folders.model_folder import (
+    IMAGE_CLASSIFIER,
+    TEXT_CLASSIFIER,
+    ModelFolder,
+    body_of,
+)
+from fusion_bench_featcal.folders.models import Models
+from fusion_bench_featcal.folders.pictures import ZeroShot, open_image_task
+from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
+from fusion_bench_featcal.folders.saving import REPORT, save
+from fusion_bench_featcal.folders.tasks import Score, Task
+from fusion_bench_featcal.plan.estimate import Request as PlanRequest
+from fusion_bench_featcal.plan.estimate import estimate
+from fusion_bench_featcal.plan.show import one_line, warnings_of
+from fusion_bench_featcal.results import (
+    EXPERTS,
+    FEATCAL,
+    Report,
+    describe_device,
+    measure,
+    versions,
+)
+from fusion_bench_featcal.results.remarks import tasks_below_merged, tasks_with_high_drift
+from fusion_bench_featcal.saved_model import CardFacts
+from fusion_bench_featcal.trials import Agreement, outcome_of
+from fusion_bench_featcal.trials import warnings_of as warnings_of_trials
+
+MERGED = "merged"
+
+
+def run(request: Request) -> Path:
+    """Calibrate models in folders.
+
+    Args:
+        request: What to calibrate.
+
+    Returns:
+        The folder of the calibrated model.
+
+    Raises:
+        ValueError: If models or data are missing or do not fit; nothing has been loaded then.
+        CalibrationError: If the calibration cannot go on; finished blocks are kept.
+    """
+    models = Models.of(request)
+    job = Job.of(models)
+    job.show_plan()
+    model = models.load().to(request.device)
+    job.evaluate_references(model)
+    with measure() as cost:
+        result = job.calibrate(model)
+    calibrated = job.with_body(model, result.model)
+    job.evaluate(FEATCAL, calibrated, result, cost.as_dict())
+    return job.finish(calibrated, result)
+
+
+@dataclass
+class Job:
+    """Everything that is needed once all checks have passed.
+
+    Attributes:
+        models: The models.
+        request: The request, with settings as this kind of models takes them.
+        processor: Tokenizer or image processor.
+        tasks: Task -> its data.
+        report: The report.
+        heads: Task -> its expert's classifier; empty where models have no heads of their own.
+    """
+
+    models: Models
+    request: Request
+    processor: Any
+    tasks: Mapping[str, Task]
+    report: Report
+    heads: dict[str, Any]
+
+    @classmethod
+    def of(cls, models: Models) -> "Job":
+        """Open and read the data of every task."""
+        request, kind = models.request, models.home.kind
+        settings = request.settings
+        if kind in ("clip", IMAGE_CLASSIFIER):
+            settings = settings.replace(max_length=None)
+            processor = models.image_processor()
+        else:
+            processor = models.tokenizer()
+            if settings.max_length == MAX_LENGTH:
+                most = min(MAX_LENGTH, processor.model_max_length)
+                settings = settings.replace(max_length=most)
+        request = dataclasses.replace(request, settings=settings)
+        tasks = _open_tasks(models, request, processor)
+        report = Report(
+            suite=request.out.name,
+            upstream=MERGED,
+            versions=versions(),
+            device=describe_device(torch.device(request.device)),
+        )
+        report.notes += [*request.notes, *(note for t in tasks.values() for note in t.notes)]
+        return cls(models, request, processor, tasks, report, {})
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether every expert has a head of its own."""
+        return self.models.home.kind in (TEXT_CLASSIFIER, IMAGE_CLASSIFIER)
+
+    @property
+    def tested(self) -> list[str]:
+        """Tasks with test samples."""
+        return [name for name, task in self.tasks.items() if task.tests is not None]
+
+    def show_plan(self) -> None:
+        """Print what will be done, with what, and what it takes."""
+        request, home = self.request, self.models.home
+        print(f"{home.kind}: {home.calibrated_class.__name__}, {len(self.tasks)} tasks")
+        for name, task in self.tasks.items():
+            print(f"  {name}: {task.samples} samples of {request.data[name]}")
+        for note in self.report.notes:
+            print(f"  {note}")
+        print(f"  settings: {request.settings.of_the_model().described()}")
+        asked = PlanRequest(
+            model=self.models.empty_body,
+            settings=request.settings,
+            tasks=len(self.tasks),
+            length=max(1, *(task.length for task in self.tasks.values())),
+            samples=[task.samples for task in self.tasks.values()],
+            device=torch.device(request.device),
+        )
+        try:
+            plan = estimate(asked)
+        except Exception as error:  # a model of unknown inputs: the calibration itself will tell
+            print(f"no plan of time and memory: {error}")
+            return
+        print(one_line(plan))
+        for warning in warnings_of(plan):
+            warnings.warn(warning, stacklevel=2)
+
+    def evaluate_references(self, model: nn.Module) -> None:
+        """Evaluate the merged model, and each expert on its own task."""
+        if not self.tested:
+            return
+        scores, expert_scores = {}, {}
+        for task in self.tested:
+            print(f"evaluating {task}: its expert and the merged model")
+            expert: Any = self.models.load_expert(task).to(self.request.device)
+            expert_scores[task] = self._score(task, expert)
+            if self.has_heads:
+                self.heads[task] = self.with_body(expert, body_of(model, self.models.home.kind))
+                scores[task] = self._score(task, self.heads[task])
+            else:
+                del expert
+                scores[task] = self._score(task, model)
+        self._add_row(EXPERTS, expert_scores)
+        self._add_row(MERGED, scores)
+
+    def evaluate(
+        self, name: str, model: nn.Module, result: CalibrationResult, cost: Mapping[str, Any]
+    ) -> None:
+        """Evaluate the calibrated model, and add what it was made with."""
+        records = result.log.of_kind("task")
+        samples = {r["task"]: {"samples": r["samples"], "split": "data"} for r in records}
+        made = {"settings": self.request.settings.as_dict(), "cost": cost, "samples": samples}
+        scores = {}
+        for task in self.tested:
+            whole = model
+            if self.has_heads:
+                body = body_of(model, self.models.home.kind)
+                whole = self.heads[task] = self.with_body(self.heads[task], body)
+            scores[task] = self._score(task, whole)
+        self._add_row(name, scores, **made)
+        notes = tasks_with_high_drift(name, result.log.records)
+        notes += [f"{name}: {line}" for line in warnings_of_trials(Agreement.of(result.log))]
+        self.report.notes += [*notes, *(f"{name}: {line}" for line in outcome_of(result.log))]
+        self.report.notes += tasks_below_merged(self.report)
+
+    def _score(self, task: str, model: nn.Module) -> Score:
+        tests = self.tasks[task].tests
+        assert tests is not None
+        return tests.score(model.eval())
+
+    def _add_row(self, name: str, scores: Mapping[str, Score], **made: Any) -> None:
+        if not scores:
+            for kept, value in made.items():
+                getattr(self.report, kept)[name] = dict(value)
+            return
+        correct = {task: score.correct for task, score in scores.items()}
+        self.report.add_row(
+            name,
+            {task: score.accuracy for task, score in scores.items()},
+            loss={task: score.loss for task, score in scores.items()},
+            correct=correct if all(flags is not None for flags in correct.values()) else None,
+            **made,
+        )
+
+    def calibrate(self, model: nn.Module) -> CalibrationResult:
+        """Calibrate the part that experts share."""
+        models, request = self.models, self.request
+        base = None if models.base is None else models.base.source(None)
+        return calibrate(
+            body_of(model, models.home.kind),
+            base,
+            models.sources,
+            {name: task.batches for name, task in self.tasks.items()},
+            request.settings,
+            device=request.device,
+            hashed=True,
+        )
+
+    def with_body(self, model: Any, body: nn.Module) -> nn.Module:
+        """Return a model with another body; for models without heads the body itself."""
+        if not self.has_heads:
+            return body
+        setattr(model, model.base_model_prefix, body)
+        return model
+
+    def finish(self, model: nn.Module, result: CalibrationResult) -> Path:
+        """Save the model and the report, print the table, and remove the finished blocks."""
+        request = self.request
+        merger: dict[str, Any] = {"merged model": request.merged}
+        if request.merge is not None:
+            merger = {"method": request.merge, "scaling_factor": request.scale}
+        counts = {name: task.samples for name, task in self.tasks.items()}
+        own = request.settings.of_the_model().as_dict()
+        facts = CardFacts(FEATCAL, merger, own, counts, result.reads)
+        heads = self.heads
+        if self.has_heads and not heads:
+            heads = {task: self.models.load_expert(task) for task in self.tasks}
+        out = save(self.models, model.cpu(), self.processor, facts, self.report, heads)
+        result.log.write(out / REPORT / "calibration_log.jsonl")
+        shutil.rmtree(request.checkpoints, ignore_errors=True)
+        if self.report.rows:
+            self.report.show()
+        return out
+
+
+def _open_tasks(models: Models, request: Request, processor: Any) -> dict[str, Task]:
+    """Open every task's data, as the kind of models asks for it."""
+    kind = models.home.kind
+    if kind in ("causal", "seq2seq"):
+        encoder = TextEncoder(processor, kind, request.settings.max_length)
+        return {
+            task: open_language_task(task, request, encoder, partial(models.load_expert, task))
+            for task in request.experts
+        }
+    labels = {task: _label2id(expert) for task, expert in models.experts.items()}
+    if kind == TEXT_CLASSIFIER:
+        return {
+            task: open_classifier_task(task, request, processor, labels[task])
+            for task in request.experts
+        }
+    if kind == IMAGE_CLASSIFIER:
+        return {
+            task: open_image_task(task, request, processor, label2id=labels[task])
+            for task in request.experts
+        }
+    zero_shot = _zero_shot(models, request)
+    return {
+        task: open_image_task(task, request, processor, zero_shot=zero_shot)
+        for task in request.experts
+    }
+
+
+def _label2id(expert: ModelFolder) -> dict[str, int]:
+    """Number of each class in an expert's head."""
+    config = expert.empty().config if not expert.is_adapter else None
+    return dict(getattr(config, "label2id", None) or {})
+
+
+def _zero_shot(models: Models, request: Request) -> ZeroShot | None:
+    """Zero-shot heads of a whole CLIP; None where none is at hand."""
+    if not request.evaluate:
+        return None
+    if request.text_tower is not None:
+        return ZeroShot(
+            ModelFolder("text tower", request.text_tower, "--text-tower"), request.prompt
+        )
+    for model in (models.merged, models.base):
+        if model is not None and model.architecture.__name__ == "CLIPModel":
+            return ZeroShot(model, request.prompt)
+    return None
