@@ -14,10 +14,10 @@ from torch import nn
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.checkpoints import check_checkpoints
 from fusion_bench_featcal.data.image_cache import ImageCache
+from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.families import check_family
-from fusion_bench_featcal.fusionbench.ending import ending_cleanly
 from fusion_bench_featcal.fusionbench.options import (
     MERGED,
     Choices,

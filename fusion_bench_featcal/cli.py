@@ -116,23 +116,20 @@ def explain_command(options: argparse.Namespace) -> int:
     return 1 if changed else 0
 
 
-def calibrate_command(options: argparse.Namespace) -> int:
+def calibrate_command(options: argparse.Namespace) -> None:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
+    from fusion_bench_featcal.ending import ending_cleanly
     from fusion_bench_featcal.folders import Request, run
     from fusion_bench_featcal.folders.request import in_words_of_the_command
     from fusion_bench_featcal.settings import CalibrationError
 
+    kept = f"ended before it was done: finished blocks are in {options.out}.blocks. To go on, "
     try:
-        request = Request.of(options)
-        out = run(request)
+        with ending_cleanly(True, lambda: kept + "repeat the command with --resume"):
+            out = run(Request.of(options))
     except (ValueError, CalibrationError) as error:
         raise UsageError(in_words_of_the_command(error)) from error
-    except KeyboardInterrupt:
-        where = f"{options.out}.blocks"
-        print(f"\nfinished blocks are in {where}: repeat the command with --resume to go on")
-        return 130
     print(f"saved: {out}\nnext: featcal report {out}, featcal explain {out}")
-    return 0
 
 
 def preflight_command(options: argparse.Namespace) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from process_group import in_forks, in_processes
 
+from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.engine import processes as waiting
 from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.files import owner_mark
-from fusion_bench_featcal.fusionbench.ending import ending_cleanly
 from fusion_bench_featcal.methods.standalone import (
     AnchorOnlyAlgorithm,
     LotAlgorithm,
@@ -164,7 +164,7 @@ WAITER = """
 import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from fusion_bench_featcal.fusionbench.ending import ending_cleanly
+from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.engine.processes import TorchProcesses
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])

@@ -18,7 +18,7 @@ from fusion_bench_featcal.comparison.grid import Grid, GridChoices, make_grid
 from fusion_bench_featcal.comparison.reports import check_places, write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.data.image_cache import ImageCache
-from fusion_bench_featcal.fusionbench.ending import ending_cleanly
+from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
 from fusion_bench_featcal.fusionbench.options import checked_settings, plain, take_fusion_bench_keys
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models

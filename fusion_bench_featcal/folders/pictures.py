@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,44 +50,55 @@ def open_image_task(
     """
     items = _items(request.data[task], "train")
     chosen, held = split_rows(task, len(items), request)
+    batches = _batches(task, request, processor)
+    calibration, notes = batches(items, chosen), sentences(len(held), task)
+    place = f"--data {task}"
+    if request.evaluate and task in request.tests:
+        items, place = _items(request.tests[task], "test"), f"--eval {task}"
+        held = _spread(len(items), request.test_rows)
+    tests = None
+    if held and (label2id or zero_shot):
+        labels, names = _labels(items, held, place)
+        if zero_shot is not None:
+            head: Head = partial(_by_similarity, zero_shot.head(names), zero_shot)
+        else:
+            labels = torch.tensor(label_numbers(names, label2id or {}, place))[labels]
+            head = _classify
+        tests = ImageTests(batches(items, held), labels, head)
+    return Task(calibration, len(chosen), 0, tests, notes)
+
+
+def _batches(
+    task: str, request: Request, processor: Any
+) -> Callable[[ImageItems, list[int]], TaskBatches]:
     settings = request.settings
     workers = decode_workers(settings, processor)
 
     def batches(items: ImageItems, indices: list[int]) -> TaskBatches:
-        size = settings.batch_size
-        return TaskBatches(task, items, indices, size, processor, workers=workers)
+        return TaskBatches(task, items, indices, settings.batch_size, processor, workers=workers)
 
-    notes = sentences(len(held), task)
-    if request.evaluate and task in request.tests:
-        items, place = _items(request.tests[task], "test"), f"--eval {task}"
-        held = _spread(len(items), request.test_rows)
-        tested = batches(items, held)
-        items_of_calibration = _items(request.data[task], "train")
-    else:
-        place, tested, items_of_calibration = f"--data {task}", batches(items, held), items
-    tests = None
-    if held and (label2id or zero_shot):
-        if items.has_labels is False or items.classnames is None:
-            raise ValueError(
-                f"{place}: images without class names cannot be evaluated: put them into one "
-                "folder per class, or give --no-eval"
-            )
-        labels = torch.tensor([items.read(index)[1] for index in held])
-        head: Head = _classify
-        if zero_shot is not None:
-            head = partial(_by_similarity, zero_shot.head(items.classnames), zero_shot)
-        elif label2id is not None:
-            labels = torch.tensor(label_numbers(items.classnames, label2id, place))[labels]
-        tests = ImageTests(tested, labels, head)
-    return Task(batches(items_of_calibration, chosen), len(chosen), 0, tests, notes)
+    return batches
+
+
+def _labels(items: ImageItems, indices: list[int], place: str) -> tuple[Tensor, list[str]]:
+    """Labels of some images, and the class names by label.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    if items.has_labels is False or items.classnames is None:
+        raise ValueError(
+            f"{place}: images without class names cannot be evaluated: put them into one folder "
+            "per class, or give --no-eval"
+        )
+    return torch.tensor([items.read(index)[1] for index in indices]), items.classnames
 
 
 def _items(location: str, split: str) -> ImageItems:
-    name, _, named = location.partition(":")
-    from pathlib import Path
-
+    """Open images at a path, or of a hub data set `ID:SPLIT`."""
     if Path(location).expanduser().exists():
         return load_images(location)
+    name, _, named = location.partition(":")
     return load_images(name, named or split)
 
 

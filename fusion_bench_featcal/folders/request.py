@@ -244,7 +244,8 @@ def _settings(options: Any, checkpoints: Path) -> FeatCalSettings:
     values: dict[str, Any] = dict(PRESETS[options.preset])
     values["max_length"] = MAX_LENGTH
     given = {}
-    for name, text in _pairs(options.set, "--set").items():
+    for word in options.set or ():  # a later one counts
+        ((name, text),) = _pairs([word], "--set").items()
         if name in _ELSEWHERE:
             raise ValueError(f"--set {name}: use {_ELSEWHERE[name]}")
         try:
@@ -299,6 +300,7 @@ def in_words_of_the_command(error: Exception | str) -> str:
 
 
 _OPTIONS = (
+    (r"or set modelpool\.tokenizer", "or name a template by --chat-template FILE"),
     (r"modelpool\.models\._pretrained_", "--base"),
     (r"modelpool\.models\.([\w.-]*\w)", r"--expert \1"),
     (r"modelpool\.models\b", "--base and --expert"),

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from torch import nn
 
@@ -43,8 +44,6 @@ from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.trials import Agreement, outcome_of
 from fusion_bench_featcal.trials import warnings_of as warnings_of_trials
 
-MERGED = "merged"
-
 
 def run(request: Request) -> Path:
     """Calibrate models in folders.
@@ -59,6 +58,7 @@ def run(request: Request) -> Path:
         ValueError: If models or data are missing or do not fit; nothing has been loaded then.
         CalibrationError: If the calibration cannot go on; finished blocks are kept.
     """
+    datasets.disable_progress_bars()  # of tables that are read in no time
     models = Models.of(request)
     job = Job.of(models)
     job.show_plan()
@@ -108,7 +108,7 @@ class Job:
         tasks = _open_tasks(models, request, processor)
         report = Report(
             suite=request.out.name,
-            upstream=MERGED,
+            upstream=request.merge or "merged",
             versions=versions(),
             device=describe_device(torch.device(request.device)),
         )
@@ -167,7 +167,7 @@ class Job:
                 del expert
                 scores[task] = self._score(task, model)
         self._add_row(EXPERTS, expert_scores)
-        self._add_row(MERGED, scores)
+        self._add_row(str(self.report.upstream), scores)
 
     def evaluate(
         self, name: str, model: nn.Module, result: CalibrationResult, cost: Mapping[str, Any]
@@ -245,7 +245,7 @@ class Job:
         result.log.write(out / REPORT / "calibration_log.jsonl")
         shutil.rmtree(request.checkpoints, ignore_errors=True)
         if self.report.rows:
-            self.report.show()
+            self.report.show(losses=True)
         return out
 
 

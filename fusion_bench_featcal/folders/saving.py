@@ -51,7 +51,8 @@ def save(
         new.mkdir()
         whole: Any = _whole(models, model)
         whole.save_pretrained(new)
-        keep_untied(whole, new)
+        if models.home.kind in ("causal", "seq2seq"):
+            keep_untied(whole, new)
         processor.save_pretrained(new)
         for task, classifier in heads.items():
             _save_head(new / HEADS / task, classifier)

@@ -1,6 +1,6 @@
 """The room where FusionBench is met, in the order of a run.
 
-`console`, `hydra_job`, `ending`: the screen, the log directory, the end of a job and of a process.
+`console`, `hydra_job`: the screen, the log directory, the end of a job.
 `options`, `program`: a method's keys; FusionBench's program, its task pool and its mergers.
 `pool_models`, `processors`: models of a pool by their files or whole; tokenizers and processors.
 `pool_checks`, `pool_configs`, `save_target`: refusals before anything is loaded.

@@ -11,7 +11,7 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
-from fusion_bench_featcal.fusionbench.ending import ends_cleanly
+from fusion_bench_featcal.ending import ends_cleanly
 from fusion_bench_featcal.fusionbench.options import check_merger, plain, take_fusion_bench_keys
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run

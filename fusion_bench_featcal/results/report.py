@@ -275,9 +275,13 @@ class Report:
                 line[entry.metric] = f"{entry.value:.6f}"
         return csv_text(("suite", "upstream", "name", "task", *metrics), lines.values())
 
-    def show(self) -> None:
-        """Print the tables to stdout, and under them what was calibrated with what, and where."""
-        print_run(self)
+    def show(self, *, losses: bool = False) -> None:
+        """Print the tables to stdout, and under them what was calibrated with what, and where.
+
+        Args:
+            losses: Whether to print a table of losses besides.
+        """
+        print_run(self, losses=losses)
 
 
 # What MLflow refuses in names and TensorBoard replaces.

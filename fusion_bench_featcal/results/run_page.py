@@ -25,9 +25,13 @@ if TYPE_CHECKING:
     from .report import Report
 
 
-def print_run(report: "Report") -> None:
+def print_run(report: "Report", *, losses: bool = False) -> None:
     """Print the tables to stdout, and under them what was calibrated with what, and where."""
-    print_page(run_tables(report, console().width), provenance(report))
+    width = console().width
+    tables = run_tables(report, width)
+    if losses and report.loss:
+        tables += titled("loss", loss_grid(report.loss, report.tasks).fitting(width))
+    print_page(tables, provenance(report))
 
 
 def run_tables(report: "Report", width: int) -> "list[Table]":

@@ -1,0 +1,221 @@
+"""`featcal calibrate` refuses what cannot work in one line, before any weights are loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from made_folders import classifier_folders, llama_folders, write_adapters, write_rows
+from test_calibrate_command import BLOCKS, words
+from tiny_texts import TASKS, WORDS, llama_model, sentences, t5_model, word_tokenizer
+
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.folders.model_folder import ModelFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Models and texts; loading a model whole is an error."""
+    llama_folders(tmp_path)
+    return _unloadable(tmp_path, monkeypatch)
+
+
+def _unloadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def load(self, kind=None):
+        raise AssertionError(f"{self.option} was loaded")
+
+    monkeypatch.setattr(ModelFolder, "load", load)
+    return folder
+
+
+def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """The one line that the command prints on stderr; nothing else is left."""
+    out = Path(arguments[arguments.index("--out") + 1])
+    before = sorted(out.parent.iterdir())
+    assert main(arguments) == 2
+    assert sorted(out.parent.iterdir()) == before
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("featcal: error")
+    ]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def recipe(folder: Path, base: str, *experts: str) -> None:
+    content = {
+        "merge_method": "ties",
+        "base_model": base,
+        "models": [{"model": e} for e in experts],
+    }
+    (folder / "merged" / "mergekit_config.yml").write_text(json.dumps(content))
+
+
+def test_another_base_than_mergekit_names(folder, capsys):
+    recipe(folder, str(folder / "two"), str(folder / "one"))
+    line = refusal(capsys, words(folder))
+    assert f"--base {folder / 'base'} is not the base" in line and str(folder / "two") in line
+
+
+def test_an_expert_that_mergekit_does_not_name(folder, capsys):
+    recipe(folder, str(folder / "base"), str(folder / "one"))
+    line = refusal(capsys, words(folder))
+    assert f"--expert two={folder / 'two'} is no model" in line
+
+
+def test_a_merged_model_of_another_base(folder, capsys):
+    llama_model(seed=9).save_pretrained(folder / "base")
+    line = refusal(capsys, words(folder))
+    assert "the merged model" in line and "was not tuned from --base" in line
+
+
+def test_an_expert_of_another_base(folder, capsys):
+    llama_model(seed=9).save_pretrained(folder / "two")
+    line = refusal(capsys, words(folder))
+    assert f"--expert two={folder / 'two'} was not tuned from --base" in line
+
+
+def test_an_expert_of_another_size(folder, capsys):
+    from tiny_models import decoder_model
+
+    wide = decoder_model(vocab_size=len(WORDS), hidden_size=16, intermediate_size=12)
+    wide.save_pretrained(folder / "two")
+    line = refusal(capsys, words(folder))
+    assert "expert 'two'" in line and "--expert two" in line
+
+
+def test_an_expert_of_another_architecture(folder, capsys):
+    t5_model().save_pretrained(folder / "two")
+    line = refusal(capsys, words(folder))
+    assert "expert 'two' is a 't5' model" in line
+
+
+def test_another_tokenizer(folder, capsys):
+    swapped = (*WORDS[:3], WORDS[4], WORDS[3], *WORDS[5:])
+    word_tokenizer(words=swapped).save_pretrained(folder / "two")
+    line = refusal(capsys, words(folder))
+    assert "has another tokenizer" in line and "2 of 23 tokens differ" in line
+
+
+def test_no_tokenizer(folder, capsys):
+    for name in ("base", "merged"):
+        for file in (folder / name).glob("*token*"):
+            file.unlink()
+    assert "name one by --tokenizer" in refusal(capsys, words(folder))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "a b"}, "a text is a row with prompt (and target), with messages"),
+        ({"prompt": 3}, "prompt is int, not a text"),
+        ({"prompt": " ", "target": "a"}, "the text is empty"),
+        ({"prompt": "a", "target": " "}, "the target is empty"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "--chat-template FILE"),
+    ],
+)
+def test_rows_that_are_no_texts(folder, capsys, row, message):
+    write_rows(folder / "one.jsonl", [row] * 10)
+    line = refusal(capsys, words(folder))
+    assert message in line and "--data one" in line and "item" in line
+
+
+def test_rows_of_another_format(folder, capsys):
+    (folder / "one.jsonl").write_text('{"prompt": "a"\nnonsense')
+    assert "is not readable as json" in refusal(capsys, words(folder))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--chat-template", "none.jinja"], "--chat-template none.jinja: there is no such file"),
+        (["--set", "ridge_lamda=1"], "the nearest is 'ridge_lambda'"),
+        (["--set", "ridge_lambda=-1"], "--set ridge_lambda must be"),
+        (["--set", "resume=true"], "--set resume: use --resume"),
+        (["--set", "family=llamma"], "--set family must be"),
+        (["--set", "modules=[nothing]"], "matches no module"),
+        (["--prompt", "a photo"], "has no {} for the class name"),
+        (["--merge", "simple_average"], "give the merged model's folder, or --merge"),
+        (["--data", "three=x.jsonl"], "there is no such expert"),
+        (["--eval", "one=nothing.jsonl"], "does not exist"),
+        (["--expert", "three"], "--expert takes NAME=VALUE"),
+    ],
+)
+def test_options(folder, capsys, more, message):
+    assert message in refusal(capsys, [*words(folder), *more])
+
+
+def test_an_expert_without_data(folder, capsys):
+    named = words(folder)
+    at = named.index(f"two={folder / 'two.jsonl'}")
+    assert "no data of two" in refusal(capsys, named[: at - 1] + named[at + 1 :])
+
+
+def test_data_that_is_not_there(folder, capsys):
+    (folder / "two.jsonl").unlink()
+    assert "does not exist" in refusal(capsys, words(folder))
+
+
+def test_data_without_rows(folder, capsys):
+    (folder / "two.jsonl").write_text("")
+    assert "two" in refusal(capsys, words(folder))
+
+
+def test_a_folder_that_is_not_empty(folder, capsys):
+    (folder / "out").mkdir()
+    (folder / "out" / "model.safetensors").write_text("")
+    assert "exists and is not empty" in refusal(capsys, words(folder))
+
+
+def test_a_place_that_is_no_model(folder, capsys):
+    shutil.rmtree(folder / "two")
+    line = refusal(capsys, words(folder))
+    assert f"--expert two={folder / 'two'}: neither a folder here" in line
+    (folder / "two").mkdir()
+    assert "has no config.json" in refusal(capsys, words(folder))
+
+
+def test_weights_of_another_format(folder, capsys):
+    (folder / "two" / "model.safetensors").rename(folder / "two" / "pytorch_model.bin")
+    assert "only safetensors are read" in refusal(capsys, words(folder))
+
+
+def test_a_class_that_transformers_lacks(folder, capsys):
+    file = folder / "merged" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["MyOwn"]}))
+    assert "names the class MyOwn" in refusal(capsys, words(folder))
+
+
+def test_an_adapter_of_another_base(folder, capsys):
+    write_adapters(folder, t5_model())
+    shutil.copytree(folder / "one-lora", folder / "x-lora")
+    config = json.loads((folder / "x-lora" / "adapter_config.json").read_text())
+    (folder / "x-lora" / "adapter_config.json").write_text(json.dumps(config | {"bias": "all"}))
+    named = [
+        word.replace(f"two={folder / 'two'}", f"two={folder / 'x-lora'}")
+        if word == f"two={folder / 'two'}"
+        else word
+        for word in words(folder)
+    ]
+    assert "only plain LoRA is read" in refusal(capsys, named)
+
+
+def test_a_label_that_the_head_lacks(tmp_path, capsys, monkeypatch):
+    classifier_folders(tmp_path)
+    _unloadable(tmp_path, monkeypatch)
+    rows = [{"text": row["prompt"], "label": "perhaps"} for row in sentences("one", 20)]
+    write_rows(tmp_path / "one.jsonl", rows)
+    line = refusal(capsys, words(tmp_path, *BLOCKS))
+    assert "the expert's head has no class 'perhaps'; it has no, yes" in line
+    assert "--data one" in line
+
+
+def test_data_may_be_named_by_a_part_of_an_experts_name(folder, capsys):
+    named = words(folder)
+    for task in TASKS:
+        (folder / task).rename(folder / f"{task}-v2")
+        expert = named.index(f"{task}={folder / task}")
+        named[expert] = f"{task}-v2={folder / task}-v2"
+    main(named)
+    shown = capsys.readouterr()
+    assert "--data one is of one-v2" in shown.out
+    assert "was loaded" in shown.err  # by then all checks have passed
