@@ -327,7 +327,9 @@ _CALIBRATE: dict[str, Any] = {
     "--tokenizer": {"metavar": "DIR", "help": "tokenizer or image processor (default: MERGED's)"},
     "--chat-template": {"metavar": "FILE", "help": "in place of the tokenizer's own"},
     "--text-tower": {"metavar": "DIR", "help": "a whole CLIP, for zero-shot heads"},
-    "--prompt": {"default": "a photo of a {}.", "help": "prompt of a class for zero-shot heads"},
+    "--prompt": {"action": "append", "metavar": "[NAME=]TEXT",
+                 "help": "prompt of a class for zero-shot heads (a photo of a {}.); of one task "
+                 "with its NAME (repeatable)"},
     "--device": {"default": "cpu", "help": "cpu (default) or cuda"},
     "--resume": {"action": "store_true", "help": "go on after an interruption"},
 }  # fmt: skip

@@ -33,7 +33,7 @@ def open_image_task(
     processor: Any,
     *,
     label2id: dict[str, int] | None = None,
-    zero_shot: "ZeroShot | None" = None,
+    clip: "ZeroShot | None" = None,
 ) -> Task:
     """Open a task's images: a folder with a folder of images per class, a table, a hub data set.
 
@@ -42,7 +42,7 @@ def open_image_task(
         request: The request.
         processor: Makes pixels.
         label2id: Number of each class in the head of the task's expert.
-        zero_shot: Makes heads from class names, for CLIP's vision tower.
+        clip: Makes heads from class names, for CLIP's vision tower.
 
     Raises:
         ValueError: If there are no such images, or the head lacks a class.
@@ -57,10 +57,11 @@ def open_image_task(
         items, place = _items(request.tests[task], "test"), f"--eval {task}"
         held = _spread(len(items), request.test_rows)
     tests = None
-    if held and (label2id or zero_shot):
+    if held and (label2id or clip):
         labels, names = _labels(items, held, place)
-        if zero_shot is not None:
-            head: Head = partial(_by_similarity, zero_shot.head(names), zero_shot)
+        if clip is not None:
+            prompts = [request.prompts[task].replace("{}", name) for name in names]
+            head: Head = partial(_by_similarity, clip.head(prompts), clip)
         else:
             labels = torch.tensor(label_numbers(names, label2id or {}, place))[labels]
             head = _classify
@@ -138,12 +139,11 @@ class ZeroShot:
         scale: Factor of cosines.
     """
 
-    def __init__(self, clip: ModelFolder, prompt: str) -> None:
+    def __init__(self, clip: ModelFolder) -> None:
         """Load the text tower.
 
         Args:
             clip: Folder of a whole CLIP.
-            prompt: Prompt of a class, with {} for its name.
 
         Raises:
             ValueError: If it cannot be loaded.
@@ -152,20 +152,18 @@ class ZeroShot:
 
         self._model: Any = clip.load(CLIPModel)
         self._tokenizer = AutoTokenizer.from_pretrained(clip.folder)
-        self._prompt = prompt
         self.projection = self._model.visual_projection
         self.scale = float(self._model.logit_scale.exp())
 
     @torch.no_grad()
-    def head(self, classnames: Sequence[str]) -> Tensor:
-        """Unit vectors of the classes, `[classes, d]`."""
-        prompts = [self._prompt.replace("{}", name) for name in classnames]
-        tokens = self._tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
+    def head(self, prompts: Sequence[str]) -> Tensor:
+        """Unit vectors of the classes' prompts, `[classes, d]`."""
+        tokens = self._tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt")
         pooled = self._model.text_model(**tokens).pooler_output
         return F.normalize(self._model.text_projection(pooled).float(), dim=-1)
 
 
-def _by_similarity(head: Tensor, zero_shot: ZeroShot, model: nn.Module, pixels: Tensor) -> Tensor:
+def _by_similarity(head: Tensor, clip: ZeroShot, model: nn.Module, pixels: Tensor) -> Tensor:
     pooled = model(pixel_values=pixels).pooler_output.cpu()
-    images = zero_shot.projection(pooled.to(zero_shot.projection.weight.dtype)).float()
-    return zero_shot.scale * F.normalize(images, dim=-1) @ head.T
+    images = clip.projection(pooled.to(clip.projection.weight.dtype)).float()
+    return clip.scale * F.normalize(images, dim=-1) @ head.T

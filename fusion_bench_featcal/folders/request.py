@@ -46,7 +46,7 @@ class Request:
         tokenizer: Folder or hub id of tokenizer or processor; None: the merged model's or base's.
         chat_template: File with a chat template in place of the tokenizer's.
         text_tower: Folder or hub id of a whole CLIP for zero-shot heads; None: merged or base.
-        prompt: Prompt of a class for zero-shot heads, with {} for its name.
+        prompts: Task -> prompt of a class for zero-shot heads, with {} for its name.
         evaluate: Whether models are evaluated.
         notes: Sentences on what the command decided by itself.
     """
@@ -66,7 +66,7 @@ class Request:
     tokenizer: str | None
     chat_template: Path | None
     text_tower: str | None
-    prompt: str
+    prompts: Mapping[str, str]
     evaluate: bool
     notes: tuple[str, ...] = ()
 
@@ -118,7 +118,7 @@ class Request:
             tokenizer=options.tokenizer,
             chat_template=_file(options.chat_template, "--chat-template"),
             text_tower=options.text_tower,
-            prompt=_prompt(options.prompt),
+            prompts=_prompts(options.prompt, experts),
             evaluate=not options.no_eval,
             notes=tuple(notes),
         )
@@ -285,10 +285,20 @@ def _file(path: str | None, option: str) -> Path | None:
     return file
 
 
-def _prompt(text: str) -> str:
-    if "{}" not in text:
-        raise ValueError(f"--prompt {text!r} has no {{}} for the class name")
-    return text
+def _prompts(words: Iterable[str] | None, experts: Iterable[str]) -> dict[str, str]:
+    """Read prompts of single tasks, `NAME=TEXT`, and one of all others."""
+    prompts = dict.fromkeys(experts, "a photo of a {}.")
+    single: dict[str, str] = {}
+    for word in words or ():
+        name, _, text = word.partition("=")
+        own = text if name in prompts else word
+        if "{}" not in own:
+            raise ValueError(f"--prompt {own!r} has no {{}} for the class name")
+        if name in prompts:
+            single[name] = own
+        else:
+            prompts = dict.fromkeys(prompts, own)
+    return prompts | single
 
 
 def in_words_of_the_command(error: Exception | str) -> str:

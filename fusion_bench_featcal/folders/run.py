@@ -269,11 +269,8 @@ def _open_tasks(models: Models, request: Request, processor: Any) -> dict[str, T
             task: open_image_task(task, request, processor, label2id=labels[task])
             for task in request.experts
         }
-    zero_shot = _zero_shot(models, request)
-    return {
-        task: open_image_task(task, request, processor, zero_shot=zero_shot)
-        for task in request.experts
-    }
+    clip = _zero_shot(models, request)
+    return {task: open_image_task(task, request, processor, clip=clip) for task in request.experts}
 
 
 def _label2id(expert: ModelFolder) -> dict[str, int]:
@@ -287,10 +284,8 @@ def _zero_shot(models: Models, request: Request) -> ZeroShot | None:
     if not request.evaluate:
         return None
     if request.text_tower is not None:
-        return ZeroShot(
-            ModelFolder("text tower", request.text_tower, "--text-tower"), request.prompt
-        )
+        return ZeroShot(ModelFolder("text tower", request.text_tower, "--text-tower"))
     for model in (models.merged, models.base):
         if model is not None and model.architecture.__name__ == "CLIPModel":
-            return ZeroShot(model, request.prompt)
+            return ZeroShot(model)
     return None

@@ -77,7 +77,7 @@ def write_adapters(folder: Path, base: nn.Module) -> None:
 
 def classifier_folders(folder: Path) -> dict[str, Any]:
     """BERT sequence classifiers whose heads have two and three classes, and labelled texts."""
-    size = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     size |= {"intermediate_size": 12, "vocab_size": 23, "max_position_embeddings": 32}
     torch.manual_seed(0)
     base = scatter(BertForSequenceClassification(BertConfig(**size, num_labels=2)), 0, 0.1)
@@ -142,7 +142,7 @@ def clip_folders(folder: Path) -> dict[str, Any]:
 
     experts = {}
     for number, task in enumerate(TASKS):
-        expert = CLIPModel.from_pretrained(folder / "base")
+        expert: Any = CLIPModel.from_pretrained(folder / "base")
         expert.vision_model = scatter(expert.vision_model, 30 + number, 0.03)
         experts[task] = expert
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)

@@ -1,0 +1,102 @@
+"""Writes models and data as people have them before `featcal calibrate`, from the bundled suites.
+
+    python make_folders.py mergekit DIR   a small Llama, three experts, and what mergekit leaves
+    python make_folders.py lora DIR       the same experts as LoRA adapters
+    python make_folders.py clip DIR       a small CLIP, three experts, and folders of images
+
+docs/calibrate.md goes on from there.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from fusion_bench_featcal.suites import image, load_text_split
+from fusion_bench_featcal.suites.paths import suite_path
+
+TEXTS = ("banking77", "snips_intent", "clinc_domain")
+IMAGES = ("mini_mnist", "mini_latin", "mini_greek")
+SCALE = 0.3
+RANK = 16
+
+
+def write_texts(folder: Path) -> None:
+    """Write `TASK.jsonl`, which no expert has seen, and `TASK_test.jsonl`."""
+    for task in TEXTS:
+        for name, split in ((task, "calibration"), (f"{task}_test", "test")):
+            rows = load_text_split(task, split)
+            lines = "".join(json.dumps(dict(row)) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def write_mergekit(folder: Path) -> None:
+    """Write `base`, the experts, and `merged` with the config that mergekit leaves there."""
+    write_texts(folder)
+    shutil.copytree(suite_path("llama-mini/pretrained"), folder / "base")
+    for task in TEXTS:
+        shutil.copytree(suite_path(f"llama-mini/{task}"), folder / task)
+    shutil.copytree(folder / "base", folder / "merged")
+    base = load_file(folder / "base" / "model.safetensors")
+    total = {name: tensor.float() for name, tensor in base.items()}
+    for task in TEXTS:
+        for name, tensor in load_file(folder / task / "model.safetensors").items():
+            total[name] += SCALE * (tensor.float() - base[name].float())
+    merged = {name: tensor.to(base[name].dtype) for name, tensor in total.items()}
+    save_file(merged, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "merge_method": "task_arithmetic",
+        "base_model": "base",
+        "models": [{"model": task, "parameters": {"weight": SCALE}} for task in TEXTS],
+        "dtype": "float16",
+    }
+    (folder / "merged" / "mergekit_config.yml").write_text(yaml.safe_dump(config))
+
+
+def write_lora(folder: Path) -> None:
+    """Write `base` and an adapter for each expert: its change to linear modules at rank 16."""
+    write_texts(folder)
+    shutil.copytree(suite_path("llama-mini/pretrained"), folder / "base")
+    base = load_file(folder / "base" / "model.safetensors")
+    for task in TEXTS:
+        expert = load_file(suite_path(f"llama-mini/{task}/model.safetensors"))
+        adapter: dict[str, Any] = {}
+        for name in (n for n in expert if n.endswith("_proj.weight")):
+            left, values, right = torch.linalg.svd(expert[name].float() - base[name].float())
+            start = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            adapter[f"{start}A.weight"] = right[:RANK].contiguous()
+            adapter[f"{start}B.weight"] = (left[:, :RANK] * values[:RANK]).contiguous()
+        (folder / task).mkdir()
+        save_file(adapter, folder / task / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK}
+        config |= {"bias": "none", "target_modules": "all-linear"}
+        (folder / task / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+def write_clip(folder: Path) -> None:
+    """Write `base`, a whole CLIP, the experts' vision towers, and images in folders by class."""
+    shutil.copytree(suite_path("clip-vit-mini/pretrained"), folder / "base")
+    for task in IMAGES:
+        shutil.copytree(image.path(task), folder / task)
+        classnames = image.load_arrays(task).classnames
+        for split in ("train", "test"):
+            for number, item in enumerate(image.load_split(task, split)):
+                of_class = folder / f"{task}_images" / split / classnames[item["label"]]
+                of_class.mkdir(parents=True, exist_ok=True)
+                item["image"].save(of_class / f"{number:04d}.png")
+
+
+WRITERS = {"mergekit": write_mergekit, "lora": write_lora, "clip": write_clip}
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in WRITERS or Path(sys.argv[2]).exists():
+        sys.exit(f"usage: make_folders.py {'|'.join(WRITERS)} FOLDER (one that does not exist yet)")
+    place = Path(sys.argv[2])
+    place.mkdir(parents=True)
+    WRITERS[sys.argv[1]](place)
+    print(f"wrote {place}")
