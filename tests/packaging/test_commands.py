@@ -19,6 +19,13 @@ PROGRAMS = ("fusion_bench", "fusion_bench.scripts.cli", "featcal")
 OWN_TASK = re.compile(r"<!-- own-task -->\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+FOLDERS = re.compile(r"<!-- folders -->\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def _page(name: str) -> str:
+    return (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
+
+
 def words_of(line: str) -> list[str]:
     """Words of a shell line from the program on; none where it runs neither program."""
     line = re.sub(r"\$\{?\w+\}?", "1", line).removeprefix("$ ")
@@ -55,13 +62,13 @@ COMMANDS = commands()
 
 @pytest.fixture
 def folder_with_own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with the model pool that docs/tasks.md describes, to start in."""
-    page = (REPOSITORY / "docs" / "tasks.md").read_text(encoding="utf-8")
-    block = OWN_TASK.search(page)
+    """A folder with the model pools that the docs describe, to start in."""
+    block = OWN_TASK.search(_page("tasks.md"))
     assert block
     pools = tmp_path / "config" / "modelpool"
     pools.mkdir(parents=True)
     (pools / "my_pool.yaml").write_text(block[1])
+    (pools / "my_models.yaml").write_text(FOLDERS.findall(_page("calibrate.md"))[0])
     monkeypatch.chdir(tmp_path)
 
 
@@ -81,7 +88,7 @@ def test_command_is_valid(words: tuple[str, ...]) -> None:
         compose_here(*overrides_of(rest))
         return
     if len(rest) == 1 and rest[0] not in ("--help", "suite"):  # only mentioned
-        rest += ["featcal", *(["--out", "DIR"] if rest == ["sketch"] else [])]
+        rest += ["featcal", *(["--out", "DIR"] if rest[0] in ("sketch", "calibrate") else [])]
     options = _parser().parse_args(rest)
     if any("=" in word for word in getattr(options, "words", ())):
         compose_here(*options.words)
