@@ -201,7 +201,8 @@ class Models:
     def _processor_place(self) -> str:
         if self.request.tokenizer is not None:
             return self.request.tokenizer
-        names = ("tokenizer_config.json", "preprocessor_config.json", "tokenizer.json")
+        names = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
+        names += ("processor_config.json",)  # transformers 5
         for model in (self.home, self.base):
             if model is not None and any((model.folder / name).is_file() for name in names):
                 return str(model.folder)

@@ -3,7 +3,8 @@
 import dataclasses
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,17 +59,35 @@ def run(request: Request) -> Path:
         ValueError: If models or data are missing or do not fit; nothing has been loaded then.
         CalibrationError: If the calibration cannot go on; finished blocks are kept.
     """
-    datasets.disable_progress_bars()  # of tables that are read in no time
-    models = Models.of(request)
-    job = Job.of(models)
-    job.show_plan()
-    model = models.load().to(request.device)
-    job.evaluate_references(model)
-    with measure() as cost:
-        result = job.calibrate(model)
-    calibrated = job.with_body(model, result.model)
-    job.evaluate(FEATCAL, calibrated, result, cost.as_dict())
-    return job.finish(calibrated, result)
+    with _quiet():
+        models = Models.of(request)
+        job = Job.of(models)
+        job.show_plan()
+        model = models.load().to(request.device)
+        job.evaluate_references(model)
+        with measure() as cost:
+            result = job.calibrate(model)
+        calibrated = job.with_body(model, result.model)
+        job.evaluate(FEATCAL, calibrated, result, cost.as_dict())
+        return job.finish(calibrated, result)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without the reports and bars of loading, whose tensors have been checked before."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+        datasets.enable_progress_bars()
 
 
 @dataclass

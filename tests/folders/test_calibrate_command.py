@@ -35,6 +35,7 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.suites.image import load_processor
 
 FEW = ("--set", "samples_per_task=12", "--set", "batch_size=4")
 
@@ -229,8 +230,7 @@ def test_vision_towers_alone_take_their_heads_from_a_clip(tmp_path):
     clip_folders(tmp_path)
     for name in ("base", *TASKS, "merged"):
         CLIPVisionModel.from_pretrained(tmp_path / name).save_pretrained(tmp_path / name / "tower")
-        for file in ("preprocessor_config.json",):
-            (tmp_path / name / "tower" / file).write_bytes((tmp_path / name / file).read_bytes())
+        load_processor().save_pretrained(tmp_path / name / "tower")
     named = words(tmp_path, ending="-images")
     ends = tuple(f"/{name}" for name in ("base", *TASKS, "merged"))
     named = [f"{word}/tower" if word.endswith(ends) else word for word in named]
