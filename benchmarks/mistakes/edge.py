@@ -26,9 +26,9 @@ MUTATIONS = [
     ),
     Mutation(
         "all tasks draw the same positions",
-        "calibration_data.py",
-        'hashlib.sha256(f"{settings.seed}:{task}".encode())',
-        'hashlib.sha256(f"{settings.seed}".encode())',
+        "data/draws.py",
+        'hashlib.sha256(f"{seed}:{task}".encode())',
+        'hashlib.sha256(f"{seed}".encode())',
         "test_calibration_data.py",
     ),
     Mutation(
@@ -77,9 +77,30 @@ MUTATIONS = [
     ),
     Mutation(
         "kept images do not tell processors apart",
-        "calibration_data.py",
+        "calibration_images.py",
         'hashlib.sha256(f"{described} {content}".encode())',
         'hashlib.sha256(f"{content}".encode())',
         "data/test_image_cache.py",
+    ),
+    Mutation(
+        "rows that are held back are calibrated on",
+        "folders/tasks.py",
+        "order[: min(wanted, available - held)]",
+        "order[:wanted]",
+        "folders/test_calibrate_command.py",
+    ),
+    Mutation(
+        "a base that is no relative is accepted",
+        "folders/models.py",
+        "if distance > UNRELATED or math.isnan(distance):",
+        "if math.isnan(distance):",
+        "folders/test_refusals.py",
+    ),
+    Mutation(
+        "a classifier is evaluated with its expert's body",
+        "folders/run.py",
+        "        setattr(model, model.base_model_prefix, body)\n",
+        "",
+        "folders/test_calibrate_command.py",
     ),
 ]
