@@ -18,6 +18,7 @@ from fusion_bench_featcal.core.kernels import agreed_kernel, choose_kernel, usin
 from fusion_bench_featcal.engine.activations import open_activations
 from fusion_bench_featcal.engine.augmentation import augmented, change_of
 from fusion_bench_featcal.engine.checks import refuse_not_finite
+from fusion_bench_featcal.engine.family_check import checked_family
 from fusion_bench_featcal.engine.held_out import hold_out
 from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
 from fusion_bench_featcal.engine.loop import BlockLoop
@@ -127,7 +128,11 @@ def calibrate(
     _check_options(
         merged, base, experts, settings, processes, merging, in_place=in_place, hashed=hashed
     )
-    family = resolve_family(settings.family if family is None else family, merged)
+    asked = settings.family if family is None else family
+    mine = Shares(tuple(experts), processes.rank, processes.size).mine
+    family, batches = checked_family(
+        resolve_family(asked, merged), asked, merged, batches, mine, processes
+    )
     text = is_language_model(merged)
 
     def calibrated(settings: FeatCalSettings, *, again: bool = False) -> CalibrationResult:

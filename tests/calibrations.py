@@ -43,6 +43,7 @@ def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
         "calibrate_bias": knobs.bias,
         "calibrate_norm": knobs.norm,
         "token_weights": "demo_last_block" if knobs.demo_last_block else "uniform",
+        "modules": [f"!{end}" for end in suite.left] or None,
         "samples_per_task": more.get("samples_per_task") or samples_in(suite),
     }
     return FeatCalSettings(**(values | more))
@@ -89,7 +90,7 @@ def run_slow(
     features: torch.dtype = torch.float64,
 ) -> Outcome:
     """The oracle, told which rows every block and module sees."""
-    modules = modules_of(suite.merged, suite.blocks)
+    modules = modules_of(suite.merged, suite.blocks, suite.left)
     masks, other_masks = counted_rows(suite, modules, decoder_rows)
     return calibrate_slowly(
         suite.merged,

@@ -191,7 +191,8 @@ def gather(cal: list[Tensor], exp: list[Tensor], row_weights: Masks, light: bool
         weight = feature.new_ones(feature.shape[:-1])
         if row_weights is not None:  # a module may run several times a batch
             mask = row_weights[index * len(row_weights) // len(cal)]
-            weight = weight * mask.double().reshape(weight.shape)
+            if weight.ndim != 2 or weight.shape == mask.shape:  # else a table of relative positions
+                weight = weight * mask.double().reshape(weight.shape)
         if light:
             weight[:, 1:] *= CLASS_TOKEN_ONLY
         weights.append(weight.reshape(-1))

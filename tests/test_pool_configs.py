@@ -1,7 +1,6 @@
 """Configs of a pool's models must be those of one function, which a family knows."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +20,7 @@ from tiny_texts import with_data, word_tokenizer, write
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
-from fusion_bench_featcal.families import check_family, resolve_family
-from fusion_bench_featcal.families.suggest import suggested_families
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.methods.standalone import RegMeanAlgorithm
@@ -60,12 +58,10 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(config)
 
 
-def test_unknown_family_is_refused_with_the_repeated_blocks_to_try(tmp_path):
+def test_family_of_a_type_without_a_name_is_found_by_its_structure(tmp_path):
     models = {name: write(gpt2(), tmp_path / name) for name in NAMES}
     pool = with_data(CausalLMPool(OmegaConf.create(models), tokenizer=word_tokenizer()))
-    message = refusal(pool)
-    assert "does not know GPT2LMHeadModel (model type 'gpt2')" in message
-    assert "Try method.family={name: replay, blocks: [transformer.h.*]}" in message
+    check_pool_settings(PoolModels(pool), FeatCalSettings())
     family = {"name": "replay", "blocks": ["transformer.h.*"]}
     check_pool_settings(PoolModels(pool), FeatCalSettings(family=family))
 
@@ -78,59 +74,30 @@ def plain_pool(kind: Any, folder: Path) -> Any:
     return BaseModelPool(OmegaConf.create({"_pretrained_": entry}))  # type: ignore[arg-type]
 
 
-def test_unknown_family_of_a_pool_of_any_models_is_refused_too(tmp_path):
+def test_pool_of_any_models_is_looked_at_as_its_configs_tell(tmp_path):
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     small = ViTConfig(**sizes, num_hidden_layers=2, image_size=8, patch_size=4)
-    model = ViTForImageClassification(small)
-    pool = plain_pool(model, tmp_path / "vit")
-    message = refusal(pool)
-    assert "does not know ViTForImageClassification (model type 'vit')" in message
-    blocks = next(n for n, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    assert f"Try method.family={{name: replay, blocks: [{blocks}.*]}}" in message
+    pool = plain_pool(ViTForImageClassification(small), tmp_path / "vit")
+    check_pool_settings(PoolModels(pool), FeatCalSettings())
     # the class that the entry loads may call its blocks otherwise
     family = {"name": "replay", "blocks": ["encoder.layer.*"]}
     check_pool_settings(PoolModels(pool), FeatCalSettings(family=family))
     change_config(str(tmp_path / "vit"), architectures=["ModelOfTheirOwn"])
-    expected = r"ModelOfTheirOwn \(model type 'vit'\)\. Set method\.family to "
+    expected = r"ModelOfTheirOwn \(model type 'vit'\).* Set method\.family to "
     with pytest.raises(ValueError, match=expected):
         check_pool_settings(PoolModels(pool), FeatCalSettings())
 
 
-def test_unknown_model_in_memory_without_a_config_is_refused():
+def test_unknown_model_in_memory_is_refused_with_the_repeated_blocks_to_try():
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.one, self.other = (nn.Sequential(*map(nn.Linear, (4, 4), (4, 4))) for _ in "ab")
 
     pool = BaseModelPool({"_pretrained_": Net(), "one": Net()})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match=r"auto does not know Net .*blocks: \[layers\.\*\]"):
+    expected = r"auto does not know Net .*blocks: \[one\.\*\]\} or .*blocks: \[other\.\*\]\}"
+    with pytest.raises(ValueError, match=expected):
         check_pool_settings(PoolModels(pool), FeatCalSettings())
-
-
-def test_suggestions_are_read_off_the_structure():
-    class Net(nn.Module):
-        def __init__(self, **parts: nn.Module) -> None:
-            super().__init__()
-            for name, part in parts.items():
-                setattr(self, name, part)
-
-    def stack(number: int, width: int = 3) -> nn.ModuleList:
-        return nn.ModuleList(nn.Linear(width, width) for _ in range(number))
-
-    assert suggested_families(Net(layers=stack(2), others=stack(5, 1))) == [
-        "llama",
-        "{name: replay, blocks: [layers.*]}",
-    ]
-    assert suggested_families(Net(body=Net(h=nn.Sequential(*stack(3))))) == [
-        "{name: replay, blocks: [body.h.*]}"
-    ]
-    assert suggested_families(Net(one=nn.Linear(2, 2), few=stack(1))) == []
-    both: Any = Net(encoder=Net(layers=stack(2)), decoder=Net(layers=stack(3)))
-    both.config = SimpleNamespace(is_encoder_decoder=True)
-    (family,) = suggested_families(both)
-    assert "blocks: [[encoder.layers.*], [decoder.layers.*]]" in family
-    assert "mask: [attention_mask, decoder_attention_mask]" in family
-    check_family(OmegaConf.to_container(OmegaConf.create(f"family: {family}"))["family"])  # type: ignore[index, call-overload]
 
 
 def test_a_familys_name_may_stand_in_a_mapping():

@@ -23,7 +23,10 @@ NO_TARGET = -100
 
 @dataclass
 class Suite:
-    """What one calibration takes: a base, experts scattered about it, their merger, and inputs."""
+    """What one calibration takes: a base, experts scattered about it, their merger, and inputs.
+
+    Modules whose names end with one of `left` stay as merged.
+    """
 
     merged: nn.Module
     base: nn.Module
@@ -31,6 +34,7 @@ class Suite:
     inputs: dict[str, list]
     blocks: list[str]
     family: Any = "auto"
+    left: tuple[str, ...] = ()
 
     def to(self, dtype: torch.dtype) -> "Suite":
         """Copies of the models in another dtype; inputs stay."""
@@ -92,7 +96,9 @@ def blocks_of(model: nn.Module, class_name: str) -> list[str]:
     return [name for name, m in model.named_modules() if type(m).__name__.endswith(class_name)]
 
 
-def modules_of(model: nn.Module, blocks: list[str]) -> dict[str, list[str]]:
+def modules_of(
+    model: nn.Module, blocks: list[str], left: tuple[str, ...] = ()
+) -> dict[str, list[str]]:
     """Full names of the linear modules, and the LayerNorms with gain and shift, of each block."""
     found = {}
     for block in blocks:
@@ -100,7 +106,8 @@ def modules_of(model: nn.Module, blocks: list[str]) -> dict[str, list[str]]:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             kind = type(module).__name__
             affine = kind == "LayerNorm" and module.weight is not None and module.bias is not None
-            if affine or kind in ("Linear", "Conv1D"):
+            linear = kind in ("Linear", "Conv1D", "FalconLinear")
+            if (affine or linear) and not name.endswith(left or ("/",)):
                 found[block].append(name)
     return found
 

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fusion_bench_featcal.engine.module_kinds import is_layer_norm, is_linear
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
@@ -147,11 +148,11 @@ def find_all_modules(
 
 
 def _site(name: str, module: nn.Module) -> Site | None:
-    if _runs_as(module, nn.Linear) and not is_parametrized(module):
+    if is_linear(module) and not is_parametrized(module):
         return Site(name, "linear", transposed=False, has_bias=module.bias is not None)
     if _is_conv1d(module):
         return Site(name, "linear", transposed=True, has_bias=True)
-    if isinstance(module, nn.LayerNorm) and module.bias is not None and module.weight.ndim == 1:
+    if is_layer_norm(module) and module.bias is not None and module.weight.ndim == 1:
         return Site(name, "norm", transposed=False, has_bias=True)
     return None
 

@@ -1,6 +1,6 @@
 """Rows of a batch's features that count: found once and used at every block."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,19 +19,23 @@ class CountedRows:
         count: How many rows count.
         index: Which they are, in the flattened mask; None: all.
         weights: Their weights, `[count]`; None: all weigh 1.
+        has_tables: Whether features of other positions can only be tables: there is no other
+            sequence in the model.
     """
 
     shape: torch.Size
     count: int
     index: Tensor | None = None
     weights: Tensor | None = None
+    has_tables: bool = False
 
     @classmethod
-    def of_mask(cls, mask: Tensor) -> "CountedRows":
+    def of_mask(cls, mask: Tensor, *, has_tables: bool = False) -> "CountedRows":
         """The rows that count by a mask: those above 0, with its entries as their weights.
 
         Args:
             mask: `[batch, positions]`.
+            has_tables: As the attribute.
 
         Raises:
             CalibrationError: If an entry is negative or not finite, or a sample has no row.
@@ -43,7 +47,7 @@ class CountedRows:
             )
         counted = cls.of_weights(mask)
         _refuse_empty_samples(counted, mask)
-        return counted
+        return replace(counted, has_tables=has_tables)
 
     @classmethod
     def of_weights(cls, mask: Tensor) -> "CountedRows":
@@ -58,13 +62,30 @@ class CountedRows:
             None if bool((weights == 1).all()) else weights,
         )
 
+    def fits(self, features: Tensor) -> bool:
+        """Return whether features `[..., d]` are of the mask's positions, perhaps in one list."""
+        return features.shape[:-1] in (self.shape, (self.shape.numel(),))
+
+    def is_table(self, features: Tensor) -> bool:
+        """Return whether features `[1, n, d]` are of no sample, as relative positions are not.
+
+        All their rows count. Unless `has_tables`, they might be another sequence of a batch's only
+        sample, or all samples in one row.
+        """
+        if features.ndim != 3 or len(features) != 1 or self.fits(features):
+            return False
+        other = self.shape[0] == 1 or features.shape[1] == self.shape.numel()
+        return self.has_tables or not other
+
     def of(self, features: Tensor) -> Tensor:
-        """The rows that count of features `[*shape, d]`, `[count, d]`.
+        """The rows that count of features `[*shape, d]`, `[count, d]`; all of a table.
 
         Raises:
             ValueError: If the features have other positions than the mask.
         """
-        if features.shape[:-1] != self.shape:
+        if self.is_table(features):
+            return features[0]
+        if not self.fits(features):
             raise ValueError(
                 f"features {tuple(features.shape)} do not fit a mask {tuple(self.shape)}"
             )

@@ -95,7 +95,8 @@ def find_rows(
         if mask is None:
             return None
         if id(mask) not in counted:  # modules with one mask may share a statistic
-            counted[id(mask)] = mask, CountedRows.of_mask(mask)
+            tables = problem.family.has_tables
+            counted[id(mask)] = mask, CountedRows.of_mask(mask, has_tables=tables)
         return counted[id(mask)][1]
 
     sensitive = weighs_by_sensitivity(problem.settings, problem.model)
@@ -208,7 +209,7 @@ def take_samples(
     announced = getattr(batches, "samples", None)
     for index, batch in enumerate(batches):
         inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
-        size = _batch_size(task, inputs)
+        size = batch_size(task, inputs)
         if size > wanted - taken:
             inputs, size = part_of(inputs, size, slice(wanted - taken)), wanted - taken
         check_token_ids(inputs, model, partial(_place, task, batches, taken))
@@ -289,7 +290,12 @@ def _tensors(inputs: Any) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _batch_size(task: str, inputs: Any) -> int:
+def batch_size(task: str, inputs: Any) -> int:
+    """Number of samples in a batch of a model's inputs.
+
+    Raises:
+        CalibrationError: If there is no tensor with samples in it.
+    """
     tensors = _tensors(inputs)
     if not tensors or tensors[0].ndim == 0:
         raise CalibrationError(

@@ -147,7 +147,9 @@ class TaskSums:
 
     def _row_weights(self, site: Site, x: Tensor, valid: CountedRows | None) -> Tensor | None:
         """Weight of each row that counts of a module's input, or None where all weigh 1."""
-        if valid is not None and valid.shape != x.shape[:-1]:
+        if valid is not None and valid.is_table(x):
+            return None
+        if valid is not None and not valid.fits(x):
             raise self.error(
                 f"module {site.name} receives rows {tuple(x.shape[:-1])}, but padding is known for "
                 f"{tuple(valid.shape)}. Exclude it: method.modules=['!{site.name}']"

@@ -1,6 +1,7 @@
 """Model families: how a model is cut into blocks, and how one block is run."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -11,27 +12,32 @@ from fusion_bench_featcal.families.clip import CLIP
 from fusion_bench_featcal.families.llama import LLAMA
 from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
 from fusion_bench_featcal.families.replay import ReplayFamily
-from fusion_bench_featcal.families.suggest import suggested_families
+from fusion_bench_featcal.families.stack import STACK, StackFamily
+from fusion_bench_featcal.families.structure import find_stack, suggested_families
 from fusion_bench_featcal.families.t5 import T5
 
 __all__ = [
     "CLIP",
     "LLAMA",
     "OPEN_CLIP",
+    "STACK",
     "T5",
     "BlockCall",
     "ChainFamily",
     "Family",
     "ReplayFamily",
+    "StackFamily",
     "check_family",
     "resolve_family",
 ]
 
-# Every family with the model types that `auto` finds it by: a new one is one line here.
+# Every family with the model types that `auto` finds it by, before it looks at their structure: a
+# new one is one line here.
 _MODEL_TYPES: Mapping[Family, tuple[str, ...]] = {
     CLIP: ("clip_vision_model",),
     LLAMA: llama.MODEL_TYPES,
     OPEN_CLIP: (),
+    STACK: (),
     T5: t5.MODEL_TYPES,
 }
 _BY_MODEL_TYPE = {kind: family for family, kinds in _MODEL_TYPES.items() for kind in kinds}
@@ -39,7 +45,10 @@ _BY_NAME = {family.name: family for family in _MODEL_TYPES}
 
 
 _MEMBERS = ["name", *(name for name in vars(Family) if not name.startswith("_"))]
-_KNOWN = f"auto, {', '.join(_BY_NAME)}, or {{name: replay, blocks: [pattern, ...]}}"
+_KNOWN = (
+    f"auto, {', '.join(_BY_NAME)}, {{name: replay, blocks: [pattern, ...]}}, or "
+    "{_target_: my_module.MyFamily}"
+)
 
 
 def check_family(family: Any) -> None:
@@ -58,30 +67,38 @@ def check_family(family: Any) -> None:
 def resolve_family(family: Any, model: nn.Module) -> Family:
     """The family that settings ask for.
 
+    `auto` goes by the model's `config.model_type`, else by its structure: open_clip's blocks, or
+    one list of blocks of one class. Data are not looked at: what structure cannot tell, calibration
+    compares on its first samples (`engine/family_check.py`).
+
     Args:
-        family: `auto`, a name, a mapping with `name` and options, or a Family itself.
-        model: The model; `auto` goes by its `config.model_type`, or by its blocks where open_clip's
-            models have none.
+        family: `auto`, a name, a mapping with `name` and options or with `_target_` and arguments,
+            or a Family itself.
+        model: The model; on the meta device it will do.
 
     Returns:
         The family.
 
     Raises:
+        CalibrationError: If the family is `stack` and the model has no single list of blocks.
         ValueError: If the family is unknown, lacks an option, or `auto` does not know the model,
             with what to try instead.
     """
     if family != "auto":
-        return _family(family)
+        return STACK.fitted(model) if family in ("stack", {"name": "stack"}) else _family(family)
     model_type = str(getattr(getattr(model, "config", None), "model_type", None))
     if model_type == "None" and find_open_clip_blocks(model):
         return OPEN_CLIP
-    if model_type not in _BY_MODEL_TYPE:
-        tries = [f"method.family={family}" for family in suggested_families(model)]
-        raise ValueError(
-            f"method.family=auto does not know {type(model).__name__} (model type {model_type!r}). "
-            + (f"Try {' or '.join(tries)}" if tries else f"Set method.family to {_KNOWN}")
-        )
-    return _BY_MODEL_TYPE[model_type]
+    if model_type in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[model_type]
+    if find_stack(model) is not None:
+        return STACK.fitted(model)
+    tries = [f"method.family={family}" for family in suggested_families(model)]
+    raise ValueError(
+        f"method.family=auto does not know {type(model).__name__} (model type {model_type!r}), "
+        "and no list of modules of one class clearly holds its blocks. "
+        + (f"Try {' or '.join(tries)}" if tries else f"Set method.family to {_KNOWN}")
+    )
 
 
 def _family(family: Any) -> Family:
@@ -91,19 +108,46 @@ def _family(family: Any) -> Family:
             raise ValueError(f"method.family must be {_KNOWN}, got {family!r}")
         return _BY_NAME[family]
     if isinstance(family, Mapping):
-        options = dict(family)
-        if list(options) == ["name"] and options["name"] in _BY_NAME:
-            return _BY_NAME[options["name"]]
-        if options.pop("name", None) != "replay":
-            raise ValueError(f"method.family: only replay takes options, got {dict(family)}")
-        try:
-            return ReplayFamily(**options)
-        except TypeError as error:
-            raise ValueError(
-                f"method.family: {error}; replay takes blocks, mask and other_masks"
-            ) from None
+        return _family_of_options(dict(family))
     missing = [name for name in _MEMBERS if not hasattr(family, name)]
     if not missing:
         return family
     lacks = f" (it lacks {', '.join(missing)})" if hasattr(family, "step") else ""
     raise ValueError(f"method.family must be {_KNOWN}, or a Family object, got {family!r}{lacks}")
+
+
+def _family_of_options(options: dict[str, Any]) -> Family:
+    """The family of a mapping."""
+    if "_target_" in options:
+        return _family_of_target(options)
+    if list(options) == ["name"] and options["name"] in _BY_NAME:
+        return _BY_NAME[options["name"]]
+    given = dict(options)
+    if options.pop("name", None) != "replay":
+        raise ValueError(f"method.family: only replay takes options, got {given}")
+    try:
+        return ReplayFamily(**options)
+    except TypeError as error:
+        raise ValueError(
+            f"method.family: {error}; replay takes blocks, mask, other_masks and has_tables"
+        ) from None
+
+
+def _family_of_target(options: dict[str, Any]) -> Family:
+    """The family of a class that is named by `_target_`, made with the other options."""
+    target = options.pop("_target_")
+    module, _, name = str(target).rpartition(".")
+    try:
+        kind = getattr(import_module(module), name)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ValueError(
+            f"method.family: _target_ {target!r} cannot be imported ({error}); give "
+            "my_module.MyFamily, with my_module.py in the folder of the run or installed"
+        ) from error
+    try:
+        made = kind(**options)
+    except TypeError as error:
+        raise ValueError(f"method.family: {target}: {error}") from error
+    if isinstance(made, str | Mapping):
+        raise ValueError(f"method.family: {target} made {made!r}, which is no Family")
+    return _family(made)

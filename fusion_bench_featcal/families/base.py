@@ -55,6 +55,10 @@ class Family:
             inputs are wanted then ends with the last of them.
         hands_on: Whether stages after the first begin from what the one before ended with: then
             `begin` takes what `ending` gives as a fourth argument.
+        compared: Whether calibration compares its steps with the model's own forward pass on the
+            first samples, before it begins.
+        has_tables: Whether modules that receive other rows than their stage's positions can only
+            receive tables (of relative positions), which have no padding.
         view: The arrangement of the weights that calibration sees.
     """
 
@@ -62,6 +66,8 @@ class Family:
     whole_model: bool = False
     same_calls: bool = False
     hands_on: bool = False
+    compared: bool = False
+    has_tables: bool = False
     view: ModelView = AS_IT_IS
 
     def stages(self, model: nn.Module) -> list[list[str]]:

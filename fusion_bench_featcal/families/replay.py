@@ -37,11 +37,13 @@ class ReplayFamily(Family):
         other_masks: For modules that receive other features than their stage's hidden ones (a
             decoder's cross-attention): end of the module's name -> name of the input that is their
             rows' mask, or null where all count.
+        has_tables: As `Family`.
     """
 
     blocks: Sequence[str] | Sequence[Sequence[str]]
     mask: str | Sequence[str | None] | None = None
     other_masks: Mapping[str, str | None] = field(default_factory=dict)
+    has_tables: bool = False
     name: str = "replay"
     whole_model: bool = True
 

@@ -13,6 +13,7 @@ from fusion_bench_featcal.core import frobenius_norm
 from fusion_bench_featcal.core.kernels import TORCH
 from fusion_bench_featcal.core.moments import moment_dtype, weight_of_norm
 from fusion_bench_featcal.core.products import mirror_lower
+from fusion_bench_featcal.engine.family_check import checked_family
 from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
 from fusion_bench_featcal.engine.loop import BlockLoop
 from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of
@@ -188,7 +189,9 @@ def merge_blockwise(
         calibrate_norm=method.weighs_gains, anchor_rho=1.0, sums_precision="auto"
     )
     check_inputs(base, experts, batches, settings)
-    family = resolve_family(settings.family, base)
+    family, batches = checked_family(
+        resolve_family(settings.family, base), settings.family, base, batches, experts, Processes()
+    )
     shown, home = family.view.shown(base), device_of(base)
     device = torch.device(device or home)
     problem, reads = set_up(

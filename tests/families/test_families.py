@@ -225,17 +225,6 @@ def test_decoders_count_their_mask_or_what_predicts_a_label():
     assert found is not None and found[2].tolist() == [0, 1, 1, 1, 0]
 
 
-class Odd(nn.Module):
-    """A block that is called without names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Bilinear(3, 3, 3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](x, x)
-
-
 SMALL: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
 }  # fmt: skip
@@ -258,10 +247,6 @@ NO_LABELS: dict[str, Any] = IDS | {"decoder_input_ids": IDS["input_ids"]}
         (
             lambda: T5.stages(T5EncoderModel(t5_model().config)),  # type: ignore[arg-type]
             r"T5EncoderModel has no.*decoder\.block.*replay",
-        ),
-        (
-            lambda: LLAMA.begin(Odd(), torch.ones(1, 3), "layers.0"),
-            r"layers\.0 of Odd.*2 arguments.*replay",
         ),
         (
             lambda: T5.begin(t5(), IDS | {"labels": None}, "encoder.block.0"),

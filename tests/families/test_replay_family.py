@@ -88,7 +88,15 @@ def test_stages_have_their_own_blocks_and_masks():
     ("family", "message"),
     [
         ("clop", r"method\.family.*clip.*replay.*'clop'"),
-        ("auto", r"method\.family=auto does not know ResidualNet"),
+        ({"_target_": "nowhere.Mine"}, r"_target_ 'nowhere\.Mine' cannot be imported"),
+        ({"_target_": "Mine"}, r"_target_ 'Mine' cannot be imported"),
+        ({"_target_": "collections.Mine"}, r"'collections\.Mine' cannot be imported.*no attr"),
+        ({"_target_": "collections.Counter"}, r"Counter made Counter\(\), which is no Family"),
+        ({"_target_": "fractions.Fraction"}, r"must be auto.*got Fraction\(0, 1\)"),
+        (
+            {"_target_": "fusion_bench_featcal.ReplayFamily", "block": 1},
+            r"method\.family: fusion_bench_featcal\.ReplayFamily: .*'block'",
+        ),
         ({"name": "clip", "blocks": []}, r"method\.family"),
         ({"name": "replay"}, r"method\.family.*blocks"),
         ({"name": "replay", "blocks": "layers.*"}, r"method\.family\.blocks must be a list"),
@@ -171,7 +179,6 @@ LABELS = {"labels": torch.zeros(2, 2)}
             lambda: ReplayFamily(blocks=["h.*"]).row_weights(MASK, 0, "targets"),
             r"method\.decoder_rows=targets.*labels",
         ),
-        (lambda: resolve_family("auto", gpt2_suite().base), r"GPT2Model.*gpt2.*replay"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Any, message: str):

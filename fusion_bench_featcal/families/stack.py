@@ -1,0 +1,208 @@
+"""Models whose blocks stand in one list and pass on nothing but their hidden features."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.families.base import (
+    Family,
+    call_model,
+    hidden_output,
+    stop_forward,
+    stoppable,
+)
+from fusion_bench_featcal.families.rows import causal_rows, mask_named
+from fusion_bench_featcal.families.structure import find_stack, no_stack
+from fusion_bench_featcal.settings import CalibrationError
+
+_CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+
+
+@dataclass(frozen=True)
+class StackCall:
+    """Input of the next block: hidden features, and every block's own other arguments.
+
+    Attributes:
+        hidden: `[batch, positions, d]`.
+        kwargs: Block name -> keyword arguments: rotary angles, positions, and the mask of that
+            block (models with sliding windows have two masks in turn). They depend on the inputs
+            alone, so the model's own forward makes them once, before any block runs.
+        args: Block name -> arguments without names, behind the hidden features.
+    """
+
+    hidden: Tensor
+    kwargs: Mapping[str, Mapping[str, Any]]
+    args: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StackFamily(Family):
+    """Blocks in one list, each called once, in order, on the hidden features of the one before.
+
+    The list is found by the model's structure, whatever its name. That a block takes nothing else
+    from earlier ones cannot be seen there: calibration compares the first samples' way through the
+    steps with the model's own forward pass.
+
+    Attributes:
+        name: The family's name.
+        causal: Whether labels of `[batch, positions]` are next tokens, so that
+            `method.decoder_rows=targets` chooses the positions before them.
+        same_calls: As `Family`.
+        compared: As `Family`.
+        has_tables: As `Family`: a stack has one sequence of positions.
+    """
+
+    name: str = "stack"
+    causal: bool = True
+    same_calls: bool = False
+    compared: bool = True
+    has_tables: bool = True
+
+    def fitted(self, model: nn.Module) -> "StackFamily":
+        """The family for a model, of which its structure tells more."""
+        (blocks,) = self.stages(model)
+        return replace(
+            self, causal=_predicts_next(model), same_calls=_runs_everything(model, blocks)
+        )
+
+    def stages(self, model: nn.Module) -> list[list[str]]:
+        """The blocks, first to last, as one stage.
+
+        Raises:
+            CalibrationError: If the model has no single list of blocks.
+        """
+        stack = find_stack(model)
+        if stack is None:
+            raise no_stack(model, self.name)
+        return [[f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_children()]]
+
+    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> StackCall:
+        """Run the model's own forward pass with every block standing aside, noting its arguments.
+
+        Caches are switched off: a block runs many times on the same positions.
+
+        Raises:
+            CalibrationError: If blocks are not called once each, in order.
+        """
+        if isinstance(inputs, Mapping):  # labels are for the head, which is never reached
+            inputs = {k: v for k, v in inputs.items() if k not in ("labels", *_CACHES)}
+        (blocks,) = self.stages(model)
+        noted: dict[str, tuple[Any, ...]] = {}
+        with _standing_aside(model, blocks, noted), stoppable():
+            call_model(model, inputs)
+        if list(noted) != blocks:
+            raise CalibrationError(
+                f"{type(model).__name__} runs the blocks {list(noted)}, but has {blocks}; each "
+                "must run once, in this order: choose another method.family"
+            )
+        hidden = noted[blocks[0]][0]
+        _refuse_other_positions(model, blocks[0], hidden, inputs)
+        args = {name: args for name, (_, args, _) in noted.items()}
+        return StackCall(hidden, {name: kwargs for name, (*_, kwargs) in noted.items()}, args)
+
+    def step(self, model: nn.Module, block: str, call: StackCall) -> tuple[Tensor, StackCall]:
+        """Call the block on its stored arguments, which it may not change: they are used again."""
+        args, kwargs = call.args[block], call.kwargs[block]
+        hidden = hidden_output(model.get_submodule(block)(call.hidden.clone(), *args, **kwargs))
+        return hidden, replace(call, hidden=hidden)
+
+    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
+        """Every position that is no padding, or those whose output predicts a label."""
+        if self.causal:
+            return causal_rows(inputs, decoder_rows)
+        return mask_named(inputs, "attention_mask")
+
+
+STACK = StackFamily()
+
+
+class _Passed(Tensor):
+    """Features that a block standing aside returns, in place of whatever it would.
+
+    A model takes a block's result whole, by its first or only entry, or unpacks two of them. Where
+    it does anything else, the comparison with its own forward pass tells.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            return self if index in (0, -1) else None
+        return self.as_subclass(Tensor)[index]
+
+    def __iter__(self) -> Any:
+        return iter((self, None))
+
+    def __len__(self) -> int:
+        return 1
+
+
+@contextmanager
+def _standing_aside(
+    model: nn.Module, blocks: Iterable[str], noted: dict[str, tuple[Any, ...]]
+) -> Iterator[None]:
+    """Context in which blocks run nothing and note what they receive; after the last it stops."""
+    names = list(blocks)
+    modules: list[Any] = [model.get_submodule(name) for name in names]
+
+    def note(name: str, *args: Any, **kwargs: Any) -> Tensor:
+        features, *others = args or (kwargs.pop("hidden_states"),)
+        features = features.as_subclass(Tensor)
+        kwargs = {key: _without_cache(value, key) for key, value in kwargs.items()}
+        noted[name] = features, tuple(map(_without_cache, others)), kwargs
+        if name == names[-1]:
+            raise stop_forward()
+        return features.as_subclass(_Passed)
+
+    own = [module.__dict__.get("forward") for module in modules]  # some libraries replace it too
+    try:
+        for name, module in zip(names, modules, strict=True):
+            module.forward = lambda *args, name=name, **others: note(name, *args, **others)
+        yield
+    finally:
+        for module, forward in zip(modules, own, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+def _without_cache(value: Any, name: str = "") -> Any:
+    """An argument of a block; nothing in place of a cache of keys and values."""
+    from transformers.cache_utils import Cache
+
+    return None if isinstance(value, Cache) else _CACHES.get(name, value)
+
+
+def _refuse_other_positions(model: nn.Module, block: str, hidden: Tensor, inputs: Any) -> None:
+    mask = mask_named(inputs, "attention_mask")
+    if mask is not None and hidden.shape[:-1] != mask.shape:
+        raise CalibrationError(
+            f"block {block} of {type(model).__name__} receives features {tuple(hidden.shape)}, "
+            f"which do not fit its attention_mask {tuple(mask.shape)}: the model may remove "
+            "padding. Load it with attn_implementation=sdpa"
+        )
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    """Return whether labels of a model, one a position, are the tokens that follow."""
+    from transformers.models.auto import modeling_auto
+
+    kind = type(model).__name__
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    others = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+    return kind in causal or not (
+        kind in others or kind.endswith(("Classification", "QuestionAnswering"))
+    )
+
+
+def _runs_everything(model: nn.Module, blocks: Iterable[str]) -> bool:
+    """Return whether no block has a list of modules of its own, of which it might choose some."""
+    return not any(
+        isinstance(module, nn.ModuleList | nn.ModuleDict)
+        for block in blocks
+        for module in model.get_submodule(block).modules()
+    )

@@ -1,0 +1,74 @@
+"""Lists of blocks in a model, found by its structure."""
+
+from torch import nn
+
+from fusion_bench_featcal.settings import CalibrationError
+
+_CLEARLY = 10
+"""Times that a list of blocks must be as large as all other lists to be the model's."""
+
+
+def find_stack(model: nn.Module) -> str | None:
+    """Name of the list that holds a model's blocks.
+
+    That is the outermost list of several modules of one class, if it has ten times the parameters
+    of all other such lists together: two towers, or an encoder and a decoder, are no single stack.
+
+    Args:
+        model: The model; on the meta device it will do.
+
+    Returns:
+        The list's name; None if no list is clearly the largest.
+    """
+    stacks = _stacks(model)
+    largest = _largest(stacks, "")
+    if not largest or _CLEARLY * (sum(stacks.values()) - stacks[largest]) > stacks[largest]:
+        return None
+    return largest
+
+
+def suggested_families(model: nn.Module) -> list[str]:
+    """Values of `method.family` that may fit a model with several lists of blocks.
+
+    Args:
+        model: The model; on the meta device it will do.
+
+    Returns:
+        Values as they are typed, the most promising first; empty where nothing is repeated.
+    """
+    stacks = _stacks(model)
+    sides = [_largest(stacks, part) for part in ("encoder", "decoder")]
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and all(sides):
+        blocks = ", ".join(f"[{name}.*]" for name in sides)
+        masks = "[attention_mask, decoder_attention_mask]"
+        return [f"{{name: replay, blocks: [{blocks}], mask: {masks}}}"]
+    by_size = sorted(stacks, key=lambda name: -stacks[name])
+    return [f"{{name: replay, blocks: [{name}.*]}}" for name in by_size[:2]]
+
+
+def no_stack(model: nn.Module, family: str) -> CalibrationError:
+    """The error of a model without a single list of blocks, with what to try."""
+    tries = " or ".join(f"method.family={value}" for value in suggested_families(model))
+    advice = f"Try {tries}" if tries else "Name its blocks: method.family={name: replay, blocks: }"
+    return CalibrationError(
+        f"method.family={family}: {type(model).__name__} has no list of modules of one class that "
+        f"clearly holds its blocks. {advice}"
+    )
+
+
+def _largest(stacks: dict[str, int], part: str) -> str:
+    """The stack with the most parameters among those below a part of the model."""
+    below = {name: size for name, size in stacks.items() if part in ("", *name.split("."))}
+    return max(below, key=lambda name: below[name]) if below else ""
+
+
+def _stacks(model: nn.Module) -> dict[str, int]:
+    """Name -> parameters of every outermost list of modules of one class."""
+    stacks: dict[str, int] = {}
+    for name, module in model.named_modules():
+        kinds = [type(child) for child in module.children()]
+        inside = any(name.startswith(f"{outer}.") for outer in stacks)
+        alike = len(kinds) > 1 and len(set(kinds)) == 1 and kinds[0] is not nn.ModuleList
+        if isinstance(module, nn.ModuleList | nn.Sequential) and name and alike and not inside:
+            stacks[name] = sum(p.numel() for p in module.parameters())
+    return {name: size for name, size in stacks.items() if size}

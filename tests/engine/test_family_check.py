@@ -1,0 +1,199 @@
+"""A family's steps are compared with the model's own forward pass before anything is calibrated."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from calibrations import PAPER, assert_identical, assert_same, replay, run_fast, run_slow
+from model_types import ROWS
+from tiny_models import (
+    ResidualBlock,
+    ResidualNet,
+    Suite,
+    batched,
+    normal,
+    sentences,
+    suite_of,
+    without_labels,
+)
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.engine.family_check import Peeked
+from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
+
+BLOCKS = ["layers.0", "layers.1", "layers.2"]
+
+
+class Remembering(ResidualNet):
+    """Later blocks receive what the first one gave."""
+
+    class Block(ResidualBlock):
+        def forward(self, hidden: Tensor, first: Tensor | None = None) -> Tensor:
+            return super().forward(hidden) + (0 if first is None else 0.1 * first)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(6, 9) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = first = self.layers[0](self.embed(x))
+        for layer in list(self.layers)[1:]:
+            hidden = layer(hidden, first)
+        return self.head(hidden)
+
+
+class Backwards(ResidualNet):
+    """Blocks run from the last to the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in reversed(self.layers):
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def net_suite(model: nn.Module) -> Suite:
+    inputs: dict[str, list] = {t: batched(normal(n, 9, 4), (4, 5)) for n, t in enumerate("ab")}
+    return suite_of(model, inputs, BLOCKS, 1)
+
+
+def gemma3n_suite() -> Suite:
+    """Later blocks of Gemma-3n take keys and values from earlier ones."""
+    config = AutoConfig.for_model(
+        "gemma3n_text", vocab_size=30, vocab_size_per_layer_input=30, hidden_size=8,
+        hidden_size_per_layer_input=4, intermediate_size=[12] * 4, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=4,
+        activation_sparsity_pattern=[0.0] * 4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    inputs = {"a": [{"input_ids": without_labels(sentences([6, 6], 6))["input_ids"]}]}
+    suite = suite_of(model, inputs, [f"model.layers.{n}" for n in range(4)], 1)
+    unused = [f"{n}.self_attn.{k}_proj" for n in (2, 3) for k in "kv"]  # 5.x has none
+    names = [name for name, _ in model.named_modules()]
+    return replace(suite, left=tuple(u for u in unused if f"model.layers.{u}" in names))
+
+
+def test_blocks_that_depend_on_earlier_ones_are_replayed(caplog: Any):
+    suite = net_suite(Remembering())
+    with caplog.at_level(logging.WARNING):
+        result = run_fast(suite)
+    assert result.log.family == "replay"
+    for words in ("Remembering", "layers.1", "{name: replay, blocks: [layers.*]}", "about 2 times"):
+        assert words in caplog.text
+    assert_identical(result.model, run_fast(suite, PAPER, replay(suite)).model)
+    assert_same(result.model, run_slow(suite).model)
+
+
+def test_gemma3n_is_replayed(caplog: Any):
+    suite = gemma3n_suite()
+    assert run_fast(suite).log.family == "replay"
+    assert "Gemma3nForCausalLM cannot be run one by one" in caplog.text
+
+
+def test_family_that_was_named_is_not_replaced():
+    suite = net_suite(Remembering())
+    expected = r"family=stack: the blocks of Remembering .* Set method\.family=\{name: replay"
+    with pytest.raises(CalibrationError, match=expected):
+        run_fast(suite, PAPER, "stack")
+
+
+def test_blocks_in_another_order_are_refused():
+    with pytest.raises(CalibrationError, match=r"Backwards runs the blocks \['layers\.2', .*once"):
+        run_fast(net_suite(Backwards()))
+
+
+def test_blocks_that_fit_are_not_replayed(caplog: Any):
+    suite = net_suite(ResidualNet())
+    result = run_fast(suite)
+    assert result.log.family == "stack" and not caplog.text
+    assert_same(result.model, run_slow(suite).model)
+
+
+def test_model_is_left_as_it_was():
+    suite = net_suite(ResidualNet())
+    suite.merged.train()
+    run_fast(suite)
+    assert all(module.training for module in suite.merged.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in suite.merged.modules())
+
+
+def test_regmean_falls_back_too(caplog: Any):
+    suite = net_suite(Remembering())
+    settings = FeatCalSettings(samples_per_task=9)
+    found = merge_blockwise(
+        suite.base, suite.experts, suite.inputs, settings, REGMEAN, progress=False
+    )
+    settings = settings.replace(family=replay(suite))
+    wanted = merge_blockwise(
+        suite.base, suite.experts, suite.inputs, settings, REGMEAN, progress=False
+    )
+    assert "method.family={name: replay" in caplog.text
+    assert_identical(found, wanted)
+
+
+class Counted:
+    """Batches that tell how often they were read."""
+
+    samples = 3
+
+    def __init__(self, number: int) -> None:
+        self.number, self.read = number, 0
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in range(self.number):
+            self.read += 1
+            yield batch
+
+
+def test_every_batch_is_read_once_although_the_first_is_looked_at():
+    batches = Counted(3)
+    peeked = Peeked(batches)
+    assert peeked.first == 0 and batches.read == 1 and peeked.samples == 3
+    assert list(peeked) == [0, 1, 2] and batches.read == 3
+    assert list(peeked) == [0, 1, 2] and batches.read == 6
+    assert Peeked(Counted(0)).empty
+    assert list(Peeked(iter([1, 2]))) == [1, 2]
+
+
+def test_missing_samples_are_refused_as_ever():
+    suite = net_suite(ResidualNet())
+    with pytest.raises(CalibrationError, match="task a has 0 calibration samples"):
+        run_fast(replace(suite, inputs=suite.inputs | {"a": []}), samples_per_task=3)
+
+
+def test_token_outside_the_vocabulary_is_refused_with_its_task():
+    suite = next(row for row in ROWS if row.name == "gpt2").suite()
+    assert suite is not None
+    suite.inputs["task_0"][0]["input_ids"][0, 0] = 99
+    with pytest.raises(CalibrationError, match=r"task_0.*(99|outside a table)"):
+        run_fast(suite)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
+def test_relative_positions_count_in_a_batch_of_one_sample():
+    suite = next(row for row in ROWS if row.name == "deberta-v2").suite()
+    assert suite is not None
+    for batches in suite.inputs.values():
+        batches[:] = [{name: value[:1] for name, value in batch.items()} for batch in batches]
+    assert_same(run_fast(suite).model, run_slow(suite).model)
+
+
+def test_masked_language_model_is_calibrated_at_its_positions():
+    config = AutoConfig.for_model(
+        "bert", hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
+        vocab_size=30,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForMaskedLM.from_config(config)
+    blocks = [f"bert.encoder.layer.{n}" for n in range(2)]
+    inputs = {"a": [sentences([3, 6], 7)], "b": [sentences([5, 4], 6, seed=1)]}
+    suite = suite_of(model.eval(), inputs, blocks, 1)
+    found = run_fast(suite, decoder_rows="targets").model
+    assert_same(found, run_slow(suite).model)
