@@ -1,6 +1,7 @@
 """Models whose blocks stand in one list and pass on nothing but their hidden features."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,8 +106,13 @@ class StackFamily(Family):
         return StackCall(hidden, {name: kwargs for name, (*_, kwargs) in noted.items()}, args)
 
     def step(self, model: nn.Module, block: str, call: StackCall) -> tuple[Tensor, StackCall]:
-        """Call the block on its stored arguments, which it may not change: they are used again."""
-        args, kwargs = call.args[block], call.kwargs[block]
+        """Call the block on its stored arguments, which are used again.
+
+        A block that writes into a list or mapping among them (Gemma-3n's keys and values) writes
+        into a copy: later blocks must not depend on it.
+        """
+        args = tuple(map(_own_container, call.args[block]))
+        kwargs = {key: _own_container(value) for key, value in call.kwargs[block].items()}
         hidden = hidden_output(model.get_submodule(block)(call.hidden.clone(), *args, **kwargs))
         return hidden, replace(call, hidden=hidden)
 
@@ -168,6 +174,10 @@ def _standing_aside(
             del module.forward
             if forward is not None:
                 module.forward = forward
+
+
+def _own_container(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, MutableMapping | MutableSequence) else value
 
 
 def _without_cache(value: Any, name: str = "") -> Any:
