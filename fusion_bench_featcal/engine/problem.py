@@ -102,7 +102,10 @@ class Problem:
 def tensors_of_block(model: nn.Module, family: Family, block: str) -> list[str]:
     """Names of the tensors that running one block needs."""
     names = list(model.state_dict())
-    return names if family.whole_model else names_under(names, [block])
+    if not family.whole_model:
+        return names_under(names, [block])
+    behind = set(tensors_of_head(model, block))
+    return [name for name in names if name not in behind]
 
 
 def tensors_before_stage(
@@ -119,7 +122,25 @@ def tensors_before_stage(
     unused = [block for later in stages[0 if family.hands_on else stage :] for block in later]
     unused += [name for name, module in model.named_modules() if module is head]
     names = list(model.state_dict())
-    return sorted(set(names) - set(names_under(names, unused)))
+    behind = tensors_of_head(model, stages[stage][0])
+    return sorted(set(names) - set(names_under(names, unused)) - set(behind))
+
+
+def tensors_of_head(model: nn.Module, block: str) -> list[str]:
+    """Names of the tensors outside the part that transformers calls a model's base model.
+
+    Heads read that part's output; running its blocks does not need them.
+
+    Args:
+        model: The model; any but one of transformers has no head.
+        block: Name of a block: there is no head where it is outside the base model.
+    """
+    body = getattr(model, "base_model", model)
+    inside = next((name for name, module in model.named_modules() if module is body), "")
+    if not inside or not block.startswith(f"{inside}."):
+        return []
+    names = list(model.state_dict())
+    return sorted(set(names) - set(names_under(names, [inside])))
 
 
 def is_language_model(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 
 from fusion_bench_featcal.core.kernels import with_kernel
 from fusion_bench_featcal.engine.modules import find_all_modules
-from fusion_bench_featcal.engine.problem import Autocast, Problem, copied
+from fusion_bench_featcal.engine.problem import Autocast, Problem, copied, tensors_of_head
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.experts.reading import BASE, Reads
@@ -55,11 +55,11 @@ def set_up(
     stages = family.stages(shown)
     modules = find_all_modules(shown, stages, settings)
     model = copied(shown, device, in_place=in_place)
-    reads = Reads()
+    reads, heads = Reads(), set(tensors_of_head(model, stages[0][0]))
 
     def paired(name: str, source: nn.Module | ExpertSource, role: str = "expert") -> ExpertModel:
         counted = reads.counted(name, family.view.source(source_of(source)))
-        expert = ExpertModel(name, watched(name, counted), model, role=role)
+        expert = ExpertModel(name, watched(name, counted), model, role=role, spared=heads)
         configs = config_of(source), config_of(shown)
         check_same_function(name, *configs, settings.ignore_config, role=role)
         return expert

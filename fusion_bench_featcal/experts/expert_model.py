@@ -2,7 +2,7 @@
 
 import copy
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,13 @@ class ExpertModel:
     """
 
     def __init__(
-        self, name: str, source: ExpertSource, like: nn.Module, *, role: str = "expert"
+        self,
+        name: str,
+        source: ExpertSource,
+        like: nn.Module,
+        *,
+        role: str = "expert",
+        spared: Container[str] = (),
     ) -> None:
         """Pair the expert's tensors with the model's names and check every shape, reading none.
 
@@ -37,6 +43,8 @@ class ExpertModel:
             source: Its weights.
             like: The merged model, whose structure, dtypes and device the expert takes.
             role: What messages call it.
+            spared: Names of the merged model's tensors that are not needed: the expert may lack
+                them or have others.
 
         Raises:
             CalibrationError: If a tensor is missing or has another shape, naming it.
@@ -45,7 +53,7 @@ class ExpertModel:
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
         wanted = like.state_dict()
-        self.keys = pair_names(name, role, source, wanted, aliases(like))
+        self.keys = pair_names(name, role, source, wanted, aliases(like), spared)
         parameters = {id(parameter) for parameter in like.parameters()}
         stored = like.state_dict(keep_vars=True)
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
@@ -175,13 +183,19 @@ def pair_names(
     source: Any,
     wanted: Mapping[str, Tensor],
     tied: Mapping[str, list[str]],
-) -> dict[str, str]:
-    """Source name of each of the model's tensors, with all shapes checked."""
+    spared: Container[str] = (),
+) -> "PairedNames":
+    """Source name of each of the model's tensors, with all shapes checked.
+
+    Of tensors in `spared` those that do not fit are left out.
+    """
     available = source.names()
     rename = _renaming(available, set(wanted))
-    keys: dict[str, str] = {}
+    keys = PairedNames(f"{role} {model_name!r}", f"modelpool.models.{model_name}")
     for name, tensor in wanted.items():
         stored = [n for n in map(rename, [name, *tied[name]]) if n in available]
+        if name in spared and (not stored or source.shape(stored[0]) != tuple(tensor.shape)):
+            continue
         if not stored:
             nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
             raise CalibrationError(
@@ -197,6 +211,26 @@ def pair_names(
             )
         keys[name] = stored[0]
     return keys
+
+
+class PairedNames(dict[str, str]):
+    """Source names by the merged model's; a name that is spared and then asked for is an error."""
+
+    def __init__(self, label: str, setting: str) -> None:
+        """Start empty.
+
+        Args:
+            label: What messages call the model.
+            setting: The setting that names it.
+        """
+        super().__init__()
+        self._label, self._setting = label, setting
+
+    def __missing__(self, name: str) -> str:
+        raise CalibrationError(
+            f"{self._label} has no tensor {name!r} of the merged model's shape. Only its blocks "
+            f"and what comes before them may be read then. Check {self._setting}"
+        )
 
 
 def _renaming(available: set[str], wanted: set[str]) -> Callable[[str], str]:
