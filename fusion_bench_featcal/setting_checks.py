@@ -184,7 +184,7 @@ CHECKS: dict[str, Check] = {
     "generated_tokens": integer(1),
     "max_length": nullable(integer(2)),
     "family": (
-        "a family's name, a mapping with its `name`, or a Family",
+        "a family's name, a mapping with its `name` or `_target_`, or a Family",
         lambda value: value is not None and value != "",
     ),
     "ignore_config": ("a list of config keys, such as [hidden_act]", _is_text_list),

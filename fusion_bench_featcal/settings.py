@@ -117,7 +117,8 @@ class FeatCalSettings:
         max_length: Longest text in tokens, >= 2: longer ones are cut. None: the tokenizer's own
             limit, beyond which a text is an error.
         family: How the model is cut into blocks: `auto`, a family's name, a mapping with `name` and
-            that family's options (`{name: replay, blocks: [encoder.*]}`), or a Family object.
+            that family's options (`{name: replay, blocks: [encoder.*]}`), one with the class of a
+            family of one's own (`{_target_: my_module.MyFamily, option: 1}`), or a Family object.
         ignore_config: Keys in which experts' configs may differ from the merged model's although
             they change what a model computes (`hidden_act`): experts then run as the merged model
             does.

@@ -47,9 +47,9 @@ MUTATIONS = [
     ),
     Mutation(
         "every decoder block gets the first one's mask",
-        "families/llama.py",
-        "(call.hidden.clone(), **call.kwargs[block])",
-        "(call.hidden.clone(), **next(iter(call.kwargs.values())))",
+        "families/stack.py",
+        "for key, value in call.kwargs[block].items()}",
+        "for key, value in next(iter(call.kwargs.values())).items()}",
         "families/test_families.py test_calibrate_decoders.py",
     ),
     Mutation(

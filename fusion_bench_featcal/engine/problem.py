@@ -127,7 +127,7 @@ def tensors_before_stage(
 
 
 def tensors_of_head(model: nn.Module, block: str) -> list[str]:
-    """Names of the tensors outside the part that transformers calls a model's base model.
+    """Names of the tensors behind the part that transformers calls a model's base model.
 
     Heads read that part's output; running its blocks does not need them.
 
@@ -140,7 +140,8 @@ def tensors_of_head(model: nn.Module, block: str) -> list[str]:
     if not inside or not block.startswith(f"{inside}."):
         return []
     names = list(model.state_dict())
-    return sorted(set(names) - set(names_under(names, [inside])))
+    last = max(index for index, name in enumerate(names) if name.startswith(f"{inside}."))
+    return names[last + 1 :]  # what comes before it may be embeddings
 
 
 def is_language_model(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fusion_bench_featcal.experts.sketches import write_sketch_file
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.console import explained
 from fusion_bench_featcal.fusionbench.fusing import merger_class
+from fusion_bench_featcal.fusionbench.hydra_job import make_importable
 from fusion_bench_featcal.fusionbench.options import checked_settings, plain
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
@@ -131,6 +133,7 @@ def _compose(overrides: Sequence[str]) -> Any:
     Raises:
         ValueError: If the words compose no run.
     """
+    make_importable(os.getcwd())  # as in the run itself: `_target_` may name a class there
     words = list(overrides)
     if not any(word.startswith("method=") for word in words):
         words.append("method=featcal")

@@ -1,0 +1,89 @@
+"""Types of transformers' models: found by `auto`, calibrated as `replay` and the oracle do, saved.
+
+    python benchmarks/model_types.py
+
+Each row of tests/model_types.py is a tiny model with random weights (two blocks of width 8 or 16),
+of which a base, two experts and their merger are made in float64. The calibration with `auto` is
+compared with one inside the model's own forward pass (`replay`) and with the oracle
+(tests/oracle.py), which imports nothing of the package. The calibrated model is saved with
+`save_pretrained` and loaded again. Exits with 1 where a row differs.
+"""
+
+import logging
+import platform
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import torch
+import transformers
+from model_types import ROWS, Examined, examined
+
+RESULT = Path(__file__).with_name("results") / "model_types.md"
+BOUND = 1e-5
+COLUMNS = (
+    "model type", "kind", "family", "blocks", "difference to replay", "distance to the oracle",
+    "saved and loaded",
+)  # fmt: skip
+
+
+def passes(found: Examined, family: str) -> bool:
+    """Return whether a row is as it should be."""
+    return (
+        found.family == family
+        and found.replay_gap <= BOUND
+        and found.oracle_gap <= BOUND
+        and found.reloaded
+    )
+
+
+def lines() -> Iterator[tuple[str, bool]]:
+    """Each row of the table, and whether it is as it should be."""
+    for row in ROWS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = examined(row, Path(folder))
+        if found is None:
+            yield f"| {row.name} | {row.kind} | not in this release |||||", True
+            continue
+        gap = "none (bit-identical)" if found.replay_gap == 0 else f"{found.replay_gap:.0e}"
+        left = f"; without {', '.join(row.left)}" if row.left else ""
+        cells = (
+            row.name,
+            row.kind,
+            f"`{found.family}`",
+            f"`{found.blocks}`{left}",
+            gap,
+            f"{found.oracle_gap:.0e}",
+            "same parameters" if found.reloaded else "other parameters",
+        )
+        yield f"| {' | '.join(cells)} |", passes(found, row.family)
+
+
+def main() -> int:
+    """Write the table; exit code 1 where a row differs."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    table = [f"| {' | '.join(COLUMNS)} |", "|:--|:--|:--|:--|:--|--:|:--|"]
+    good = True
+    for line, passed in lines():
+        print(line)
+        table.append(line)
+        good &= passed
+    table += [
+        "",
+        f"Random models in float64; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, {platform.machine()} CPU. Differences to `replay` are the "
+        "largest of a parameter, distances to the oracle relative to a parameter's norm.",
+    ]
+    RESULT.write_text("\n".join(table) + "\n", encoding="utf-8")
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

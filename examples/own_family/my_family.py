@@ -1,0 +1,38 @@
+"""A family of one's own: it calibrates the last blocks of a CLIP vision tower only.
+
+In this folder (the folder in which a command is run is importable, and its `config` is searched):
+
+    fusion_bench method=last_blocks modelpool=clip-vit-mini_alphabets2 method.samples_per_task=16
+"""
+
+from fusion_bench_featcal.families import CLIP, BlockCall, Family
+from fusion_bench_featcal.families.base import call_block, capture_call, hidden_output
+
+
+class LastBlocks(Family):
+    """Blocks of which each takes the last one's features and otherwise the same arguments."""
+
+    name = "last_blocks"
+    same_calls = True  # every pass calls the same modules
+    compared = True  # on the first samples, with the model's own forward pass
+
+    def __init__(self, count: int = 1):
+        """Take the options from YAML."""
+        self.count = int(count)
+
+    def __repr__(self) -> str:
+        """Name the options: blocks that an interrupted run finished are used only with the same."""
+        return f"LastBlocks({self.count})"
+
+    def stages(self, model):
+        """Names of the blocks in forward order, as one stage."""
+        return [CLIP.stages(model)[0][-self.count :]]
+
+    def begin(self, model, inputs, first_block, *ending):
+        """Run the model up to the first of them; the inputs of that block."""
+        return capture_call(model, inputs, first_block)
+
+    def step(self, model, block, call):
+        """Run one block; its features and the inputs of the next."""
+        hidden = hidden_output(call_block(model, block, call))
+        return hidden, BlockCall(hidden, call.args, call.kwargs)
