@@ -13,6 +13,7 @@ RIDGES = ("fixed", "kfold")
 ROW_WEIGHTS = ("uniform", "sensitivity", "auto")
 TOKEN_WEIGHTS = ("uniform", "demo_last_block")
 CALIBRATION_SPLITS = ("train", "val", "test")
+BATCH_NORMS = ("reestimate", "merged")
 DECODER_ROWS = ("all", "targets", "auto")
 STREAM_EXPERTS = ("auto", True, False)
 LINEAR_KERNELS = ("auto", "torch", "onednn")
@@ -176,6 +177,7 @@ CHECKS: dict[str, Check] = {
     "seed": integer(0),
     "calibrate_bias": BOOLEAN,
     "calibrate_norm": BOOLEAN,
+    "batch_norm": one_of(BATCH_NORMS),
     "modules": ("null or a non-empty list of patterns", _is_pattern_list),
     "token_weights": one_of(TOKEN_WEIGHTS),
     "decoder_rows": one_of(DECODER_ROWS),

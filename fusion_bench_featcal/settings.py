@@ -99,10 +99,14 @@ class FeatCalSettings:
             copies, where this is a multiple of 4. Changes memory and rounding.
         seed: Seeds each task's own draw of samples, together with the task's name, >= 0.
         calibrate_bias: Whether biases are calibrated (Eqs. 51-55).
-        calibrate_norm: Whether LayerNorm gains and shifts are calibrated (Eqs. 56-59).
-        modules: Patterns of the modules to calibrate (None: every linear and LayerNorm module of
-            the blocks). A pattern matches a module's full name or any end of it (`fc1`,
-            `self_attn.*`), with `*` for anything; a leading `!` excludes.
+        calibrate_norm: Whether gains and shifts of LayerNorm, GroupNorm and BatchNorm are
+            calibrated (Eqs. 56-59).
+        batch_norm: Running statistics of BatchNorm: `reestimate` them on the calibration samples,
+            all tasks weighing the same, once the modules before have changed; or keep those of
+            the `merged` model.
+        modules: Patterns of the modules to calibrate (None: every linear module,
+            convolution and norm of the blocks). A pattern matches a module's full name or any end
+            of it (`fc1`, `self_attn.*`), with `*` for anything; a leading `!` excludes.
         token_weights: `uniform`, or `demo_last_block`: in the last block every token but the first
             weighs 0.01, except for modules named k_proj and v_proj (the authors' demo, not the
             paper).
@@ -177,6 +181,7 @@ class FeatCalSettings:
     seed: int = 42
     calibrate_bias: bool = True
     calibrate_norm: bool = True
+    batch_norm: str = "reestimate"
     modules: Sequence[str] | None = None
     token_weights: str = "uniform"
     decoder_rows: str = "all"

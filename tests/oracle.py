@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from conv_oracle import as_rows, is_convolution, normalise_batches, of_groups
 from torch import Tensor, nn
 
 Batch = Tensor | Mapping  # one tensor, or keyword arguments
@@ -97,14 +98,18 @@ def calibrate_slowly(
             light = block == blocks[-1] and not name.endswith(("k_proj", "v_proj"))
             light = light and knobs.demo_last_block
             masks = (other_rows or {}).get(name, block_masks)
+            shape = partial(as_rows, outcome.model.get_submodule(name))
             rows = {
-                task: gather(seen[task][0][name], theirs[task][0][name], masks[task], light)
+                task: gather(
+                    shape(seen[task][0][name]), shape(theirs[task][0][name]), masks[task], light
+                )
                 for task in doubled
             }
             new.update(solve(name, outcome.model, doubled, anchor, rows, knobs))
         with torch.no_grad():
             for name, value in new.items():
                 outcome.model.get_parameter(name).copy_(value.to(features))
+        normalise_batches(outcome.model, doubled, inputs, block, anchor, knobs)
         before, seen = seen, {task: recorded(outcome.model, task) for task in doubled}
         for task in doubled:
             outcome.drift[block, task] = tuple(
@@ -213,14 +218,20 @@ def solve(
     """New parameters of one module, by parameter name."""
     module: Any = model.get_submodule(name)
     theirs: dict[str, Any] = {task: expert.get_submodule(name) for task, expert in experts.items()}
-    if type(module).__name__ == "LayerNorm":
+    if type(module).__name__.endswith(("LayerNorm", "GroupNorm")):
         if not knobs.norm:
             return {}
         pair = (f"{name}.weight", f"{name}.bias")
-        inputs = {task: (normalised(r.cal, module.eps), r.p) for task, r in rows.items()}
+        done = type(module).__name__ == "GroupNorm"  # where rows were normalised
+        inputs = {
+            task: (r.cal if done else normalised(r.cal, module.eps), r.p)
+            for task, r in rows.items()
+        }
         affines = {task: (t.weight.detach(), t.bias.detach()) for task, t in theirs.items()}
         new = stacked_norm(inputs, affines, (anchor[pair[0]], anchor[pair[1]]), knobs.lam)
         return dict(zip(pair, new, strict=True))
+    if is_convolution(module):
+        return of_groups(name, module, theirs, anchor, rows, knobs)
     turned = type(module).__name__ == "Conv1D"  # this one stores inputs x outputs
 
     def upright(weight: Tensor) -> Tensor:

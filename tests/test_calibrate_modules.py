@@ -8,14 +8,14 @@ import torch
 from calibrations import run_fast
 from tiny_models import Suite, clip_suite
 from torch import nn
-from tricky_models import convolution, fused_attention, gainful, mixture, stack_suite
+from tricky_models import fused_attention, gainful, mixture, stack_suite, transposed_convolution
 
 from fusion_bench_featcal import CalibrationError
 
 UNFIT = [
     (fused_attention, "attention", "MultiheadAttention", "in_proj_weight"),
     (mixture, "experts", "ParameterDict", "stacked"),
-    (convolution, "filter", "Conv2d", "weight"),
+    (transposed_convolution, "filter", "ConvTranspose2d", "weight"),
 ]
 
 

@@ -99,15 +99,15 @@ def blocks_of(model: nn.Module, class_name: str) -> list[str]:
 def modules_of(
     model: nn.Module, blocks: list[str], left: tuple[str, ...] = ()
 ) -> dict[str, list[str]]:
-    """Full names of the linear modules, and the LayerNorms with gain and shift, of each block."""
+    """Full names of linear modules, convolutions and norms with gain and shift, of each block."""
     found = {}
     for block in blocks:
         found[block] = []
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             kind = type(module).__name__
-            affine = kind == "LayerNorm" and module.weight is not None and module.bias is not None
-            linear = kind in ("Linear", "Conv1D", "FalconLinear")
-            if (affine or linear) and not name.endswith(left or ("/",)):
+            affine = kind.endswith("LayerNorm") and getattr(module, "bias", None) is not None
+            known = kind in ("Linear", "Conv1D", "FalconLinear", "Conv1d", "Conv2d", "GroupNorm")
+            if (affine or known) and not name.endswith(left or ("/",)):
                 found[block].append(name)
     return found
 

@@ -122,9 +122,9 @@ def mixture(block: Any, hidden: Tensor) -> Tensor:
     return hidden + block.only(torch.einsum("nd,edf->nf", hidden, block.experts["stacked"]))
 
 
-@block_of(filter=partial(nn.Conv2d, 1, 1, 1), only=linear)
-def convolution(block: Any, hidden: Tensor) -> Tensor:
-    """A two-dimensional convolution beside a linear map."""
+@block_of(filter=partial(nn.ConvTranspose2d, 1, 1, 1), only=linear)
+def transposed_convolution(block: Any, hidden: Tensor) -> Tensor:
+    """A transposed convolution beside a linear map."""
     return hidden + block.only(block.filter(hidden[:, None, None])[:, 0, 0])
 
 

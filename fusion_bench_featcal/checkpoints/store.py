@@ -167,7 +167,7 @@ class Checkpoints(WatchedSources):
         """
         manifest = self._manifests[block]
         path = self._path(block, "safetensors")
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = model.state_dict()  # and statistics
         with naming_damage(path):
             tensors = read_tensors(path, manifest["parameters"])
             for name, tensor in tensors.items():
@@ -199,7 +199,8 @@ class Checkpoints(WatchedSources):
         """
         reads = self._gather(take_recent(self._sources))
         if self._processes.rank == 0:
-            tensors = {name: model.get_parameter(name) for name in names}
+            stored = model.state_dict()  # statistics are no parameters
+            tensors = {name: stored[name] for name in names}
             path = self._path(block, "safetensors")
             with naming_room(path, sum(tensor.nbytes for tensor in tensors.values())):
                 digest = write_tensors(path, tensors)

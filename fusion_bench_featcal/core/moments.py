@@ -236,7 +236,7 @@ class LinearSums:
             if is_few and mix_alpha > 0
         }
         self._mean_dtype = torch.promote_types(zero.dtype, mean_dtype)
-        self._rounding = _gram_rounding(like.dtype, zero.dtype)
+        self._rounding = gram_rounding(like.dtype, zero.dtype)
         self.gram = zero.new_zeros(width, width)
         needs_cross = mix_alpha > 0 and not self._weights
         self.cross = zero.new_zeros(width, width) if needs_cross else None
@@ -337,7 +337,7 @@ class TaskMeans:
     rounding: float
 
 
-def _gram_rounding(features: torch.dtype, sums: torch.dtype) -> float:
+def gram_rounding(features: torch.dtype, sums: torch.dtype) -> float:
     """Rounding of a Gram matrix, relative to its diagonal.
 
     The rounding of float32 features fills a direction that they lack with their rounding's square,
@@ -359,6 +359,20 @@ def normalised_input(x: Tensor, eps: float) -> Tensor:
     """
     x = x.to(moment_dtype(x.dtype))
     return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=eps)
+
+
+def normalised_channels(x: Tensor, groups: int, eps: float) -> Tensor:
+    """Normalised input of a GroupNorm, before its gain and shift.
+
+    Args:
+        x: `[batch, d, ...]`, any floating dtype.
+        groups: Groups of channels that are normalised together.
+        eps: The GroupNorm's own epsilon.
+
+    Returns:
+        The same shape, in float32 or better.
+    """
+    return torch.nn.functional.group_norm(x.to(moment_dtype(x.dtype)), groups, eps=eps)
 
 
 def norm_moments(

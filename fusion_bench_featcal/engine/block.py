@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core import LinearSystem, NormSystem, UnsolvedError, extrapolate_anchor
 from fusion_bench_featcal.core.finite import not_finite
+from fusion_bench_featcal.core.grouped import GroupedSystem
 from fusion_bench_featcal.engine.checks import DeferredCheck, run_checks
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.task_sums import TaskSums
@@ -44,7 +45,7 @@ class BlockSums:
             block: The block's name.
         """
         self.block = block
-        self.linear: dict[Names, LinearSystem] = {}
+        self.linear: dict[Names, LinearSystem | GroupedSystem] = {}
         self.norm: dict[str, NormSystem] = {}
         self._problem = problem
         self._settings = problem.settings
@@ -77,7 +78,8 @@ class BlockSums:
             weights = {site.name: site.oriented(get(site.weight_name)) for site in sites}
             biases = {s.name: get(s.bias_name) for s in sites if s.has_bias and biased}
             try:
-                system.fold(sums.task, sums.linear.pop(names).means(), weights, biases)
+                means: Any = sums.linear.pop(names).means()
+                system.fold(sums.task, means, weights, biases)
             except ZeroDivisionError as error:  # only where eps is 0 and every input is too
                 raise CalibrationError(
                     f"task {sums.task}, block {self.block}, module {names[0]}: {error}. Check "
@@ -94,10 +96,13 @@ class BlockSums:
             self._anchors[name] = site.oriented(self._anchor(site.weight_name))
             if site.has_bias:
                 self._bias_anchors[name] = self._anchor(site.bias_name)
-        self.linear = {
-            names: LinearSystem({n: self._anchors[n] for n in names}, eps=self._settings.eps)
-            for names in groups
-        }
+        self.linear = {names: self._system(names) for names in groups}
+
+    def _system(self, names: Names) -> LinearSystem | GroupedSystem:
+        groups, eps = self._sites[names[0]].groups, self._settings.eps
+        if groups > 1:
+            return GroupedSystem(names[0], self._anchors[names[0]], groups, eps=eps)
+        return LinearSystem({name: self._anchors[name] for name in names}, eps=eps)
 
     def _anchor(self, name: str) -> Tensor:
         base, rho = self._problem.base, self._settings.anchor_rho
@@ -128,8 +133,9 @@ class BlockSums:
 
     def cost(self, names: Sequence[str]) -> float:
         """Multiplications that solving some modules that share their inputs takes."""
-        width = self._anchors[names[0]].shape[1]
-        return width**3 / 6 + sum(len(self._anchors[name]) for name in names) * width**2
+        width, groups = self._anchors[names[0]].shape[1], self._sites[names[0]].groups
+        outputs = sum(len(self._anchors[name]) for name in names)
+        return groups * width**3 / 6 + outputs * width**2
 
     def solve(
         self, tallies: Tallies | None = None
@@ -173,7 +179,7 @@ class BlockSums:
         return updates, records
 
     def _solve_group(
-        self, system: LinearSystem, updates: dict[str, Tensor]
+        self, system: LinearSystem | GroupedSystem, updates: dict[str, Tensor]
     ) -> list[dict[str, Any]]:
         """Solve the modules that share their inputs; their log records."""
         ridge_lambda = self._settings.ridge_lambda
@@ -183,7 +189,7 @@ class BlockSums:
         solution = system.solve(ridge_lambda, dtypes)
         for name, stored in solution.weights.items():
             site = self._sites[name]
-            updates[site.weight_name] = site.oriented(stored)
+            updates[site.weight_name] = site.stored(stored)
             if site.has_bias and self._settings.calibrate_bias:
                 # From the rounded weight: the bias makes up for its rounding too.
                 anchor = self._bias_anchors[name]
@@ -238,8 +244,9 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor]) ->
     """
     cast: list[tuple[Tensor, Tensor]] = []
     checks: list[DeferredCheck] = []
+    tensors = model.state_dict()  # statistics are no parameters
     for name, value in updates.items():
-        parameter = model.get_parameter(name)
+        parameter = tensors[name]
         new = value.to(parameter.dtype)
         error = CalibrationError(
             f"block {block}: the new {name} is not finite in {parameter.dtype}. Raise "

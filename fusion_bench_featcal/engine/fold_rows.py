@@ -68,7 +68,11 @@ class FoldRows:
         if rows % self.samples:
             raise ValueError(f"{rows} rows are not of {self.samples} samples alike")
         by_sample = features.reshape(self.samples, -1, features.shape[-1])
-        return by_sample[self.offsets[fold] :: len(self.offsets)]
+        return self.of_samples(by_sample, fold)
+
+    def of_samples(self, features: Tensor, fold: int) -> Tensor:
+        """What one fold's samples have, of `[samples, ...]`."""
+        return features[self.offsets[fold] :: len(self.offsets)]
 
     def weights(self, fold: int) -> Tensor | None:
         """Weights of one fold's rows; None: all weigh 1."""

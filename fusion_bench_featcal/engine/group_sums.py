@@ -1,6 +1,6 @@
 """Sums over the rows of all tasks for modules that are solved together, and their solve."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,22 @@ class Features:
     drifts: list[Tensor]
     rows: FoldRows
 
+    def pieces(self, group: Group, fold: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """One fold's rows of inputs and drifts, a convolution's patches some at a time."""
+        patches = group.sites[0].patches
+        for x, drift in zip(self.inputs, self.drifts, strict=True):
+            if patches is None:
+                yield self.rows.select(x, fold), self.rows.select(drift, fold)
+                continue
+            own, further = (self.rows.of_samples(part, fold) for part in (x, drift))
+            if not group.writes:
+                yield from ((a, b) for a, b in patches.pieces([own, further]))
+                continue
+            outputs, start = further.flatten(2).mT, 0
+            for (rows,) in patches.pieces([own]):
+                yield rows, outputs[start : start + len(rows)]
+                start += len(rows)
+
 
 def stacked(module: nn.Module, group: Group) -> tuple[Tensor, Tensor]:
     """Weights of a group's modules, `[m, d]`, and biases, `[m]` (0 where there are none)."""
@@ -65,7 +81,7 @@ def stacked(module: nn.Module, group: Group) -> tuple[Tensor, Tensor]:
         get(site.bias_name).detach() if site.has_bias else weight.new_zeros(len(weight))
         for site, weight in zip(group.sites, weights, strict=True)
     ]
-    return torch.cat(weights), torch.cat(biases)
+    return group.own(torch.cat(weights)), group.own(torch.cat(biases))
 
 
 class GroupSums:
@@ -132,6 +148,13 @@ class GroupSums:
         Raises:
             CalibrationError: If a system has no trustworthy solution.
         """
+        change, noted = self.change()
+        record = {"block": self._block, "residual": change.residual, "condition": change.condition}
+        updates = self.updated(change)
+        return updates, [{"module": site.name, **record, **noted} for site in self.group.sites]
+
+    def change(self) -> tuple[Change, dict[str, Any]]:
+        """The modules' change, and what the log shall tell of it; errors as of `solve`."""
         wide = solve_dtype(self.weight.device)
         for gram in self.inputs.gram:
             mirror_lower(gram)
@@ -143,16 +166,13 @@ class GroupSums:
             weight=self.inputs.weight.sum(dtype=wide),
         )
         try:
-            change, noted = self._changed(total)
+            return self._changed(total)
         except UnsolvedError as error:
             raise CalibrationError(
                 f"block {self._block}, module {self.group.first}: {error}. Raise "
                 f"method.samples_per_task (now {self._problem.settings.samples_per_task})"
                 + ("" if self.kfold else " or method.ridge_lambda")
             ) from error
-        record = {"block": self._block, "residual": change.residual, "condition": change.condition}
-        updates = self._updates(change)
-        return updates, [{"module": site.name, **record, **noted} for site in self.group.sites]
 
     def _subtract_outputs(self) -> None:
         """Take off the full targets what the modules give now, which follows from their inputs."""
@@ -224,9 +244,9 @@ class GroupSums:
         if base is None or not self._problem.settings.needs_base:
             return None
         starts = [site.oriented(base.tensor(site.weight_name)) for site in self.group.sites]
-        return self.weight.to(dtype) - torch.cat(starts).to(dtype)
+        return self.weight.to(dtype) - self.group.own(torch.cat(starts)).to(dtype)
 
-    def _updates(self, change: Change) -> dict[str, Tensor]:
+    def updated(self, change: Change) -> dict[str, Tensor]:
         """New parameters by name; what does not change keeps its bits."""
         get, wide = self._problem.model.get_parameter, change.step.dtype
         updates: dict[str, Tensor] = {}
@@ -234,7 +254,7 @@ class GroupSums:
         steps, shifts = change.step.split(sizes), change.shift.split(sizes)
         for site, step, shift in zip(self.group.sites, steps, shifts, strict=True):
             weight = site.oriented(get(site.weight_name)).to(wide) + step
-            updates[site.weight_name] = site.oriented(weight)
+            updates[site.weight_name] = site.stored(weight)
             if self.group.biased:
                 updates[site.bias_name] = get(site.bias_name).to(wide) + shift
         return updates
@@ -291,15 +311,17 @@ class TaskRows:
 
     def add(self, features: Features) -> None:
         """Add a batch's rows."""
-        for fold, waiting in enumerate(self._waiting):
-            weights = features.rows.weights(fold)
-            for x, drift in zip(features.inputs, features.drifts, strict=True):
-                own = features.rows.select(x, fold)
-                if len(own):
-                    waiting.append((own, features.rows.select(drift, fold), weights))
-                    self._rows[fold] += own.shape[:-1].numel()
-            if self._rows[fold] >= ROWS_AT_ONCE:
-                self._absorb(fold)
+        for fold in range(len(self._waiting)):
+            for x, drift in features.pieces(self.sums.group, fold):
+                self.put(fold, x, drift, features.rows.weights(fold))
+
+    def put(self, fold: int, x: Tensor, drift: Tensor, weights: Tensor | None = None) -> None:
+        """Add rows of one fold, `[..., d]` each."""
+        if len(x):
+            self._waiting[fold].append((x, drift, weights))
+            self._rows[fold] += x.shape[:-1].numel()
+        if self._rows[fold] >= ROWS_AT_ONCE:
+            self._absorb(fold)
 
     def _absorb(self, fold: int) -> None:
         """Add the rows of one fold that wait."""

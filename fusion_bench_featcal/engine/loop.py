@@ -108,7 +108,8 @@ class BlockLoop:
         start = time.perf_counter()
         changed: dict[str, None] = {}
         records: list[dict[str, Any]] = []
-        visits = {task: Visit(self._problem.device) for task in streams}
+        images = self._problem.gives_images(block)
+        visits = {task: Visit(self._problem.device, images) for task in streams}
         for turn in self._rule.turns(block, streams):
             self._reads.enter(turn.place)
             sums = self._rule.block_sums(turn)
@@ -144,7 +145,7 @@ class BlockLoop:
                     continue
                 cal, exp = rule.record(turn, expert, batch)
                 visit.count(batch, batch.cal.hidden if cal.hidden is None else cal.hidden)
-                if rule.shows_drift_before and cal.hidden is not None:
+                if rule.shows_drift_before and visit.is_first and cal.hidden is not None:
                     visit.add_drift("before", cal.hidden, batch)
                 with summing_in(problem.settings.sums_precision, problem.device):
                     sums.add(problem.model, cal, exp, batch.valid, batch.other)

@@ -31,6 +31,7 @@ class Group:
         closing: Whether only those rows count that the model reads behind its last block.
         tail: The part of the block whose output is that of the only module, if there is one.
         whole: Where it closes and nothing else is in the block's output: the block.
+        part: Of a convolution with several groups: the number of one of them.
     """
 
     sites: tuple[Site, ...]
@@ -42,6 +43,16 @@ class Group:
     closing: bool = False
     tail: Tail | None = None
     whole: Tail | None = None
+    part: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Number of linear maps, each of its own inputs, that the modules are made of."""
+        return self.sites[0].groups
+
+    def own(self, values: Tensor, dim: int = 0) -> Tensor:
+        """The part's share of what all parts have, one after the other."""
+        return values if self.parts == 1 else values.chunk(self.parts, dim)[self.part]
 
     @property
     def first(self) -> str:
@@ -92,11 +103,12 @@ def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
         biased = site.has_bias and settings.calibrate_bias
         mask = id(counted_in(site, batch.valid, batch.other))
         own = name if name in writers else None
-        key = tuple(keys), biased, mask, name in closing, own
+        form = site.patches if site.groups == 1 else name
+        key = tuple(keys), biased, mask, name in closing, own, form
         grouped.setdefault(key, []).append(site)
     groups: list[Group] = []
     behind: tuple[str, ...] = ()
-    for (calls, biased, _, ends, writer), members in grouped.items():
+    for (calls, biased, _, ends, writer, _), members in grouped.items():
         writes = writer is not None
         group = Group(tuple(members), len(calls), biased, writes, behind if writes else ())
         tail = tails.get(writer) if settings.order == "module" else None

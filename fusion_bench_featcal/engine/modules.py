@@ -1,13 +1,15 @@
 """Modules of a block that are calibrated, and how their parameters are read."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
+from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.engine.module_kinds import is_layer_norm, is_linear
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -18,15 +20,21 @@ class Site:
 
     Attributes:
         name: Its full name in the model.
-        kind: `linear` or `norm` (LayerNorm with gain and shift).
+        kind: `linear` (convolutions too: linear maps of patches), `norm` (LayerNorm or GroupNorm
+            with gain and shift) or `batch_norm`.
         transposed: Whether its weight is stored `[in, out]` (GPT-2's Conv1D).
-        has_bias: Whether it has a bias (linear) or shift (norm).
+        has_bias: Whether it has a bias (linear) or shift (norm); of BatchNorm whether gain and
+            shift are calibrated.
+        patches: Geometry of a convolution; None for any other module.
+        channels_first: Whether a norm receives `[batch, d, ...]`, not `[..., d]`.
     """
 
     name: str
-    kind: Literal["linear", "norm"]
+    kind: Literal["linear", "norm", "batch_norm"]
     transposed: bool
     has_bias: bool
+    patches: Patches | None = None
+    channels_first: bool = False
 
     @property
     def weight_name(self) -> str:
@@ -40,20 +48,42 @@ class Site:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its parameters."""
+        """Names of its parameters that are calibrated."""
+        if self.kind == "batch_norm" and not self.has_bias:
+            return ()
         return (self.weight_name, self.bias_name) if self.has_bias else (self.weight_name,)
 
     def oriented(self, weight: Tensor) -> Tensor:
-        """A stored weight as `[out, in]`, or such a weight as it is stored (its own inverse)."""
+        """A stored weight as `[out, in]`; of a convolution its groups' one below the other."""
+        if self.patches is not None:
+            return weight.flatten(1)
         return weight.T if self.transposed else weight
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """A weight `[out, in]` as it is stored."""
+        if self.patches is not None:
+            return weight.reshape(len(weight), -1, *self.patches.kernel)
+        return weight.T if self.transposed else weight
+
+    @property
+    def groups(self) -> int:
+        """Number of linear maps, each of its own inputs, that it is made of."""
+        return 1 if self.patches is None else self.patches.groups
 
 
 @dataclass(frozen=True)
 class BlockModules:
-    """A block's modules: those that are calibrated and those with parameters that stay merged."""
+    """A block's modules.
+
+    Attributes:
+        sites: Those that are solved from their inputs.
+        left: Those with parameters that stay merged.
+        batch_norms: Those whose statistics or parameters change when the others have.
+    """
 
     sites: tuple[Site, ...]
     left: tuple[str, ...]
+    batch_norms: tuple[Site, ...] = ()
 
     def calibrated(self, *, biased: bool) -> list[str]:
         """Names of the parameters that get new values.
@@ -63,26 +93,23 @@ class BlockModules:
         """
         return [
             name
-            for site in self.sites
+            for site in (*self.sites, *self.batch_norms)
             for name in site.names
-            if site.kind == "norm" or name == site.weight_name or biased
+            if site.kind != "linear" or name == site.weight_name or biased
         ]
 
 
-def find_modules(
-    model: nn.Module, block: str, patterns: Sequence[str] | None, *, calibrate_norm: bool
-) -> BlockModules:
+def find_modules(model: nn.Module, block: str, settings: FeatCalSettings) -> BlockModules:
     """Sort a block's modules into calibrated ones and ones that stay as merged.
 
-    Calibrated: nn.Linear and transformers' Conv1D, and LayerNorm with gain and shift. Left: norms
-    without a shift, embeddings and modules that hold vectors only. Everything else that holds a
-    matrix is refused, never skipped.
+    Calibrated: nn.Linear, transformers' Conv1D, Conv1d and Conv2d, and LayerNorm, GroupNorm and
+    BatchNorm. Left: norms without a shift, embeddings and modules that hold vectors only.
+    Everything else that holds a matrix is refused, never skipped.
 
     Args:
         model: The model.
         block: The block's name.
-        patterns: `settings.modules`; None: every module.
-        calibrate_norm: Whether LayerNorms are calibrated.
+        settings: `modules`, `calibrate_norm` and `batch_norm` are used.
 
     Returns:
         The sorted modules, in order of registration.
@@ -93,23 +120,33 @@ def find_modules(
     """
     shared = _shared_parameters(model)
     sites: list[Site] = []
+    batch_norms: list[Site] = []
     left: list[str] = []
     for inner, module in model.get_submodule(block).named_modules():
         name = f"{block}.{inner}" if inner else block
         _refuse_adapters(block, name, module)
         own = dict(module.named_parameters(recurse=False))
-        if not own:
+        if not (own or isinstance(module, _BatchNorm)):
             continue
-        selected = _selected(name, patterns)
+        selected = _selected(name, settings.modules)
         site = _site(name, module) if selected else None
         if site is None and selected:
             _refuse_matrices(block, name, module, own)
-        if site is None or (site.kind == "norm" and not calibrate_norm):
+        if site is not None and site.kind == "batch_norm" and not settings.calibrate_norm:
+            site = replace(site, has_bias=False)
+        if site is None or _stays(site, settings):
             left.append(name)
             continue
         _refuse_unusable(block, name, own, shared)
-        sites.append(site)
-    return BlockModules(tuple(sites), tuple(left))
+        (batch_norms if site.kind == "batch_norm" else sites).append(site)
+    return BlockModules(tuple(sites), tuple(left), tuple(batch_norms))
+
+
+def _stays(site: Site, settings: FeatCalSettings) -> bool:
+    """Return whether settings leave a module as merged."""
+    if site.kind == "batch_norm":
+        return settings.batch_norm == "merged" and not site.has_bias
+    return site.kind == "norm" and not settings.calibrate_norm
 
 
 def find_all_modules(
@@ -120,7 +157,7 @@ def find_all_modules(
     Args:
         model: The model.
         stages: Its blocks, as its family lists them.
-        settings: `modules` and `calibrate_norm` are used.
+        settings: As for `find_modules`.
 
     Returns:
         The sorted modules of each block.
@@ -129,12 +166,8 @@ def find_all_modules(
         CalibrationError: As `find_modules`; also if a pattern matches no module of any block (most
             likely a misspelling), or no module at all is left to calibrate.
     """
-    blocks = {
-        block: find_modules(model, block, settings.modules, calibrate_norm=settings.calibrate_norm)
-        for stage in stages
-        for block in stage
-    }
-    names = [s.name for b in blocks.values() for s in b.sites]
+    blocks = {block: find_modules(model, block, settings) for stage in stages for block in stage}
+    names = [s.name for b in blocks.values() for s in (*b.sites, *b.batch_norms)]
     names += [name for b in blocks.values() for name in b.left]
     for pattern in settings.modules or ():
         if not any(matches(name, pattern.removeprefix("!")) for name in names):
@@ -142,7 +175,7 @@ def find_all_modules(
                 f"method.modules: {pattern!r} matches no module of the blocks; there are "
                 f"{names[:6]} and {max(len(names) - 6, 0)} more"
             )
-    if not any(b.sites for b in blocks.values()):
+    if not any(b.sites or b.batch_norms for b in blocks.values()):
         raise CalibrationError("method.modules leaves no module to calibrate")
     return blocks
 
@@ -152,9 +185,39 @@ def _site(name: str, module: nn.Module) -> Site | None:
         return Site(name, "linear", transposed=False, has_bias=module.bias is not None)
     if _is_conv1d(module):
         return Site(name, "linear", transposed=True, has_bias=True)
+    convolves = _runs_as(module, nn.Conv2d) or _runs_as(module, nn.Conv1d)
+    if convolves and not is_parametrized(module):
+        return _convolution(name, module)
     if is_layer_norm(module) and module.bias is not None and module.weight.ndim == 1:
-        return Site(name, "norm", transposed=False, has_bias=True)
+        first = getattr(module, "data_format", None) == "channels_first"  # as ConvNeXt's
+        return Site(name, "norm", transposed=False, has_bias=True, channels_first=first)
+    if _runs_as(module, nn.GroupNorm) and module.affine:
+        return Site(name, "norm", transposed=False, has_bias=True, channels_first=True)
+    if isinstance(module, _BatchNorm) and module.track_running_stats:
+        affine = module.affine
+        return Site(name, "batch_norm", transposed=False, has_bias=affine, channels_first=True)
     return None
+
+
+def _convolution(name: str, module: Any) -> Site:
+    """A convolution as linear maps of patches."""
+    same = module.padding == "same"
+    padding = [0] * len(module.kernel_size) if isinstance(module.padding, str) else module.padding
+    pads = [(side, side) for side in padding]
+    if same:
+        spans = zip(module.kernel_size, module.dilation, strict=True)
+        pads = [(d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2) for k, d in spans]
+    patches = Patches(
+        channels=module.in_channels,
+        groups=module.groups,
+        kernel=module.kernel_size,
+        stride=module.stride,
+        dilation=module.dilation,
+        padding=tuple(pads),
+        mode="constant" if module.padding_mode == "zeros" else module.padding_mode,
+    )
+    has_bias = module.bias is not None
+    return Site(name, "linear", transposed=False, has_bias=has_bias, patches=patches)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -191,16 +254,21 @@ def _refuse_matrices(block: str, name: str, module: nn.Module, own: Mapping[str,
     """Refuse a module that holds a matrix which calibration would silently leave as merged."""
     if isinstance(module, nn.Embedding):
         return
-    matrices = [leaf for leaf, parameter in own.items() if parameter.ndim > 1]
+    matrices = [leaf for leaf, parameter in own.items() if not _is_vector(parameter)]
     if matrices or is_parametrized(module):
         inner = name.removeprefix(f"{block}.")
         advice = [f"!{inner}"] + ([f"!{inner}.*"] if next(module.children(), None) else [])
         raise CalibrationError(
             f"block {block}: module {name} is a {type(module).__name__} with "
             f"{matrices or 'parametrized weights'}; only modules that compute what nn.Linear, "
-            "Conv1D or LayerNorm do can be calibrated. To leave it as merged, exclude it: "
-            f"method.modules={advice}"
+            "Conv1d, Conv2d, GPT-2's Conv1D or a norm do can be calibrated. To leave it as merged, "
+            f"exclude it: method.modules={advice}"
         )
+
+
+def _is_vector(parameter: Tensor) -> bool:
+    """Return whether a parameter is a vector, as ConvNeXt V2's `[1, 1, 1, d]` are, too."""
+    return parameter.ndim < 2 or parameter.numel() == parameter.shape[-1] > 1
 
 
 def _refuse_adapters(block: str, name: str, module: nn.Module) -> None:

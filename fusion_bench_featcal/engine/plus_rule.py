@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.engine.batch_norm import (
+    BatchNorms,
+    BatchNormSums,
+    NormsInOrder,
+    NormTurn,
+)
 from fusion_bench_featcal.engine.checks import run_checks
 from fusion_bench_featcal.engine.finished_parts import Tail, adding, finished_parts, replayed
 from fusion_bench_featcal.engine.fold_rows import FOLDS, FoldRows
@@ -19,6 +25,7 @@ from fusion_bench_featcal.engine.module_groups import (
     hidden_before,
     hidden_behind,
 )
+from fusion_bench_featcal.engine.parted_sums import PartedRows, PartedSums
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.recording import Recorder, Recording
 from fusion_bench_featcal.engine.rows import CountedRows
@@ -76,6 +83,7 @@ class PlusRule(Rule):
             team: The processes that share the work.
         """
         self._problem, self._team, self._recorder = problem, team, Recorder()
+        self._norms = BatchNorms(problem, team, _weights_of("{}"))
         self._weights: Weights = {}
         self._finished: tuple[str, ...] = ()
         self._tails: tuple[Tail, ...] = ()
@@ -125,8 +133,11 @@ class PlusRule(Rule):
         """The expert with what the visit needs."""
         return self._problem.experts[task].loaded(names)
 
-    def turns(self, block: str, streams: Streams) -> Iterator[ExpertTurn | GroupTurn]:
-        """The experts' turn, and one for each group of modules or one for all of them."""
+    def turns(self, block: str, streams: Streams) -> Iterator[ExpertTurn | GroupTurn | NormTurn]:
+        """The experts' turn, and one for each group of modules or one for all of them.
+
+        A BatchNorm has its turn as soon as the modules before it have changed.
+        """
         problem = self._problem
         first = next((batches[0] for batches in streams.values() if batches), None)
         # Those of the first process, so that all have the same: it always has samples.
@@ -136,8 +147,12 @@ class PlusRule(Rule):
         numbered = dict(enumerate(groups))
         alone = problem.settings.order == "module"
         solved: list[Group] = []
-        self._finish(block, solved)
+        norms = NormsInOrder(self._norms, block, first)
+        self._finish(block, solved, norms.done)
         for part in [{n: g} for n, g in numbered.items()] if alone else [numbered]:
+            if alone:
+                yield from norms.before(next(iter(part.values())).first)
+                self._finish(block, solved, norms.done)
             names = [name for group in part.values() for site in group.sites for name in site.names]
             finished, tails = self._finished, self._tails
             writers = tuple(
@@ -145,16 +160,19 @@ class PlusRule(Rule):
             )
             yield GroupTurn(block, _weights_of(block), names, part, finished, tails, writers)
             solved += part.values()
-            self._finish(block, solved)
+            self._finish(block, solved, norms.done)
+        yield from norms.before(None)
+        self._finish(block, solved, norms.done)
 
-    def _finish(self, block: str, solved: Sequence[Group]) -> None:
+    def _finish(self, block: str, solved: Sequence[Group], norms: Sequence[str]) -> None:
         """Find the parts of a block that change no more: what they give is the same from now on."""
         problem = self._problem
         self._finished, self._tails, self._whole = (), (), None
         if not problem.family.same_calls:
             return
-        sites = [site.name for site in problem.modules[block].sites]
-        names = [site.name for group in solved for site in group.sites]
+        modules = problem.modules[block]
+        sites = [site.name for site in (*modules.sites, *modules.batch_norms)]
+        names = [*norms, *(site.name for group in solved for site in group.sites)]
         parts = finished_parts(problem.model, block, sites, names)
         self._tails = tuple(group.tail for group in solved if group.tail is not None)
         self._finished = tuple(set(parts) - {tail.part for tail in self._tails})
@@ -185,8 +203,12 @@ class PlusRule(Rule):
                     batch.marks[tail.module] = module(batch.marks.pop(tail.mark))
         return [tail for tail in tails if tail.module in batch.marks]
 
-    def block_sums(self, turn: ExpertTurn | GroupTurn) -> "TaskSquares | TurnSums":
+    def block_sums(
+        self, turn: ExpertTurn | GroupTurn | NormTurn
+    ) -> "TaskSquares | TurnSums | BatchNormSums":
         """Sums of a turn, empty."""
+        if isinstance(turn, NormTurn):
+            return self._norms.block_sums(turn)
         if isinstance(turn, ExpertTurn):
             return TaskSquares(turn.block, turn.groups, self._team, self.adopt)
         self._sums = TurnSums(self._problem, turn, self._team)
@@ -196,22 +218,32 @@ class PlusRule(Rule):
         """Take over each task's weight, by group, for the turns to come."""
         self._weights = weights
 
-    def task_sums(self, task: str, turn: ExpertTurn | GroupTurn, expert: nn.Module) -> Any:
+    def task_sums(
+        self, task: str, turn: ExpertTurn | GroupTurn | NormTurn, expert: nn.Module
+    ) -> Any:
         """Sums of one task in a turn."""
+        if isinstance(turn, NormTurn):
+            return self._norms.task_sums(task, turn)
         if isinstance(turn, ExpertTurn):
             return OneTaskSquares(task)
         weights = self._weights[task]
         factor = self._problem.settings.task_factors.get(task, 1.0)
-        rows = {
-            number: TaskRows(sums, task, expert, factor * weights[number])
-            for number, sums in self._sums.by_group.items()
-        }
+        rows: dict[int, TaskRows | PartedRows] = {}
+        for number, sums in self._sums.by_group.items():
+            weight = factor * weights[number]
+            rows[number] = (
+                PartedRows(sums, task, expert, weight)
+                if isinstance(sums, PartedSums)
+                else TaskRows(sums, task, expert, weight)
+            )
         return TurnRows(rows)
 
     def record(
-        self, turn: ExpertTurn | GroupTurn, expert: nn.Module, batch: Batch
+        self, turn: ExpertTurn | GroupTurn | NormTurn, expert: nn.Module, batch: Batch
     ) -> tuple[Recording, Any]:
         """Run the expert, or the model with the modules as they are by now."""
+        if isinstance(turn, NormTurn):
+            return self._norms.record(turn, batch)
         if isinstance(turn, ExpertTurn):
             return self._watch(turn, expert, batch)
         return self._look(turn, batch)
@@ -292,7 +324,14 @@ class PlusRule(Rule):
             if [x.shape for x in mark] != shapes or len(inputs) != len(shapes):
                 raise self._unlike(turn.block, group)
             drifts = [exp - own for exp, own in zip(mark, seen, strict=True)]
-            rows = FoldRows.of(batch, self._counted(turn.block, group, batch), folds)
+            counted = self._counted(turn.block, group, batch)
+            if counted is not None and group.sites[0].patches is not None:
+                raise CalibrationError(
+                    f"block {turn.block}: module {group.first} is a convolution, whose patches no "
+                    "mask of positions and no method.row_weights=sensitivity fits. Exclude it: "
+                    f"method.modules=['!{group.first}']"
+                )
+            rows = FoldRows.of(batch, counted, folds)
             features[number] = Features(inputs, drifts, rows)
             if group.tail is not None and problem.family.same_calls:
                 batch.marks[group.tail.mark] = inputs[0]
@@ -331,7 +370,8 @@ def _is_marked(group: Group) -> bool:
 
 def rule_of(problem: Problem, team: Alone | Team) -> FeatCalRule | PlusRule:
     """The rule that the settings ask for."""
-    return FeatCalRule(problem) if problem.settings.is_paper else PlusRule(problem, team)
+    rule = FeatCalRule if problem.settings.is_paper else PlusRule
+    return rule(problem, team)
 
 
 def _weighed(
@@ -361,7 +401,7 @@ def _weights_of(block: str) -> str:
 class TurnRows:
     """One task's rows, by group."""
 
-    by_group: Mapping[int, TaskRows]
+    by_group: Mapping[int, TaskRows | PartedRows]
 
     def add(self, model: nn.Module, cal: Recording, exp: dict[int, Features], *rows: Any) -> None:
         """Add a batch's."""
@@ -374,8 +414,9 @@ class TurnSums:
 
     def __init__(self, problem: Problem, turn: GroupTurn, team: Alone | Team) -> None:
         self._problem, self._team = problem, team
-        self.by_group = {
-            number: GroupSums(problem, turn.block, group) for number, group in turn.groups.items()
+        self.by_group: dict[int, GroupSums | PartedSums] = {
+            number: (PartedSums if group.parts > 1 else GroupSums)(problem, turn.block, group)
+            for number, group in turn.groups.items()
         }
 
     def add(self, sums: TurnRows, expert: nn.Module) -> None:

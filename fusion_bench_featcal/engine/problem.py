@@ -16,6 +16,8 @@ from fusion_bench_featcal.experts import ExpertModel, names_under
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.settings import FeatCalSettings
 
+_IMAGES = (nn.Conv2d, nn.BatchNorm2d)
+
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
@@ -85,6 +87,10 @@ class Problem:
     def tensors_of(self, block: str) -> list[str]:
         """Names of the tensors that running a block needs."""
         return tensors_of_block(self.model, self.family, block)
+
+    def gives_images(self, block: str) -> bool:
+        """Return whether what a block gives, if it has four dimensions, has its channels first."""
+        return any(isinstance(m, _IMAGES) for m in self.model.get_submodule(block).modules())
 
     def room_of_a_visit(self) -> int:
         """Bytes that the largest block may need beside the samples' features, generously.

@@ -166,7 +166,7 @@ def _hooks(
 
     handles = [
         model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True)
-        for name in modules
+        for name in dict.fromkeys(modules)  # a block may be a module that is calibrated
     ]
     handles += [model.get_submodule(name).register_forward_hook(leave(name)) for name in outputs]
     try:

@@ -1,10 +1,12 @@
 """Rows of a batch's features that count: found once and used at every block."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.settings import CalibrationError
 
 
@@ -111,6 +113,24 @@ def rows_of(features: Tensor, counted: CountedRows | None) -> Tensor:
     if counted is not None:
         return counted.of(features)
     return features.reshape(-1, features.shape[-1])
+
+
+def pieces_of(
+    features: Sequence[Tensor | None], counted: CountedRows | None, patches: Patches | None
+) -> Iterator[list[Tensor | None]]:
+    """Rows `[n, d]` of features of the same samples, a convolution's patches some at a time.
+
+    Args:
+        features: Inputs of a module; None stays None.
+        counted: The rows that count; None: all, as for every convolution.
+        patches: Geometry of the module if it is a convolution.
+    """
+    if patches is None:
+        yield [None if part is None else rows_of(part, counted) for part in features]
+        return
+    for parts in patches.pieces([part for part in features if part is not None]):
+        rows = iter(parts)
+        yield [None if part is None else next(rows).flatten(0, 1) for part in features]
 
 
 def _refuse_empty_samples(counted: CountedRows, mask: Tensor) -> None:

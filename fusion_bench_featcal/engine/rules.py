@@ -1,6 +1,6 @@
 """Rules: whose features a block's sums are made of, and what the sums become."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.engine.batch_norm import BatchNorms, BatchNormSums, ChannelSums, NormTurn
 from fusion_bench_featcal.engine.block import BlockSums
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.recording import Recorder, Recording
 from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.engine.task_sums import TaskSums
-from fusion_bench_featcal.engine.team import Solvable
+from fusion_bench_featcal.engine.team import Alone, Solvable, Team
 
 Streams = Mapping[str, list[Batch]]
 """Each task's batches on their way through the blocks."""
@@ -97,10 +98,16 @@ class FeatCalRule(Rule):
 
     runs_model = shows_drift_before = True
 
-    def __init__(self, problem: Problem) -> None:
-        """Apply to a problem."""
+    def __init__(self, problem: Problem, team: Alone | Team) -> None:
+        """Apply to a problem.
+
+        Args:
+            problem: The problem.
+            team: The processes that share the work.
+        """
         self._problem = problem
         self._recorder = Recorder()
+        self._norms = BatchNorms(problem, team, "{} · batch norms")
         self.runs_experts = problem.settings.runs_experts
         self._last = problem.stages[-1][-1]
         # No block needs what these blocks of an expert give.
@@ -111,22 +118,30 @@ class FeatCalRule(Rule):
         """All of the block where experts run, else what the calibrated modules hold."""
         problem = self._problem
         runs = self.runs_experts
-        return {block: problem.tensors_of(block) if runs else problem.calibrated_in(block)}
+        needed = problem.tensors_of(block) if runs else problem.calibrated_in(block)
+        return {block: needed} | self._norms.visits(block)
 
     def base_visits(self, block: str) -> dict[str, list[str]]:
         """All parameters of the calibrated modules."""
-        return {block: [n for site in self._problem.modules[block].sites for n in site.names]}
+        names = [n for site in self._problem.modules[block].sites for n in site.names]
+        return {block: names} | self._norms.visits(block)
 
-    def turns(self, block: str, streams: Streams) -> Iterable[Turn]:
-        """One, with all modules."""
-        return [Turn(block, block, self.visits(block)[block])]
+    def turns(self, block: str, streams: Streams) -> Iterator[Turn | NormTurn]:
+        """One with all modules, and then one for each BatchNorm."""
+        yield Turn(block, block, self.visits(block)[block])
+        first = next((batches[0] for batches in streams.values() if batches), None)
+        yield from self._norms.turns(block, self._norms.order(block, first))
 
     def opened(self, task: str, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """The expert with what the visit needs."""
         return self._problem.experts[task].loaded(names)
 
-    def task_sums(self, task: str, turn: Turn, expert: nn.Module) -> TaskSums:
+    def task_sums(
+        self, task: str, turn: Turn | NormTurn, expert: nn.Module
+    ) -> TaskSums | ChannelSums:
         """Sums in the precision that lambda asks for."""
+        if isinstance(turn, NormTurn):
+            return self._norms.task_sums(task, turn)
         problem, settings = self._problem, self._problem.settings
         return TaskSums(
             turn.block,
@@ -140,9 +155,11 @@ class FeatCalRule(Rule):
         )
 
     def record(
-        self, turn: Turn, expert: nn.Module, batch: Batch
+        self, turn: Turn | NormTurn, expert: nn.Module, batch: Batch
     ) -> tuple[Recording, Recording | None]:
-        """Run both sides, each on its own features."""
+        """Run both sides, each on its own features; for a BatchNorm the model alone."""
+        if isinstance(turn, NormTurn):
+            return self._norms.record(turn, batch)
         cal = self._run(self._problem.model, turn.block, batch.cal, to_end=False)
         if not self.runs_experts:
             return cal, None
@@ -169,6 +186,8 @@ class FeatCalRule(Rule):
             needs_output=to_end or not may_stop,
         )
 
-    def block_sums(self, turn: Turn) -> BlockSums:
+    def block_sums(self, turn: Turn | NormTurn) -> BlockSums | BatchNormSums:
         """FeatCal's running sums."""
+        if isinstance(turn, NormTurn):
+            return self._norms.block_sums(turn)
         return BlockSums(self._problem, turn.block)

@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core import NormMoments, normalised_input
+from fusion_bench_featcal.core import NormMoments
 from fusion_bench_featcal.core.finite import not_finite
-from fusion_bench_featcal.core.moments import MOMENT_DTYPE, LinearSums, sum_normalised
+from fusion_bench_featcal.core.grouped import GroupedSums
+from fusion_bench_featcal.core.moments import (
+    MOMENT_DTYPE,
+    LinearSums,
+    normalised_channels,
+    normalised_input,
+    sum_normalised,
+)
 from fusion_bench_featcal.engine.checks import DeferredCheck, run_checks
 from fusion_bench_featcal.engine.modules import Site, matches
 from fusion_bench_featcal.engine.recording import Recording
-from fusion_bench_featcal.engine.rows import CountedRows, rows_of
+from fusion_bench_featcal.engine.rows import CountedRows, pieces_of, rows_of
 from fusion_bench_featcal.settings import CalibrationError
 
 NO_OTHER_ROWS: Mapping[str, CountedRows | None] = {}
@@ -51,7 +58,7 @@ class TaskSums:
     expert: nn.Module | None = None
     dtype: torch.dtype = MOMENT_DTYPE
     mean_dtype: torch.dtype = MOMENT_DTYPE
-    linear: dict[tuple[str, ...], LinearSums] = field(default_factory=dict)
+    linear: dict[tuple[str, ...], LinearSums | GroupedSums] = field(default_factory=dict)
     norm: dict[str, NormMoments] = field(default_factory=dict)
 
     def add(
@@ -91,7 +98,8 @@ class TaskSums:
             if site.kind == "norm":
                 self._add_norm(model, site, cal, mask)
             else:
-                key = (inputs, expert_inputs, self._weighs_tokens(site), id(mask))
+                form = site.patches if site.groups == 1 else site.name
+                key = (inputs, expert_inputs, self._weighs_tokens(site), id(mask), form)
                 groups.setdefault(key, []).append(site)
         for members in groups.values():
             sums = self._sums_of(members, cal)
@@ -100,10 +108,11 @@ class TaskSums:
             mask = counted_in(members[0], valid, other)
             for x_cal, x_exp in zip(inputs, expert_inputs, strict=True):
                 weights = self._row_weights(members[0], x_cal, mask)
-                expert_rows = None if x_exp is None else rows_of(x_exp, mask)
-                sums.add(rows_of(x_cal, mask), expert_rows, weights)
+                for cal_rows, exp_rows in pieces_of((x_cal, x_exp), mask, members[0].patches):
+                    assert cal_rows is not None
+                    sums.add(cal_rows, exp_rows, weights)
 
-    def _sums_of(self, members: Sequence[Site], cal: Recording) -> LinearSums:
+    def _sums_of(self, members: Sequence[Site], cal: Recording) -> LinearSums | GroupedSums:
         """The sums of modules that received the same tensors in a batch."""
         names = tuple(site.name for site in members)
         if names not in self.linear:
@@ -114,18 +123,22 @@ class TaskSums:
                     "others, which is not supported. Exclude them: "
                     f"method.modules=['!{names[0]}', ...]"
                 )
-            weights = None
-            if self.expert is not None:
-                get = self.expert.get_parameter
-                weights = {s.name: s.oriented(get(s.weight_name)).detach() for s in members}
-            self.linear[names] = LinearSums(
-                cal.of(names[0])[0],
-                mix_alpha=self.mix_alpha,
-                expert_weights=weights,
-                dtype=self.dtype,
-                mean_dtype=self.mean_dtype,
-            )
+            self.linear[names] = self._new_sums(members, cal.of(names[0])[0])
         return self.linear[names]
+
+    def _new_sums(self, members: Sequence[Site], x: Tensor) -> LinearSums | GroupedSums:
+        """Sums for modules that receive `x`, empty."""
+        dtypes = {"dtype": self.dtype, "mean_dtype": self.mean_dtype}
+        patches, groups = members[0].patches, members[0].groups
+        if patches is not None:
+            x = x.new_empty(0, groups * patches.width)
+        if groups > 1:
+            return GroupedSums(x, groups, mix_alpha=self.mix_alpha, **dtypes)
+        weights = None
+        if self.expert is not None:
+            get = self.expert.get_parameter
+            weights = {s.name: s.oriented(get(s.weight_name)).detach() for s in members}
+        return LinearSums(x, mix_alpha=self.mix_alpha, expert_weights=weights, **dtypes)
 
     def _sum_dtype(self, x: Tensor) -> torch.dtype:
         return torch.promote_types(x.dtype, self.dtype)
@@ -136,9 +149,14 @@ class TaskSums:
         norm: Any = model.get_submodule(site.name)
         sums = []
         for x in cal.of(site.name):
+            if isinstance(norm, nn.GroupNorm):
+                x = normalised_channels(x, norm.num_groups, norm.eps)
+            if site.channels_first:
+                x = x.movedim(1, -1)
             weights = self._row_weights(site, x, valid)
-            rows = rows_of(x, valid).to(self._sum_dtype(x))
-            sums.append(sum_normalised(normalised_input(rows, norm.eps), weights))
+            z = rows_of(x, valid).to(self._sum_dtype(x))
+            z = z if isinstance(norm, nn.GroupNorm) else normalised_input(z, norm.eps)
+            sums.append(sum_normalised(z, weights))
         before = [self.norm[site.name]] if site.name in self.norm else []
         self.norm[site.name] = reduce(add, before + sums)
 
@@ -147,6 +165,12 @@ class TaskSums:
 
     def _row_weights(self, site: Site, x: Tensor, valid: CountedRows | None) -> Tensor | None:
         """Weight of each row that counts of a module's input, or None where all weigh 1."""
+        if site.patches is not None and (valid is not None or self._weighs_tokens(site)):
+            raise self.error(
+                f"module {site.name} is a convolution, whose patches no mask of positions and no "
+                "method.token_weights=demo_last_block fits. Exclude it: "
+                f"method.modules=['!{site.name}']"
+            )
         if valid is not None and valid.is_table(x):
             return None
         if valid is not None and not valid.fits(x):

@@ -255,7 +255,8 @@ class Team:
     ) -> dict[str, Tensor]:
         """Give every process all new parameters, in the model's dtype."""
         owners = {name: rank for rank, names in enumerate(solved) for name in names}
-        everything = {name: torch.empty_like(model.get_parameter(name)) for name in owners}
+        tensors = model.state_dict()  # statistics are no parameters
+        everything = {name: torch.empty_like(tensors[name]) for name in owners}
         for name, value in updates.items():
             everything[name].copy_(value)
         self._processes.gather(None)  # as above

@@ -12,8 +12,10 @@ from torch import Tensor
 from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.drift import sum_agreement, sum_drift
 from fusion_bench_featcal.core.finite import read_back
-from fusion_bench_featcal.engine.rows import rows_of
+from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.engine.samples import Batch
+
+IMAGE_DIMS = 4
 
 
 class Stopwatch:
@@ -60,6 +62,7 @@ class Visit:
 
     Attributes:
         device: Device of the work.
+        channels_first: Whether the block's features are images, `[batch, d, height, width]`.
         watches: One for each turn, which runs while inputs are summed.
         samples: Number of samples.
         rows: Number of positions that count.
@@ -72,6 +75,7 @@ class Visit:
     """
 
     device: torch.device
+    channels_first: bool = False
     watches: list[Stopwatch] = field(default_factory=list)
     samples: int = 0
     rows: int = 0
@@ -93,22 +97,27 @@ class Visit:
         return len(self.watches) == 1
 
     def count(self, batch: Batch, hidden: Tensor) -> None:
-        """Count a batch in the first turn, given features of its positions, `[..., d]`."""
+        """Count a batch in the first turn, given features of its positions."""
         if not self.is_first:
             return
         self.samples += batch.samples - batch.copies
-        self.rows += hidden.shape[:-1].numel() if batch.valid is None else batch.valid.count
+        self.rows += len(self._rows(hidden, None)) if batch.valid is None else batch.valid.count
+
+    def _rows(self, hidden: Tensor, counted: CountedRows | None) -> Tensor:
+        """Rows of features, `[n, d]`."""
+        is_image = self.channels_first and hidden.ndim == IMAGE_DIMS
+        return rows_of(hidden.movedim(1, -1) if is_image else hidden, counted)
 
     def add_drift(self, when: str, hidden: Tensor, batch: Batch) -> None:
         """Add the distance of the model's features from the expert's, where these are kept."""
         expert = batch.exp_hidden
         if expert is not None:
-            sums = sum_drift(rows_of(hidden, batch.valid), rows_of(expert, batch.valid))
+            sums = sum_drift(self._rows(hidden, batch.valid), self._rows(expert, batch.valid))
             _add(self.drift, when, sums)
 
     def compare(self, whose: str, hidden: Tensor, batch: Batch) -> None:
         """Compare a model's features with the expert's in a batch that is held out."""
-        pair = [rows_of(features, batch.compared) for features in (hidden, batch.exp_hidden)]
+        pair = [self._rows(features, batch.compared) for features in (hidden, batch.exp_hidden)]
         _add(self.agreement, whose, sum_agreement(*pair))
 
 

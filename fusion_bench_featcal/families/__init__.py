@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.families import llama, t5
+from fusion_bench_featcal.families import llama, stages, t5
 from fusion_bench_featcal.families.base import BlockCall, ChainFamily, Family
 from fusion_bench_featcal.families.clip import CLIP
 from fusion_bench_featcal.families.llama import LLAMA
 from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
 from fusion_bench_featcal.families.replay import ReplayFamily
 from fusion_bench_featcal.families.stack import STACK, StackFamily
+from fusion_bench_featcal.families.stages import STAGES, find_torchvision_blocks
 from fusion_bench_featcal.families.structure import find_stack, suggested_families
 from fusion_bench_featcal.families.t5 import T5
 
@@ -21,6 +22,7 @@ __all__ = [
     "LLAMA",
     "OPEN_CLIP",
     "STACK",
+    "STAGES",
     "T5",
     "BlockCall",
     "ChainFamily",
@@ -38,6 +40,7 @@ _MODEL_TYPES: Mapping[Family, tuple[str, ...]] = {
     LLAMA: llama.MODEL_TYPES,
     OPEN_CLIP: (),
     STACK: (),
+    STAGES: stages.MODEL_TYPES,
     T5: t5.MODEL_TYPES,
 }
 _BY_MODEL_TYPE = {kind: family for family, kinds in _MODEL_TYPES.items() for kind in kinds}
@@ -89,6 +92,8 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     model_type = str(getattr(getattr(model, "config", None), "model_type", None))
     if model_type == "None" and find_open_clip_blocks(model):
         return OPEN_CLIP
+    if model_type == "None" and find_torchvision_blocks(model):
+        return STAGES
     if model_type in _BY_MODEL_TYPE:
         return _BY_MODEL_TYPE[model_type]
     if find_stack(model) is not None:

@@ -1,0 +1,141 @@
+"""Tiny convolutional networks of every form: no parameter and no statistic is zero or one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tiny_models import Suite, batched, normal, suite_of
+from torch import Tensor, nn
+from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+    SegformerConfig,
+    SegformerForImageClassification,
+)
+
+
+class Unit(nn.Module):
+    """A few convolutions in one block, with a sum behind the last one."""
+
+    def __init__(self, width: int = 4, norm: bool = True) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(width, 2 * width, 3, padding=1, padding_mode="reflect")
+        self.norm = nn.GroupNorm(2, 2 * width) if norm else nn.Identity()
+        self.deep = nn.Conv2d(2 * width, 2 * width, 3, dilation=2, padding="same", groups=8)
+        self.few = nn.Conv2d(2 * width, 2 * width, (1, 3), padding=(0, 1), groups=2, bias=False)
+        self.narrow = nn.Conv2d(2 * width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.few(torch.tanh(self.deep(self.norm(self.wide(x)))))
+        return x + self.narrow(torch.relu(hidden))
+
+
+class Net(nn.Module):
+    """Blocks between a stem and a head."""
+
+    def __init__(self, blocks: Sequence[nn.Module], stem: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.layers = stem, nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.flatten(2).mean(2)
+
+
+def images(*, tasks: int = 2, sizes: Sequence[int] = (5, 3), side: int = 6, seed: int = 0) -> dict:
+    """Images by task, unlike in scale and mean."""
+    return {
+        f"task_{i}": batched((1 + i) * normal(seed + i, sum(sizes), 3, side, side) + i / 2, sizes)
+        for i in range(tasks)
+    }
+
+
+def with_statistics(suite: Suite, seed: int = 0) -> Suite:
+    """The suite with statistics in every BatchNorm, of which the merged model has the means."""
+    generator = torch.Generator().manual_seed(seed)
+    models = [suite.base, *suite.experts.values()]
+    for model in models:
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point():
+                noise = torch.rand(buffer.shape, generator=generator, dtype=buffer.dtype)
+                buffer.copy_(noise + 0.5 if name.endswith("var") else noise - 0.5)
+    for name, buffer in suite.merged.named_buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(sum(model.get_buffer(name) for model in models) / len(models))
+    return suite
+
+
+def net_suite(*, seed: int = 1, depth: int = 2, **shape: Any) -> Suite:
+    """Convolutions of many forms with GroupNorm."""
+    torch.manual_seed(seed)
+    net = Net([Unit() for _ in range(depth)], nn.Conv2d(3, 4, 1))
+    blocks = [f"layers.{n}" for n in range(depth)]
+    family = {"name": "replay", "blocks": blocks}
+    return suite_of(net, images(seed=seed, **shape), blocks, seed, family)
+
+
+def resnet(kind: str = "basic") -> nn.Module:
+    widths = [4, 8] if kind == "basic" else [8, 16]
+    config = ResNetConfig(
+        num_channels=3,
+        embedding_size=4,
+        hidden_sizes=widths,
+        depths=[1, 2],
+        layer_type=kind,
+        num_labels=3,
+    )
+    return ResNetForImageClassification(config)
+
+
+def convnext() -> nn.Module:
+    config = ConvNextConfig(
+        hidden_sizes=[4, 6],
+        depths=[1, 2],
+        num_stages=2,
+        patch_size=2,
+        num_labels=3,
+        layer_scale_init_value=0.5,
+    )
+    return ConvNextForImageClassification(config)
+
+
+def segformer() -> nn.Module:
+    config = SegformerConfig(
+        num_encoder_blocks=2,
+        depths=[1, 2],
+        sr_ratios=[2, 1],
+        hidden_sizes=[4, 6],
+        patch_sizes=[3, 3],
+        strides=[2, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=8,
+        num_labels=3,
+    )
+    return SegformerForImageClassification(config)
+
+
+MAKES = {
+    "resnet": resnet,
+    "resnet, bottleneck": lambda: resnet("bottleneck"),
+    "convnext": convnext,
+    "segformer": segformer,
+}
+
+
+def tower_suite(make: str, *, seed: int = 1, side: int = 16, **shape: Any) -> Suite:
+    """A model of transformers, cut into blocks by its family."""
+    from fusion_bench_featcal.families import resolve_family
+
+    torch.manual_seed(seed)
+    model = MAKES[make]()
+    (blocks,) = resolve_family("auto", model).stages(model)
+    given = {
+        task: [{"pixel_values": batch} for batch in batches]
+        for task, batches in images(seed=seed, side=side, **shape).items()
+    }
+    return with_statistics(suite_of(model, given, blocks, seed), seed)
