@@ -263,7 +263,9 @@ def _merged_beside(
 ) -> nn.Module | None:
     """The merged model, for held-out samples, where blocks that have not changed are not enough."""
     family, several = problem.family, len(problem.stages) > 1 and not problem.family.hands_on
-    if problem.settings.held_out == 0 or not (family.whole_model or several):
+    # Statistics change before the paper's rule looks at a block.
+    ahead = problem.settings.is_paper and any(m.batch_norms for m in problem.modules.values())
+    if problem.settings.held_out == 0 or not (family.whole_model or several or ahead):
         return None
     if merging is not None or in_place:
         raise ValueError(

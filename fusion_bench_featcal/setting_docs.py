@@ -152,6 +152,12 @@ def _anchor_only() -> list[Setting]:
     return [*_fixed(_BASE_METHOD), *_fields(ANCHOR_SETTINGS)]
 
 
+def _batch_norm() -> list[Setting]:
+    from fusion_bench_featcal.methods.batch_norm import BATCH_NORM_SETTINGS
+
+    return [*_fixed(_BASE_METHOD), *_fields(BATCH_NORM_SETTINGS)]
+
+
 def _distillation() -> list[Setting]:
     from fusion_bench_featcal.methods import Distillation
     from fusion_bench_featcal.methods.distillation import DISTILLATION_SETTINGS
@@ -190,6 +196,7 @@ METHODS: dict[str, Callable[[], list[Setting]]] = {
     "ridge_surgery": _correction("RidgeSurgery"),
     "featcal_baselines/surgery_v2": _correction("SurgeryV2"),
     "featcal_baselines/anchor_only": _anchor_only,
+    "featcal_baselines/batch_norm_statistics": _batch_norm,
     "featcal_baselines/distillation": _distillation,
     "featcal_baselines/svc": _data_free("SingularValues"),
     "featcal_baselines/larv": _data_free("Larv"),

@@ -88,8 +88,11 @@ def of_groups(
 
 def normalise_batches(
     model: nn.Module, experts: Mapping[str, Any], inputs: Any, block: str, anchor: Any, knobs: Any
-) -> None:
-    """Give a block's BatchNorms new statistics and parameters, each from whole forward passes."""
+) -> bool:
+    """Give a block's BatchNorms new statistics, each from whole forward passes; return any had.
+
+    With knobs, parameters too.
+    """
     from oracle import record, stacked_norm
 
     norms = [
@@ -114,7 +117,7 @@ def normalise_batches(
         with torch.no_grad():
             module.running_mean.copy_(mean)
             module.running_var.copy_(variance)
-            if not knobs.norm:
+            if knobs is None or not knobs.norm:
                 continue
             affines = {
                 task: tuple(
@@ -126,6 +129,7 @@ def normalise_batches(
             gain, shift = stacked_norm(z, affines, pair, knobs.lam)
             module.weight.copy_(gain)
             module.bias.copy_(shift)
+    return bool(norms)
 
 
 def order_of(model: nn.Module, names: Sequence[str], batches: Sequence[Any]) -> list[str]:

@@ -92,6 +92,8 @@ def calibrate_slowly(
     theirs = {task: recorded(expert, task) for task, expert in doubled.items()}
     seen = {task: recorded(outcome.model, task) for task in doubled}
     for block in blocks:
+        if normalise_batches(outcome.model, doubled, inputs, block, anchor, None):
+            seen = {task: recorded(outcome.model, task) for task in doubled}
         block_masks = (other_rows or {}).get(block, common)
         new: dict[str, Tensor] = {}
         for name in modules[block]:

@@ -105,7 +105,8 @@ def modules_of(
         found[block] = []
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             kind = type(module).__name__
-            affine = kind.endswith("LayerNorm") and getattr(module, "bias", None) is not None
+            norm = kind in ("LayerNorm", "ConvNextLayerNorm") and module.weight is not None
+            affine = norm and module.bias is not None
             known = kind in ("Linear", "Conv1D", "FalconLinear", "Conv1d", "Conv2d", "GroupNorm")
             if (affine or known) and not name.endswith(left or ("/",)):
                 found[block].append(name)

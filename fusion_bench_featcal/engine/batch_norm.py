@@ -9,12 +9,16 @@ BatchNorm receives, over N tasks,
 Gain and shift follow as those of a LayerNorm (Eqs. 56-59), with `z = (x - mean) / sqrt(variance +
 eps)`: `mean z` and `mean z^2` are functions of `m_i` and `s_i`. What a BatchNorm receives depends
 on every BatchNorm before it, so that each has a turn of its own, in the order in which they run.
+
+Modules behind a BatchNorm are solved from what they receive. Where all of a block are solved from
+one look at it, the statistics are therefore estimated twice: first of the merged modules, whose
+merged statistics fit none of their features, and then of the solved ones.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +46,14 @@ class NormTurn:
         place: Name of the place at which the expert's tensors are read.
         tensors: Names of these tensors: gain and shift, if they are calibrated.
         site: The BatchNorm.
+        runs_experts: Whether experts may run in it.
     """
 
     block: str
     place: str
     tensors: Sequence[str]
     site: Site
+    runs_experts: ClassVar[bool] = False
 
 
 class BatchNorms:
@@ -104,6 +110,12 @@ class BatchNorms:
                 place = self._place.format(block)
                 yield NormTurn(block, place, sites[name].names, sites[name])
 
+    def statistics(self, block: str, names: Sequence[str]) -> Iterator[NormTurn]:
+        """Turns in which statistics alone change; none where they stay merged."""
+        if self._problem.settings.batch_norm == "reestimate":
+            for turn in self.turns(block, names):
+                yield replace(turn, tensors=(), site=replace(turn.site, has_bias=False))
+
     def record(self, turn: NormTurn, batch: Batch) -> tuple[Recording, None]:
         """Run the model's block as far as the BatchNorm."""
         problem = self._problem
@@ -135,6 +147,10 @@ class NormsInOrder:
         self._norms, self._block = norms, block
         self._waiting = norms.order(block, batch)
         self.done: list[str] = []
+
+    def statistics(self) -> Iterator[NormTurn]:
+        """Turns in which statistics alone change, before anything else does."""
+        return self._norms.statistics(self._block, self._waiting)
 
     def before(self, module: str | None) -> Iterator[NormTurn]:
         """The turns of those that run before a module and had none yet; None: of all the rest."""

@@ -148,6 +148,8 @@ class PlusRule(Rule):
         alone = problem.settings.order == "module"
         solved: list[Group] = []
         norms = NormsInOrder(self._norms, block, first)
+        if not alone:
+            yield from norms.statistics()
         self._finish(block, solved, norms.done)
         for part in [{n: g} for n, g in numbered.items()] if alone else [numbered]:
             if alone:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -28,11 +28,13 @@ class Turn:
         block: The block.
         place: Name of the place at which the expert's tensors are read.
         tensors: Names of these tensors.
+        runs_experts: Whether experts may run in it.
     """
 
     block: str
     place: str
     tensors: Sequence[str]
+    runs_experts: ClassVar[bool] = True
 
 
 class Rule(Protocol):
@@ -127,10 +129,12 @@ class FeatCalRule(Rule):
         return {block: names} | self._norms.visits(block)
 
     def turns(self, block: str, streams: Streams) -> Iterator[Turn | NormTurn]:
-        """One with all modules, and then one for each BatchNorm."""
-        yield Turn(block, block, self.visits(block)[block])
+        """One with all modules, and before and after it one for each BatchNorm."""
         first = next((batches[0] for batches in streams.values() if batches), None)
-        yield from self._norms.turns(block, self._norms.order(block, first))
+        order = self._norms.order(block, first)
+        yield from self._norms.statistics(block, order)
+        yield Turn(block, block, self.visits(block)[block])
+        yield from self._norms.turns(block, order)
 
     def opened(self, task: str, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """The expert with what the visit needs."""

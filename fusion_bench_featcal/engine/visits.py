@@ -63,6 +63,7 @@ class Visit:
     Attributes:
         device: Device of the work.
         channels_first: Whether the block's features are images, `[batch, d, height, width]`.
+        is_first: Whether it is at the first turn in which experts may run.
         watches: One for each turn, which runs while inputs are summed.
         samples: Number of samples.
         rows: Number of positions that count.
@@ -76,6 +77,7 @@ class Visit:
 
     device: torch.device
     channels_first: bool = False
+    is_first: bool = False
     watches: list[Stopwatch] = field(default_factory=list)
     samples: int = 0
     rows: int = 0
@@ -83,18 +85,16 @@ class Visit:
     drift: dict[str, Tensor] = field(default_factory=dict)
     held_out: int = 0
     agreement: dict[str, Tensor] = field(default_factory=dict)
+    _have_run: bool = False
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, *, runs_experts: bool) -> Iterator[None]:
         """Context of a turn."""
+        self.is_first = runs_experts and not self._have_run
+        self._have_run |= runs_experts
         self.watches.append(Stopwatch(self.device))
         yield
         self.watches[-1].stop()
-
-    @property
-    def is_first(self) -> bool:
-        """Return whether it is at its first turn, in which experts run."""
-        return len(self.watches) == 1
 
     def count(self, batch: Batch, hidden: Tensor) -> None:
         """Count a batch in the first turn, given features of its positions."""

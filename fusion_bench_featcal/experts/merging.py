@@ -82,7 +82,9 @@ class FusedMerge:
                 task: own if task in unread else expert.stored(name).to(own.dtype)
                 for task, expert in experts.items()
             }
-            value = self.upstream.merge(own, list(tensors.values()))
+            # A count, as of the batches that BatchNorm has seen, is no weight.
+            counts = not own.is_floating_point()
+            value = own if counts else self.upstream.merge(own, list(tensors.values()))
             if value.is_floating_point() and not all_finite(value):
                 raise self._not_finite(name, own)
             own.copy_(value)

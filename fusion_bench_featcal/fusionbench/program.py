@@ -15,6 +15,7 @@ from fusion_bench.taskpool.dummy import DummyTaskPool
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_bench_featcal.engine.checks import refuse_not_finite
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
@@ -111,17 +112,28 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
             "what follows needs one merged model"
         )
     _refuse_not_finite(merged, modelpool, setting)
-    return merged.requires_grad_(False)
+    return _counting_in(torch.int64, merged).requires_grad_(False)
+
+
+def _counting_in(dtype: torch.dtype, model: Any) -> Any:
+    """Give the counts of batches that a model's BatchNorms keep a dtype."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None:
+            module.num_batches_tracked = module.num_batches_tracked.to(dtype)
+    return model
 
 
 def _pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
     """The pool as a merger may use it: with copies of models that it holds in memory.
 
-    Mergers may work in place on such models, and the base and the experts are needed again.
+    Mergers may work in place on such models, and the base and the experts are needed again. Most of
+    FusionBench's mergers refuse integers, so that BatchNorm's counts are real numbers meanwhile.
     """
-    if not modelpool.has_instance_models:
-        return modelpool
     pool = copy.copy(modelpool)
+    load: Any = pool.load_model
+    pool.load_model = lambda *args, **options: _counting_in(torch.float32, load(*args, **options))
+    if not modelpool.has_instance_models:
+        return pool
     models: Any = {
         name: copy.deepcopy(entry) if isinstance(entry, nn.Module) else entry
         for name, entry in modelpool._models.items()

@@ -6,6 +6,7 @@ from typing import Any
 # Public name -> module. Loaded on first use: most need FusionBench, which is slow to import.
 _MODULES = {
     "anchor_only": ["AnchorOnly"],
+    "batch_norm": ["BatchNormStatistics"],
     "corrected_clip": ["CorrectedModel", "LayerCorrectedModel"],
     "corrected_language_model": ["CorrectedLanguageModel"],
     "corrected_model": ["AffineModule", "SurgeryModule"],
@@ -19,6 +20,7 @@ _MODULES = {
     "ridge_surgery": ["RidgeSurgery"],
     "standalone": [
         "AnchorOnlyAlgorithm",
+        "BatchNormStatisticsAlgorithm",
         "DistillationAlgorithm",
         "LarvAlgorithm",
         "LotAlgorithm",

@@ -19,6 +19,7 @@ from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.anchor_only import AnchorOnly
+from fusion_bench_featcal.methods.batch_norm import BatchNormStatistics
 from fusion_bench_featcal.methods.data_free import Larv, SingularValues
 from fusion_bench_featcal.methods.distillation import Distillation
 from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
@@ -206,6 +207,10 @@ class SurgeryV2Algorithm(PostMergingAlgorithm, kind=SurgeryV2):
 
 class AnchorOnlyAlgorithm(PostMergingAlgorithm, kind=AnchorOnly):
     """FeatCal's anchor alone."""
+
+
+class BatchNormStatisticsAlgorithm(PostMergingAlgorithm, kind=BatchNormStatistics):
+    """BatchNorm's statistics alone, estimated again (arXiv 2211.08403)."""
 
 
 class DistillationAlgorithm(PostMergingAlgorithm, kind=Distillation):

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 import clip_builder
+import resnet_builder
 import text_builder
 import torch
 import transformers
@@ -27,6 +28,7 @@ BUILDERS: dict[str, Any] = {
     "clip-vit-mini": clip_builder.ClipBuilder,
     "flan-t5-mini": text_builder.TextBuilder,
     "llama-mini": text_builder.TextBuilder,
+    "resnet-mini": resnet_builder.ResNetBuilder,
 }
 STAGES = "unfinished"
 TASK_ARITHMETIC_SCALE = 0.3
@@ -173,7 +175,10 @@ def save_half(
     float32, and both agree.
     """
     folder.mkdir(exist_ok=True)
-    half = {name: tensor.half().contiguous() for name, tensor in tensors.items()}
+    half = {
+        name: (tensor.half() if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in tensors.items()
+    }
     save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
     path = folder / "config.json"

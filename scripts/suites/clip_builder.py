@@ -102,7 +102,7 @@ class ClipBuilder:
         def loss_and_accuracy() -> tuple[Tensor, float]:
             cap_logit_scale()
             drawn = torch.multinomial(shares, tasks_per_step, generator=generator).tolist()
-            grey, labels = zip(*(_draw(sets[i], count, generator) for i in drawn), strict=True)
+            grey, labels = zip(*(draw(sets[i], count, generator) for i in drawn), strict=True)
             pixels = plain_pixels(augment(torch.cat(grey), recipe.pretraining, generator))
             embeddings = image_embeddings(model, pixels).split(count)
             logits = [
@@ -123,7 +123,7 @@ class ClipBuilder:
             heads = model.logit_scale.exp() * text_embeddings(model, self._prompts(task))
 
         def loss_and_accuracy() -> tuple[Tensor, float]:
-            grey, labels = _draw(data, recipe.expert_batch, generator)
+            grey, labels = draw(data, recipe.expert_batch, generator)
             pixels = painted_pixels(augment(grey, recipe.finetuning, generator), colours)
             return _scored(image_embeddings(model, pixels) @ heads.T, labels)
 
@@ -220,7 +220,7 @@ def load_training_set(task: str) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(grey.astype(np.float32) / 255), torch.from_numpy(labels)
 
 
-def _draw(
+def draw(
     data: tuple[Tensor, Tensor], count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Draw pictures and labels with replacement."""

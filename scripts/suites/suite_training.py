@@ -18,8 +18,10 @@ def stage_generator(seed: int, stage: str) -> torch.Generator:
 
 
 def tensors_of(model: nn.Module) -> Weights:
-    """Return a model's tensors, those that are tied to another under its first name only."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Return what a model stores, tensors that are tied to another under their first name only."""
+    stored = set(model.state_dict())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return {name: p.detach() for name, p in model.named_parameters()} | buffers
 
 
 def train(
