@@ -131,7 +131,13 @@ def calibrate(
     asked = settings.family if family is None else family
     mine = Shares(tuple(experts), processes.rank, processes.size).mine
     family, batches = checked_family(
-        resolve_family(asked, merged), asked, merged, batches, mine, processes
+        resolve_family(asked, merged),
+        asked,
+        merged,
+        batches,
+        mine,
+        processes,
+        needs_closing=not settings.is_paper or settings.held_out != 0,
     )
     text = is_language_model(merged)
 

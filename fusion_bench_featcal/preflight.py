@@ -24,20 +24,14 @@ def empty_model(location: str) -> nn.Module:
             it), a folder with `config.json`, or a hub id.
 
     Returns:
-        The model, in the dtype that its configuration names: of a CLIP the vision tower, a
-        language model with its head, else of the class that the configuration names.
+        The model, in the dtype that its configuration names: of a CLIP the vision tower, else of
+        the class that the configuration names; where it names none, a language model with its head
+        or a bare model.
 
     Raises:
         ValueError: If there is no such configuration (naming those in the package).
     """
-    import transformers
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-        CLIPVisionModel,
-    )
+    from transformers import AutoConfig, CLIPVisionModel
 
     known = KNOWN / location.rstrip("/").rsplit("/", 1)[-1]
     place = location if Path(location).is_dir() or not known.is_dir() else str(known)
@@ -52,9 +46,7 @@ def empty_model(location: str) -> nn.Module:
     if config.model_type in ("clip", "clip_vision_model"):
         with torch.device("meta"):
             return CLIPVisionModel(getattr(config, "vision_config", config)).eval()
-    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    if type(config) not in kind._model_mapping:  # no language model
-        kind = getattr(transformers, next(iter(config.architectures or ["AutoModel"])), AutoModel)
+    kind = _class_of(config)
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
     with torch.device("meta"):
         model: Any = getattr(kind, "from_config", kind)(config).to(dtype).eval()
@@ -62,6 +54,18 @@ def empty_model(location: str) -> nn.Module:
     if getattr(config, "scale_decoder_outputs", None) is False:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     return model
+
+
+def _class_of(config: Any) -> Any:
+    """The class of a configuration's model, or an Auto class that knows it."""
+    import transformers
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    named = getattr(transformers, next(iter(config.architectures or [""])), None)
+    if named is not None:
+        return named
+    kinds: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForCausalLM)
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModel)
 
 
 def describe(request: Request) -> str:

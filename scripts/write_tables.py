@@ -142,6 +142,7 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "plus-builds": lambda: (ROOT / "benchmarks/results/other_builds.md").read_text("utf-8").strip(),
     "far-task": lambda: (ROOT / "benchmarks/results/far_task.md").read_text("utf-8").strip(),
+    "model-types": lambda: (ROOT / "benchmarks/results/model_types.md").read_text("utf-8").strip(),
     "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
 }

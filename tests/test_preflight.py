@@ -1,8 +1,11 @@
 """Published numbers from configurations alone."""
 
 import re
+from typing import Any
 
 import pytest
+import transformers
+from model_types import ROWS
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.cli import main
@@ -58,6 +61,26 @@ def test_command_takes_the_words_of_a_run(capsys, tmp_path, monkeypatch):
 def test_command_takes_a_configuration(capsys):
     assert main(["preflight", "flan-t5-base", "--tasks", "2", "--length", "64"]) == 0
     assert "12 + 12" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "falcon", "bert", "modernbert", "vit"])
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
+def test_class_of_a_configuration_is_the_one_that_it_names(name: str, capsys, tmp_path):
+    made = next(row for row in ROWS if row.name == name).make()
+    assert made is not None
+    model: Any = made[0]
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    assert main(["preflight", str(tmp_path), "--length", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{type(model).__name__}, family stack: " in shown and "blocks: 2\n" in shown
+    model.config.architectures = None
+    model.config.save_pretrained(tmp_path)
+    other = "AutoModel" if name == "vit" else "AutoModelForCausalLM"
+    kind = getattr(transformers, other)
+    known = type(model.config) in kind._model_mapping
+    wanted = kind if known else transformers.AutoModel
+    assert type(empty_model(str(tmp_path))) is wanted._model_mapping[type(model.config)]
 
 
 def test_unknown_configuration_names_those_there_are(capsys):

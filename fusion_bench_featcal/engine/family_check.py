@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.engine.problem import Modes, device_of
 from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.engine.samples import batch_size, naming_task, part_of, to_device
-from fusion_bench_featcal.families import Family, ReplayFamily
+from fusion_bench_featcal.families import Family, ReplayFamily, StackFamily
 from fusion_bench_featcal.families.base import call_model, hidden_output, stop_forward, stoppable
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -29,6 +30,8 @@ def checked_family(
     batches: Mapping[str, Iterable[Any]],
     tasks: Iterable[str],
     processes: Processes,
+    *,
+    needs_closing: bool = False,
 ) -> tuple[Family, Mapping[str, Iterable[Any]]]:
     """Compare a family's steps with the model's own forward pass, where the family asks for it.
 
@@ -39,6 +42,7 @@ def checked_family(
         batches: Each task's batches; of the first task one is taken.
         tasks: The tasks that this process works on.
         processes: All processes take the same family.
+        needs_closing: Whether the rows that the model reads behind its last block are asked for.
 
     Returns:
         The family to use, and the batches again, none of them used up.
@@ -51,10 +55,14 @@ def checked_family(
         return family, batches
     task = next(iter(tasks))
     peeked = Peeked(batches[task])
-    reason = None if peeked.empty else _difference(family, model, task, peeked.first)
+    inputs = None if peeked.empty else _few(peeked.first, task, device_of(model))
+    reason = None if inputs is None else _difference(family, model, task, inputs)
     reason = next(filter(None, processes.gather(reason)), None)
     batches = {**batches, task: peeked}
     if reason is None:
+        if needs_closing and isinstance(family, StackFamily):
+            first = inputs is None or reads_first(model, family.stages(model)[-1][-1], inputs)
+            family = replace(family, reads_first=all(processes.gather(first)))
         return family, batches
     blocks = [block for stage in family.stages(model) for block in stage]
     instead = f"{{name: replay, blocks: [{blocks[0].rpartition('.')[0]}.*]}}"
@@ -117,13 +125,50 @@ def _head(batches: Iterator[Any]) -> Iterator[Any]:
         return
 
 
+def _few(batch: Any, task: str, device: torch.device) -> Any:
+    """The first samples of a batch, on a device, without labels."""
+    inputs = tuple(batch) if isinstance(batch, list) else batch
+    inputs = to_device(part_of(inputs, batch_size(task, inputs), slice(_SAMPLES)), device)
+    return (
+        {name: value for name, value in inputs.items() if name != "labels"}
+        if isinstance(inputs, Mapping)
+        else inputs
+    )
+
+
 @torch.no_grad()
-def _difference(family: Family, model: nn.Module, task: str, batch: Any) -> str | None:
+def reads_first(model: nn.Module, block: str, inputs: Any) -> bool:
+    """Return whether a model's logits depend on the first position of a block's output alone.
+
+    Args:
+        model: The model.
+        block: Its last block.
+        inputs: Inputs of the model.
+    """
+
+    def change(_: nn.Module, __: Any, output: Any) -> Any:
+        hidden = hidden_output(output).clone()
+        hidden[:, 1:] *= -1
+        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+    modes = Modes.of(model)
+    try:
+        model.eval()
+        logits = getattr(call_model(model, inputs), "logits", None)
+        handle = model.get_submodule(block).register_forward_hook(change)
+        try:
+            changed = getattr(call_model(model, inputs), "logits", None)
+        finally:
+            handle.remove()
+    finally:
+        modes.restore(model)
+    return isinstance(logits, Tensor) and torch.equal(logits, changed)
+
+
+@torch.no_grad()
+def _difference(family: Family, model: nn.Module, task: str, inputs: Any) -> str | None:
     """Tell how the blocks' outputs differ from those of the model's own pass; None: they do not."""
     model = family.view.shown(model)
-    inputs = tuple(batch) if isinstance(batch, list) else batch
-    inputs = part_of(inputs, batch_size(task, inputs), slice(_SAMPLES))
-    inputs = to_device(inputs, device_of(model))
     blocks = [block for stage in family.stages(model) for block in stage]
     modes = Modes.of(model)
     try:

@@ -55,6 +55,8 @@ class StackFamily(Family):
         same_calls: As `Family`.
         compared: As `Family`.
         has_tables: As `Family`: a stack has one sequence of positions.
+        reads_first: Whether the model's head is known to read nothing of the last block's output
+            but each sample's first position: a class token.
     """
 
     name: str = "stack"
@@ -62,6 +64,7 @@ class StackFamily(Family):
     same_calls: bool = False
     compared: bool = True
     has_tables: bool = True
+    reads_first: bool = False
 
     def fitted(self, model: nn.Module) -> "StackFamily":
         """The family for a model, of which its structure tells more."""
@@ -121,6 +124,14 @@ class StackFamily(Family):
         if self.causal:
             return causal_rows(inputs, decoder_rows)
         return mask_named(inputs, "attention_mask")
+
+    def closing_rows(self, model: nn.Module, hidden: Tensor) -> Tensor | None:
+        """The class token, where the head reads nothing else."""
+        if not self.reads_first:
+            return None
+        mask = hidden.new_zeros(hidden.shape[:-1])
+        mask[:, 0] = 1
+        return mask
 
 
 STACK = StackFamily()

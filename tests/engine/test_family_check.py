@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, assert_identical, assert_same, replay, run_fast, run_slow
+from calibrations import (
+    PAPER,
+    PLUS,
+    assert_identical,
+    assert_same,
+    distance,
+    replay,
+    run_fast,
+    run_slow,
+)
 from model_types import ROWS
 from tiny_models import (
     ResidualBlock,
@@ -23,7 +32,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.engine.family_check import Peeked
+from fusion_bench_featcal.engine.family_check import Peeked, checked_family, reads_first
+from fusion_bench_featcal.engine.processes import Processes
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
 
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
@@ -183,6 +194,44 @@ def test_relative_positions_count_in_a_batch_of_one_sample():
     for batches in suite.inputs.values():
         batches[:] = [{name: value[:1] for name, value in batch.items()} for batch in batches]
     assert_same(run_fast(suite).model, run_slow(suite).model)
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("bert", True),
+        ("vit", True),
+        ("distilbert", True),
+        ("dinov2", False),  # reads the mean of the other positions, too
+        ("gpt2", False),
+        ("bert, bare", False),
+    ],
+)
+def test_class_token_closes_where_the_head_reads_nothing_else(name: str, first: bool):
+    suite = next(row for row in ROWS if row.name == name).suite()
+    assert suite is not None
+    family: Any = resolve_family("auto", suite.merged)
+    found, _ = checked_family(
+        family, "auto", suite.merged, suite.inputs, ["task_0"], Processes(), needs_closing=True
+    )
+    hidden = torch.zeros(2, 4, 3)
+    rows = found.closing_rows(suite.merged, hidden)
+    assert family.closing_rows(suite.merged, hidden) is None
+    assert rows.tolist() == [[1, 0, 0, 0]] * 2 if first else rows is None
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "gpt_neox", "modernbert"])
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
+def test_featcal_plus_calibrates_a_stack_as_its_replay(name: str):
+    suite = next(row for row in ROWS if row.name == name).suite()
+    assert suite is not None
+    found = run_fast(suite, **PLUS).model
+    assert distance(found, suite.merged) > 0.1
+    family: Any = resolve_family("auto", suite.merged)
+    if reads_first(suite.merged, suite.blocks[-1], suite.inputs["task_0"][0]):
+        return  # replay does not know which rows close
+    assert_identical(found, run_fast(suite, PAPER, replay(suite), **PLUS).model)
+    assert family.name == "stack"
 
 
 def test_masked_language_model_is_calibrated_at_its_positions():
