@@ -1,5 +1,6 @@
 """Attacks by settings, families, the caller's precision and hostile checkpoints."""
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -90,6 +91,8 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     suite = residual_suite()
     models: Any = {"_pretrained_": suite.base, **suite.experts}
+    for model in models.values():
+        model.others = copy.deepcopy(model.layers)  # another list, as large
     pool: Any = BaseModelPool(models)
     pool._train_datasets = {task: {} for task in suite.experts}
     pool.load_train_dataset = lambda task: [{"image": picture(n)} for n in range(8)]

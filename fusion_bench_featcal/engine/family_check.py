@@ -162,7 +162,9 @@ def reads_first(model: nn.Module, block: str, inputs: Any) -> bool:
             handle.remove()
     finally:
         modes.restore(model)
-    return isinstance(logits, Tensor) and torch.equal(logits, changed)
+    if not isinstance(logits, Tensor) or not isinstance(changed, Tensor):
+        return False
+    return torch.equal(logits, changed)
 
 
 @torch.no_grad()

@@ -77,7 +77,7 @@ def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
         The groups in the order in which the block calls them.
 
     Raises:
-        CalibrationError: If a module does not run.
+        CalibrationError: If a module does not run, or receives a table of relative positions.
     """
     model, settings = problem.model, problem.settings
     sites = {site.name: site for site in problem.modules[block].sites}
@@ -93,6 +93,7 @@ def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
             raise CalibrationError(
                 f"block {block}: module {name} does not run. Exclude it: method.modules=['!{name}']"
             )
+        _refuse_tables(block, name, recording.of(name), batch)
     residual = settings.target == "residual"
     writers = find_writers(model, block, list(sites), run) if residual else set[str]()
     writers = {name for name in writers if len(recording.calls[name]) == 1}
@@ -120,6 +121,18 @@ def find_groups(problem: Problem, block: str, batch: Batch) -> list[Group]:
         same = features.is_meta or torch.equal(features, recording.hidden)
         groups[last] = replace(groups[last], closes=same, whole=tails.get(block) if same else None)
     return groups
+
+
+def _refuse_tables(block: str, name: str, inputs: Sequence[Tensor], batch: Batch) -> None:
+    """Refuse inputs that are of no sample, which cannot be dealt out to folds."""
+    counted = batch.valid
+    if any(len(x) < batch.samples or (counted is not None and counted.is_table(x)) for x in inputs):
+        raise CalibrationError(
+            f"block {block}: module {name} receives a table of relative positions, which "
+            "method=featcal/plus does not support. Use method.order=block with "
+            "method.target=module and method.ridge=fixed, or exclude it: "
+            f"method.modules=['!{name.removeprefix(f'{block}.')}']"
+        )
 
 
 def hidden_before(block: str, group: Group, recording: Recording) -> Tensor:

@@ -187,6 +187,16 @@ def test_token_outside_the_vocabulary_is_refused_with_its_task():
         run_fast(suite)
 
 
+@pytest.mark.parametrize("name", ["deberta", "deberta-v2"])
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
+def test_featcal_plus_refuses_relative_positions(name: str):
+    suite = next(row for row in ROWS if row.name == name).suite()
+    assert suite is not None
+    expected = r"receives a table of relative positions.*order=block.*modules=\['!attention\.self"
+    with pytest.raises(CalibrationError, match=expected):
+        run_fast(suite, **PLUS)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
 def test_relative_positions_count_in_a_batch_of_one_sample():
     suite = next(row for row in ROWS if row.name == "deberta-v2").suite()
@@ -215,7 +225,7 @@ def test_class_token_closes_where_the_head_reads_nothing_else(name: str, first: 
         family, "auto", suite.merged, suite.inputs, ["task_0"], Processes(), needs_closing=True
     )
     hidden = torch.zeros(2, 4, 3)
-    rows = found.closing_rows(suite.merged, hidden)
+    rows: Any = found.closing_rows(suite.merged, hidden)
     assert family.closing_rows(suite.merged, hidden) is None
     assert rows.tolist() == [[1, 0, 0, 0]] * 2 if first else rows is None
 

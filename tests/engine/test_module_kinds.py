@@ -1,7 +1,5 @@
 """A subclass counts as the module it derives from where it computes the same."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,8 +21,8 @@ class Doubled(nn.Linear):
 class Scaled(Renamed):
     """Linear with a scale of one, which could be another."""
 
-    def __init__(self, *sizes: int, scale: float = 1.0, **more: Any) -> None:
-        super().__init__(*sizes, **more)
+    def __init__(self, width: int, wide: int, scale: float = 1.0) -> None:
+        super().__init__(width, wide)
         self.scale = scale
 
     def forward(self, input: Tensor) -> Tensor:
