@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from calibrations import PLUS, Overheard, assert_identical, assert_same, run_fast
 from process_group import in_processes
 from tiny_models import ROUNDING, Suite, clip_suite, gpt2_suite, t5_suite
+from tricky_models import Remembering, net_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult
 from fusion_bench_featcal.core import LinearSystem
@@ -80,6 +82,8 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], flo
     "no expert features": (clip_suite, {"mix_alpha": 0.0, "log_drift": False}, (4,), 1e-12),
     "t5": (t5_suite, {}, (2,), ROUNDING),
     "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}, (2,), 1e-12),
+    "stack": (lambda: replace(gpt2_suite(), family="auto"), PLUS, (3,), 1e-9),
+    "stack, replayed": (lambda: net_suite(Remembering()), {}, (3,), 1e-12),
     "plus": (few_samples, PLUS | {"samples_per_task": 99}, (2, 5), 1e-9),
     "held out": (clip_suite, {"held_out": 2}, (5,), 1e-9),
     "trials": (

@@ -5,7 +5,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from tiny_models import Suite, batched, normal, replayed
+from tiny_models import ResidualBlock, ResidualNet, Suite, batched, normal, replayed, suite_of
 from torch import Tensor, nn
 
 MakeBlock = Callable[[], nn.Module]
@@ -160,3 +160,27 @@ def stack_suite(
         for index in range(tasks)
     }
     return replayed(Stack(make_block), inputs, ["layers.0", "layers.1"], seed)
+
+
+class Remembering(ResidualNet):
+    """Later blocks receive what the first one gave."""
+
+    class Block(ResidualBlock):
+        def forward(self, hidden: Tensor, first: Tensor | None = None) -> Tensor:
+            return super().forward(hidden) + (0 if first is None else 0.1 * first)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(6, 9) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = first = self.layers[0](self.embed(x))
+        for layer in list(self.layers)[1:]:
+            hidden = layer(hidden, first)
+        return self.head(hidden)
+
+
+def net_suite(model: nn.Module) -> Suite:
+    """Suite of a ResidualNet, in float64, of which `auto` finds the family."""
+    inputs: dict[str, list] = {t: batched(normal(n, 9, 4), (4, 5)) for n, t in enumerate("ab")}
+    return suite_of(model, inputs, ["layers.0", "layers.1", "layers.2"], 1)

@@ -19,43 +19,21 @@ from calibrations import (
 )
 from model_types import ROWS
 from tiny_models import (
-    ResidualBlock,
     ResidualNet,
     Suite,
-    batched,
-    normal,
     sentences,
     suite_of,
     without_labels,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from tricky_models import Remembering, net_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.engine.family_check import Peeked, checked_family, reads_first
 from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
-
-BLOCKS = ["layers.0", "layers.1", "layers.2"]
-
-
-class Remembering(ResidualNet):
-    """Later blocks receive what the first one gave."""
-
-    class Block(ResidualBlock):
-        def forward(self, hidden: Tensor, first: Tensor | None = None) -> Tensor:
-            return super().forward(hidden) + (0 if first is None else 0.1 * first)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Block(6, 9) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = first = self.layers[0](self.embed(x))
-        for layer in list(self.layers)[1:]:
-            hidden = layer(hidden, first)
-        return self.head(hidden)
 
 
 class Backwards(ResidualNet):
@@ -66,11 +44,6 @@ class Backwards(ResidualNet):
         for layer in reversed(self.layers):
             hidden = layer(hidden)
         return self.head(hidden)
-
-
-def net_suite(model: nn.Module) -> Suite:
-    inputs: dict[str, list] = {t: batched(normal(n, 9, 4), (4, 5)) for n, t in enumerate("ab")}
-    return suite_of(model, inputs, BLOCKS, 1)
 
 
 def gemma3n_suite() -> Suite:
