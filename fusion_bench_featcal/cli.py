@@ -246,6 +246,23 @@ def suite_path_command(options: argparse.Namespace) -> None:
         print(suite_path(options.name))
 
 
+def example_command(options: argparse.Namespace) -> None:
+    """List the examples, or copy one into a folder and print the commands that run it."""
+    from fusion_bench_featcal.example_files import EXAMPLES, copy_example
+
+    if options.name is None:
+        width = max(map(len, EXAMPLES))
+        for name, example in EXAMPLES.items():
+            print(f"{name:{width}}  {example.summary}")
+        print("\nfeatcal example NAME DIR copies one")
+        return
+    if options.folder is None:
+        raise UsageError(f"featcal example {options.name} DIR: name a folder to copy it to")
+    with _refusing():
+        commands = copy_example(options.name, Path(options.folder))
+    print("\n".join(commands))
+
+
 def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:
     """One folder per run below `out`, named by what tells the runs apart."""
     if out is None:
@@ -379,6 +396,10 @@ _COMMANDS: dict[str, Any] = {
         "method": {"nargs": "?", "default": "featcal", "metavar": "METHOD",
                    "help": "default: featcal"},
         "--json": {**_JSON, "help": "print them as JSON"},
+    }),
+    "example": (example_command, {
+        "name": {"nargs": "?", "metavar": "NAME", "help": "an example; without one, all are listed"},
+        "folder": {"nargs": "?", "metavar": "DIR", "help": "a new or empty folder"},
     }),
     "suite": (_SUITE_COMMANDS, "build, check or locate the bundled suites"),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """The examples run, and show what they are there to show."""
 
 import json
+import os
 import runpy
 import shlex
 import shutil
@@ -9,9 +10,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pytest
 from cli_runs import fusion_bench
 
+from fusion_bench_featcal import example_files
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.example_files import EXAMPLES as NAMES
 from fusion_bench_featcal.suites import image
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -19,9 +23,9 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 def test_a_method_of_one_s_own_needs_one_file_in_the_folder_of_the_run(tmp_path: Path):
     folder = tmp_path / "run"
-    shutil.copytree(EXAMPLES / "own_method", folder)
-    words = (folder / "my_methods.py").read_text().split('"""')[1].partition("fusion_bench ")[2]
-    arguments = shlex.split(words.replace("\\\n", " "))
+    _, command = example_files.copy_example("own-method", folder)
+    program, *arguments = shlex.split(command)
+    assert program == "fusion_bench"
     arguments[arguments.index("method.samples_per_task=16")] = "method.samples_per_task=4"
     fusion_bench([*arguments, "path.log_dir=log", "method.results_dir=kept"], folder)
     report = json.loads((folder / "log" / "task_arithmetic" / "report.json").read_text())
@@ -56,3 +60,66 @@ def test_python_api_calibrates_the_bundled_suite():
     assert list(table) == list(image.TA6)
     merged, calibrated = (fmean(row[column] for row in table.values()) for column in (0, 1))
     assert calibrated > merged
+
+
+def test_every_example_is_listed(capsys):
+    assert main(["example"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[: len(NAMES)]] == list(NAMES)
+    sources = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
+    assert {example.source for example in NAMES.values()} == sources
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_copied_with_its_files(name, tmp_path, capsys):
+    folder = tmp_path / "a new" / "folder"
+    assert main(["example", name, str(folder)]) == 0
+    first, *commands = capsys.readouterr().out.splitlines()
+    assert shlex.split(first) == ["cd", str(folder)]
+    assert commands == list(NAMES[name].commands)
+    source = EXAMPLES / NAMES[name].source
+    files = [path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    for path in files or [source]:
+        copy = folder / path.relative_to(source if files else EXAMPLES)
+        assert copy.read_bytes() == path.read_bytes()
+        assert os.access(copy, os.X_OK) == os.access(path, os.X_OK)
+    for command in commands:
+        program, *words = shlex.split(command)
+        script = words[0] if program == "python" else program
+        assert program == "fusion_bench" or (folder / script).is_file()
+    assert [path.name for path in folder.parent.iterdir()] == ["folder"]
+
+
+def test_what_cannot_be_copied_is_said_in_one_line(tmp_path, capsys):
+    def error(*words: str) -> str:
+        assert main(["example", *words]) == 2
+        captured = capsys.readouterr()
+        assert not captured.out
+        (line,) = captured.err.splitlines()
+        return line
+
+    assert "no example 'own-tsk'; there are own-task, " in error("own-tsk", str(tmp_path / "a"))
+    assert "featcal example own-task DIR: name a folder" in error("own-task")
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path, tmp_path / "file"):
+        message = f"example own-task: {folder} is there already; name a new or empty folder"
+        assert message in error("own-task", str(folder))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_failed_copy_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(example_files.shutil, "copy", fail)
+    with pytest.raises(OSError, match="no space"):
+        example_files.copy_example("python-api", tmp_path / "folder")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_installed_package_has_its_examples_inside(tmp_path):
+    package = tmp_path / "fusion_bench_featcal"
+    (package / "examples" / "own_task").mkdir(parents=True)
+    assert example_files.examples_folder(package) == package / "examples"
+    with pytest.raises(FileNotFoundError, match="no examples in .*: install fusion_bench_featcal"):
+        example_files.examples_folder(tmp_path)

@@ -1,10 +1,7 @@
 """A post-merging method of one's own: it scales the merged model's step from the base.
 
-In this folder (the folder in which a command is run is importable):
-
-    fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.samples_per_task=16 \
-        method.upstreams=[task_arithmetic] method.alone=[] method.post_merging=[scaled,featcal] \
-        '+method.post_merging_methods.scaled={_target_: my_methods.Scaled, scale: 1.3}'
+The folder in which `fusion_bench` is run is importable: there `my_methods.Scaled` can be named by
+`_target_`. `featcal example own-method DIR` copies this file and prints such a command.
 """
 
 import torch

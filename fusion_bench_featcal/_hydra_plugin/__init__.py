@@ -1,7 +1,8 @@
-"""Lets Hydra find this package's YAMLs and FusionBench's, wherever a program is started from.
+"""Lets Hydra find this package's YAMLs and FusionBench's, wherever FusionBench is started from.
 
 Installed as ``hydra_plugins.fusion_bench_featcal``. Hydra imports it in every Hydra program, so it
-imports neither FusionBench nor the rest of this package, but where a method of ours is run.
+imports neither FusionBench nor the rest of this package, but where a method of ours is run. In
+programs other than FusionBench's it changes nothing.
 """
 
 import sys
@@ -15,6 +16,8 @@ from omegaconf import OmegaConf
 # A file that tells the folder we mean from any other `config` that happens to lie there.
 OUR_MARKER = "modelpool/clip-vit-base-patch32_TA8.yaml"
 THEIR_MARKER = "fabric_model_fusion.yaml"
+# Programs that take ./config for their primary folder, where there is one, without such a file.
+PROGRAMS = ("fusion_bench.scripts.cli", "fusion_bench_featcal.fusionbench.plan_run")
 
 
 def _suite_path(name: str) -> str:
@@ -45,6 +48,8 @@ class FeatCalSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Called by Hydra whenever a search path is built."""
+        if not _of_fusion_bench(search_path):
+            return
         OmegaConf.register_new_resolver("featcal_suite", _suite_path, replace=True)
         folders = (
             # The source tree's folder comes first: an editable install holds a stale copy.
@@ -57,10 +62,20 @@ class FeatCalSearchPath(SearchPathPlugin):
                 # Not Path.as_uri(): Hydra takes what follows file:// as it stands, unquoted.
                 search_path.append(provider="fusion_bench_featcal", path=f"file://{folder}")
         # Only in FusionBench's own command: others that build search paths read other words.
-        if folders[0] is not None and "fusion_bench.scripts.cli" in (_main_module(), *sys.modules):
+        if folders[0] is not None and PROGRAMS[0] in (_main_module(), *sys.modules):
             from fusion_bench_featcal.fusionbench.console import explain_config_errors
 
             explain_config_errors(sys.argv[1:], folders[0] / "method")
+
+
+def _of_fusion_bench(search_path: ConfigSearchPath) -> bool:
+    """Tell FusionBench's programs from others by the primary config folder, or by the program."""
+    primary = [entry.path for entry in search_path.get_path() if entry.provider == "main"]
+    folders = (Path(path.removeprefix("file://")) for path in primary if path is not None)
+    markers = (OUR_MARKER, THEIR_MARKER)
+    if any((folder / marker).is_file() for folder in folders for marker in markers):
+        return True
+    return any(name in (_main_module(), *sys.modules) for name in PROGRAMS)
 
 
 def _main_module() -> str:

@@ -38,7 +38,7 @@ _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "
 # These read results, or start runs; they have no part in making a result.
 _NO_PART_IN_RESULTS = {
     "results", "files.py", "json_files.py", "cli.py", "plan", "_hydra_plugin",
-    "setting_docs.py", "old_names.py",
+    "setting_docs.py", "old_names.py", "example_files.py", "examples", "py.typed",
 }  # fmt: skip
 
 

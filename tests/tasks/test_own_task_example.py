@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fusion_bench_featcal.example_files import copy_example
 from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.tasks.definition import TaskDefinition, parse_tasks
 
@@ -40,10 +41,9 @@ def fusion_bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
 def workplace(tmp_path_factory) -> Path:
     """A folder with the images and the expert of the example, and its YAML."""
     folder = tmp_path_factory.mktemp("own_task")
-    script = runpy.run_path(str(REPOSITORY / "examples/own_task/make_task.py"))
+    copy_example("own-task", folder)
+    script = runpy.run_path(str(folder / "make_task.py"))
     script["write_task"](folder / "my_alphabet")
-    (folder / "config/modelpool").mkdir(parents=True)
-    (folder / "config/modelpool/my_pool.yaml").write_text(example(), encoding="utf-8")
     return folder
 
 
@@ -51,7 +51,9 @@ def test_takes_fewer_than_twenty_lines():
     assert len(example().splitlines()) < 20
 
 
-def test_readme_says_the_same():
+def test_the_example_s_file_and_readme_say_the_same():
+    file = REPOSITORY / "examples/own_task/config/modelpool/my_pool.yaml"
+    assert file.read_text(encoding="utf-8") == example()
     quoted = EXAMPLE.findall((REPOSITORY / "README.md").read_text(encoding="utf-8"))
     assert set(quoted) <= {example()}
 

@@ -1,0 +1,98 @@
+"""The examples that come with the package, copied for users to run and change."""
+
+import os
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Example:
+    """A folder or file below `examples/`, and what to run where it was copied to."""
+
+    source: str
+    summary: str
+    commands: tuple[str, ...]
+
+
+EXAMPLES = {
+    "own-task": Example(
+        "own_task",
+        "images in folders and a model fine-tuned on them, beside the tasks of a bundled suite",
+        ("python make_task.py my_alphabet", "fusion_bench method=featcal modelpool=my_pool"),
+    ),
+    "own-method": Example(
+        "own_method",
+        "a post-merging method of one file, compared with FeatCal",
+        (
+            "fusion_bench method=compare modelpool=clip-vit-mini_TA6 method.samples_per_task=16 "
+            "method.upstreams=[task_arithmetic] method.alone=[] "
+            "method.post_merging=[scaled,featcal] "
+            "'+method.post_merging_methods.scaled={_target_: my_methods.Scaled, scale: 1.3}'",
+        ),
+    ),
+    "python-api": Example(
+        "python_api.py",
+        "calibration in Python, without FusionBench",
+        ("python python_api.py",),
+    ),
+    "demo-full": Example(
+        "demo_full.sh",
+        "two mergers, three draws of samples, every bundled suite; tables with intervals",
+        ("./demo_full.sh",),
+    ),
+    "compare-full": Example(
+        "compare_full.sh",
+        "every merger and method on every bundled suite (hours)",
+        ("./compare_full.sh",),
+    ),
+}
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def examples_folder(package: Path = _PACKAGE) -> Path:
+    """Return the folder of the examples: the source tree's, else the one in the package.
+
+    Raises:
+        FileNotFoundError: If the installation has neither.
+    """
+    # An editable install holds a copy of another day in the package's folder.
+    for folder in (package.parent / "examples", package / "examples"):
+        if (folder / EXAMPLES["own-task"].source).is_dir():
+            return folder
+    raise FileNotFoundError(f"no examples in {package}: install fusion_bench_featcal again")
+
+
+def copy_example(name: str, folder: Path) -> list[str]:
+    """Copy an example's files.
+
+    Args:
+        name: A key of `EXAMPLES`.
+        folder: A folder that does not exist yet, or is empty.
+
+    Returns:
+        The commands that run it, the first of which goes to the folder.
+
+    Raises:
+        ValueError: If there is no such example, or there is something in the folder.
+    """
+    example = EXAMPLES.get(name)
+    if example is None:
+        raise ValueError(f"no example {name!r}; there are {', '.join(EXAMPLES)}")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"example {name}: {folder} is there already; name a new or empty folder")
+    source = examples_folder() / example.source
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    try:
+        if source.is_dir():
+            shutil.copytree(source, partial, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            partial.mkdir()
+            shutil.copy(source, partial)
+        partial.replace(folder)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return [f"cd {shlex.quote(str(folder))}", *example.commands]

@@ -1,0 +1,67 @@
+"""What a package index shows of the package: versions, links and licences."""
+
+import re
+import runpy
+import tomllib
+
+import pytest
+import yaml
+from composing import REPOSITORY
+
+from fusion_bench_featcal import __version__
+
+pytest.importorskip("hatchling", reason="the build backend, of the extra `test`")
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def metadata():
+    """The core metadata that Hatchling makes of pyproject.toml."""
+    from hatchling.metadata.core import ProjectMetadata
+    from hatchling.plugin.manager import PluginManager
+
+    return ProjectMetadata(str(REPOSITORY), PluginManager()).core
+
+
+def test_every_link_of_the_description_is_absolute_and_leads_to_a_file(metadata):
+    address = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+    links = LINK.findall(metadata.readme)
+    assert len(links) == len(LINK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8")))
+    relative = [link for link in links if not link.startswith(("https://", "#"))]
+    assert not relative
+    inside = [link.removeprefix(f"{address}/") for link in links if link.startswith(address)]
+    assert len(inside) > 10
+    for link in inside:
+        kind, tag, path = link.partition("#")[0].split("/", 2)
+        assert (REPOSITORY / path).exists(), link
+        assert tag == f"v{__version__}"
+        assert kind == ("raw" if path.endswith(".png") else "blob")
+
+
+def test_links_around_images_and_absolute_ones():
+    hook = runpy.run_path(str(REPOSITORY / "scripts" / "package_metadata.py"))
+    text = "[![a](b.png)](c.md) [d](https://e) [f](#g) ![h](i/j.png) [[1]](k)"
+    assert hook["absolute_links"](text, "https://x", "v1") == (
+        "[![a](https://x/raw/v1/b.png)](https://x/blob/v1/c.md) [d](https://e) [f](#g) "
+        "![h](https://x/raw/v1/i/j.png) [[1]](k)"
+    )
+
+
+def test_citation_has_the_version_of_the_package():
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", str(citation["date-released"]))
+
+
+def test_every_licence_of_the_expression_has_its_text(metadata):
+    names = set(metadata.license_expression.split(" AND "))
+    texts = {file.removeprefix("LICENSES/").removesuffix(".txt") for file in metadata.license_files}
+    assert texts == names | {"LICENSE"}
+    origins = REPOSITORY / "fusion_bench_featcal" / "suites" / "data" / "ORIGINS.md"
+    named = set(re.findall(r"CC BY(?:-SA)? \d\.0", origins.read_text(encoding="utf-8")))
+    assert {name.replace(" ", "-") for name in named} <= names
+
+
+def test_types_are_announced():
+    assert (REPOSITORY / "fusion_bench_featcal" / "py.typed").is_file()
