@@ -5,6 +5,7 @@ VENV ?= .venv
 NEWEST ?= .venv-newest
 OPEN_CLIP ?= .venv-open-clip
 LLM ?= .venv-llm
+MATRIX ?= .venv-matrix
 PIP_ARGS ?=
 RUNS ?= outputs/demo-full
 COMPARISONS ?= outputs/compare-full
@@ -17,7 +18,7 @@ comma := ,
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full test test-slow test-newest test-newest-quick test-open-clip test-llm lint types check build tables robust mutations nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full test test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +95,9 @@ test-open-clip: $(OPEN_CLIP)/.installed ## the tests that need open_clip, in an 
 test-llm: $(LLM)/.installed ## the tests that need lm-eval, in an environment of their own
 	$(LLM)/bin/python -m pytest tests_llm
 
+test-matrix: $(VENV)/.installed ## make test with each of Python 3.11 to 3.13 that is here, and FusionBench's oldest and newest
+	$(BIN)/python scripts/run_matrix.py --environments $(MATRIX)
+
 lint: $(VENV)/.installed-dev ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -117,7 +121,7 @@ robust: $(VENV)/.installed ## kill and resume 50 runs, 1000 random settings, att
 mutations: $(VENV)/.installed ## small mistakes in the package, each of which a test must notice
 	$(BIN)/python benchmarks/mutations.py
 
-nightly: check test-slow test-newest test-open-clip test-llm robust mutations build demo-full ## everything
+nightly: check test-slow test-newest test-open-clip test-llm test-matrix robust mutations build demo-full ## everything
 
 clean: ## remove environments, builds and caches; run folders stay
-	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) $(LLM) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) $(LLM) $(MATRIX) build dist .pytest_cache .ruff_cache

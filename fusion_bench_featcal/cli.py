@@ -398,7 +398,7 @@ _COMMANDS: dict[str, Any] = {
         "--json": {**_JSON, "help": "print them as JSON"},
     }),
     "example": (example_command, {
-        "name": {"nargs": "?", "metavar": "NAME", "help": "an example; without one, all are listed"},
+        "name": {"nargs": "?", "metavar": "NAME", "help": "default: list them"},
         "folder": {"nargs": "?", "metavar": "DIR", "help": "a new or empty folder"},
     }),
     "suite": (_SUITE_COMMANDS, "build, check or locate the bundled suites"),

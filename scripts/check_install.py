@@ -4,7 +4,8 @@
 
 Each of the three is installed into one fresh virtual environment (what they depend on only once)
 and must then compose the literal command of the README from an empty folder and from a folder
-that has a `config` of its own. Needs nothing but Python; PIP_ARGS is handed to pip.
+that has a `config` of its own, copy an example and start it, and leave another Hydra program alone.
+Needs nothing but Python; PIP_ARGS is handed to pip.
 """
 
 import os
@@ -47,6 +48,11 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     wanted = {str(p.relative_to(ROOT)) for p in data if "_hydra_plugin" not in p.parts}
     wanted |= {f"fusion_bench_featcal/{p.relative_to(ROOT)}" for p in ROOT.glob("config/**/*.yaml")}
     wanted |= {PLUGIN}
+    examples = (p for p in ROOT.glob("examples/**/*") if p.is_file() and p.suffix != ".pyc")
+    wanted |= {f"fusion_bench_featcal/{p.relative_to(ROOT)}" for p in examples}
+    licences = wheel.name.rsplit("-", 3)[0] + ".dist-info/licenses"
+    texts = [ROOT / "LICENSE", *ROOT.glob("LICENSES/*.txt")]
+    wanted |= {f"{licences}/{p.relative_to(ROOT)}" for p in texts}
     if wanted - packed:
         sys.exit(f"{wheel.name} lacks {sorted(wanted - packed)}")
     foreign = {name for name in packed if name.startswith("tests/")}
@@ -75,6 +81,34 @@ def check_commands(bin_folder: Path, scratch: Path) -> None:
             sys.exit(f"the dry run in {folder} composed something else:\n{printed}")
     run(bin_folder / "featcal", "--help", cwd=empty)
     run(bin_folder / "featcal", "suite", "check", cwd=empty)
+    check_example(bin_folder, scratch / "example")
+    check_foreign_program(bin_folder, scratch / "foreign")
+
+
+def check_example(bin_folder: Path, folder: Path) -> None:
+    """An example that was copied runs with the commands that are printed, up to its calibration."""
+    shutil.rmtree(folder, ignore_errors=True)
+    printed = run(bin_folder / "featcal", "example", "own-task", folder, cwd=folder.parent)
+    _, make_task, calibrate = map(shlex.split, printed.splitlines())
+    run(bin_folder / make_task[0], *make_task[1:], cwd=folder)
+    composed = run(bin_folder / calibrate[0], *calibrate[1:], "dry_run=true", cwd=folder)
+    if "my_alphabet/expert" not in composed:
+        sys.exit(f"the example own-task composes something else:\n{composed}")
+
+
+def check_foreign_program(bin_folder: Path, folder: Path) -> None:
+    """Another Hydra program of the environment does not see our configs."""
+    (folder / "config").mkdir(parents=True, exist_ok=True)
+    (folder / "config" / "app.yaml").write_text("size: 1\n")
+    (folder / "app.py").write_text(
+        "import hydra\n"
+        "@hydra.main(version_base=None, config_path='config', config_name='app')\n"
+        "def main(config): pass\n"
+        "main()\n"
+    )
+    printed = run(bin_folder / "python", "app.py", "--info", "searchpath", cwd=folder)
+    if "fusion_bench" in printed:
+        sys.exit(f"another Hydra program sees our configs:\n{printed}")
 
 
 def check_editable(bin_folder: Path, tree: Path, empty: Path) -> None:

@@ -15,6 +15,7 @@ from cli_runs import fusion_bench
 from transformers import CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
+from fusion_bench_featcal.json_files import read_lines
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 
@@ -47,6 +48,24 @@ def test_run_leaves_what_the_contract_lists(run) -> None:
                  "reads.anchor.json", "program_report.json"):  # fmt: skip
         assert (log_dir / name).is_file(), name
     assert not list(log_dir.rglob("*.part"))
+
+
+def test_logger_gets_the_drift_of_every_block_and_the_figures(run) -> None:
+    log_dir, _ = run
+    with open(log_dir / "metrics.csv", newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    blocks = [record for record in read_lines(log_dir / "calibration_log.jsonl")
+              if record["kind"] == "block"]  # fmt: skip
+    assert [int(line["step"]) for line in lines] == list(range(len(blocks)))
+    for row in ("featcal", "featcal_anchor"):
+        for line in lines:
+            drift = [
+                float(line[f"task_arithmetic/{row}/relative_drift_{moment}/average"])
+                for moment in ("before", "after")
+            ]
+            assert all(0 < value < 2 for value in drift)
+    names = {path.name for path in (log_dir / "figures").iterdir()}
+    assert names == {"accuracy.png", "drift.png", "drift.anchor.png"}
 
 
 def test_report_has_the_rows_asked_for(run) -> None:
@@ -86,7 +105,7 @@ def test_fusion_bench_gets_the_same_accuracies_and_losses(run) -> None:
 
 def test_logger_has_the_reports_numbers(run) -> None:
     report = Report.load(run[0])
-    (line,) = csv.DictReader(io.StringIO((run[0] / "metrics.csv").read_text()))
+    line, *_ = csv.DictReader(io.StringIO((run[0] / "metrics.csv").read_text()))
     assert float(line["experts/average"]) == pytest.approx(report.rows["experts"]["average"])
     gain = report.rows["featcal"]["average"] - report.rows["task_arithmetic"]["average"]
     assert float(line["task_arithmetic/featcal/gain"]) == pytest.approx(gain)

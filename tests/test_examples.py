@@ -121,5 +121,5 @@ def test_an_installed_package_has_its_examples_inside(tmp_path):
     package = tmp_path / "fusion_bench_featcal"
     (package / "examples" / "own_task").mkdir(parents=True)
     assert example_files.examples_folder(package) == package / "examples"
-    with pytest.raises(FileNotFoundError, match="no examples in .*: install fusion_bench_featcal"):
+    with pytest.raises(FileNotFoundError, match=r"no examples in .*: install fusion_bench_featcal"):
         example_files.examples_folder(tmp_path)

@@ -20,13 +20,15 @@ from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
+from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import checked_settings, plain, take_fusion_bench_keys
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
-from fusion_bench_featcal.fusionbench.run_results import log_reports, suite_name
+from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.comparison_figures import plot_comparison
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.summary import Summary
 from fusion_bench_featcal.results.views import show_side_by_side
@@ -178,7 +180,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Write, log and print the reports; then fail if cells failed."""
         summary = write_reports(folder, suite, run, self.notes)
         if summary is not None:
-            log_reports(self.fabric, map(Report.load, summary.runs))
+            runs = [(Report.load(run), Path(run)) for run in summary.runs]
+            log_results(self.fabric, runs, partial(plot_comparison, folder))
             show = partial(_show, summary, folder)
             if not at_the_end(show):
                 show()

@@ -4,8 +4,8 @@ import atexit
 import json
 import logging
 import re
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fusion_bench_featcal.fusionbench.evaluation import (
     task_names,
 )
 from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
+from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.saving import RowSaver
@@ -33,13 +34,13 @@ from fusion_bench_featcal.results import (
     describe_device,
     versions,
 )
+from fusion_bench_featcal.results.figures import plot_run
 from fusion_bench_featcal.results.long_table import file_suffix
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
     tasks_below_merged,
     tasks_with_high_drift,
 )
-from fusion_bench_featcal.results.report import report_scalars
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.trials import Agreement, outcome_of, warnings_of
@@ -198,7 +199,9 @@ class RunResults:
         if self._program is not None:
             self._show_at_the_end(self._program)
         self.saver.finish(self.report)
-        log_reports(self._fabric, [self.report])
+        folder = self._log_dir
+        draw = None if folder is None else partial(plot_run, folder)
+        log_results(self._fabric, [(self.report, folder)], draw)
         return self.saver.model
 
     def _show_at_the_end(self, program: Any) -> None:
@@ -256,20 +259,3 @@ def suite_name(modelpool: BaseModelPool) -> str:
         if name:
             return str(name)
     return type(modelpool).__name__
-
-
-def log_reports(fabric: Any, reports: Iterable[Report]) -> None:
-    """Hand all numbers of one run's reports to Fabric's loggers, if the user chose any."""
-    if not fabric.loggers:
-        return
-    scalars: dict[str, float] = {}
-    for report in reports:
-        scalars |= report_scalars(report)
-    with warnings.catch_warnings():
-        # CSVLogger announces that it deletes what is in its folder, which is the run's own; but all
-        # that it would delete is its own `metrics.csv`.
-        warnings.filterwarnings("ignore", message="Experiment logs directory")
-        fabric.log_dict(scalars, step=0)
-    for logger in fabric.loggers:
-        # Some keep what is logged until there is much of it.
-        logger.save()

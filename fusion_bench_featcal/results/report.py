@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -282,35 +281,3 @@ class Report:
             losses: Whether to print a table of losses besides.
         """
         print_run(self, losses=losses)
-
-
-# What MLflow refuses in names and TensorBoard replaces.
-_UNFIT = re.compile(r"[^\w./ -]")
-
-
-def report_scalars(report: Report) -> dict[str, float]:
-    """Return every number of a report, for loggers.
-
-    Keys are `<row>/<what>` for `base`, `experts` and the upstream merger, and
-    `<merger>/<row>/<what>` for what was made of it. What: `accuracy/<task>`, `average`,
-    `loss/<task>`, `loss/average`, `normalised`, `gain` (over the merger), `recovered_gap`, and
-    the costs. What could not be measured is left out.
-    """
-    scalars = {}
-    for entry in report.entries():
-        reference = not is_repair(entry.row, entry.merger)
-        what = _scalar_name(entry, reference)
-        if what and isinstance(entry.value, int | float):
-            merger = "" if reference or not report.upstream else f"{entry.merger}/"
-            scalars[_UNFIT.sub("_", f"{merger}{entry.row}/{what}")] = float(entry.value)
-    return scalars
-
-
-def _scalar_name(entry: Entry, reference: bool) -> str | None:
-    if entry.metric == ACCURACY:
-        return AVERAGE if entry.task == AVERAGE else f"accuracy/{entry.task}"
-    if entry.metric == LOSS:
-        return f"loss/{entry.task}"
-    if entry.metric in (GAIN, SHARE) and (reference or entry.task != AVERAGE):
-        return None
-    return entry.metric.removeprefix(COST)

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-import fusion_bench_featcal.fusionbench.plan_run  # noqa: F401  as FusionBench's command, see the plugin
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+
+import fusion_bench_featcal.fusionbench.plan_run  # noqa: F401  as FusionBench's command, see the plugin
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUR_CONFIG = REPOSITORY / "config"

@@ -14,7 +14,7 @@ from synthetic import LEVELS, make_report
 
 from fusion_bench_featcal.results import AVERAGE, Report, ReportError
 from fusion_bench_featcal.results.long_table import LongTable
-from fusion_bench_featcal.results.report import report_scalars
+from fusion_bench_featcal.results.scalars import report_scalars
 
 
 def lines_of(report: Report) -> list[dict[str, str]]:
