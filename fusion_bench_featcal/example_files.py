@@ -83,16 +83,18 @@ def copy_example(name: str, folder: Path) -> list[str]:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"example {name}: {folder} is there already; name a new or empty folder")
     source = examples_folder() / example.source
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    target = folder.absolute()  # `.` has no name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         if source.is_dir():
             shutil.copytree(source, partial, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             partial.mkdir()
             shutil.copy(source, partial)
-        partial.replace(folder)
-    except OSError:
+        target.mkdir(exist_ok=True)
+        for path in partial.iterdir():
+            path.rename(target / path.name)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
     return [f"cd {shlex.quote(str(folder))}", *example.commands]

@@ -90,6 +90,15 @@ def test_an_example_is_copied_with_its_files(name, tmp_path, capsys):
     assert [path.name for path in folder.parent.iterdir()] == ["folder"]
 
 
+def test_an_example_is_copied_into_the_working_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["example", "own-method", "."]) == 0
+    assert capsys.readouterr().out.startswith("cd .\n")
+    assert [path.name for path in Path().iterdir()] == ["my_methods.py"]
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
 def test_what_cannot_be_copied_is_said_in_one_line(tmp_path, capsys):
     def error(*words: str) -> str:
         assert main(["example", *words]) == 2

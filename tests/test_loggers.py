@@ -70,6 +70,12 @@ def test_drift_without_the_features_norms_is_absolute(run):
     assert steps[0][f"{ROW}/drift_after/a"] == 1.0
 
 
+def test_logs_of_an_earlier_run_are_left_out(run):
+    report, folder = run
+    (folder / "calibration_log.plus.jsonl").rename(folder / "calibration_log.earlier.jsonl")
+    assert drift_steps(report, folder) == {}
+
+
 def test_hyperparameters_name_their_row(run):
     assert hyperparameters(run[0]) == {
         "suite": "toy",

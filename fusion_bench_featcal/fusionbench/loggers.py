@@ -84,11 +84,10 @@ def _log(logger: Any, results: _Results) -> None:
         for step, values in results.steps.items():
             new = {name: values[name] for name in values if step or name not in logged}
             logger.log_metrics(new, step=step)
+    logger.save()  # some keep what is logged until there is much of it
     for figure in results.figures:
         _log_figure(logger, figure)
-    # Some keep what is logged until there is much of it; MLflow's runs go on until they are ended.
-    logger.save()
-    logger.finalize("success")
+    logger.finalize("success")  # MLflow's runs go on until they are ended
 
 
 def _log_settings(logger: Any, results: _Results) -> dict[str, float]:

@@ -65,6 +65,8 @@ def drift_steps(report: Report, folder: Path) -> dict[int, dict[str, float]]:
     steps: dict[int, dict[str, float]] = {}
     for file in sorted(folder.glob(f"{CALIBRATION_LOG}*.jsonl")):
         row = FEATCAL + file.stem.removeprefix(CALIBRATION_LOG).replace(".", ":", 1)
+        if row not in report.settings:  # of an earlier run in the same folder
+            continue
         records = drift_records(file)
         relative = all(
             r.get(f"relative_drift_{moment}") is not None for r in records for moment in MOMENTS
