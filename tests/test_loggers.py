@@ -3,6 +3,7 @@
 import csv
 import logging
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ def run(tmp_path: Path) -> tuple[Report, Path]:
     return report, tmp_path / "run"
 
 
-def picture(folder: Path) -> list[Path]:
+def picture(run: Path, folder: Path) -> list[Path]:
     """A figure of 3 x 2 pixels, in two formats."""
     Image.new("RGB", (3, 2), "red").save(folder / "drift.png")
     (folder / "drift.svg").write_text("<svg/>")
@@ -47,7 +48,7 @@ def picture(folder: Path) -> list[Path]:
 
 
 def hand(logger: Any, run: tuple[Report, Path], draw: Any = picture) -> None:
-    log_results(SimpleNamespace(loggers=[logger]), [run], draw)
+    log_results(SimpleNamespace(loggers=[logger]), [run], run[1], draw)
 
 
 def test_drift_is_one_step_for_each_block(run):
@@ -148,7 +149,7 @@ class Failing(CSVLogger):
 def test_a_failing_logger_gives_one_warning_and_the_next_one_its_numbers(run, tmp_path, caplog):
     kept = CSVLogger(root_dir=tmp_path, name="logs", version="")
     fabric = SimpleNamespace(loggers=[Failing(root_dir=tmp_path, name="other"), kept])
-    log_results(fabric, [run], picture)
+    log_results(fabric, [run], run[1], picture)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
@@ -156,10 +157,15 @@ def test_a_failing_logger_gives_one_warning_and_the_next_one_its_numbers(run, tm
         "run's own files are whole"
     )
     assert (tmp_path / "logs" / "metrics.csv").is_file()
+    silent, same = fabric.loggers
+    assert same is kept
+    assert silent.log_dir == str(run[1])  # FusionBench asks for it once more
+    silent.log_metrics({"a": 1.0}, step=0)
+    silent.log_hyperparams({"a": 1.0})
 
 
 def test_figures_that_cannot_be_drawn_cost_no_numbers(run, tmp_path, caplog):
-    def fail(folder: Path) -> list[Path]:
+    def fail(run: Path, folder: Path) -> list[Path]:
         raise ValueError("no font")
 
     hand(CSVLogger(root_dir=tmp_path, name="logs", version=""), run, fail)
@@ -170,17 +176,24 @@ def test_figures_that_cannot_be_drawn_cost_no_numbers(run, tmp_path, caplog):
 
 
 def test_without_matplotlib_there_are_no_figures_and_no_warning(run, tmp_path, caplog, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    hand(
-        CSVLogger(root_dir=tmp_path, name="logs", version=""), run, lambda to: plot_run(run[1], to)
-    )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    hand(CSVLogger(root_dir=tmp_path, name="logs", version=""), run, plot_run)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert (tmp_path / "logs" / "metrics.csv").is_file()
 
 
 def test_without_loggers_nothing_is_drawn(run, monkeypatch):
     monkeypatch.setattr(loggers, "_collect", None)
-    log_results(SimpleNamespace(loggers=[]), [run], lambda folder: pytest.fail("drawn"))
+    log_results(SimpleNamespace(loggers=[]), [run], run[1], lambda *_: pytest.fail("drawn"))
+
+
+def test_without_files_there_are_the_numbers_of_the_report(run, tmp_path):
+    logger = CSVLogger(root_dir=tmp_path, name="logs", version="")
+    fabric = SimpleNamespace(loggers=[logger])
+    log_results(fabric, [(run[0], None)], None, lambda *_: pytest.fail("drawn"))
+    with open(tmp_path / "logs" / "metrics.csv", newline="") as file:
+        (line,) = csv.DictReader(file)
+    assert float(line[f"{ROW}/average"]) == pytest.approx(0.75)
 
 
 def test_documentation_names_what_is_logged():

@@ -181,7 +181,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         summary = write_reports(folder, suite, run, self.notes)
         if summary is not None:
             runs = [(Report.load(run), Path(run)) for run in summary.runs]
-            log_results(self.fabric, runs, partial(plot_comparison, folder))
+            log_results(self.fabric, runs, folder, plot_comparison)
             show = partial(_show, summary, folder)
             if not at_the_end(show):
                 show()

@@ -11,12 +11,42 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.fabric.loggers import Logger
 from PIL import Image
 
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.scalars import drift_steps, hyperparameters, report_scalars
 
 log = logging.getLogger(__name__)
+
+
+class SilentLogger(Logger):
+    """Takes the place of a logger that failed."""
+
+    def __init__(self, log_dir: str | None) -> None:
+        """Keep the run's log directory, which FusionBench asks for."""
+        self._log_dir = log_dir
+
+    @property
+    def name(self) -> str:
+        """A name."""
+        return "silent"
+
+    @property
+    def version(self) -> int:
+        """A version."""
+        return 0
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run's log directory."""
+        return self._log_dir
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Drop the metrics."""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Drop the hyperparameters."""
 
 
 @dataclass
@@ -29,35 +59,40 @@ class _Results:
 def log_results(
     fabric: Any,
     runs: Iterable[tuple[Report, Path | None]],
-    draw: Callable[[Path], list[Path]] | None = None,
+    folder: Path | None,
+    draw: Callable[[Path, Path], list[Path]],
 ) -> None:
     """Hand results to Fabric's loggers, if there are any.
 
-    What fails gives one warning and no error: the results are in the run's files already.
+    A logger that fails gives one warning and no error: the results are in the run's files already.
+    FusionBench, which uses the first logger once more, then finds a silent one in its place.
 
     Args:
         fabric: The program's Fabric.
         runs: Reports, each with the folder of its calibration logs (None: there are no files).
-        draw: Draws the figures into a folder and returns their files.
+        folder: The run's log directory, from whose files figures are drawn (None: no figures).
+        draw: Draws the figures of a log directory into another folder and returns their files.
     """
     if not fabric.loggers:
         return
     results = _Results()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as drawn:
         try:
             _collect(results, runs)
-            if draw is not None:
-                results.figures = [path for path in draw(Path(folder)) if path.suffix == ".png"]
+            if folder is not None:
+                paths = draw(folder, Path(drawn))
+                results.figures = [path for path in paths if path.suffix == ".png"]
         except Exception as error:
             if isinstance(error.__cause__, ImportError):  # matplotlib is an extra
                 log.info("no figures for the loggers: %s", error)
             else:
                 _warn("a part of the results", error)
-        for logger in fabric.loggers:
+        for place, logger in enumerate(fabric.loggers):
             try:
                 _log(logger, results)
             except Exception as error:
                 _warn(type(logger).__name__, error)
+                fabric.loggers[place] = SilentLogger(None if folder is None else str(folder))
 
 
 def _warn(what: str, error: Exception) -> None:

@@ -5,7 +5,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +198,7 @@ class RunResults:
         if self._program is not None:
             self._show_at_the_end(self._program)
         self.saver.finish(self.report)
-        folder = self._log_dir
-        draw = None if folder is None else partial(plot_run, folder)
-        log_results(self._fabric, [(self.report, folder)], draw)
+        log_results(self._fabric, [(self.report, self._log_dir)], self._log_dir, plot_run)
         return self.saver.model
 
     def _show_at_the_end(self, program: Any) -> None:
