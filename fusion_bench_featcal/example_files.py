@@ -32,6 +32,16 @@ EXAMPLES = {
             "'+method.post_merging_methods.scaled={_target_: my_methods.Scaled, scale: 1.3}'",
         ),
     ),
+    "folders": Example(
+        "folders",
+        "folders of models and data for featcal calibrate, as mergekit, PEFT and CLIP users have",
+        ("python make_folders.py mergekit mergekit",),
+    ),
+    "own-family": Example(
+        "own_family",
+        "a model family of one's own, named in YAML by _target_",
+        ("fusion_bench method=last_blocks modelpool=clip-vit-mini_alphabets2",),
+    ),
     "python-api": Example(
         "python_api.py",
         "calibration in Python, without FusionBench",

@@ -135,7 +135,10 @@ class BlockLoop:
         problem, rule = self._problem, self._rule
         self._reporter.at(f"{turn.block} · {task}")
         self._reads.expect_after(turn.place, task)
-        with visit.watched(runs_experts=turn.runs_experts), rule.opened(task, turn.tensors) as expert:
+        with (
+            visit.watched(runs_experts=turn.runs_experts),
+            rule.opened(task, turn.tensors) as expert,
+        ):
             sums = rule.task_sums(task, turn, expert)
             for number, batch in enumerate(batches):
                 if batch.held:

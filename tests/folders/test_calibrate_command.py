@@ -195,7 +195,7 @@ def test_plain_texts_and_chats(tmp_path, capsys):
 
 def test_text_classifiers_keep_their_heads(tmp_path):
     models = classifier_folders(tmp_path)
-    assert main(words(tmp_path, *BLOCKS)) == 0
+    assert main(words(tmp_path)) == 0
     saved = BertForSequenceClassification.from_pretrained(tmp_path / "out")
     changed = moved(saved, models["merged"])
     assert changed and all(name.startswith("bert.encoder.") for name in changed)
@@ -206,12 +206,9 @@ def test_text_classifiers_keep_their_heads(tmp_path):
     assert report_of(tmp_path).test_sets["two"]["items"] == ROWS // 5
 
 
-BLOCKS = ("--set", "family={name: replay, blocks: [encoder.layer.*]}")
-
-
 def test_image_classifiers(tmp_path):
     models = image_classifier_folders(tmp_path)
-    assert main(words(tmp_path, *BLOCKS, ending="-images")) == 0
+    assert main(words(tmp_path, ending="-images")) == 0
     saved = ViTForImageClassification.from_pretrained(tmp_path / "out")
     assert moved(saved, models["merged"])
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()

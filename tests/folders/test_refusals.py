@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from made_folders import classifier_folders, llama_folders, write_adapters, write_rows
-from test_calibrate_command import BLOCKS, words
+from test_calibrate_command import words
 from tiny_texts import TASKS, WORDS, llama_model, sentences, t5_model, word_tokenizer, write
 
 from fusion_bench_featcal.cli import main
@@ -204,7 +204,7 @@ def test_a_label_that_the_head_lacks(tmp_path, capsys, monkeypatch):
     _unloadable(tmp_path, monkeypatch)
     rows = [{"text": row["prompt"], "label": "perhaps"} for row in sentences("one", 20)]
     write_rows(tmp_path / "one.jsonl", rows)
-    line = refusal(capsys, words(tmp_path, *BLOCKS))
+    line = refusal(capsys, words(tmp_path))
     assert "the expert's head has no class 'perhaps'; it has no, yes" in line
     assert "--data one" in line
 
