@@ -115,7 +115,9 @@ class Peeked:
         yield from begun
 
     def __getattr__(self, name: str) -> Any:
-        """What else the batches tell of themselves: their number of samples, names of samples."""
+        """Whatever else the batches offer, such as their number of samples."""
+        if name.startswith("__"):  # asked for by copy and pickle, before there are any batches
+            raise AttributeError(name)
         return getattr(self._batches, name)
 
 
@@ -129,11 +131,9 @@ def _few(batch: Any, task: str, device: torch.device) -> Any:
     """The first samples of a batch, on a device, without labels."""
     inputs = tuple(batch) if isinstance(batch, list) else batch
     inputs = to_device(part_of(inputs, batch_size(task, inputs), slice(_SAMPLES)), device)
-    return (
-        {name: value for name, value in inputs.items() if name != "labels"}
-        if isinstance(inputs, Mapping)
-        else inputs
-    )
+    if isinstance(inputs, Mapping):  # labels are for the head
+        return {name: value for name, value in inputs.items() if name != "labels"}
+    return inputs
 
 
 @torch.no_grad()

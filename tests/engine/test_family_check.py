@@ -1,5 +1,6 @@
 """A family's steps are compared with the model's own forward pass before anything is calibrated."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -142,7 +143,7 @@ def test_every_batch_is_read_once_although_the_first_is_looked_at():
     assert peeked.first == 0 and batches.read == 1 and peeked.samples == 3
     assert list(peeked) == [0, 1, 2] and batches.read == 3
     assert list(peeked) == [0, 1, 2] and batches.read == 6
-    assert Peeked(Counted(0)).empty
+    assert Peeked(Counted(0)).empty and list(copy.copy(Peeked([1, 2]))) == [1, 2]
     assert list(Peeked(iter([1, 2]))) == [1, 2]
 
 
