@@ -49,11 +49,12 @@ def provenance(folder: Path) -> str:
     device, versions = run["device"], run["versions"]
     threads = device["torch_threads"]
     items = sum(task["items"] for task in run["test_sets"].values())
-    kind = "images" if "clip" in run["suite"] else "texts"
+    kind = "images" if run["suite"].startswith(("clip", "resnet")) else "texts"
+    tested = f", {items} test {kind}" if items else ""  # FusionBench's own pools do not count them
     return (
         f"measured on {device['cpu']} ({device['platform']}, {device['cpu_cores']} cores, "
         f"{threads} thread{'s' if threads > 1 else ''}) with torch {versions['torch']} and "
-        f"transformers {versions['transformers']}; data: {run['suite']}, {items} test {kind}"
+        f"transformers {versions['transformers']}; data: {run['suite']}{tested}"
     )
 
 
@@ -135,6 +136,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "comparison-kl": lambda: grid_table(COMPARISON / "kl"),
     "results-flan-t5-mini": lambda: combined_table("flan-t5-mini"),
     "results-llama-mini": lambda: combined_table("llama-mini"),
+    "results-resnet-mini": lambda: combined_table("resnet-mini"),
     "paper-clip": paper_clip,
     "plus": lambda: (ROOT / "benchmarks/results/plus.md").read_text(encoding="utf-8").strip(),
     "plus-grid": lambda: (

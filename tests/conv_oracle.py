@@ -36,7 +36,7 @@ def patches(module: Any, x: Tensor) -> Tensor:
         pairs = [(span // 2, span - span // 2) for span in spans]
     else:
         pairs = [(0, 0)] * dims if padding == "valid" else [(p, p) for p in padding]
-    mode = {"zeros": "constant"}.get(module.padding_mode, module.padding_mode)
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     x = functional.pad(x, [side for pair in pairs[::-1] for side in pair], mode=mode)
     starts = [
         range(0, size - span, step)

@@ -65,7 +65,8 @@ def with_statistics(suite: Suite, seed: int = 0) -> Suite:
                 buffer.copy_(noise + 0.5 if name.endswith("var") else noise - 0.5)
     for name, buffer in suite.merged.named_buffers():
         if buffer.is_floating_point():
-            buffer.copy_(sum(model.get_buffer(name) for model in models) / len(models))
+            theirs = torch.stack([model.get_buffer(name) for model in models])
+            buffer.copy_(theirs.mean(0))
     return suite
 
 

@@ -215,7 +215,7 @@ class BatchNormSums:
         known = len(sums.sums)
         row[:known] = sums.sums
         if self._turn.site.has_bias:
-            affine = [expert.get_parameter(name) for name in self._turn.site.names]
+            affine: list[Tensor] = [expert.get_parameter(n) for n in self._turn.site.names]
             row[known:] = torch.cat(affine).to(row) * row[0]
 
     def solve(self) -> Solved:

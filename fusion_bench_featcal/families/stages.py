@@ -80,7 +80,7 @@ def _towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _blocks(tower: Any) -> Iterator[str]:
     """Names of the blocks of a tower of transformers; none if it is not one."""
-    encoder = getattr(tower, "encoder", None)
+    encoder: Any = getattr(tower, "encoder", None)
     if isinstance(getattr(encoder, "patch_embeddings", None), nn.ModuleList):
         for stage, layers in enumerate(encoder.block):  # SegFormer before transformers 5
             yield f"encoder.patch_embeddings.{stage}"
@@ -103,9 +103,6 @@ def find_torchvision_blocks(model: nn.Module) -> list[str]:
     """Names of the blocks of torchvision's ResNets; empty for any other model."""
     if not all(hasattr(model, name) for name in _TORCHVISION):
         return []
-    layers = [name for name, _ in model.named_children() if name.removeprefix("layer").isdigit()]
-    return [
-        "conv1",
-        "bn1",
-        *(f"{name}.{n}" for name in layers for n in range(len(model.get_submodule(name)))),
-    ]
+    stages = [(n, part) for n, part in model.named_children() if n.removeprefix("layer").isdigit()]
+    layers = [f"{name}.{number}" for name, part in stages for number, _ in part.named_children()]
+    return ["conv1", "bn1", *layers]

@@ -17,15 +17,17 @@ from hydra import compose, initialize_config_dir
 from transformers import CLIPVisionModel, LlamaForCausalLM, T5ForConditionalGeneration
 
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
-from fusion_bench_featcal.suites import image, paths, text
+from fusion_bench_featcal.suites import image, paths, resnet, text
 
 CLIP = "clip-vit-mini"
+IMAGES = (CLIP, "resnet-mini")
 TASKS = {
     f"{CLIP}_TA6": image.TA6,
     f"{CLIP}_all8": image.ALL8,
     f"{CLIP}_alphabets2": image.ALPHABETS2,
     "flan-t5-mini_TA6": text.TA6,
     "llama-mini_TA6": text.TA6,
+    "resnet-mini_TA3": resnet.TASKS,
 }
 CLASSES = {
     f"{CLIP}_all8": CLIPVisionModel,
@@ -76,7 +78,7 @@ def test_each_yaml_names_its_tasks_everywhere(name: str) -> None:
         assert tests[task] == pool._test_datasets[task]
         sets = pool._train_datasets[task], pool._test_datasets[task]
         assert {entry.get("task", entry.get("name")) for entry in sets} == {task}
-        seen = "train" if name.startswith(CLIP) else "calibration"
+        seen = "train" if name.startswith(IMAGES) else "calibration"
         assert [entry.split for entry in sets] == [seen, "test"]
 
 
