@@ -15,6 +15,7 @@ from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.tables import load_texts, offline_hint
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.engine.samples import warn_of_few_samples
+from fusion_bench_featcal.fusionbench.own_data import data_setting
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.nearest_names import nearest_hint
@@ -68,20 +69,19 @@ def calibration_batches(
             cannot be read, images differ in size, or a text is empty or too long.
     """
     split = settings.calibration_split
-    available = list(getattr(modelpool, f"{split}_dataset_names"))
-    for task in task_names:
-        if task not in available:
-            raise CalibrationError(
-                f"task {task!r} has no calibration data{nearest_hint(task, available)}: set "
-                f"modelpool.{split}_datasets.{task} or method.calibration_split (now {split}). The "
-                f"pool's {split}_datasets are: {', '.join(available) or 'none'}."
-            )
+    check_tasks_have_data(modelpool, task_names, split)
     kind = text_kind(modelpool)
     if kind is not None:
+        if kind == "classification" and settings.calibration_targets == "generated":
+            raise CalibrationError(
+                f"method.calibration_targets=generated: {type(modelpool).__name__} holds "
+                "classifiers, which write nothing. Set method.calibration_targets=labels: a "
+                "classifier's labels are not read"
+            )
         encoder = TextEncoder(processor, kind, settings.max_length)
         return {
             task: TextBatches(
-                f"task {task!r}, modelpool.{split}_datasets.{task}",
+                f"task {task!r}, {data_setting(modelpool, task, split)}",
                 rows,
                 indices,
                 settings,
@@ -98,6 +98,23 @@ def calibration_batches(
         task: TaskBatches(task, rows, indices, size, processor, split, workers, images)
         for task, rows, indices in _drawn(modelpool, task_names, settings)
     }
+
+
+def check_tasks_have_data(modelpool: Any, task_names: Iterable[str], split: str) -> None:
+    """Refuse a pool that names no data of a split for a task.
+
+    Raises:
+        CalibrationError: Naming the tasks that have data.
+    """
+    available = list(getattr(modelpool, f"{split}_dataset_names"))
+    for task in task_names:
+        if task not in available:
+            raise CalibrationError(
+                f"task {task!r} has no calibration data{nearest_hint(task, available)}: set "
+                f"modelpool.{split}_datasets.{task} or method.calibration_split (now {split}), or "
+                f"with method=featcal +method.calibration_data.{task} (a path, a hub id or a data "
+                f"set's config). The pool's {split}_datasets are: {', '.join(available) or 'none'}."
+            )
 
 
 def _drawn(
@@ -189,7 +206,7 @@ def _note_size(modelpool: Any, task: str, size: int, settings: FeatCalSettings) 
 
 def _open(modelpool: Any, task: str, split: str) -> Any:
     """A task's data set, whose items are read when asked for."""
-    setting = f"modelpool.{split}_datasets.{task}"
+    setting = data_setting(modelpool, task, split)
     try:
         is_text = text_kind(modelpool) is not None
         rows = _at_path(modelpool, task, split, is_text=is_text)

@@ -1,6 +1,7 @@
-"""Names that FusionBench 0.2.33 needs and newer transformers lack; set by importing this module.
+"""Names that FusionBench 0.2.33 needs and its surroundings lack; set by importing this module.
 
-A module that needs FusionBench's CLIP task pools imports this one first:
+A module that needs FusionBench's CLIP task pools imports this one first; `method=featcal` on the
+command line imports it before the model pool:
 
     import fusion_bench_featcal.compat  # noqa: F401
 
@@ -8,7 +9,14 @@ A module that needs FusionBench's CLIP task pools imports this one first:
     from fusion_bench.taskpool import CLIPVisionModelTaskPool
 """
 
+import typing
+
+import typing_extensions
 from transformers.models.clip import modeling_clip
+
+# FusionBench's ResNet, ConvNeXt, DINOv2 and OpenCLIP pools import it from `typing`, which has it
+# from Python 3.12 on. Delete once 3.11 is no longer supported (requires-python in pyproject.toml).
+vars(typing).setdefault("override", typing_extensions.override)
 
 # transformers 5.6 merged CLIPVisionTransformer into CLIPVisionModel, and FusionBench's CLIP task
 # pools import the old name (for annotations and isinstance checks, which the alias satisfies).

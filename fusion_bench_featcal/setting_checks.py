@@ -91,6 +91,12 @@ def _are_factors(value: Any) -> bool:
     return isinstance(value, Mapping) and all(is_number(v) and v > 0 for v in value.values())
 
 
+def _are_data_sets(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(v, Mapping) or (isinstance(v, str) and bool(v)) for v in value.values()
+    )
+
+
 def _is_folder_or_none(value: Any) -> bool:
     return value is None or (isinstance(value, str | os.PathLike) and bool(os.fspath(value)))
 
@@ -182,6 +188,10 @@ CHECKS: dict[str, Check] = {
     "token_weights": one_of(TOKEN_WEIGHTS),
     "decoder_rows": one_of(DECODER_ROWS),
     "calibration_split": one_of(CALIBRATION_SPLITS),
+    "calibration_data": (
+        "null, or a mapping of tasks to paths, hub ids or configs of data sets",
+        lambda value: value is None or _are_data_sets(value),
+    ),
     "calibration_targets": one_of(CALIBRATION_TARGETS),
     "generated_tokens": integer(1),
     "max_length": nullable(integer(2)),

@@ -115,6 +115,9 @@ class FeatCalSettings:
             labels. Only models with a decoder heed it. The decoder of an encoder-decoder model fed
             by `labels` has no others.
         calibration_split: The data split samples are drawn from: `train`, `val` or `test`.
+        calibration_data: Data sets by task, which take the place of the pool's own in
+            `calibration_split`: a path, a hub id, or a data set's config with `_target_`. None: the
+            pool's own only.
         calibration_targets: Text models only: what follows the prompt: the data's `labels`, or what
             the task's expert itself writes by greedy search (`generated`): then no label is used.
         generated_tokens: Longest target that an expert may generate, >= 1.
@@ -186,6 +189,7 @@ class FeatCalSettings:
     token_weights: str = "uniform"
     decoder_rows: str = "all"
     calibration_split: str = "train"
+    calibration_data: Mapping[str, Any] | None = None
     calibration_targets: str = "labels"
     generated_tokens: int = 64
     max_length: int | None = None
@@ -367,7 +371,7 @@ class FeatCalSettings:
         values["ignore_config"] = list(self.ignore_config)
         if not isinstance(self.family, str):
             values["family"] = _describe_mapping(self.family)
-        for name in ("augment", "task_weights"):
+        for name in ("augment", "calibration_data", "task_weights"):
             if isinstance(getattr(self, name), Mapping):
                 values[name] = _describe_mapping(getattr(self, name))
         return values

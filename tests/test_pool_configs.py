@@ -71,18 +71,30 @@ def plain_pool(kind: Any, folder: Path) -> Any:
     write(kind, folder)
     entry = {"_target_": "transformers.AutoModel.from_pretrained"}
     entry["pretrained_model_name_or_path"] = str(folder)
-    return BaseModelPool(OmegaConf.create({"_pretrained_": entry}))  # type: ignore[arg-type]
+    models: Any = OmegaConf.create({"_pretrained_": entry, "one": entry})
+    return BaseModelPool(models)
 
 
 def test_pool_of_any_models_is_looked_at_as_its_configs_tell(tmp_path):
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     small = ViTConfig(**sizes, num_hidden_layers=2, image_size=8, patch_size=4)
-    pool = plain_pool(ViTForImageClassification(small), tmp_path / "vit")
-    check_pool_settings(PoolModels(pool), FeatCalSettings())
-    # the class that the entry loads may call its blocks otherwise
-    family = {"name": "replay", "blocks": ["encoder.layer.*"]}
+    model = ViTForImageClassification(small)
+    pool = plain_pool(model, tmp_path / "vit")
+    check_pool_settings(PoolModels(pool), FeatCalSettings())  # the class that is loaded
+    parts = model.base_model.named_modules()
+    blocks = next(n for n, module in parts if isinstance(module, nn.ModuleList))
+    family = {"name": "replay", "blocks": [f"{blocks}.*"]}
     check_pool_settings(PoolModels(pool), FeatCalSettings(family=family))
-    change_config(str(tmp_path / "vit"), architectures=["ModelOfTheirOwn"])
+
+
+def test_class_of_models_that_a_pool_loads_by_itself_is_read_from_their_config(tmp_path):
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    small = ViTConfig(**sizes, num_hidden_layers=2, image_size=8, patch_size=4)
+    folder = write(ViTForImageClassification(small), tmp_path / "vit")
+    models: Any = OmegaConf.create({"_pretrained_": folder, "one": folder})
+    pool = BaseModelPool(models)
+    check_pool_settings(PoolModels(pool), FeatCalSettings())
+    change_config(folder, architectures=["ModelOfTheirOwn"])
     expected = r"ModelOfTheirOwn \(model type 'vit'\).* Set method\.family to "
     with pytest.raises(ValueError, match=expected):
         check_pool_settings(PoolModels(pool), FeatCalSettings())

@@ -1,6 +1,5 @@
 """Running the cells of a grid, one model in memory at a time; finished cells stay finished."""
 
-import copy
 import gc
 import logging
 import statistics
@@ -35,6 +34,7 @@ from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
+from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.results import BASE, UNAVAILABLE, measure
 from fusion_bench_featcal.results.cost import (
     CHOSEN,
@@ -263,7 +263,7 @@ class GridRun:
         pool = self.inputs.modelpool
         model = load_pool_model(pool, BASE_MODEL if pool.has_pretrained else pool.model_names[0])
         # Models that a pool holds in memory are needed again.
-        return copy.deepcopy(model) if pool.has_instance_models else model
+        return copied_module(model) if pool.has_instance_models else model
 
     def _deployed(self, model: nn.Module, added: Mapping[str, int]) -> dict[str, Any]:
         """Costs of an evaluated model at inference."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.settings import CalibrationError
 
-TextKind = Literal["seq2seq", "causal"]
+TextKind = Literal["seq2seq", "causal", "classification"]
 IGNORED = -100  # label without a target, in transformers' losses
 _NO_LIMIT = 10**9  # tokenizers without a limit of their own report a huge one
 _DATE = "26 Jul 2024"  # Llama's chat template writes today's date unless it is told another
@@ -44,6 +44,7 @@ class TextEncoder:
     tokenizer's chat template).
     Texts longer than `max_length` are cut: a prompt at its end, so that the target keeps at least
     half. Without it the limit is the tokenizer's, beyond which a text is an error.
+    For a classifier a row is one text, a chat with its last turn; targets and labels are not read.
     """
 
     tokenizer: Any
@@ -135,12 +136,13 @@ class TextEncoder:
 
     def _read(self, row: Mapping[str, Any], place: str) -> _Text:
         """Prompt and target of a row in token ids, uncut."""
+        classified = self.kind == "classification"
         if "input_ids" in row:
-            text = self._tokenised(row, place)
+            text = self._tokenised({**row, "labels": None} if classified else row, place)
         elif "messages" in row:
             text = self._chat(row["messages"], place)
         elif "prompt" in row:
-            text = self._plain(row["prompt"], row.get("target"), place)
+            text = self._plain(row["prompt"], None if classified else row.get("target"), place)
         elif "text" in row:
             text = self._plain(row["text"], None, place, name="text")
         else:
@@ -148,6 +150,8 @@ class TextEncoder:
                 f"{place}: a text is a row with prompt (and target), with messages, with text, or "
                 f"with input_ids; this one has {sorted(row)}"
             )
+        if classified and text.target is not None:
+            text = _Text([*text.prompt, *text.target])
         if not self._words(text.prompt):
             raise CalibrationError(f"{place}: the text is empty, or padding alone. Remove the row")
         return text
@@ -176,10 +180,10 @@ class TextEncoder:
         return _Text(kept_ids[:start], kept_ids[start:], shown[start:])
 
     def _chat(self, messages: Any, place: str) -> _Text:
-        if self.kind != "causal" or not getattr(self.tokenizer, "chat_template", None):
+        if self.kind == "seq2seq" or not getattr(self.tokenizer, "chat_template", None):
             raise CalibrationError(
-                f"{place}: messages need a decoder-only model and a tokenizer with a chat "
-                "template; give rows with prompt and target, or set modelpool.tokenizer"
+                f"{place}: messages need a decoder-only model or classifier and a tokenizer with a "
+                "chat template; give rows with prompt and target, or set modelpool.tokenizer"
             )
         turns = [dict(turn) for turn in messages]
         answered = bool(turns) and turns[-1].get("role") == "assistant"
@@ -213,6 +217,8 @@ class TextEncoder:
         if not prompt.strip():
             return _Text([])
         ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
+        if target is None and self.kind == "classification":
+            return _Text(ids)
         if self.kind == "seq2seq":
             if target is None:
                 return _Text(ids)

@@ -1,6 +1,5 @@
 """The problem that a block loop solves: models, the blocks they are cut into, settings."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from fusion_bench_featcal.engine.modules import BlockModules
 from fusion_bench_featcal.engine.precision import fold_dtype, row_dtype
 from fusion_bench_featcal.experts import ExpertModel, names_under
 from fusion_bench_featcal.families import Family
+from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _IMAGES = (nn.Conv2d, nn.BatchNorm2d)
@@ -177,7 +177,7 @@ def copied(model: nn.Module, device: torch.device, *, in_place: bool = False) ->
         "method.stream_experts=true, or choose another device (fabric.accelerator)"
     )
     with naming_memory(device, lambda: "the copy of the merged model", lambda: advice):
-        model = model if in_place else copy.deepcopy(model)
+        model = model if in_place else copied_module(model)
         # Without gradients autocast keeps no copies of weights, which an update would make stale.
         return model.to(device).eval().requires_grad_(False)
 

@@ -1,6 +1,5 @@
 """Experts that hold one block's weights at a time, paired with the merged model's names."""
 
-import copy
 import difflib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.experts.fetching import copied_to
 from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, tell_expected
+from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import CalibrationError
 
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
@@ -166,7 +166,7 @@ def hollow_copy(model: nn.Module) -> nn.Module:
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-    return copy.deepcopy(model, dict(stand_ins)).eval()
+    return copied_module(model, stand_ins).eval()
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:

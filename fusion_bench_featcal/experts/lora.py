@@ -33,12 +33,14 @@ _PLAIN_STARTS = (True, False, "gaussian")
 class LoraExpert(SourceView):
     """Weights of a base model with a LoRA adapter added, as PEFT merges them."""
 
-    def __init__(self, base: ExpertSource, adapter: str | Path) -> None:
+    def __init__(self, base: ExpertSource, adapter: str | Path, part: str = "") -> None:
         """Pair an adapter's matrices with the base's tensors.
 
         Args:
             base: The base model's weights.
             adapter: Folder with `adapter_config.json` and `adapter_model.safetensors`.
+            part: Beginning of the names of the base's part that the adapter was made for, such as
+                `vision_model.`.
 
         Raises:
             FileNotFoundError: If a file is missing.
@@ -47,6 +49,7 @@ class LoraExpert(SourceView):
         """
         super().__init__(base)
         self._folder = Path(adapter)
+        self._part = part
         self._config = _read_config(self._folder)
         self._weights = SafetensorsExpert(self._folder / "adapter_model.safetensors")
         self._adapted = self._pair()
@@ -94,10 +97,11 @@ class LoraExpert(SourceView):
             if not {_PREFIX + module + _A, _PREFIX + module + _B} <= names:
                 raise self._unusable(f"{module!r} has only one of its two matrices")
             self._check_shape(module)
-        return {f"{module}.weight": module for module in modules}
+        return {f"{self._part}{module}.weight": module for module in modules}
 
     def _check_shape(self, module: str) -> None:
-        if f"{module}.weight" not in self.names():
+        name = f"{self._part}{module}.weight"
+        if name not in self.names():
             raise self._unusable(f"the base has no module {module!r}; the adapter is for another")
         rank, inputs = self._weights.shape(_PREFIX + module + _A)
         outputs, other = self._weights.shape(_PREFIX + module + _B)
@@ -107,7 +111,7 @@ class LoraExpert(SourceView):
                 f"{module!r} has ranks {rank} and {other}, not {wanted} as its config"
             )
         shape = (inputs, outputs) if self._config.get("fan_in_fan_out") else (outputs, inputs)
-        stored = self.shape(f"{module}.weight")
+        stored = self.shape(name)
         if stored != shape:
             raise self._unusable(f"{module!r} changes a weight {shape}, the base's is {stored}")
 

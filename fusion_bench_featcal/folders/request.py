@@ -20,6 +20,7 @@ MAX_LENGTH = 1024
 
 # Settings that the command sets by options of its own, and those of model pools.
 _ELSEWHERE = {
+    "calibration_data": "--data",
     "calibration_split": "--data NAME=ID:SPLIT",
     "checkpoint_dir": "--checkpoints",
     "resume": "--resume",

@@ -63,9 +63,11 @@ class Console(Callback):
     def on_job_start(
         self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any
     ) -> None:
-        """Keep from the screen what only repeats the config."""
+        """Keep from the screen what only repeats the config; let FusionBench's pools import."""
         method = config.get("method") or {}
         ours = str(method.get("_target_")).startswith("fusion_bench_featcal.")
+        if ours:  # the program makes the model pool before it imports the method
+            import fusion_bench_featcal.compat  # noqa: F401
         if ours and not (self._full or method.get("debug") is True or config.hydra.verbose):
             # Unresolved: a word may hold an interpolation that leads nowhere.
             words: Any = OmegaConf.to_container(config.hydra.overrides.task)

@@ -155,7 +155,7 @@ def _checked_presets(
             raise ValueError(
                 f"{place}.{name}.{key}: set method.{key}, in which every preset has a folder"
             )
-        for key in {"cache_dir", "pixel_cache_mb"} & set(changes):
+        for key in {"cache_dir", "calibration_data", "pixel_cache_mb"} & set(changes):
             raise ValueError(f"{place}.{name}.{key}: set method.{key}, which all presets share")
         folder = settings.checkpoint_dir
         own = {} if folder is None else {"checkpoint_dir": str(Path(folder) / f"preset-{name}")}

@@ -40,8 +40,8 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
         fabric: Lightning Fabric.
 
     Raises:
-        CalibrationError: If the precision has no effect, or a model's entry is none, its files
-            cannot be found or read or are damaged, naming it.
+        CalibrationError: If the precision has no effect, a model's entry is none, its files
+            cannot be found or read or are damaged, naming it, or there is no expert.
     """
     _check_precision(fabric)
     _check_entries(models)
@@ -54,6 +54,11 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
             if place in str(error):
                 raise
             raise CalibrationError(f"model {name!r}: {error}. Check {place}") from error
+    if not models.experts:
+        raise CalibrationError(
+            f"modelpool.models has no expert (it has {', '.join(models)}): name the task's model "
+            "as +modelpool.models.TASK"
+        )
     if models.pool not in _warned:
         _warned.add(models.pool)
         _warn_of_tasks(models.pool)

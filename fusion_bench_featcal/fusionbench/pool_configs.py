@@ -71,11 +71,35 @@ def _model_as_loaded(model: PoolModel) -> nn.Module | None:
     """A model as the pool loads it, but without weights; None if that cannot be told."""
     if model.module is not None:
         return model.module
+    if not model.folders:
+        return None
+    location = str(model.folders[0])
+    kind = _named_class(model)
+    if kind is not None:
+        return _empty(kind, location)
     if text_kind(model.pool) is None and not _holds_towers(model.pool):
         return None
     try:
-        return empty_model(str(model.folders[0]))
+        return empty_model(location)
     except ValueError:
+        return None
+
+
+def _named_class(model: PoolModel) -> Any:
+    """Class of transformers that a model's entry names, None if it names none."""
+    target = model.entry.get("_target_") if isinstance(model.entry, Mapping) else None
+    name = str(target).removesuffix(".from_pretrained").removeprefix("transformers.")
+    return None if target is None else getattr(transformers, name, None)
+
+
+def _empty(kind: Any, location: str) -> nn.Module | None:
+    """A model of a class, without weights, as its config in a folder has it."""
+    makes = getattr(kind, "from_config", None)  # of transformers' automatic classes
+    config_class = transformers.AutoConfig if makes else getattr(kind, "config_class", None)
+    try:
+        with torch.device("meta"):
+            return (makes or kind)(config_class.from_pretrained(location)).eval()
+    except Exception:  # its own loader says it better
         return None
 
 

@@ -1,5 +1,6 @@
 """Models of a FusionBench pool: where they lie, and how they are read or loaded."""
 
+import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
+from fusion_bench_featcal.module_copies import bind_own_functions
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,14 @@ EXPECTED = (
 )
 PLAIN_OPTIONS = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
 # FusionBench's loaders of LoRA experts, by the end of their names: do they merge the adapter?
-_LORA_LOADERS = {"load_lora_model": True, "load_peft_causal_lm": False}
+_LORA_LOADERS = {
+    "load_lora_model": True,
+    "load_peft_causal_lm": False,
+    "load_lora_vision_model_hf": False,
+}
+_LORA_KEYS = (("base_model_path", "base_model_name"), ("peft_model_path", "peft_name"))
+_LOCATION_KEYS = ("pretrained_model_name_or_path", "config_path")
+_LORA_PARTS = {"load_lora_vision_model_hf": "vision_model."}  # of the base that the adapter is for
 
 
 class PoolModel:
@@ -58,7 +67,7 @@ class PoolModel:
         """The folder or hub id that its entry names."""
         location = self.entry
         if isinstance(location, Mapping):
-            location = location.get("pretrained_model_name_or_path")
+            location = next((location[k] for k in _LOCATION_KEYS if k in location), None)
         return location if isinstance(location, str) else None
 
     @property
@@ -93,7 +102,8 @@ class PoolModel:
         loader = str(entry.get("_target_", "")).rsplit(".", 1)[-1]
         if not entry.get("merge_and_unload", _LORA_LOADERS.get(loader, False)):
             return None
-        return self._resolve(entry["base_model_path"]), self._resolve(entry["peft_model_path"])
+        base, adapter = (next(entry[k] for k in keys if k in entry) for keys in _LORA_KEYS)
+        return self._resolve(base), self._resolve(adapter)
 
     @property
     def folders(self) -> list[Path]:
@@ -108,6 +118,9 @@ class PoolModel:
         Raises:
             CalibrationError: If the file cannot be read or is damaged.
         """
+        if isinstance(self.entry, Mapping) and "config_path" in self.entry:
+            # Of an image classifier, which may get another head than its files have.
+            return read_config(self._resolve(self.entry["config_path"]))
         return read_config(self.folders[0]) if self.folders else None
 
     @cached_property
@@ -120,7 +133,8 @@ class PoolModel:
         try:
             if self.adapter is not None:
                 base, adapter = self.adapter
-                source: ExpertSource = LoraExpert(SafetensorsExpert(base), adapter)
+                part = _LORA_PARTS.get(str(self.entry.get("_target_")).rsplit(".", 1)[-1], "")
+                source: ExpertSource = LoraExpert(SafetensorsExpert(base), adapter, part)
             elif self.folder is not None:
                 source = SafetensorsExpert(self.folder)
             else:
@@ -292,6 +306,15 @@ def import_target(place: str, target: str) -> Any:
         ) from error
 
 
+def loading_whole(modelpool: BaseModelPool) -> BaseModelPool:
+    """The pool as it loads models, where `enable_lazy_loading` has it load names of tensors."""
+    if not getattr(modelpool, "enable_lazy_loading", False):
+        return modelpool
+    pool: Any = copy.copy(modelpool)
+    pool.enable_lazy_loading = False
+    return pool
+
+
 def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     """Load one model of a pool whole.
 
@@ -299,7 +322,7 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         CalibrationError: If it cannot be found or loaded, naming it and its entry.
     """
     try:
-        return modelpool.load_model(name)
+        return bind_own_functions(loading_whole(modelpool).load_model(name))
     except (CalibrationError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a loader may raise anything

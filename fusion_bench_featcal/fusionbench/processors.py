@@ -1,26 +1,35 @@
 """Tokenizers and processors of a pool, and what each of its experts makes of the tokenizer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fusion_bench import instantiate
 from fusion_bench.modelpool import BaseModelPool
-from transformers import AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.data.tokenizers import differing_tokens
+from fusion_bench_featcal.fusionbench.own_data import named_entry
 from fusion_bench_featcal.fusionbench.pool_models import EXPECTED, PoolModels, reason
 from fusion_bench_featcal.settings import CalibrationError
 
 # By name and not by class: importing FusionBench's pools of language models takes seconds.
-_KINDS: Mapping[str, TextKind] = {"Seq2SeqLMPool": "seq2seq", "CausalLMPool": "causal"}
+_KINDS: Mapping[str, TextKind] = {
+    "Seq2SeqLMPool": "seq2seq",
+    "CausalLMPool": "causal",
+    "SequenceClassificationModelPool": "classification",
+    "GPT2ForSequenceClassificationPool": "classification",
+}
 
 
 def text_kind(modelpool: Any) -> TextKind | None:
-    """Kind of language models that a pool holds; None: it holds none.
+    """Kind of models of text that a pool holds; None: it holds none.
 
     Returns:
-        `seq2seq` for a `Seq2SeqLMPool`, `causal` for a `CausalLMPool` (or what derives from them).
+        `seq2seq` for a `Seq2SeqLMPool`, `causal` for a `CausalLMPool`, `classification` for a
+        `SequenceClassificationModelPool` or `GPT2ForSequenceClassificationPool` (or what derives
+        from them).
     """
     names = [parent.__name__ for parent in type(modelpool).__mro__]
     return next((_KINDS[name] for name in names if name in _KINDS), None)
@@ -30,8 +39,8 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
     """Load what turns the pool's data into model inputs: a tokenizer or a processor.
 
     Returns:
-        For FusionBench's pools of language models the tokenizer, checked against the experts' own;
-        else the processor.
+        For FusionBench's pools of text models the tokenizer, checked against the experts' own;
+        else the processor that the config names, or that the pool has for its models.
 
     Raises:
         CalibrationError: If there is none, it cannot be found, or an expert has another tokenizer.
@@ -39,15 +48,19 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
     is_text = text_kind(modelpool) is not None
     name, data = ("tokenizer", "texts") if is_text else ("processor", "images")
     entry = getattr(modelpool, f"_{name}", None)
-    if entry is None and is_text:
-        entry = getattr(modelpool, "tokenizer", None)
+    load: Callable[[], Any] = getattr(modelpool, "load_processor", _nothing)
+    if is_text:
+        entry = getattr(modelpool, "tokenizer", None) if entry is None else entry
+        load = partial(_tokenizer, entry)
+    elif not hasattr(modelpool, "_processor"):
+        entry, load = _classifiers_processor(modelpool)
     if entry is None:
         raise CalibrationError(
             f"the model pool names no {name}, which turns calibration {data} into model inputs; "
             f"set modelpool.{name}"
         )
     try:
-        loaded = _tokenizer(entry) if is_text else modelpool.load_processor()  # type: ignore[attr-defined]
+        loaded = load()
     except Exception as error:  # a loader may raise anything
         raise CalibrationError(
             f"the {name} ({entry}) cannot be loaded: {reason(error)}. Check modelpool.{name}: "
@@ -56,6 +69,27 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
     if is_text:
         _check_expert_tokenizers(modelpool, loaded)
     return loaded
+
+
+def _nothing() -> None: ...
+
+
+def _classifiers_processor(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
+    """Entry and loader of the processor of a pool whose class takes none.
+
+    FusionBench's pools of image classifiers pass over `modelpool.processor`, which comes first
+    here, and load the base's own; but not where the base is named by its folder or hub id alone.
+    """
+    entry = named_entry(modelpool, "processor")
+    if isinstance(entry, Mapping):
+        return entry, partial(instantiate, entry)
+    models = PoolModels(modelpool)
+    model = models.base or next(iter(models.values()))
+    own = getattr(modelpool, "load_processor", None)
+    if entry is None and own is not None and isinstance(model.entry, Mapping):
+        return model.entry, own
+    location = entry or (own and model.location)
+    return location, partial(AutoImageProcessor.from_pretrained, location)
 
 
 def _tokenizer(entry: Any) -> Any:

@@ -18,9 +18,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_bench_featcal.engine.checks import refuse_not_finite
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.pool_models import (
+    BASE_MODEL,
+    load_pool_model,
+    loading_whole,
+)
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.save_target import check_save_target
+from fusion_bench_featcal.module_copies import bind_own_functions, copied_module
 from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -111,6 +116,7 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
             f"{setting} ({type(merger).__name__}) returned {type(merged).__name__}; "
             "what follows needs one merged model"
         )
+    bind_own_functions(merged)
     _refuse_not_finite(merged, modelpool, setting)
     return _counting_in(torch.int64, merged).requires_grad_(False)
 
@@ -129,13 +135,14 @@ def _pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
     Mergers may work in place on such models, and the base and the experts are needed again. Most of
     FusionBench's mergers refuse integers, so that BatchNorm's counts are real numbers meanwhile.
     """
+    modelpool = loading_whole(modelpool)
     pool = copy.copy(modelpool)
     load: Any = pool.load_model
     pool.load_model = lambda *args, **options: _counting_in(torch.float32, load(*args, **options))
     if not modelpool.has_instance_models:
         return pool
     models: Any = {
-        name: copy.deepcopy(entry) if isinstance(entry, nn.Module) else entry
+        name: copied_module(entry) if isinstance(entry, nn.Module) else entry
         for name, entry in modelpool._models.items()
     }
     pool._models = models

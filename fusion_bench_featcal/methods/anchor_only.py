@@ -1,6 +1,5 @@
 """FeatCal's anchor by itself: what calibration tends to as lambda grows, without any data."""
 
-import copy
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +12,7 @@ from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.methods.interface import MethodInputs, WithoutData
+from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import FeatCalSettings
 
 ANCHOR_SETTINGS = ("anchor_rho", "calibrate_bias", "calibrate_norm", "modules", "family")
@@ -73,7 +73,7 @@ def anchor_only(
     """
     family = resolve_family(settings.family, merged)
     # What is shown may share tensors with the model.
-    model = copy.deepcopy(family.view.shown(merged))
+    model = copied_module(family.view.shown(merged))
     modules = find_all_modules(model, family.stages(model), settings)
     source = family.view.source(source_of(base))
     start = ExpertModel("_pretrained_", source, model, role="base model")

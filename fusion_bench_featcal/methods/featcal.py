@@ -56,6 +56,11 @@ class FeatCal(WeightsOnly):
                 "checkpoint_dir: a comparison keeps whole cells, in method.results_dir; blocks are "
                 "kept by method=featcal"
             )
+        if self._settings.calibration_data is not None:
+            raise ValueError(
+                "calibration_data: a comparison's methods share the pool's data: set "
+                "modelpool.train_datasets"
+            )
         for key in ("cache_dir", "pixel_cache_mb"):
             if getattr(self._settings, key) != getattr(FeatCalSettings, key):
                 raise ValueError(f"{key}: set method.{key}, which all cells share")

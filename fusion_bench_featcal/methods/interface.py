@@ -8,9 +8,10 @@ from typing import Any, Protocol
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.calibration_data import calibration_batches
+from fusion_bench_featcal.calibration_data import calibration_batches, check_tasks_have_data
 from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.fusionbench.own_data import with_own_data
 from fusion_bench_featcal.fusionbench.pool_models import ExpertSources, PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -71,9 +72,12 @@ class MethodInputs:
         Raises:
             CalibrationError: If a task lacks data.
         """
+        pool = with_own_data(self.modelpool, settings)
+        # Before a tokenizer or processor is looked for, which may have to be downloaded.
+        check_tasks_have_data(pool, pool.model_names, settings.calibration_split)
         return calibration_batches(
-            self.modelpool,
-            self.modelpool.model_names,
+            pool,
+            pool.model_names,
             settings,
             self.processor,
             device=self.fabric.device,

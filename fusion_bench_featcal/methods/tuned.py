@@ -1,6 +1,5 @@
 """Settings of methods and mergers chosen on held-out calibration samples, without labels."""
 
-import copy
 import logging
 import math
 import statistics
@@ -27,6 +26,7 @@ from fusion_bench_featcal.methods.corrected_language_model import CorrectedLangu
 from fusion_bench_featcal.methods.corrected_model import Corrected
 from fusion_bench_featcal.methods.interface import Choice, MethodInputs
 from fusion_bench_featcal.methods.lessons import Lesson, expert_lessons, features_problem
+from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ class Tuned:
             self._best = self._made(change, samples)
             self._best.check(inputs)
             # `merged` is this call's own, and the last one may use it up.
-            own = merged if samples is None else copy.deepcopy(merged)
+            own = merged if samples is None else copied_module(merged)
             return self._best.post_merge(own, inputs)
 
         model: Any = _choose(self._changes, make, inputs, self._draw)
