@@ -18,7 +18,13 @@ from test_pool_checks import (
 )
 from tiny_texts import with_data, word_tokenizer, write
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
 
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
@@ -81,7 +87,7 @@ def test_pool_of_any_models_is_looked_at_as_its_configs_tell(tmp_path):
     model = ViTForImageClassification(small)
     pool = plain_pool(model, tmp_path / "vit")
     check_pool_settings(PoolModels(pool), FeatCalSettings())  # the class that is loaded
-    parts = model.base_model.named_modules()
+    parts = ViTModel(small).named_modules()
     blocks = next(n for n, module in parts if isinstance(module, nn.ModuleList))
     family = {"name": "replay", "blocks": [f"{blocks}.*"]}
     check_pool_settings(PoolModels(pool), FeatCalSettings(family=family))

@@ -1,0 +1,162 @@
+"""Composes a stock pool with `method=featcal`, points it at stand-ins, and runs it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stock_pools.stand_ins import StandIns, glue
+
+# isort: split
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+import fusion_bench_config
+from fusion_bench.dataset import gpt2_glue
+from fusion_bench.tasks.flan_t5_text_generation import glue_load_dataset
+from fusion_bench.utils.hydra_utils import get_default_config_path
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+POOLS = Path(next(iter(fusion_bench_config.__path__))) / "modelpool"
+NAMES = sorted(str(file.relative_to(POOLS).with_suffix("")) for file in POOLS.rglob("*.yaml"))
+FEW = (
+    "method.samples_per_task=2", "fabric.accelerator=cpu", "fabric.devices=1",
+    "print_config=false", "print_function_call=false",
+)  # fmt: skip
+_MODEL_KEYS = (
+    "pretrained_model_name_or_path", "config_path", "base_model_path", "peft_model_path",
+    "base_model_name", "peft_name", "model_name", "path",
+)  # fmt: skip
+
+
+def composed(name: str, *words: str) -> DictConfig:
+    """The program's config of a stock pool with `method=featcal`.
+
+    Raises:
+        Exception: Of Hydra, where the pool's YAML does not compose.
+    """
+    primary = get_default_config_path()
+    assert primary is not None
+    with initialize_config_dir(str(primary), version_base=None):
+        config = compose(
+            "fabric_model_fusion",
+            overrides=["method=featcal", f"modelpool={name}", *FEW, *words],
+            return_hydra_config=True,
+        )
+    OmegaConf.to_container(config.modelpool, resolve=True, throw_on_missing=True)
+    return config
+
+
+def redirected(config: DictConfig, stand_ins: StandIns) -> DictConfig:
+    """The config with stand-ins' folders in the place of hub ids; else it stays as it is."""
+    for group in ("modelpool", "taskpool"):
+        plain = OmegaConf.to_container(config[group], resolve=True)
+        with open_dict(config):
+            config[group] = _in_group(plain, stand_ins)
+    return config
+
+
+def _in_group(group: Any, stand_ins: StandIns) -> Any:
+    for key, value in group.items():
+        if key.endswith("_datasets") and value:
+            group[key] = {task: _data(entry, stand_ins) for task, entry in value.items()}
+        elif key in ("models", "tokenizer", "processor", *_MODEL_KEYS):
+            group[key] = _models(value, stand_ins)
+    return group
+
+
+def _models(node: Any, stand_ins: StandIns, key: str = "path") -> Any:
+    """A model's, tokenizer's or processor's entry."""
+    if isinstance(node, Mapping):
+        by_name = "_target_" not in node and not set(node) & {*_MODEL_KEYS, "encoder"}
+        return {k: _models(v, stand_ins, "path" if by_name else k) for k, v in node.items()}
+    if isinstance(node, list):
+        return [_models(entry, stand_ins, key) for entry in node]
+    hub_id = isinstance(node, str) and key in _MODEL_KEYS and not node.endswith((".pt", ".ckpt"))
+    return stand_ins.model(node) if hub_id else node
+
+
+def _data(entry: Any, stand_ins: StandIns) -> Any:
+    """A data set's entry."""
+    target = entry["_target_"]
+    if "tokenizer" in entry:  # GLUE, which `local_glue` provides
+        return entry | {"tokenizer": _models(entry["tokenizer"], stand_ins)}
+    if target.endswith("load_fer2013"):
+        return entry | {"path": stand_ins.images(image="jpg", label="cls")}
+    if "_args_" in entry:
+        config = entry["_args_"][1]
+        return entry | {"_args_": [stand_ins.images(config=config), config]}
+    if target != "datasets.load_dataset":
+        return entry
+    return entry | {"path": stand_ins.images()}
+
+
+@contextmanager
+def local_glue() -> Iterator[None]:
+    """Context in which FusionBench's GLUE loaders, whose hub id is in their code, read locally."""
+    before = glue_load_dataset.load_dataset, gpt2_glue.load_dataset
+    glue_load_dataset.load_dataset = gpt2_glue.load_dataset = glue
+    try:
+        yield
+    finally:
+        glue_load_dataset.load_dataset, gpt2_glue.load_dataset = before
+
+
+@contextmanager
+def as_hydra_job(config: DictConfig) -> Iterator[None]:
+    """Context in which a composed config is that of the running job, which it then is alone."""
+    with open_dict(config):
+        config.hydra.runtime.cwd = config.hydra.runtime.output_dir = str(Path.cwd())
+        config.hydra.job.config_name = "pools"
+        config.path.log_dir = str(Path.cwd())
+        hydra = {"hydra": config.hydra}
+    HydraConfig.instance().set_config(OmegaConf.create(hydra))
+    with open_dict(config):
+        del config.hydra
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+DATA = "DATA"
+"""Word that stands for `method.calibration_data` of every expert, with a stand-in's file."""
+
+
+def run(name: str, stand_ins: StandIns, words: Sequence[str] = ()) -> Any:
+    """Run FusionBench's program on a stock pool, in the current folder.
+
+    Args:
+        name: The pool's name on the command line.
+        stand_ins: What takes the place of downloads.
+        words: Further words of the command; `DATA` may be among them.
+
+    Returns:
+        What the program returns.
+
+    Raises:
+        Exception: Where the pool does not compose or run.
+    """
+    given = [word for word in words if word != DATA]
+    config = composed(name, *given)
+    if DATA in words:
+        tasks = [task for task in config.modelpool.models if not task.startswith("_")]
+        file = stand_ins.texts() if "tokenizer" in config.modelpool else stand_ins.picture_table()
+        config.method.calibration_data = dict.fromkeys(tasks, file)
+    with as_hydra_job(config), local_glue():
+        program = instantiate(redirected(config, stand_ins), _recursive_=False)
+        return program.run()
+
+
+def written(name: str, stand_ins: StandIns, folder: Path, words: Sequence[str] = ()) -> list[str]:
+    """Write a redirected pool to a config folder; the words of the command that runs it there."""
+    config = composed(name, *words)
+    with as_hydra_job(config):
+        redirected(config, stand_ins)
+        file = folder / "modelpool" / "stand_in.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(config.modelpool, file)
+    return ["method=featcal", "modelpool=stand_in", f"--config-dir={folder}", *FEW, *words]

@@ -1,0 +1,248 @@
+"""Tiny checkpoints and data sets in the place of everything that stock pools name."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attacks.paths  # noqa: F401
+
+# isort: split
+import datasets
+import torch
+from tiny_images import picture, write_clip
+from tiny_models import scatter, t5_model
+from tiny_texts import WORDS, word_tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    CLIPModel,
+    CLIPVisionModel,
+    ConvNextImageProcessor,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
+
+DECODERS = {
+    "mixtral": r"mixtral",
+    "gemma2": r"gemma-2",
+    "deepseek_v2": r"deepseek-v2",
+    "qwen2": r"qwen",
+    "mistral": r"mistral|path_to_your",
+    "llama": r"llama|vicuna|wizardmath",
+}
+VISION = {"convnext": r"convnext", "resnet": r"resnet", "dinov2": r"dinov2"}
+CLIPS = {"large-patch14": (14, 3), "base-patch16": (7, 2), "base-patch32": (14, 2)}
+_SIZES = {
+    "vocab_size": len(WORDS) + 1, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+    "num_local_experts": 2, "n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1,
+    "moe_intermediate_size": 6, "n_group": 1, "topk_group": 1, "kv_lora_rank": 4,
+    "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4,
+}  # fmt: skip
+_SMALL_VISION = {
+    "convnext": {"hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2, "image_size": 32},
+    "resnet": {"hidden_sizes": [8, 12], "depths": [1, 1], "embedding_size": 8,
+               "layer_type": "basic"},
+    "dinov2": {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+               "image_size": 28, "patch_size": 14},
+}  # fmt: skip
+SPLITS = ("train", "test", "validation", "gaussian_noise")
+GLUE_COLUMNS = {
+    "cola": ["sentence"], "sst2": ["sentence"], "mrpc": ["sentence1", "sentence2"],
+    "rte": ["sentence1", "sentence2"], "stsb": ["sentence1", "sentence2"],
+    "qnli": ["question", "sentence"], "qqp": ["question1", "question2"],
+    "mnli": ["premise", "hypothesis"],
+}  # fmt: skip
+
+
+class StandIns:
+    """Folders that take the place of hub ids, each made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        """Use a folder of one's own."""
+        self.root = root
+        self._kinds: dict[str, Path] = {}
+
+    def model(self, hub_id: str) -> str:
+        """Folder of the stand-in for a model, a tokenizer or a processor."""
+        folder = self.root / "models" / hub_id.strip("./").replace("/", "--")
+        if not folder.exists():
+            seed = len(list(folder.parent.iterdir())) if folder.parent.is_dir() else 0
+            folder.mkdir(parents=True)
+            _maker(hub_id.lower())(folder, seed)
+        return str(folder)
+
+    def images(self, *, image: str = "image", label: str = "label", config: str = "default") -> str:
+        """Folder of a data set of pictures with ten classes."""
+        columns = {image: [picture(n) for n in range(10)], label: [n % 10 for n in range(10)]}
+        features = datasets.Features({image: datasets.Image(), label: datasets.Value("int64")})
+        if image == "jpg":  # as a WebDataset has them
+            columns |= {"__key__": ["k"] * 10, "__url__": ["u"] * 10}
+            features |= {name: datasets.Value("string") for name in ("__key__", "__url__")}
+        return self._table(f"images-{image}-{config}", columns, datasets.Features(features), config)
+
+    def picture_table(self) -> str:
+        """A parquet file of pictures."""
+        return f"{self.images()}/train.parquet"
+
+    def _table(self, name: str, columns: Any, features: Any, config: str) -> str:
+        folder = self.root / "data" / name
+        if not folder.exists():
+            rows = datasets.Dataset.from_dict(columns, features=features)
+            files = [f"  - split: {split}\n    path: {split}.parquet" for split in SPLITS]
+            for split in SPLITS:
+                rows.to_parquet(folder / f"{split}.parquet")
+            listed = "\n".join(files)
+            head = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{listed}\n---\n"
+            (folder / "README.md").write_text(head)
+        return str(folder)
+
+    def texts(self) -> str:
+        """A JSONL file of prompts and targets."""
+        file = self.root / "texts.jsonl"
+        if not file.exists():
+            rows = [f'{{"prompt": "{a} {b} {c}", "target": "{b}"}}' for a, b, c in _triples(12)]
+            file.write_text("\n".join(rows) + "\n")
+        return str(file)
+
+
+def glue(name: str, task: str) -> datasets.DatasetDict:
+    """Stand-in of `datasets.load_dataset("glue", task)`."""
+    assert name == "glue"
+    columns: dict[str, Any] = {
+        column: [" ".join(words) for words in _triples(6)] for column in GLUE_COLUMNS[task]
+    }
+    columns |= {"label": [n % 2 for n in range(6)], "idx": list(range(6))}
+    last = "validation_matched" if task == "mnli" else "validation"
+    table = datasets.Dataset.from_dict(columns)
+    return datasets.DatasetDict({"train": table, last: table})
+
+
+def _triples(number: int) -> list[tuple[str, str, str]]:
+    letters = WORDS[3:]
+    return [
+        (letters[n], letters[(3 * n + 1) % 20], letters[(7 * n + 2) % 20]) for n in range(number)
+    ]
+
+
+def _maker(hub_id: str) -> Callable[[Path, int], None]:
+    """Writes the stand-in of a hub id, which is in lower case."""
+    if "clip-vit" in hub_id:
+        return _clip_lora(hub_id) if "lora" in hub_id else _clip(hub_id)
+    if "flan-t5" in hub_id:
+        return _t5_lora if "lora" in hub_id else _t5
+    if "gpt2" in hub_id:
+        return _gpt2
+    if "bradly-terry" in hub_id:
+        return _reward
+    for kinds, make in ((VISION, _vision), (DECODERS, _decoder)):
+        for kind, pattern in kinds.items():
+            if re.search(pattern, hub_id):
+                return make(kind)
+    raise ValueError(f"no stand-in for {hub_id}")
+
+
+def _clip(hub_id: str) -> Callable[[Path, int], None]:
+    patch, depth = next(size for name, size in CLIPS.items() if name in hub_id)
+
+    def write(folder: Path, seed: int) -> None:
+        write_clip(folder, seed)
+        config = CLIPModel.config_class.from_pretrained(folder)
+        config.vision_config.patch_size, config.vision_config.num_hidden_layers = patch, depth
+        torch.manual_seed(0)
+        scatter(CLIPModel(config), seed, 0.05).save_pretrained(folder)
+
+    return write
+
+
+def _clip_lora(hub_id: str) -> Callable[[Path, int], None]:
+    def write(folder: Path, seed: int) -> None:
+        base = folder.parent / "openai--clip-vit-base-patch16"
+        model: Any = CLIPVisionModel.from_pretrained(base)
+        # FusionBench puts LoRA on the tower inside, which from transformers 5.6 on is the model.
+        _adapter(getattr(model, "vision_model", model), folder, seed, ["q_proj", "v_proj"])
+
+    return write
+
+
+def _adapter(model: Any, folder: Path, seed: int, targets: list[str]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(folder)
+
+
+def _t5(folder: Path, seed: int) -> None:
+    model = t5_model(untied=True, vocab_size=len(WORDS), d_kv=4, tie_word_embeddings=False)
+    scatter(model, seed, 0.05).save_pretrained(folder)
+    word_tokenizer(ends=True, model_max_length=64).save_pretrained(folder)
+
+
+def _t5_lora(folder: Path, seed: int) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
+    size = "large" if "large" in folder.name else "base"
+    base = folder.parent / f"google--flan-t5-{size}"
+    _adapter(AutoModelForSeq2SeqLM.from_pretrained(base), folder, seed, ["q", "v"])
+
+
+def _gpt2(folder: Path, seed: int) -> None:
+    letters = [chr(code) for code in range(ord("a"), ord("u"))]
+    tokens = [*letters, "Ġ", *(f"Ġ{letter}" for letter in letters), "<|endoftext|>"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    merges = "\n".join(f"Ġ {letter}" for letter in letters)
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    torch.manual_seed(0)
+    end: Any = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), len(tokens) - 1)
+    config = GPT2Config(
+        vocab_size=len(tokens), n_positions=512, n_embd=8, n_layer=2, n_head=2, num_labels=3, **end
+    )
+    scatter(GPT2ForSequenceClassification(config), seed, 0.05).save_pretrained(folder)
+
+
+def _reward(folder: Path, seed: int) -> None:
+    config = AutoConfig.for_model("llama", **_sizes("llama"), num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config)
+    scatter(model, seed, 0.05).save_pretrained(folder)
+    _causal_tokenizer().save_pretrained(folder)
+
+
+def _causal_tokenizer() -> Any:
+    # Two pools pad with Llama 3's own token.
+    return word_tokenizer(words=(*WORDS, "<|end_of_text|>"), model_max_length=64)
+
+
+def _sizes(kind: str) -> Mapping[str, Any]:
+    known = AutoConfig.for_model(kind)
+    return {name: value for name, value in _SIZES.items() if hasattr(known, name)}
+
+
+def _decoder(kind: str) -> Callable[[Path, int], None]:
+    def write(folder: Path, seed: int) -> None:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **_sizes(kind))
+        if folder.name.startswith("MergeBench--Llama"):
+            config.vocab_size += 3  # the published experts have more rows than their base
+        model = AutoModelForCausalLM.from_config(config)
+        scatter(model, seed, 0.05).save_pretrained(folder)
+        _causal_tokenizer().save_pretrained(folder)
+
+    return write
+
+
+def _vision(kind: str) -> Callable[[Path, int], None]:
+    def write(folder: Path, seed: int) -> None:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **_SMALL_VISION[kind], num_labels=10)
+        model = AutoModelForImageClassification.from_config(config)
+        scatter(model, seed, 0.05).save_pretrained(folder)
+        ConvNextImageProcessor(size={"shortest_edge": 28}, crop_pct=1.0).save_pretrained(folder)
+
+    return write
