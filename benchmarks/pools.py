@@ -16,9 +16,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from stock_pools.expected import EXPECTED, RUNS, Expected, expected_of, line_of
-from stock_pools.running import NAMES, run
+from stock_pools.running import DATA, NAMES, run
 from stock_pools.stand_ins import StandIns
 
+SHOWN = {DATA: "+method.calibration_data.TASK=FILE"}
 RESULTS = Path(__file__).parent / "results" / "pools.md"
 
 
@@ -76,7 +77,7 @@ def page(lines: dict[str, tuple[str, str | None]], stand_ins: StandIns) -> str:
         f"- {len(lines)} configs: {runs} run as they are, {later} with what they lack, "
         f"{len(lines) - runs - later} do not; all are refused in one line, before a model is "
         "loaded where they are refused as they are",
-        f"- measured with fusion-bench {version('fusion-bench')}, transformers "
+        f"- tried with fusion-bench {version('fusion-bench')}, transformers "
         f"{version('transformers')} on tiny random models and made-up data, one per model type, in "
         "the place of hub ids",
         "",
@@ -86,7 +87,8 @@ def page(lines: dict[str, tuple[str, str | None]], stand_ins: StandIns) -> str:
         "|---|---|---|---|",
     ]
     for name, (first, then) in lines.items():
-        words = " ".join(f"`{word}`" for word in expected_of(name).words_of(name)) or "-"
+        given = [SHOWN.get(word, word) for word in expected_of(name).words_of(name)]
+        words = " ".join(f"`{word}`" for word in given) or "-"
         cell = "-" if then is None else short(then, stand_ins)
         text.append(f"| {name} | {short(first, stand_ins)} | {words} | {cell} |")
     return "\n".join(text) + "\n"
@@ -98,6 +100,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression of config names")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    out = options.out.resolve()
     logging.disable(logging.CRITICAL)
     lines: dict[str, tuple[str, str | None]] = {}
     wrong = []
@@ -113,9 +116,8 @@ def main() -> None:
             lines[name] = first, then
             if not (agrees(entry.refused, first) and (then is None or agrees(entry.then, then))):
                 wrong.append(f"{name}: {first!r}, {then!r}")
-        os.chdir(Path(__file__).parent)
-        if not wrong:
-            options.out.resolve().write_text(page(lines, stand_ins), encoding="utf-8")
+        os.chdir(out.parent)
+        out.write_text(page(lines, stand_ins), encoding="utf-8")
     sys.exit("\n".join(["not as expected:", *wrong]) if wrong else 0)
 
 

@@ -145,6 +145,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "plus-builds": lambda: (ROOT / "benchmarks/results/other_builds.md").read_text("utf-8").strip(),
     "far-task": lambda: (ROOT / "benchmarks/results/far_task.md").read_text("utf-8").strip(),
     "model-types": lambda: (ROOT / "benchmarks/results/model_types.md").read_text("utf-8").strip(),
+    "pools": lambda: (
+        (ROOT / "benchmarks/results/pools.md").read_text("utf-8").partition("\n\n**")[0]
+    ),
     "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
 }

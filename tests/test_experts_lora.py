@@ -196,3 +196,16 @@ def _loader(pool: Any) -> Any:
         return t5_model(5).float() if name == "_merged_" else load(pool, name)
 
     return load_model
+
+
+def test_adapter_of_a_part_changes_the_bases_tensors_of_that_part(tmp_path):
+    base = nn.ModuleDict({"inner": t5_model().float(), "other": nn.Linear(2, 2)})
+    inner: Any = base["inner"]
+    adapter = write_adapter(tmp_path / "adapter", inner, seed=3)
+    source = LoraExpert(InMemoryExpert(base), adapter, "inner.")
+    found = {name: source.tensor(name).clone() for name in base.state_dict()}
+    merged_by_hand(inner, adapter, 3.0)
+    for name, expected in base.state_dict().items():
+        torch.testing.assert_close(found[name], expected)
+    with pytest.raises(CalibrationError, match="the base has no module"):
+        LoraExpert(InMemoryExpert(base), adapter)

@@ -1,5 +1,6 @@
 """FusionBench's stock pools with `method=featcal`, on tiny stand-ins for what they download."""
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -83,3 +84,32 @@ def test_pool_as_it_is_runs_or_is_refused_before_loading(
 def test_pool_with_what_it_lacks_runs_or_is_refused(name: str, stand_ins: StandIns) -> None:
     expected = expected_of(name)
     check(name, stand_ins, expected.words_of(name), expected.then)
+
+
+def rows_of(name: str, stand_ins: StandIns, *words: str) -> dict[str, Any]:
+    """Accuracies by row and task of a run with a task pool."""
+    run(name, stand_ins, [*words, "method.compare_with=[base,merged]"])
+    return json.loads((stand_ins.root / "report.json").read_text())["rows"]
+
+
+def test_glue_task_pool_evaluates_every_row_of_gpt2(stand_ins: StandIns) -> None:
+    words = expected_of("gpt-2_glue").words
+    rows = rows_of("gpt-2_glue", stand_ins, *words, "taskpool=gpt-2_glue")
+    assert list(rows) == ["base", "task_arithmetic", "featcal"]
+    assert all(set(row) >= {"cola", "mnli", "sst2"} for row in rows.values())
+
+
+def test_image_task_pool_evaluates_every_row_of_classifiers(stand_ins: StandIns) -> None:
+    name = "Dinov2ForImageClassification/dinov2-base-imagenet1k-1-layer"
+    taskpool = "ImageClassificationTaskPool/convnext-base-224_8-tasks"
+    others = ("sun397", "stanford-cars", "resisc45", "eurosat", "svhn", "gtsrb", "dtd")
+    words = (
+        "+modelpool.models.mnist={config_path: some/dinov2-expert}",
+        "DATA",
+        *expected_of(name).words[2:],
+        f"taskpool={taskpool}",
+        *(f"~taskpool.test_datasets.{task}" for task in others),
+    )
+    rows = rows_of(name, stand_ins, *words)
+    assert list(rows) == ["base", "task_arithmetic", "featcal"]
+    assert all(set(row) == {"mnist", "average"} for row in rows.values())

@@ -23,9 +23,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 POOLS = Path(next(iter(fusion_bench_config.__path__))) / "modelpool"
 NAMES = sorted(str(file.relative_to(POOLS).with_suffix("")) for file in POOLS.rglob("*.yaml"))
 FEW = (
-    "method.samples_per_task=2", "fabric.accelerator=cpu", "fabric.devices=1",
-    "print_config=false", "print_function_call=false",
-)  # fmt: skip
+    "method.samples_per_task=2",
+    "fabric.accelerator=cpu",
+    "fabric.devices=1",
+    "print_config=false",
+    "print_function_call=false",
+    "report_save_path=null",  # FusionBench leaves that file open
+)
 _MODEL_KEYS = (
     "pretrained_model_name_or_path", "config_path", "base_model_path", "peft_model_path",
     "base_model_name", "peft_name", "model_name", "path",
@@ -75,7 +79,8 @@ def _models(node: Any, stand_ins: StandIns, key: str = "path") -> Any:
         return {k: _models(v, stand_ins, "path" if by_name else k) for k, v in node.items()}
     if isinstance(node, list):
         return [_models(entry, stand_ins, key) for entry in node]
-    hub_id = isinstance(node, str) and key in _MODEL_KEYS and not node.endswith((".pt", ".ckpt"))
+    local = isinstance(node, str) and node.startswith((".", "ViT-", "lightning_logs"))
+    hub_id = isinstance(node, str) and key in _MODEL_KEYS and not local
     return stand_ins.model(node) if hub_id else node
 
 

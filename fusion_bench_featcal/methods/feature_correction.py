@@ -167,7 +167,13 @@ class FeatureCorrection:
         Raises:
             CalibrationError: If the models have none, or a task lacks data.
         """
-        if text_kind(inputs.modelpool) is None:
+        kind = text_kind(inputs.modelpool)
+        if kind == "classification":
+            raise CalibrationError(
+                f"{self.name} corrects CLIP vision models and language models, and "
+                f"{type(inputs.modelpool).__name__} holds classifiers of texts: leave it out"
+            )
+        if kind is None:
             check_projection(inputs.models, self.clip_model)
         else:
             find_final_norm(inputs.models, self.final_norm)

@@ -157,3 +157,19 @@ def test_prompt_leaves_room_for_an_answer():
     assert causal.answered(prompt, [A, END], "x") == Sample(
         [3, 4, 5, 6, A, END], [-100] * 4 + [A, END]
     )
+
+
+def test_text_for_a_classifier_is_read_without_target_and_label():
+    kind: TextKind = "classification"
+    assert sample({"prompt": "a b", "target": "c"}, kind=kind) == Sample([A, B], None)
+    assert sample({"prompt": "a b"}, kind=kind, ends=True) == Sample([A, B, END], None)
+    row = {"input_ids": [A, B, END, 0], "attention_mask": [1, 1, 1, 0], "labels": 2, "label": 1}
+    assert sample(row, kind=kind) == Sample([A, B, END], None)
+    turns = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c d"}]
+    asked, answered = (
+        sample({"messages": turns[:end]}, kind=kind, chat_template=CHAT) for end in (1, 2)
+    )
+    assert answered == Sample([UNKNOWN, B, A, C, D], None)
+    assert asked == Sample([UNKNOWN, B, A], None)
+    batch = pad_samples([asked, answered], encoder(kind))
+    assert set(batch) == {"input_ids", "attention_mask"}
