@@ -1,0 +1,126 @@
+"""FusionBench's methods as upstream mergers of `method=featcal`: what tests and the table go by."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import fusion_bench_config
+from stock_pools.running import DATA
+
+METHODS = Path(next(iter(fusion_bench_config.__path__))) / "method"
+NAMES = sorted(str(file.relative_to(METHODS).with_suffix("")) for file in METHODS.rglob("*.yaml"))
+
+
+def _sets(split: str) -> str:
+    entry = f"{{_target_: datasets.load_dataset, path: some/images, split: {split}}}"
+    return f"+modelpool.{split}_datasets={{svhn: {entry}, mnist: {entry}}}"
+
+
+CLIP = ("CLIPVisionModelPool/clip-vit-base-patch32_svhn_and_mnist", _sets("train"), _sets("test"))
+"""A stock pool on which mergers are tried, with stand-ins, and the words that give it data."""
+TWO_CLIPS = (CLIP[0], DATA, "~modelpool.models._pretrained_", "method.anchor_rho=1")
+LLAMA = ("CausalLMPool/llama_for_causallm", DATA)
+TWO_LLAMAS = (*LLAMA, "~modelpool.models._pretrained_", "method.anchor_rho=1")
+ONE_LLAMA = ("CausalLMPool/vicuna-7b-v1.5", DATA)
+GPT2 = ("gpt-2_glue", "method.family={name: replay, blocks: [h.*]}")
+T5 = ("Seq2SeqLMPool/flan-t5-base_glue_tta", "method.calibration_split=test")
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Methods that a pattern names, and no earlier one.
+
+    Attributes:
+        pattern: Regular expression of whole names of configs.
+        why_not: Reason why the method cannot be an upstream merger, for people; empty: it can.
+        pool: Name of the stock pool on which it is tried, and words of the command besides.
+        words: Keys of the method that make it short there.
+        measured: Whether it is measured on the bundled suite.
+    """
+
+    pattern: str
+    why_not: str = ""
+    pool: Sequence[str] = CLIP
+    words: Sequence[str] = ()
+    measured: bool = False
+
+    def command(self, name: str) -> list[str]:
+        """Words of the command that tries a config."""
+        given = [re.sub(r"^([+~]?)", r"\1method.base_method.", word) for word in self.words]
+        return [f"method@method.base_method={name}", *self.pool[1:], *given]
+
+
+_TRAINED = "trains a model on labels, and merges nothing"
+_ONE = "changes one model, and merges nothing"
+_ROUTED = "returns a routed mixture of experts"
+_BROKEN = "broken in FusionBench 0.2.33"
+_CONTINUAL = "evaluates every step: it needs a CLIP task pool of FusionBench's own in the program"
+
+MERGERS = (
+    Merger(
+        "simple_average|task_arithmetic|ties_merging|dare/.*|magmax/.*|model_stock/.*|"
+        "isotropic_merging/.*|task_singular_vector/.*|singular_value_calibration/"
+        "(dare_task_arithmetic|iso_c|iso_cts|simple_average|task_arithmetic|task_singular_vector|"
+        "ties_merging)",
+        measured=True,
+    ),
+    Merger("wudi/wudi", words=("iter_num=5",), measured=True),
+    Merger("singular_value_calibration/wudi", words=("base_method.iter_num=5",)),
+    Merger("linear/expo", pool=ONE_LLAMA),
+    Merger("linear/weighted_average"),
+    Merger("slerp/slerp", pool=TWO_CLIPS),
+    Merger("slerp/slerp_lm", pool=TWO_LLAMAS),
+    Merger("linear/llama_expo.*|pruning/magnitude_diff_pruning", pool=ONE_LLAMA),
+    Merger(
+        "linear/(simple_average|task_arithmetic|ties_merging)_for_causallm", pool=LLAMA
+    ),
+    Merger("opcm/opcm_general", measured=True),
+    Merger("dop/dop_general", words=("num_steps=2",)),
+    Merger("doge_ta/doge_ta", words=("K=2",)),
+    Merger("trust_region/clip_task_arithmetic", measured=True),
+    Merger(
+        "fisher_merging/clip_fisher_merging", words=("num_fisher_examples=4",), measured=True
+    ),
+    Merger("regmean/clip_regmean", words=("num_regmean_examples=4",), measured=True),
+    Merger("adamerging/clip", words=("max_steps=2",)),
+    Merger("concrete_subspace/clip_concrete_task_arithmetic", words=("max_steps=2",)),
+    Merger(
+        "concrete_subspace/clip_concrete_(layer|task)_wise_adamerging", words=("max_steps=2",)
+    ),
+    Merger("dummy", "returns the base model, and merges nothing"),
+    Merger("linear/linear_interpolation", f"{_BROKEN}: it compares a list with 2"),
+    Merger("linear/weighted_average_for_llama", f"{_BROKEN} with transformers 4.57: backbone_only"),
+    Merger("regmean_plusplus/.*", f"{_BROKEN}: cannot be constructed; featcal_baselines has it"),
+    Merger("regmean/gpt2_regmean", pool=GPT2, words=("num_regmean_examples=2",)),
+    Merger("fisher_merging/gpt2_fisher_merging", pool=GPT2, words=("num_fisher_examples=2",)),
+    Merger("adamerging/layer_wise_flan_t5", pool=T5, words=("max_steps=1",)),
+    Merger("regmean/regmean", "a template without a class"),
+    Merger("fisher_merging/fisher_merging|randes/superposed_task_arithmetic", f"{_BROKEN}: its name"
+           " is unknown"),
+    Merger("concrete_subspace/clip_safe_.*", f"{_BROKEN}: an unknown name"),
+    Merger("concrete_subspace/clip_post_defense_.*", "needs a merged model and data with triggers"),
+    Merger("concrete_subspace/clip_concrete_tsvm", "needs the package open_clip"),
+    Merger("fw_merging/.*|tall_mask/.*", f"{_BROKEN}: mixes parameters and tensors"),
+    Merger("randes/.*", f"{_BROKEN}: an unknown mode, or arguments that its config lacks"),
+    Merger("emr_merging/.*", "returns one base with a mask for each task: several models"),
+    Merger("model_recombination", "returns a pool of models"),
+    Merger("ensemble/.*", "returns an ensemble, which runs every model"),
+    Merger("dop/dop|opcm/.*", _CONTINUAL),
+    Merger("ada_svd/.*|smile_upscaling/singular_projection_merging", "needs a GPU"),
+    Merger("bitdelta/.*", "needs the package triton, and a GPU"),
+    Merger("gossip/.*", "trains for hours: it was stopped after a minute"),
+    Merger("surgery/.*", "needs CLIP's projection of 512 features; method=surgery does not"),
+    Merger("adamerging/resnet", "is for ResNets: convolutions"),
+    Merger("adamerging/(llama_sft|layer_wise_gpt2)", "needs data in a form of its own"),
+    Merger("analysis/.*|smile_upscaling/(error_accumulation|projected_energy)", "analyses models, "
+           "and makes none"),
+    Merger("classification/.*|lm_finetune/.*", _TRAINED),
+    Merger("pruning/.*|sparselo_pruning/.*|moe_pruner/.*|expert_sparsity/.*|depth_upscaling", _ONE),
+    Merger("smile_upscaling/.*|wemoe/.*|rankone_moe/.*|pwe_moe/.*|dawe/.*|mixtral_moe_.*", _ROUTED),
+)  # fmt: skip
+
+
+def merger_of(name: str) -> Merger:
+    """The entry of a config: the first whose pattern its name matches."""
+    return next(entry for entry in MERGERS if re.fullmatch(entry.pattern, name))
