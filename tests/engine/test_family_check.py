@@ -20,13 +20,14 @@ from calibrations import (
 )
 from model_types import ROWS
 from tiny_models import (
+    ResidualBlock,
     ResidualNet,
     Suite,
     sentences,
     suite_of,
     without_labels,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from tricky_models import Remembering, net_suite
 
@@ -35,6 +36,26 @@ from fusion_bench_featcal.engine.family_check import Peeked, checked_family, rea
 from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
+
+
+class Sharing(ResidualNet):
+    """Blocks hand a mapping around, into which each writes what the next one reads."""
+
+    class Block(ResidualBlock):
+        def forward(self, hidden: Tensor, shared: Any = None) -> Tensor:
+            before = shared.get("before", 0)
+            shared["before"] = super().forward(hidden)
+            return shared["before"] + 0.1 * before
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(6, 9) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, shared = self.embed(x), {}
+        for layer in self.layers:
+            hidden = layer(hidden, shared)
+        return self.head(hidden)
 
 
 class Backwards(ResidualNet):
@@ -73,6 +94,13 @@ def test_blocks_that_depend_on_earlier_ones_are_replayed(caplog: Any):
     for words in ("Remembering", "layers.1", "{name: replay, blocks: [layers.*]}", "about 2 times"):
         assert words in caplog.text
     assert_identical(result.model, run_fast(suite, PAPER, replay(suite)).model)
+    assert_same(result.model, run_slow(suite).model)
+
+
+def test_blocks_that_write_into_their_arguments_are_replayed(caplog: Any):
+    suite = net_suite(Sharing())
+    result = run_fast(suite)
+    assert result.log.family == "replay" and "Sharing" in caplog.text
     assert_same(result.model, run_slow(suite).model)
 
 
