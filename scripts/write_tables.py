@@ -148,6 +148,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "pools": lambda: (
         (ROOT / "benchmarks/results/pools.md").read_text("utf-8").partition("\n\n**")[0]
     ),
+    "mergers": lambda: (ROOT / "benchmarks/results/mergers.md").read_text("utf-8").strip(),
     "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
 }

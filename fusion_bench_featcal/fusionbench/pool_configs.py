@@ -95,7 +95,7 @@ def _named_class(model: PoolModel) -> Any:
 def _empty(kind: Any, location: str) -> nn.Module | None:
     """A model of a class, without weights, as its config in a folder has it."""
     makes = getattr(kind, "from_config", None)  # of transformers' automatic classes
-    config_class = transformers.AutoConfig if makes else getattr(kind, "config_class", None)
+    config_class: Any = transformers.AutoConfig if makes else getattr(kind, "config_class", None)
     try:
         with torch.device("meta"):
             return (makes or kind)(config_class.from_pretrained(location)).eval()
