@@ -302,7 +302,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: dict[str, Any]) -> 
 _RUNS = {"nargs": "+", "metavar": "RUN", "help": _RUN_HELP}
 _TARGET_LENGTH = {"type": int, "default": 8, "help": "tokens a target (8)"}
 _JSON = {"action": "store_true"}
-_SUITES = ("clip-vit-mini", "flan-t5-mini", "llama-mini")
+_SUITES = ("clip-vit-mini", "flan-t5-mini", "llama-mini", "resnet-mini")
 # Verb -> function and arguments, or verbs below it and their help.
 _SUITE_COMMANDS: dict[str, Any] = {
     "build": (suite_build_command, {
