@@ -16,7 +16,8 @@ from transformers.models.clip import modeling_clip
 
 # FusionBench's ResNet, ConvNeXt, DINOv2 and OpenCLIP pools import it from `typing`, which has it
 # from Python 3.12 on. Delete once 3.11 is no longer supported (requires-python in pyproject.toml).
-vars(typing).setdefault("override", typing_extensions.override)
+if not hasattr(typing, "override"):
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
 # transformers 5.6 merged CLIPVisionTransformer into CLIPVisionModel, and FusionBench's CLIP task
 # pools import the old name (for annotations and isinstance checks, which the alias satisfies).

@@ -55,23 +55,23 @@ MUTATIONS = [
     Mutation(
         "LayerNorm's own epsilon ignored",
         "engine/task_sums.py",
-        "normalised_input(rows, norm.eps)",
-        "normalised_input(rows, 1e-5)",
+        "normalised_input(z, norm.eps)",
+        "normalised_input(z, 1e-5)",
         "test_calibrate_oracle.py",
     ),
     Mutation(
         "target made of the calibrated features alone",
         "engine/task_sums.py",
-        "expert_rows = None if x_exp is None else rows_of(x_exp, mask)",
-        "expert_rows = None if x_exp is None else rows_of(x_cal, mask)",
+        "pieces_of((x_cal, x_exp), mask, members[0].patches)",
+        "pieces_of((x_cal, x_exp if x_exp is None else x_cal), mask, members[0].patches)",
         "test_calibrate_oracle.py",
     ),
     Mutation(
         "modules of one input shape share a statistic",
         "engine/task_sums.py",
-        "key = (inputs, expert_inputs, self._weighs_tokens(site), id(mask))",
+        "key = (inputs, expert_inputs, self._weighs_tokens(site), id(mask), form)",
         "shapes = tuple(cal.inputs[i].shape for i in inputs)\n"
-        "                key = (shapes, self._weighs_tokens(site), id(mask))",
+        "                key = (shapes, self._weighs_tokens(site), id(mask), form)",
         "test_calibrate_oracle.py",
     ),
     Mutation(

@@ -90,8 +90,8 @@ MUTATIONS = [
     Mutation(
         "norms calibrated though switched off",
         "engine/modules.py",
-        'if site is None or (site.kind == "norm" and not calibrate_norm):',
-        "if site is None:",
+        'return site.kind == "norm" and not settings.calibrate_norm',
+        "return False",
         "test_calibrate_oracle.py",
     ),
     Mutation(

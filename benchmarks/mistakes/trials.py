@@ -136,8 +136,8 @@ MUTATIONS = [
     Mutation(
         "weights of tasks are not used",
         "engine/plus_rule.py",
-        "TaskRows(sums, task, expert, factor * weights[number])",
-        "TaskRows(sums, task, expert, weights[number])",
+        "weight = factor * weights[number]",
+        "weight = weights[number]",
         f"{TRIALS} test_plus_oracle.py",
     ),
     Mutation(
