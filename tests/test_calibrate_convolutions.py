@@ -12,6 +12,7 @@ from tiny_models import Suite, batched, normal, suite_of
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
+from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
 
 KNOBS = [PAPER, Knobs(alpha=0.0, lam=0.5, rho=0.5, norm=False), Knobs(alpha=1.0, lam=1e-3, rho=1.0)]
 
@@ -300,6 +301,18 @@ def test_what_does_not_fit_a_convolution_is_refused_by_name(settings: dict[str, 
         return
     with pytest.raises(CalibrationError, match=r"layers\.0 is a convolution.*method\.modules"):
         plus(suite, family) if method == "plus" else run_fast(suite, family=family, **more)
+
+
+def test_rows_of_patches_have_no_sensitivity():
+    with pytest.raises(CalibrationError, match=r"is a convolution.*row_weights=sensitivity"):
+        plus(net_suite(), row_weights="sensitivity")
+
+
+def test_regmean_refuses_groups_by_name():
+    suite = net_suite()
+    settings = FeatCalSettings(samples_per_task=8, family=suite.family)
+    with pytest.raises(CalibrationError, match=r"deep is a convolution with 8 groups.*modules"):
+        merge_blockwise(suite.base, suite.experts, suite.inputs, settings, REGMEAN)
 
 
 def test_a_batch_norm_that_runs_twice_is_refused_by_name():

@@ -29,7 +29,7 @@ from fusion_bench_featcal.methods.least_squares import GainMean, LinearMean, shr
 from fusion_bench_featcal.methods.outside import load_outside
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.setting_checks import BOOLEAN, POSITIVE, SHARE, Check, one_of, problems_of
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
@@ -238,6 +238,17 @@ def _load_means(model: nn.Module, experts: Mapping[str, ExpertModel], scale: flo
             tensor.copy_(tensor + scale * (mean - tensor) if scaled else mean)
 
 
+def _refuse_groups(problem: Problem) -> None:
+    """Refuse convolutions with several groups, each of which is a linear map of its own."""
+    for modules in problem.modules.values():
+        for site in modules.sites:
+            if site.groups > 1:
+                raise CalibrationError(
+                    f"module {site.name} is a convolution with {site.groups} groups, which only "
+                    f"method=featcal calibrates. Exclude it: method.modules=['!{site.name}']"
+                )
+
+
 class LeastSquaresRule(Rule):
     """Sums the inputs of each expert's block, from which its outputs are reproduced best."""
 
@@ -250,7 +261,11 @@ class LeastSquaresRule(Rule):
             problem: The problem, whose model has the experts' means.
             method: The method.
             base: The base model.
+
+        Raises:
+            CalibrationError: If a module is a convolution with several groups.
         """
+        _refuse_groups(problem)
         self._problem, self._method, self._base = problem, method, base
         self._recorder = Recorder()
         self.runs_model = method.stream == "merged"
