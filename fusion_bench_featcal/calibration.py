@@ -35,6 +35,7 @@ from fusion_bench_featcal.engine.problem import (
     is_language_model,
 )
 from fusion_bench_featcal.engine.processes import Processes, announced
+from fusion_bench_featcal.engine.routing import left_experts
 from fusion_bench_featcal.engine.samples import check_inputs, take_samples, weighs_by_sensitivity
 from fusion_bench_featcal.engine.setup import set_up
 from fusion_bench_featcal.engine.team import Shares, team_of
@@ -203,6 +204,7 @@ def _calibrate(
         kernel=kernel,
         mine=shares.mine,
         in_place=in_place,
+        routed=settings.is_paper,
         watched=kept.watched,
     )
     warning = coarse_sums_warning(settings, len(problem.tasks), device)
@@ -257,6 +259,9 @@ def _calibrate(
             dealt = {t: hold_out(t, taken, settings.held_out) for t, taken in watched.items()}
             loop.run({t: augmented(t, team.cut(t, taken), settings) for t, taken in dealt.items()})
             _check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
+            left = left_experts(problem.modules, reporter.log)
+            if left and processes.rank == 0:
+                log.warning(left)
     finally:
         modes.restore(problem.model)
     manifest = planned.manifest(kept.digests() if hashed else None)

@@ -83,6 +83,7 @@ def describe(request: Request) -> str:
     """
     model, settings = request.model, request.settings
     family = resolve_family(settings.family, model)
+    model = family.view.shown(model)
     stages = family.stages(model)
     shapes, left = Counter[tuple[str, str]](), set[str]()
     for block, modules in find_all_modules(model, stages, settings).items():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from calibrations import PAPER, distance, replay, run_fast, run_slow
+from calibrations import PAPER, distance, replay, run_fast, run_slow, run_slow_mixture
 from tiny_models import (
     REPLAY,
     VOCABULARY,
@@ -72,6 +72,7 @@ class Row:
         family: The family that `auto` should find.
         left: Ends of the names of modules that cannot be calibrated.
         replay: The family to compare with; None: `replay` with the same blocks.
+        slow: Runs the oracle.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Row:
     family: str = "stack"
     left: tuple[str, ...] = ()
     replay: Any = None
+    slow: Callable[[Suite], Any] = run_slow
 
     def suite(self, seed: int = 1) -> Suite | None:
         """Base, experts and merger in float64; None where the type is lacking."""
@@ -129,7 +131,7 @@ def examined(row: Row, folder: Path) -> Examined | None:
         family=result.log.family,
         blocks=f"{suite.blocks[0].rpartition('.')[0]}.*",
         replay_gap=max(float((p - q).abs().max()) for p, q in pairs if p.numel()),
-        oracle_gap=distance(model, run_slow(suite).model),
+        oracle_gap=distance(model, row.slow(suite).model),
         moved=distance(model, suite.merged),
         # Apertus loads some parameters in bfloat16, whatever dtype is asked for.
         reloaded=all(torch.equal(p.to(q.dtype), q) for p, _, q in zip(*parameters, strict=True)),
@@ -145,6 +147,17 @@ def texts() -> dict[str, list]:
             for number, part in enumerate(lengths[task])
         ]
         for index, task in enumerate(lengths)
+    }
+
+
+def long_texts() -> dict[str, list]:
+    """Two tasks with enough tokens for every expert of a mixture."""
+    return {
+        f"task_{index}": [
+            without_labels(sentences([15, 9, 13, 16, 12], 16, seed=10 * index + number))
+            for number in range(4)
+        ]
+        for index in range(2)
     }
 
 
@@ -209,6 +222,16 @@ def _image_classifier(
 def _tower(model_type: str, family: str = "stack") -> Row:
     make = AutoModel.from_config
     return _row(model_type, "vision tower", make, images, IMAGE, bare=True, family=family)
+
+
+def _mixture(model_type: str, **config: Any) -> Row:
+    def make(made: Any) -> nn.Module:
+        model = AutoModelForCausalLM.from_config(made)
+        model.config._experts_implementation = "eager"  # others have no float64
+        return model
+
+    config = TEXT | GROUPED | {"num_experts_per_tok": 2, "num_experts": 4} | config
+    return _row(model_type, "mixture", make, long_texts, config, slow=run_slow_mixture)
 
 
 def _t5() -> Made:
@@ -277,5 +300,14 @@ OTHERS = (
     _tower("clip_vision_model", family="clip"),
     Row("t5", "encoder-decoder", _t5, family="t5", replay=REPLAY),
 )
-ROWS: tuple[Row, ...] = (*OTHERS, *DECODERS, *ENCODERS, *VISION)
+MIXTURES = (
+    _mixture("mixtral", num_local_experts=4),
+    _mixture("qwen3_moe", moe_intermediate_size=10),
+    _mixture("olmoe", num_key_value_heads=2),
+    _mixture(
+        "qwen2_moe",
+        num_key_value_heads=2, moe_intermediate_size=10, shared_expert_intermediate_size=6,
+    ),
+)  # fmt: skip
+ROWS: tuple[Row, ...] = (*OTHERS, *DECODERS, *MIXTURES, *ENCODERS, *VISION)
 """Every row of the table. Add one for a further type of model here."""

@@ -133,6 +133,8 @@ class LinearSystem:
         means: TaskMeans,
         expert_weights: Mapping[str, Tensor],
         expert_biases: Mapping[str, Tensor],
+        *,
+        absent: bool = False,
     ) -> None:
         """Fold one task in. Its means are used up: the first task's become the sums.
 
@@ -141,6 +143,7 @@ class LinearSystem:
             means: Its means over all its rows; `reached` for all tasks or for none.
             expert_weights: Its expert's weight of each module, `[m, d]`.
             expert_biases: Its expert's bias of each module whose bias is calibrated, `[m]`.
+            absent: Whether it has no rows here: it weighs nothing, and its means are zero.
 
         Raises:
             ValueError: If the task was folded before, the system has been solved, or `reached` is
@@ -154,7 +157,7 @@ class LinearSystem:
         if self.task_weights and bool(means.reached) != self._lacks_anchor:
             raise ValueError("W_i C is given for some tasks and not for others")
         norm, dtype = norm_of_lower(means.gram), means.gram.dtype
-        weight = weight_of_norm(norm, self._eps)
+        weight = torch.zeros_like(norm) if absent else weight_of_norm(norm, self._eps)
         cross = means.gram
         if not means.reached:
             mirror_lower(means.gram)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core import LinearSystem, NormSystem, UnsolvedError, extrapolate_anchor
-from fusion_bench_featcal.core.finite import not_finite
+from fusion_bench_featcal.core.finite import not_finite, read_back
 from fusion_bench_featcal.core.grouped import GroupedSystem
 from fusion_bench_featcal.engine.checks import DeferredCheck, run_checks
+from fusion_bench_featcal.engine.mixtures import FEWEST_ROWS
 from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.settings import CalibrationError
@@ -21,8 +22,8 @@ DEAD_TASK_RATIO = 1e-6
 Names = tuple[str, ...]
 """A group of linear modules that share their inputs."""
 
-Tally = tuple[float, float]
-"""A task's weight and gram norm for the modules of one group."""
+Tally = tuple[float, float, float | None]
+"""A task's weight and gram norm for the modules of one group, and the rows of routed ones."""
 
 Tallies = Mapping[str, Mapping[Names, Tally]]
 """By task, then by group of modules."""
@@ -52,6 +53,7 @@ class BlockSums:
         self._sites = {site.name: site for site in problem.modules[block].sites}
         self._checks: list[DeferredCheck] = []
         self._tasks: list[str] = []
+        self._rows: dict[tuple[str, Names], float] = {}
         self._anchors: dict[str, Tensor] = {}
         self._bias_anchors: dict[str, Tensor] = {}
 
@@ -70,6 +72,7 @@ class BlockSums:
         if not self._tasks:
             self._begin(list(sums.linear))
         self._checks += sums.deferred_checks()
+        few = self._few(sums)
         self._tasks.append(sums.task)
         refuse_other_groups(f"task {sums.task}, block {self.block}", sums.linear, self.linear)
         for names, system in self.linear.items():
@@ -79,7 +82,8 @@ class BlockSums:
             biases = {s.name: get(s.bias_name) for s in sites if s.has_bias and biased}
             try:
                 means: Any = sums.linear.pop(names).means()
-                system.fold(sums.task, means, weights, biases)
+                absent = {"absent": True} if names in few else {}  # only a router sends few rows
+                system.fold(sums.task, means, weights, biases, **absent)
             except ZeroDivisionError as error:  # only where eps is 0 and every input is too
                 raise CalibrationError(
                     f"task {sums.task}, block {self.block}, module {names[0]}: {error}. Check "
@@ -89,6 +93,18 @@ class BlockSums:
             site = self._sites[name]
             affine = expert.get_parameter(site.weight_name), expert.get_parameter(site.bias_name)
             self.norm.setdefault(name, NormSystem()).fold(moments, affine)
+
+    def _few(self, sums: TaskSums) -> set[Names]:
+        """Routed modules that too few rows of a task reach; what there is of these is dropped."""
+        routed = [names for names in sums.linear if self._sites[names[0]].routed]
+        rows = read_back([sums.linear[names].weight for names in routed])
+        self._rows |= {(sums.task, n): count for n, count in zip(routed, rows, strict=True)}
+        few = {names for names in routed if self._rows[sums.task, names] < FEWEST_ROWS}
+        for names in few:
+            for tensor in sums.linear[names].tensors():
+                tensor.zero_()
+            sums.linear[names].weight.fill_(1)
+        return few
 
     def _begin(self, groups: Sequence[Names]) -> None:
         """Make the anchors, before the first task is folded in."""
@@ -128,7 +144,8 @@ class BlockSums:
         numbers = iter(run_checks(self._checks, scalars))
         tallies: dict[str, dict[Names, Tally]] = {task: {} for task in self._tasks}
         for task, names, _ in folded:
-            tallies[task][names] = (next(numbers), next(numbers))
+            rows = self._rows.get((task, names))
+            tallies[task][names] = (next(numbers), next(numbers), rows)
         return tallies
 
     def cost(self, names: Sequence[str]) -> float:
@@ -158,7 +175,12 @@ class BlockSums:
         while self.linear:  # a group's sums and factor are let go when it is solved
             names = next(iter(self.linear))
             weights = {task: groups[names][0] for task, groups in tallies.items()}
-            norms = {task: groups[names][1] for task, groups in tallies.items()}
+            norms = {task: groups[names][1] for task, groups in tallies.items() if weights[task]}
+            rows = {task: groups[names][2] for task, groups in tallies.items()}
+            if not norms:
+                del self.linear[names]
+                records += [self._left(name, rows) for name in names]
+                continue
             self._refuse_dead_tasks(names[0], norms)
             try:
                 solved = self._solve_group(self.linear.pop(names), updates)
@@ -168,7 +190,8 @@ class BlockSums:
                     f"method.ridge_lambda (now {self._settings.ridge_lambda}) or "
                     f"method.samples_per_task (now {self._settings.samples_per_task})"
                 ) from error
-            records += [{**record, "task_weights": weights} for record in solved]
+            noted = {"rows": rows} if self._sites[names[0]].routed else {}
+            records += [{**record, "task_weights": weights, **noted} for record in solved]
         for name, norm in self.norm.items():
             anchor = self._anchors[name], self._bias_anchors[name]
             gain, shift = norm.solve(
@@ -177,6 +200,10 @@ class BlockSums:
             updates[self._sites[name].weight_name] = gain
             updates[self._sites[name].bias_name] = shift
         return updates, records
+
+    def _left(self, name: str, rows: Mapping[str, float | None]) -> dict[str, Any]:
+        """The log record of a module that stays as merged: too few rows of every task reach it."""
+        return {"kind": "routed", "block": self.block, "module": name, "rows": dict(rows)}
 
     def _solve_group(
         self, system: LinearSystem | GroupedSystem, updates: dict[str, Tensor]

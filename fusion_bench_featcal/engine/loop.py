@@ -282,6 +282,6 @@ class BlockLoop:
         for task, accounts in self._team.collected([a for a, _ in gathered]).items():
             log.add("task", task_record(block, task, accounts))
         for record in records:
-            log.add("module", record)
+            log.add(record.pop("kind", "module"), record)
         left = list(self._problem.modules[block].left)
         log.add("block", {"block": block, "seconds": max(s for _, s in gathered), "left": left})

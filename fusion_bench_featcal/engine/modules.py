@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from fusion_bench_featcal.core.patches import Patches
+from fusion_bench_featcal.engine.mixtures import Mixture, find_mixtures
 from fusion_bench_featcal.engine.module_kinds import is_layer_norm, is_linear
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -27,6 +28,7 @@ class Site:
             shift are calibrated.
         patches: Geometry of a convolution; None for any other module.
         channels_first: Whether a norm receives `[batch, d, ...]`, not `[..., d]`.
+        routed: Whether it is in an expert of a mixture: it receives what a router sends it.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Site:
     has_bias: bool
     patches: Patches | None = None
     channels_first: bool = False
+    routed: bool = False
 
     @property
     def weight_name(self) -> str:
@@ -79,11 +82,15 @@ class BlockModules:
         sites: Those that are solved from their inputs.
         left: Those with parameters that stay merged.
         batch_norms: Those whose statistics or parameters change when the others have.
+        mixtures: Routers and experts; what `sites` has of these is `routed`.
+        unrouted: Number of the experts' modules that stay merged, as no sums of them are made.
     """
 
     sites: tuple[Site, ...]
     left: tuple[str, ...]
     batch_norms: tuple[Site, ...] = ()
+    mixtures: tuple[Mixture, ...] = ()
+    unrouted: int = 0
 
     def calibrated(self, *, biased: bool) -> list[str]:
         """Names of the parameters that get new values.
@@ -99,17 +106,21 @@ class BlockModules:
         ]
 
 
-def find_modules(model: nn.Module, block: str, settings: FeatCalSettings) -> BlockModules:
+def find_modules(
+    model: nn.Module, block: str, settings: FeatCalSettings, *, routed: bool = True
+) -> BlockModules:
     """Sort a block's modules into calibrated ones and ones that stay as merged.
 
     Calibrated: nn.Linear, transformers' Conv1D, Conv1d and Conv2d, and LayerNorm, GroupNorm and
-    BatchNorm. Left: norms without a shift, embeddings and modules that hold vectors only.
+    BatchNorm. Left: norms without a shift, embeddings, modules that hold vectors only, and routers
+    of mixtures: what they decide is discrete, and experts are solved from what they decide now.
     Everything else that holds a matrix is refused, never skipped.
 
     Args:
         model: The model.
         block: The block's name.
         settings: `modules`, `calibrate_norm` and `batch_norm` are used.
+        routed: Whether the experts' modules of mixtures are calibrated.
 
     Returns:
         The sorted modules, in order of registration.
@@ -122,24 +133,32 @@ def find_modules(model: nn.Module, block: str, settings: FeatCalSettings) -> Blo
     sites: list[Site] = []
     batch_norms: list[Site] = []
     left: list[str] = []
+    mixtures, unrouted = find_mixtures(model, block), 0
+    routers = {mixture.router for mixture in mixtures}
     for inner, module in model.get_submodule(block).named_modules():
         name = f"{block}.{inner}" if inner else block
         _refuse_adapters(block, name, module)
         own = dict(module.named_parameters(recurse=False))
         if not (own or isinstance(module, _BatchNorm)):
             continue
-        selected = _selected(name, settings.modules)
+        selected = _selected(name, settings.modules) and name not in routers
         site = _site(name, module) if selected else None
         if site is None and selected:
             _refuse_matrices(block, name, module, own)
         if site is not None and site.kind == "batch_norm" and not settings.calibrate_norm:
             site = replace(site, has_bias=False)
-        if site is None or _stays(site, settings):
+        owners = [(m, owner) for m in mixtures if (owner := m.owner(name)) is not None]
+        unrouted += bool(owners and site is not None and not routed)
+        if site is None or _stays(site, settings) or (owners and not routed):
             left.append(name)
             continue
+        for mixture, owner in owners:
+            site = replace(site, routed=True)
+            mixture.sites[owner].append(name)
         _refuse_unusable(block, name, own, shared)
         (batch_norms if site.kind == "batch_norm" else sites).append(site)
-    return BlockModules(tuple(sites), tuple(left), tuple(batch_norms))
+    used = tuple(mixture for mixture in mixtures if any(mixture.sites.values()))
+    return BlockModules(tuple(sites), tuple(left), tuple(batch_norms), used, unrouted)
 
 
 def _stays(site: Site, settings: FeatCalSettings) -> bool:
@@ -150,7 +169,11 @@ def _stays(site: Site, settings: FeatCalSettings) -> bool:
 
 
 def find_all_modules(
-    model: nn.Module, stages: Iterable[Iterable[str]], settings: FeatCalSettings
+    model: nn.Module,
+    stages: Iterable[Iterable[str]],
+    settings: FeatCalSettings,
+    *,
+    routed: bool = True,
 ) -> dict[str, BlockModules]:
     """Every block's modules, by block.
 
@@ -158,6 +181,7 @@ def find_all_modules(
         model: The model.
         stages: Its blocks, as its family lists them.
         settings: As for `find_modules`.
+        routed: As for `find_modules`.
 
     Returns:
         The sorted modules of each block.
@@ -166,7 +190,11 @@ def find_all_modules(
         CalibrationError: As `find_modules`; also if a pattern matches no module of any block (most
             likely a misspelling), or no module at all is left to calibrate.
     """
-    blocks = {block: find_modules(model, block, settings) for stage in stages for block in stage}
+    blocks = {
+        block: find_modules(model, block, settings, routed=routed)
+        for stage in stages
+        for block in stage
+    }
     names = [s.name for b in blocks.values() for s in (*b.sites, *b.batch_norms)]
     names += [name for b in blocks.values() for name in b.left]
     for pattern in settings.modules or ():

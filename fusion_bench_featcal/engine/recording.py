@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.families.base import stop_forward, stoppable
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -32,6 +33,8 @@ class Recording:
         count: Number of notes: of inputs and of outputs.
         output: What the block returned: its hidden features, and the inputs of the next block; None
             if the pass ended before.
+        routed: For each module that receives only rows which a router sends it: those that count;
+            None: all do.
     """
 
     stop_after: int | None = None
@@ -41,6 +44,7 @@ class Recording:
     copied: Collection[str] = ()
     count: int = 0
     output: tuple[Any, Any] | None = None
+    routed: dict[str, CountedRows | None] = field(default_factory=dict)
     _originals: dict[InputKey, Tensor] = field(default_factory=dict)
 
     def add(self, module: str, value: Tensor) -> None:
@@ -63,6 +67,12 @@ class Recording:
         self.count += 1
         if self.count == self.stop_after:
             raise stop_forward()
+
+    def adopt(self, other: "Recording") -> None:
+        """Take over the inputs of another pass, of modules that did not run in this one."""
+        self.inputs |= other.inputs
+        self.calls |= other.calls
+        self._originals |= other._originals
 
     def of(self, module: str) -> list[Tensor]:
         """A module's inputs, one a call."""

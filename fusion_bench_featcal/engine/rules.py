@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fusion_bench_featcal.engine.batch_norm import BatchNorms, BatchNormSums, ChannelSums, NormTurn
 from fusion_bench_featcal.engine.block import BlockSums
 from fusion_bench_featcal.engine.problem import Problem
-from fusion_bench_featcal.engine.recording import Recorder, Recording
+from fusion_bench_featcal.engine.recording import NO_OUTPUTS, Outputs, Recorder, Recording
+from fusion_bench_featcal.engine.routing import RoutedInputs
 from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.engine.team import Alone, Solvable, Team
@@ -164,30 +165,45 @@ class FeatCalRule(Rule):
         """Run both sides, each on its own features; for a BatchNorm the model alone."""
         if isinstance(turn, NormTurn):
             return self._norms.record(turn, batch)
-        cal = self._run(self._problem.model, turn.block, batch.cal, to_end=False)
-        if not self.runs_experts:
-            return cal, None
-        exp = self.follow(turn.block, expert, batch)
-        if self._problem.settings.log_drift:
-            batch.exp_hidden = exp.hidden
+        problem, exp = self._problem, None
+        routed = RoutedInputs(turn.block, problem.modules[turn.block], problem.autocast)
+        names = [site.name for site in routed.modules.sites] + routed.noted
+        cal = self._run(problem.model, turn.block, batch.cal, names, routed.outputs, to_end=False)
+        if self.runs_experts:
+            exp = self.follow(turn.block, expert, batch)
+            if problem.settings.log_drift:
+                batch.exp_hidden = exp.hidden
+        routed.complete(problem.model, cal, expert, exp, batch.valid)
         return cal, exp
 
     def follow(self, block: str, expert: nn.Module, batch: Batch) -> Recording:
         """Run the expert's block, with hooks, as some modules compute otherwise with them."""
-        exp = self._run(expert, block, batch.exp, to_end=block not in self._closing)
+        modules = self._problem.modules[block]
+        names = [site.name for site in modules.sites if not site.routed]
+        names += [mixture.router for mixture in modules.mixtures]
+        exp = self._run(expert, block, batch.exp, names, to_end=block not in self._closing)
         batch.exp = exp.following
         return exp
 
-    def _run(self, model: nn.Module, block: str, call: Any, *, to_end: bool) -> Recording:
+    def _run(
+        self,
+        model: nn.Module,
+        block: str,
+        call: Any,
+        names: Sequence[str],
+        outputs: Outputs = NO_OUTPUTS,
+        *,
+        to_end: bool,
+    ) -> Recording:
         """Run a block; `to_end` False: only its modules' inputs, and what is logged, are needed."""
         problem = self._problem
-        may_stop = problem.family.same_calls and not problem.settings.log_drift
-        names = [site.name for site in problem.modules[block].sites]
+        may_stop = problem.family.same_calls and not problem.modules[block].mixtures
         return self._recorder.record(
             model,
             names,
             partial(problem.step, model, block, call),
-            needs_output=to_end or not may_stop,
+            needs_output=to_end or not may_stop or problem.settings.log_drift,
+            outputs=outputs,
         )
 
     def block_sums(self, turn: Turn | NormTurn) -> BlockSums | BatchNormSums:

@@ -28,6 +28,7 @@ def set_up(
     kernel: str,
     mine: Iterable[str] | None = None,
     in_place: bool = False,
+    routed: bool = False,
     watched: Callable[[str, Any], Any] = lambda name, source: source,
 ) -> tuple[Problem, Reads]:
     """Set up a problem; of the experts' weights only names and shapes are read.
@@ -43,6 +44,7 @@ def set_up(
         kernel: The product kernel of forward passes on a CPU.
         mine: The tasks that this process works on, whose experts alone are asked for; None: all.
         in_place: Whether `shown` itself is changed.
+        routed: As for `find_modules`.
         watched: Wraps the source of a model's weights, given its name.
 
     Returns:
@@ -53,7 +55,7 @@ def set_up(
             is short.
     """
     stages = family.stages(shown)
-    modules = find_all_modules(shown, stages, settings)
+    modules = find_all_modules(shown, stages, settings, routed=routed)
     model = copied(shown, device, in_place=in_place)
     reads, heads = Reads(), set(tensors_of_head(model, stages[0][0]))
 

@@ -94,7 +94,7 @@ class TaskSums:
                     f"{len(expert_inputs)} in the expert's. Exclude it: "
                     f"method.modules=['!{site.name}']"
                 )
-            mask = counted_in(site, valid, other)
+            mask = _counted(site, cal, valid, other)
             if site.kind == "norm":
                 self._add_norm(model, site, cal, mask)
             else:
@@ -105,7 +105,7 @@ class TaskSums:
             sums = self._sums_of(members, cal)
             inputs = cal.of(members[0].name)
             expert_inputs = [None] * len(inputs) if exp is None else exp.of(members[0].name)
-            mask = counted_in(members[0], valid, other)
+            mask = _counted(members[0], cal, valid, other)
             for x_cal, x_exp in zip(inputs, expert_inputs, strict=True):
                 weights = self._row_weights(members[0], x_cal, mask)
                 for cal_rows, exp_rows in pieces_of((x_cal, x_exp), mask, members[0].patches):
@@ -200,9 +200,11 @@ class TaskSums:
 
     def deferred_checks(self) -> list[DeferredCheck]:
         """Checks that must pass before these sums are used."""
+        routed = {site.name for site in self.sites if site.routed}
+        linear = [sums for names, sums in self.linear.items() if names[0] not in routed]
         checks = [
             DeferredCheck(sums.weight == 0, self._all_padding())
-            for sums in (*self.linear.values(), *self.norm.values())
+            for sums in (*linear, *self.norm.values())
         ]
         checks += [
             DeferredCheck(sums.not_finite(), self._not_finite(names[0]))
@@ -251,6 +253,15 @@ def not_finite_features(place: str, task: str) -> CalibrationError:
         "(fabric.precision=32-true, or wider modelpool.models), or check "
         f"modelpool.models.{task} and modelpool.train_datasets.{task} for extreme values"
     )
+
+
+def _counted(
+    site: Site,
+    cal: Recording,
+    valid: CountedRows | None,
+    other: Mapping[str, CountedRows | None],
+) -> CountedRows | None:
+    return cal.routed[site.name] if site.routed else counted_in(site, valid, other)
 
 
 def counted_in(

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.families.mixtures import MixtureView
+
 
 class ModelView(Protocol):
     """Another arrangement of the same weights, with identical maths."""
@@ -24,23 +26,8 @@ class ModelView(Protocol):
         ...
 
 
-class AsItIs:
-    """The view of a model whose modules need no other arrangement."""
-
-    def shown(self, model: nn.Module) -> nn.Module:
-        """The model itself."""
-        return model
-
-    def source(self, source: Any) -> Any:
-        """The source itself."""
-        return source
-
-    def restored(self, shown: nn.Module) -> nn.Module:
-        """The model itself."""
-        return shown
-
-
-AS_IT_IS = AsItIs()
+MIXTURES = MixtureView()
+"""The view of all models but those of families with their own: most are shown as they are."""
 
 
 class Family:
@@ -68,7 +55,7 @@ class Family:
     hands_on: bool = False
     compared: bool = False
     has_tables: bool = False
-    view: ModelView = AS_IT_IS
+    view: ModelView = MIXTURES
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Names of the blocks in forward order, one list a stage.
@@ -196,7 +183,7 @@ class ChainFamily(Family):
     name: str
     find_stages: Callable[[nn.Module], list[list[str]]]
     same_calls: bool = False
-    view: ModelView = AS_IT_IS
+    view: ModelView = MIXTURES
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Names of the blocks in forward order, one list a stage."""

@@ -70,7 +70,9 @@ class StackFamily(Family):
         """The family for a model, of which its structure tells more."""
         (blocks,) = self.stages(model)
         return replace(
-            self, causal=_predicts_next(model), same_calls=_runs_everything(model, blocks)
+            self,
+            causal=_predicts_next(model),
+            same_calls=_runs_everything(self.view.shown(model), blocks),
         )
 
     def stages(self, model: nn.Module) -> list[list[str]]:

@@ -103,7 +103,7 @@ def dry_run(model: nn.Module, inputs: Any, settings: FeatCalSettings, tasks: int
         family=family,
         settings=settings,
         stages=stages,
-        modules=find_all_modules(model, stages, settings),
+        modules=find_all_modules(model, stages, settings, routed=settings.is_paper),
         autocast=nullcontext,
     )
     rule = rule_of(problem, Alone())
