@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 
 FEWEST = 32  # tokens of a task, below which it has no say in an expert
 PARTS = ("gate", "up", "down")
-NAMES = dict(zip(PARTS, ("w1", "w3", "w2"), strict=True))
+NAMES: dict[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 @dataclass
@@ -43,7 +43,7 @@ def calibrate_mixture_slowly(
     knobs: Knobs,
     masks: Mapping[str, Masks],
 ) -> MixtureOutcome:
-    """Calibrate a float64 copy of `merged`, block by block; `dense` maps a block to other modules."""
+    """Calibrate a float64 copy of `merged`, block by block; `dense` has a block's other modules."""
     outcome = MixtureOutcome(copy.deepcopy(merged).double().eval())
     doubled = {task: copy.deepcopy(expert).double().eval() for task, expert in experts.items()}
     start = (merged, base)

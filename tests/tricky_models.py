@@ -122,6 +122,33 @@ def mixture(block: Any, hidden: Tensor) -> Tensor:
     return hidden + block.only(torch.einsum("nd,edf->nf", hidden, block.experts["stacked"]))
 
 
+class Routed(nn.Module):
+    """Experts with biases among which a router sends every row to `top_k`."""
+
+    def __init__(self, top_k: int = 1, *, largest: bool = True) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 3), nn.ModuleList(linear() for _ in range(3))
+        self.top_k, self.largest = top_k, largest
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        shares = self.gate(hidden).softmax(-1)
+        places = shares.topk(self.top_k, largest=self.largest).indices
+        total = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            rows = (places == number).any(-1).nonzero()[:, 0]
+            if len(rows):
+                total.index_add_(0, rows, shares[rows, number, None] * expert(hidden[rows]))
+        return total
+
+
+def routed(block: Any, hidden: Tensor) -> Tensor:
+    return hidden + block.only(hidden) + block.mixture(hidden)
+
+
+everywhere = block_of(mixture=partial(Routed, 3), only=linear)(routed)
+least_likely = block_of(mixture=partial(Routed, largest=False), only=linear)(routed)
+
+
 @block_of(filter=partial(nn.ConvTranspose2d, 1, 1, 1), only=linear)
 def transposed_convolution(block: Any, hidden: Tensor) -> Tensor:
     """A transposed convolution beside a linear map."""

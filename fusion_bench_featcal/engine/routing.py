@@ -72,9 +72,8 @@ class RoutedInputs:
             own = _rows(cal, mixture.router)
             theirs = None if exp is None else _rows(exp, mixture.router)
             if mask is not None and len(mask) != len(own):
-                raise self._error(
-                    mixture, f"receives {len(own)} rows, of which {len(mask)} are known"
-                )
+                text = f"receives {len(own)} rows, but padding is known for {len(mask)}"
+                raise self._error(mixture, text)
             for name, positions in self._routed(mixture, own, cal):
                 sites = mixture.sites[name]
                 if name not in cal.calls:  # no position of this batch

@@ -68,7 +68,7 @@ class SplitExperts(nn.ModuleList):
         """
         total = torch.zeros_like(hidden_states)
         for number, expert in enumerate(self):
-            rank, positions = (number == top_k_index.T).nonzero(as_tuple=True)
+            rank, positions = top_k_index.T.eq(number).nonzero(as_tuple=True)
             if len(positions):
                 weighted = expert(hidden_states[positions]) * top_k_weights[positions, rank, None]
                 total.index_add_(0, positions, weighted.to(total.dtype))

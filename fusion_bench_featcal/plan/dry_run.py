@@ -15,6 +15,7 @@ from fusion_bench_featcal.core.kfold import GRID
 from fusion_bench_featcal.engine.activations import tensor_bytes
 from fusion_bench_featcal.engine.block import Names
 from fusion_bench_featcal.engine.fold_rows import FOLDS
+from fusion_bench_featcal.engine.mixtures import find_mixtures
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.engine.plus_rule import PlusRule, TurnRows, rule_of
 from fusion_bench_featcal.engine.problem import Problem
@@ -26,7 +27,7 @@ from fusion_bench_featcal.engine.team import Alone
 from fusion_bench_featcal.experts.reading import stage_place
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan.metering import metered
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,11 @@ def dry_run(model: nn.Module, inputs: Any, settings: FeatCalSettings, tasks: int
         modules=find_all_modules(model, stages, settings, routed=settings.is_paper),
         autocast=nullcontext,
     )
+    if any(find_mixtures(model, block) for block in problem.modules):
+        raise CalibrationError(
+            f"{type(model).__name__} is a mixture of experts: without weights nothing tells how "
+            "many positions reach an expert, so that time and memory cannot be planned"
+        )
     rule = rule_of(problem, Alone())
     if isinstance(rule, PlusRule):
         rule.adopt({"": defaultdict(lambda: 1.0)})
