@@ -125,6 +125,8 @@ def in_mixture(name: str) -> bool:
 def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: str) -> tuple:
     """Row weights of every task, and of blocks and modules that see other rows."""
     first = next(iter(suite.inputs.values()))[0]
+    if isinstance(first, Mapping) and "input_features" in first:
+        return None, rows_of_sound(suite, modules)
     if not isinstance(first, Mapping) or "attention_mask" not in first:
         return None, None
 
@@ -143,6 +145,16 @@ def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: s
         if name.endswith(("EncDecAttention.k", "EncDecAttention.v")):
             others[name] = plain
     return plain, others
+
+
+def rows_of_sound(suite: Suite, modules: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Row weights of a decoder of text behind an encoder of sound, all of whose positions count."""
+    labelled = {t: [batch["labels"] >= 0 for batch in b] for t, b in suite.inputs.items()}
+    others: dict[str, Any] = {b: labelled for b in suite.blocks if "decoder" in b}
+    for name in (name for names in modules.values() for name in names):
+        if name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj")):
+            others[name] = dict.fromkeys(suite.inputs)
+    return others
 
 
 def before_targets(batch: Mapping[str, Tensor]) -> Tensor:

@@ -10,12 +10,15 @@ from calibrations import PAPER, distance, replay, run_fast, run_slow, run_slow_m
 from tiny_models import (
     REPLAY,
     VOCABULARY,
+    WHISPER_REPLAY,
     Suite,
     normal,
     sentences,
     suite_of,
     t5_batch,
     t5_model,
+    whisper_batch,
+    whisper_model,
     without_labels,
 )
 from torch import nn
@@ -234,6 +237,13 @@ def _mixture(model_type: str, **config: Any) -> Row:
     return _row(model_type, "mixture", make, long_texts, config, slow=run_slow_mixture)
 
 
+def _whisper() -> Made:
+    return whisper_model(), {
+        f"task_{n}": [whisper_batch([4, 1, 3], 10 * n), whisper_batch([2, 5], 10 * n + 1)]
+        for n in range(2)
+    }
+
+
 def _t5() -> Made:
     return t5_model(), {
         f"task_{n}": [t5_batch([3, 6, 5], [4, 1, 3], 10 * n), t5_batch([5, 2], [2, 3], 10 * n + 1)]
@@ -299,6 +309,7 @@ VISION = (
 OTHERS = (
     _tower("clip_vision_model", family="clip"),
     Row("t5", "encoder-decoder", _t5, family="t5", replay=REPLAY),
+    Row("whisper", "encoder-decoder", _whisper, family="whisper", replay=WHISPER_REPLAY),
 )
 MIXTURES = (
     _mixture("mixtral", num_local_experts=4),

@@ -15,6 +15,8 @@ from transformers import (
     CLIPVisionModel,
     GPT2Config,
     GPT2Model,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 VOCABULARY = 30
@@ -299,6 +301,39 @@ REPLAY: dict[str, Any] = {
     "mask": ["attention_mask", "labels"],
     "other_masks": {"EncDecAttention.[kv]": "attention_mask"},
 }
+
+
+WHISPER_REPLAY: dict[str, Any] = {
+    "name": "replay",
+    "blocks": [["model.encoder.layers.*"], ["model.decoder.layers.*"]],
+    "mask": [None, "labels"],
+    "other_masks": {"encoder_attn.[kv]_proj": None},
+}
+
+
+def whisper_model(seed: int = 0, **config: Any) -> nn.Module:
+    """Whisper on sounds of 12 frames of 4 numbers, which its convolutions halve."""
+    torch.manual_seed(seed)
+    sizes = {
+        f"{side}_{what}": 2
+        for side in ("encoder", "decoder")
+        for what in ("layers", "attention_heads")
+    }
+    widths = {f"{side}_ffn_dim": 12 for side in ("encoder", "decoder")}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    known = sizes | widths | ends | config
+    made = WhisperConfig(
+        vocab_size=VOCABULARY, d_model=8, num_mel_bins=4, max_source_positions=6,
+        max_target_positions=16, suppress_tokens=None, begin_suppress_tokens=None, **known,
+    )  # fmt: skip
+    return WhisperForConditionalGeneration(made).eval()
+
+
+def whisper_batch(target_lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
+    """Sounds of noise and texts of unequal length."""
+    texts = sentences(target_lengths, max(target_lengths), seed=seed)
+    labels = texts["input_ids"].masked_fill(texts["attention_mask"] == 0, NO_TARGET)
+    return {"input_features": normal(seed, len(target_lengths), 4, 12), "labels": labels}
 
 
 def t5_model(

@@ -11,6 +11,7 @@ from tiny_models import (
     MAKES,
     NO_TARGET,
     REPLAY,
+    WHISPER_REPLAY,
     clip_model,
     decoder_model,
     normal,
@@ -18,6 +19,8 @@ from tiny_models import (
     sentences,
     t5_batch,
     t5_model,
+    whisper_batch,
+    whisper_model,
 )
 from torch import Tensor, nn
 from transformers import (
@@ -29,7 +32,7 @@ from transformers import (
 )
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.families import CLIP, OPEN_CLIP, T5, Family, resolve_family
+from fusion_bench_featcal.families import CLIP, OPEN_CLIP, T5, WHISPER, Family, resolve_family
 from fusion_bench_featcal.families.llama import LLAMA, MODEL_TYPES
 
 DECODER = ["model.layers.0", "model.layers.1"]
@@ -51,6 +54,10 @@ def t5(**shape: Any) -> nn.Module:
     return scatter(t5_model(**shape).double(), 5, 0.3)
 
 
+def whisper() -> nn.Module:
+    return scatter(whisper_model().double(), 5, 0.2)
+
+
 CASES: dict[str, tuple[Family, Callable[[], nn.Module], Any]] = {
     "clip": (CLIP, partial(clip), IMAGES),
     "clip, eager": (CLIP, partial(clip, "eager", width=8, heads=4, hidden=5, depth=3), IMAGES),
@@ -58,6 +65,7 @@ CASES: dict[str, tuple[Family, Callable[[], nn.Module], Any]] = {
     "t5, gated": (T5, partial(t5, untied=True), SENTENCES),
     "t5": (T5, partial(t5, gated=False, depths=(1, 3)), SENTENCES),
     "mt5": (T5, partial(t5, kind="mt5", depths=(3, 1), heads=1, width=5), SENTENCES),
+    "whisper": (WHISPER, partial(whisper), whisper_batch([4, 1, 3], seed=0)),
     "umt5": (T5, partial(t5, kind="umt5", gated=False, depths=(2, 3)), SENTENCES),
 }
 for _make in MAKES:
@@ -93,7 +101,8 @@ def test_blocks_are_those_of_the_models_own_pass(case: str):
     stages = family.stages(model)
     for stage in stages:
         assert [int(name.rpartition(".")[2]) for name in stage] == list(range(len(stage)))
-    replay = REPLAY if family is T5 else {"name": "replay", "blocks": stages[0]}
+    several = {T5: REPLAY, WHISPER: WHISPER_REPLAY}
+    replay = several.get(family, {"name": "replay", "blocks": stages[0]})
     assert resolve_family("auto", model) is resolve_family(family.name, model) is family
     found, wanted = (stepped(f, model, inputs) for f in (family, resolve_family(replay, model)))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
