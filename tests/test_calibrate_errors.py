@@ -193,7 +193,6 @@ ROWS: list[Row] = [
      r"method\.samples_per_task \(now 1\)"),
     # families, modules and masks
     (residual_suite, same, {"family": "clop"}, r"method\.family.*'clop'"),
-    (residual_suite, same, {"family": "auto"}, r"method\.family.*ResidualNet"),
     (residual_suite, same, {"family": {"name": "replay", "blocks": ["block.*"]}},
      r"method\.family\.blocks.*'block\.\*'"),
     (residual_suite, same, DEMO, r"layers\.2.*method\.token_weights=demo_last_block.*uniform"),

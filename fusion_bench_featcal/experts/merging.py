@@ -82,9 +82,12 @@ class FusedMerge:
                 task: own if task in unread else expert.stored(name).to(own.dtype)
                 for task, expert in experts.items()
             }
-            # A count, as of the batches that BatchNorm has seen, is no weight.
-            counts = not own.is_floating_point()
-            value = own if counts else self.upstream.merge(own, list(tensors.values()))
+            try:
+                value = self.upstream.merge(own, list(tensors.values()))
+            except (TypeError, ValueError, RuntimeError):
+                if own.is_floating_point():
+                    raise
+                value = own  # a count, as of the batches that BatchNorm has seen, is no weight
             if value.is_floating_point() and not all_finite(value):
                 raise self._not_finite(name, own)
             own.copy_(value)
