@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tiny_convs
 import torch
 from calibrations import PAPER, distance, replay, run_fast, run_slow, run_slow_mixture
 from tiny_models import (
@@ -244,6 +246,12 @@ def _whisper() -> Made:
     }
 
 
+def _network(name: str) -> Made:
+    given = tiny_convs.images(sizes=(4, 3), side=16).items()
+    inputs = {task: [{"pixel_values": batch} for batch in batches] for task, batches in given}
+    return tiny_convs.MAKES[name](), inputs
+
+
 def _t5() -> Made:
     return t5_model(), {
         f"task_{n}": [t5_batch([3, 6, 5], [4, 1, 3], 10 * n), t5_batch([5, 2], [2, 3], 10 * n + 1)]
@@ -320,5 +328,9 @@ MIXTURES = (
         num_key_value_heads=2, moe_intermediate_size=10, shared_expert_intermediate_size=6,
     ),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*OTHERS, *DECODERS, *MIXTURES, *ENCODERS, *VISION)
+CONVOLUTIONAL = tuple(
+    Row(name, "convolutional network", partial(_network, name), family="stages")
+    for name in ("resnet", "resnet, bottleneck", "convnext")  # `replay` cannot order SegFormer's
+)
+ROWS: tuple[Row, ...] = (*OTHERS, *DECODERS, *MIXTURES, *ENCODERS, *VISION, *CONVOLUTIONAL)
 """Every row of the table. Add one for a further type of model here."""

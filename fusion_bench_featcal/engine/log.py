@@ -25,9 +25,10 @@ class CalibrationLog:
     another update than the paper's, whether the module writes to the hidden features and, chosen by
     held-out error, the lambdas of both stages (None: infinite); in an expert of a mixture also
     `rows`, the counted rows of each task. One of kind `routed` has block, module and `rows` of a
-    module that stays as merged, as too few reach it. One of kind `block` has block, seconds and the modules left as merged. One of kind `resumed`, in a run that
-    went on from checkpoints, has the number of restored blocks and the seconds until the last of
-    them was there; the records of these blocks are those of the run that calibrated them.
+    module that stays as merged, as too few reach it. One of kind `block` has block, seconds and the
+    modules left as merged. One of kind `resumed`, in a run that went on from checkpoints, has the
+    number of restored blocks and the seconds until the last of them was there; the records of these
+    blocks are those of the run that calibrated them.
 
     Attributes:
         family: Name of the family that cut the model.
