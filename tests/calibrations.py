@@ -134,6 +134,9 @@ def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: s
         return {task: [of(batch) for batch in batches] for task, batches in suite.inputs.items()}
 
     plain = masks(lambda batch: batch["attention_mask"])
+    if "pixel_values" in first:  # patches have no padding
+        everywhere = dict.fromkeys(suite.inputs)
+        return plain, {name: everywhere for name in suite.blocks if ".visual." in name}
     decoder_blocks = [name for name in suite.blocks if name.startswith("decoder.block")]
     if not decoder_blocks:
         return plain if decoder_rows == "all" else masks(before_targets), None

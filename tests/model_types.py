@@ -11,6 +11,7 @@ import torch
 from calibrations import PAPER, distance, replay, run_fast, run_slow, run_slow_mixture
 from tiny_models import (
     REPLAY,
+    VISION_LANGUAGE_REPLAY,
     VOCABULARY,
     WHISPER_REPLAY,
     Suite,
@@ -19,6 +20,8 @@ from tiny_models import (
     suite_of,
     t5_batch,
     t5_model,
+    vision_language_batch,
+    vision_language_model,
     whisper_batch,
     whisper_model,
     without_labels,
@@ -252,6 +255,18 @@ def _network(name: str) -> Made:
     return tiny_convs.MAKES[name](), inputs
 
 
+def _vision_language(kind: str) -> Row:
+    def make() -> Made:
+        lengths = ([4, 2], [3, 1])
+        return vision_language_model(kind), {
+            f"task_{n}": [vision_language_batch(part, 10 * n + sum(part)) for part in lengths]
+            for n in range(2)
+        }
+
+    more: dict[str, Any] = {"family": "vision_language", "replay": VISION_LANGUAGE_REPLAY}
+    return Row(kind, "vision-language", make, **more)
+
+
 def _t5() -> Made:
     return t5_model(), {
         f"task_{n}": [t5_batch([3, 6, 5], [4, 1, 3], 10 * n), t5_batch([5, 2], [2, 3], 10 * n + 1)]
@@ -318,6 +333,7 @@ OTHERS = (
     _tower("clip_vision_model", family="clip"),
     Row("t5", "encoder-decoder", _t5, family="t5", replay=REPLAY),
     Row("whisper", "encoder-decoder", _whisper, family="whisper", replay=WHISPER_REPLAY),
+    *map(_vision_language, ("qwen2_vl", "qwen2_5_vl")),
 )
 MIXTURES = (
     _mixture("mixtral", num_local_experts=4),

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -303,6 +305,66 @@ REPLAY: dict[str, Any] = {
 }
 
 
+VISION_LANGUAGE_REPLAY: dict[str, Any] = {
+    "name": "replay",
+    "blocks": [["model.visual.blocks.*"], ["model.language_model.layers.*"]],
+    "mask": [None, "attention_mask"],
+}
+_IMAGE_TOKENS = (32, 30, 30, 30, 30, 33)  # 16 patches, of which four make a token
+
+
+def vision_language_model(kind: str = "qwen2_vl", seed: int = 0) -> nn.Module:
+    """Qwen2-VL on images of 4 x 4 patches; Qwen2.5-VL has windows in its first vision block."""
+    torch.manual_seed(seed)
+    rotary: dict[str, Any] = {"mrope_section": [2, 1, 1]}
+    if transformers.__version__.startswith("4"):
+        rotary = {"rope_scaling": rotary | {"type": "mrope"}}
+    else:
+        rotary = {"rope_parameters": rotary | {"rope_type": "default", "rope_theta": 10000.0}}
+    text: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 40,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    shape = {"depth": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    vision: dict[str, Any] = shape | {"num_heads": 2}
+    if kind == "qwen2_vl":
+        vision |= {"embed_dim": 8, "hidden_size": 16, "mlp_ratio": 2}
+    else:
+        vision |= {"hidden_size": 8, "out_hidden_size": 16, "intermediate_size": 12}
+        vision |= {"window_size": 8, "fullatt_block_indexes": [1]}
+    config = AutoConfig.for_model(
+        kind,
+        text_config=text | rotary,
+        vision_config=vision,
+        image_token_id=30,
+        video_token_id=31,
+        vision_start_token_id=32,
+        vision_end_token_id=33,
+    )
+    return AutoModelForImageTextToText.from_config(config).eval()
+
+
+def vision_language_batch(lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
+    """An image of noise and a text behind it in each sample."""
+    texts, count = without_labels(sentences(lengths, max(lengths), seed=seed)), len(lengths)
+    image = torch.tensor([_IMAGE_TOKENS] * count)
+    batch = {
+        "input_ids": torch.cat([image, texts["input_ids"]], 1),
+        "attention_mask": torch.cat([torch.ones_like(image), texts["attention_mask"]], 1),
+        "pixel_values": normal(seed, 16 * count, 24),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * count),
+    }
+    if not transformers.__version__.startswith("4"):
+        batch["mm_token_type_ids"] = (batch["input_ids"] == _IMAGE_TOKENS[1]).long()
+    return batch
+
+
 WHISPER_REPLAY: dict[str, Any] = {
     "name": "replay",
     "blocks": [["model.encoder.layers.*"], ["model.decoder.layers.*"]],
@@ -314,14 +376,11 @@ WHISPER_REPLAY: dict[str, Any] = {
 def whisper_model(seed: int = 0, **config: Any) -> nn.Module:
     """Whisper on sounds of 12 frames of 4 numbers, which its convolutions halve."""
     torch.manual_seed(seed)
-    sizes = {
-        f"{side}_{what}": 2
-        for side in ("encoder", "decoder")
-        for what in ("layers", "attention_heads")
-    }
-    widths = {f"{side}_ffn_dim": 12 for side in ("encoder", "decoder")}
+    sizes: dict[str, Any] = {}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 12}
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    known = sizes | widths | ends | config
+    known = sizes | ends | config
     made = WhisperConfig(
         vocab_size=VOCABULARY, d_model=8, num_mel_bins=4, max_source_positions=6,
         max_target_positions=16, suppress_tokens=None, begin_suppress_tokens=None, **known,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.families import llama, stages, t5, whisper
+from fusion_bench_featcal.families import llama, stages, t5, vision_language, whisper
 from fusion_bench_featcal.families.base import BlockCall, ChainFamily, Family
 from fusion_bench_featcal.families.clip import CLIP
 from fusion_bench_featcal.families.llama import LLAMA
@@ -16,6 +16,7 @@ from fusion_bench_featcal.families.stack import STACK, StackFamily
 from fusion_bench_featcal.families.stages import STAGES, find_torchvision_blocks
 from fusion_bench_featcal.families.structure import find_stack, suggested_families
 from fusion_bench_featcal.families.t5 import T5
+from fusion_bench_featcal.families.vision_language import VISION_LANGUAGE
 from fusion_bench_featcal.families.whisper import WHISPER
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "STACK",
     "STAGES",
     "T5",
+    "VISION_LANGUAGE",
     "WHISPER",
     "BlockCall",
     "ChainFamily",
@@ -44,6 +46,7 @@ _MODEL_TYPES: Mapping[Family, tuple[str, ...]] = {
     STACK: (),
     STAGES: stages.MODEL_TYPES,
     T5: t5.MODEL_TYPES,
+    VISION_LANGUAGE: vision_language.MODEL_TYPES,
     WHISPER: whisper.MODEL_TYPES,
 }
 _BY_MODEL_TYPE = {kind: family for family, kinds in _MODEL_TYPES.items() for kind in kinds}

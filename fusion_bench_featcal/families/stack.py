@@ -94,21 +94,10 @@ class StackFamily(Family):
         Raises:
             CalibrationError: If blocks are not called once each, in order.
         """
-        if isinstance(inputs, Mapping):  # labels are for the head, which is never reached
-            inputs = {k: v for k, v in inputs.items() if k not in ("labels", *_CACHES)}
         (blocks,) = self.stages(model)
-        noted: dict[str, tuple[Any, ...]] = {}
-        with _standing_aside(model, blocks, noted), stoppable():
-            call_model(model, inputs)
-        if list(noted) != blocks:
-            raise CalibrationError(
-                f"{type(model).__name__} runs the blocks {list(noted)}, but has {blocks}; each "
-                "must run once, in this order: choose another method.family"
-            )
-        hidden = noted[blocks[0]][0]
-        _refuse_other_positions(model, blocks[0], hidden, inputs)
-        args = {name: args for name, (_, args, _) in noted.items()}
-        return StackCall(hidden, {name: kwargs for name, (*_, kwargs) in noted.items()}, args)
+        call = noted_call(model, blocks, inputs)
+        _refuse_other_positions(model, blocks[0], call.hidden, inputs)
+        return call
 
     def step(self, model: nn.Module, block: str, call: StackCall) -> tuple[Tensor, StackCall]:
         """Call the block on its stored arguments, which are used again.
@@ -134,6 +123,32 @@ class StackFamily(Family):
         mask = hidden.new_zeros(hidden.shape[:-1])
         mask[:, 0] = 1
         return mask
+
+
+def noted_call(model: nn.Module, blocks: list[str], inputs: Any) -> StackCall:
+    """Run a model's own forward pass with some blocks standing aside; what they would receive.
+
+    Args:
+        model: The model.
+        blocks: Names of the blocks in forward order; the pass ends with the last.
+        inputs: The model's inputs.
+
+    Raises:
+        CalibrationError: If blocks are not called once each, in order.
+    """
+    if isinstance(inputs, Mapping):  # labels are for the head, which is never reached
+        inputs = {k: v for k, v in inputs.items() if k not in ("labels", *_CACHES)}
+    noted: dict[str, tuple[Any, ...]] = {}
+    with _standing_aside(model, blocks, noted), stoppable():
+        call_model(model, inputs)
+    if list(noted) != blocks:
+        raise CalibrationError(
+            f"{type(model).__name__} runs the blocks {list(noted)}, but has {blocks}; each "
+            "must run once, in this order: choose another method.family"
+        )
+    args = {name: args for name, (_, args, _) in noted.items()}
+    kwargs = {name: kwargs for name, (*_, kwargs) in noted.items()}
+    return StackCall(noted[blocks[0]][0], kwargs, args)
 
 
 STACK = StackFamily()

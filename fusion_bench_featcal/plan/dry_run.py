@@ -243,6 +243,10 @@ def example_inputs(model: nn.Module, samples: int, length: int, target_length: i
         side, channels = config.image_size, getattr(config, "num_channels", 3)
         return {"pixel_values": torch.empty(samples, channels, side, side, device="meta")}
     ids = torch.empty(samples, length, dtype=torch.long, device="meta")
+    if getattr(model, "main_input_name", "") == "input_features":  # Whisper's convolutions halve
+        frames = 2 * config.max_source_positions
+        sounds = torch.empty(samples, config.num_mel_bins, frames, device="meta")
+        return {"input_features": sounds, "labels": ids.new_empty(samples, target_length)}
     if getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids, "labels": ids.new_empty(samples, target_length)}
     return {"input_ids": ids}

@@ -11,6 +11,7 @@ from tiny_models import (
     MAKES,
     NO_TARGET,
     REPLAY,
+    VISION_LANGUAGE_REPLAY,
     WHISPER_REPLAY,
     clip_model,
     decoder_model,
@@ -19,6 +20,8 @@ from tiny_models import (
     sentences,
     t5_batch,
     t5_model,
+    vision_language_batch,
+    vision_language_model,
     whisper_batch,
     whisper_model,
 )
@@ -32,7 +35,15 @@ from transformers import (
 )
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.families import CLIP, OPEN_CLIP, T5, WHISPER, Family, resolve_family
+from fusion_bench_featcal.families import (
+    CLIP,
+    OPEN_CLIP,
+    T5,
+    VISION_LANGUAGE,
+    WHISPER,
+    Family,
+    resolve_family,
+)
 from fusion_bench_featcal.families.llama import LLAMA, MODEL_TYPES
 
 DECODER = ["model.layers.0", "model.layers.1"]
@@ -58,6 +69,10 @@ def whisper() -> nn.Module:
     return scatter(whisper_model().double(), 5, 0.2)
 
 
+def vision_language(kind: str = "qwen2_vl") -> nn.Module:
+    return scatter(vision_language_model(kind).double(), 5, 0.2)
+
+
 CASES: dict[str, tuple[Family, Callable[[], nn.Module], Any]] = {
     "clip": (CLIP, partial(clip), IMAGES),
     "clip, eager": (CLIP, partial(clip, "eager", width=8, heads=4, hidden=5, depth=3), IMAGES),
@@ -66,6 +81,12 @@ CASES: dict[str, tuple[Family, Callable[[], nn.Module], Any]] = {
     "t5": (T5, partial(t5, gated=False, depths=(1, 3)), SENTENCES),
     "mt5": (T5, partial(t5, kind="mt5", depths=(3, 1), heads=1, width=5), SENTENCES),
     "whisper": (WHISPER, partial(whisper), whisper_batch([4, 1, 3], seed=0)),
+    "qwen2_vl": (VISION_LANGUAGE, vision_language, vision_language_batch([4, 2], seed=0)),
+    "qwen2_5_vl": (
+        VISION_LANGUAGE,
+        partial(vision_language, "qwen2_5_vl"),
+        vision_language_batch([4, 2], seed=0),
+    ),
     "umt5": (T5, partial(t5, kind="umt5", gated=False, depths=(2, 3)), SENTENCES),
 }
 for _make in MAKES:
@@ -101,7 +122,7 @@ def test_blocks_are_those_of_the_models_own_pass(case: str):
     stages = family.stages(model)
     for stage in stages:
         assert [int(name.rpartition(".")[2]) for name in stage] == list(range(len(stage)))
-    several = {T5: REPLAY, WHISPER: WHISPER_REPLAY}
+    several = {T5: REPLAY, WHISPER: WHISPER_REPLAY, VISION_LANGUAGE: VISION_LANGUAGE_REPLAY}
     replay = several.get(family, {"name": "replay", "blocks": stages[0]})
     assert resolve_family("auto", model) is resolve_family(family.name, model) is family
     found, wanted = (stepped(f, model, inputs) for f in (family, resolve_family(replay, model)))

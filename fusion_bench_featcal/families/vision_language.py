@@ -1,0 +1,84 @@
+"""Language models that read images (Qwen2-VL): the vision tower's blocks, then the decoder's."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.families.rows import causal_rows, names_of
+from fusion_bench_featcal.families.stack import StackCall, StackFamily, noted_call
+from fusion_bench_featcal.settings import CalibrationError
+
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl")
+"""Model types of this shape; tests run each of them."""
+
+_BLOCK = re.compile(r"(model\.)?(visual\.blocks|language_model\.layers)\.\d+")
+
+
+@dataclass(frozen=True)
+class VisionLanguageFamily(StackFamily):
+    """Two stacks, of which the second begins when the vision tower is calibrated.
+
+    Patches of all images of a batch are in one list, without padding: all of them count.
+    """
+
+    name: str = "vision_language"
+    same_calls: bool = True
+    compared: bool = False
+    has_tables: bool = False
+
+    def stages(self, model: nn.Module) -> list[list[str]]:
+        """The vision tower's blocks, then the language model's.
+
+        Raises:
+            CalibrationError: If the model lacks one of the two.
+        """
+        names = [name for name, _ in model.named_modules() if _BLOCK.fullmatch(name)]
+        stages = [[n for n in names if part in n] for part in ("visual.blocks", "language_model.")]
+        if not all(stages):
+            raise CalibrationError(
+                f"{type(model).__name__} has no visual.blocks.* and language_model.layers.* both, "
+                "as Qwen2VLForConditionalGeneration has: name the blocks with "
+                "method.family={name: replay, blocks: ...}"
+            )
+        return stages
+
+    def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> StackCall:
+        """Run the model's own forward pass up to a stage, whose blocks stand aside.
+
+        Raises:
+            CalibrationError: If there are no images, or others than the inputs tell.
+        """
+        _check_images(inputs)
+        (blocks,) = (stage for stage in self.stages(model) if first_block in stage)
+        return noted_call(model, blocks, inputs)
+
+    def row_weights(self, inputs: Any, stage_index: int, decoder_rows: str) -> Tensor | None:
+        """All patches; of the text, positions of images among it, those that are no padding.
+
+        Raises:
+            CalibrationError: If targets are asked for without labels.
+        """
+        return causal_rows(inputs, decoder_rows) if stage_index else None
+
+
+def _check_images(inputs: Any) -> None:
+    named = inputs if isinstance(inputs, Mapping) else {}
+    pixels, grids = named.get("pixel_values"), named.get("image_grid_thw")
+    if pixels is None or grids is None:
+        raise CalibrationError(
+            "a vision-language model needs pixel_values and image_grid_thw in its calibration "
+            f"inputs; they are {names_of(inputs)}"
+        )
+    if not grids.is_meta and len(pixels) != int(grids.prod(1).sum()):
+        raise CalibrationError(
+            f"pixel_values has {len(pixels)} patches, image_grid_thw {int(grids.prod(1).sum())}: a "
+            "batch with several samples cannot be cut. Give one sample a batch, or set "
+            "method.samples_per_task to a number of whole batches"
+        )
+
+
+VISION_LANGUAGE = VisionLanguageFamily()
+"""Patch embedding and the layers between tower and decoder stay as merged."""
