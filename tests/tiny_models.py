@@ -379,8 +379,8 @@ def whisper_model(seed: int = 0, **config: Any) -> nn.Module:
     sizes: dict[str, Any] = {}
     for side in ("encoder", "decoder"):
         sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 12}
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    known = sizes | ends | config
+    ends: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    known: dict[str, Any] = sizes | ends | {"decoder_start_token_id": 1} | config
     made = WhisperConfig(
         vocab_size=VOCABULARY, d_model=8, num_mel_bins=4, max_source_positions=6,
         max_target_positions=16, suppress_tokens=None, begin_suppress_tokens=None, **known,
