@@ -115,9 +115,7 @@ EXPECTED = (
     ),
     Expected(
         "CausalLMPool/mixtral-8x7b", "MixtralForCausalLM", NO_EXPERT,
-        (_expert(_CAUSAL, "some/mixtral-expert"), DATA,
-         "method.family=llama"),
-        NO_MIXTURES, _ONE_MODEL,
+        (_expert(_CAUSAL, "some/mixtral-expert"), DATA), missing=_ONE_MODEL,
     ),
     Expected(
         "CausalLMPool/mistral-7b", "MistralForCausalLM", NO_EXPERT,
