@@ -4,6 +4,41 @@ from mistakes.entry import Mutation
 
 MUTATIONS = [
     Mutation(
+        "experts compared at the first tokens, not at those that are routed to them",
+        "engine/routing.py",
+        "exp.adopt(self._run(expert, name, sites, theirs[positions]))",
+        "exp.adopt(self._run(expert, name, sites, theirs[: len(positions)]))",
+        "test_calibrate_mixtures.py",
+    ),
+    Mutation(
+        "padding counts in experts",
+        "engine/routing.py",
+        "counted = None if mask is None else CountedRows.of_weights(mask[positions])",
+        "counted = None",
+        "test_calibrate_mixtures.py",
+    ),
+    Mutation(
+        "routers calibrated",
+        "engine/modules.py",
+        "selected = _selected(name, settings.modules) and name not in routers",
+        "selected = _selected(name, settings.modules)",
+        "test_calibrate_mixtures.py",
+    ),
+    Mutation(
+        "task with few tokens has its say",
+        "engine/block.py",
+        "if self._rows[sums.task, names] < FEWEST_ROWS",
+        "if self._rows[sums.task, names] < 1",
+        "test_calibrate_mixtures.py",
+    ),
+    Mutation(
+        "routing is not compared with what experts receive",
+        "engine/routing.py",
+        "if len(received) == 1 and _same(received[0], rows[order]):",
+        "if len(received) == 1 and len(received[0]) == len(order):",
+        "test_calibrate_mixtures.py",
+    ),
+    Mutation(
         "bias from the weight before it was rounded",
         "engine/block.py",
         "solution = system.solve(ridge_lambda, dtypes)",

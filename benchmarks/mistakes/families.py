@@ -4,6 +4,27 @@ from mistakes.entry import Mutation
 
 MUTATIONS = [
     Mutation(
+        "gate and up of fused experts swapped in sources",
+        "families/mixtures.py",
+        "return tensor[number].chunk(parts)[part]",
+        "return tensor[number].chunk(parts)[parts - 1 - part]",
+        "families/test_mixtures_view.py",
+    ),
+    Mutation(
+        "experts are taken apart whatever they compute",
+        "families/mixtures.py",
+        "return bool(gap <= ",
+        "return bool(gap < float('inf')) or bool(gap <= ",
+        "families/test_mixtures_view.py",
+    ),
+    Mutation(
+        "the mask of Whisper's features hides its positions",
+        "families/whisper.py",
+        "return super().row_weights(inputs, stage_index, decoder_rows) if stage_index else None",
+        "return super().row_weights(inputs, stage_index, decoder_rows)",
+        "families/test_multimodal_families.py",
+    ),
+    Mutation(
         "encoder's last norm skipped before the decoder",
         "families/t5.py",
         'return model.get_submodule("encoder.final_layer_norm")(call.hidden.clone())',
