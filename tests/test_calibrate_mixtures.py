@@ -21,7 +21,7 @@ from model_types import MIXTURES, Row
 from moe_oracle import FEWEST, PARTS, find_mixture, matrix
 from oracle import Knobs
 from process_group import in_processes
-from tiny_models import Suite, sentences, without_labels
+from tiny_models import Suite, normal, sentences, without_labels
 from torch import Tensor, nn
 from tricky_models import Stack, everywhere, least_likely, stack_suite
 
@@ -254,6 +254,31 @@ def test_padding_that_does_not_fit_the_router_is_refused():
         model.__class__ = Masked
     with pytest.raises(CalibrationError, match="receives 20 rows, but padding is known for 40"):
         run_fast(suite)
+
+
+def test_padding_may_hold_anything():
+    suite = stack_suite(everywhere)
+    for model in (suite.merged, suite.base, *suite.experts.values()):
+        model.__class__ = Masked
+
+    def calibrated(filler: float) -> nn.Module:
+        mask = torch.ones(12, 5)
+        mask[:, 3:] = 0
+        suite.inputs = {
+            task: [
+                {
+                    "x": normal(n, 12, 5, 4).where(mask[..., None] > 0, filler),
+                    "attention_mask": mask,
+                }
+            ]
+            for n, task in enumerate(suite.experts)
+        }
+        return run_fast(suite, samples_per_task=12).model
+
+    found = calibrated(float("nan"))
+    assert_identical(found, calibrated(0.0))
+    name = "layers.0.mixture.experts.1.weight"
+    assert not torch.equal(found.get_parameter(name), suite.merged.get_parameter(name))
 
 
 def test_plan_says_that_routing_needs_weights():

@@ -130,7 +130,8 @@ class Routed(nn.Module):
         self.gate, self.experts = nn.Linear(4, 3), nn.ModuleList(linear() for _ in range(3))
         self.top_k, self.largest = top_k, largest
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = features.flatten(0, -2)
         shares = self.gate(hidden).softmax(-1)
         places = shares.topk(self.top_k, largest=self.largest).indices
         total = torch.zeros_like(hidden)
@@ -138,7 +139,7 @@ class Routed(nn.Module):
             rows = (places == number).any(-1).nonzero()[:, 0]
             if len(rows):
                 total.index_add_(0, rows, shares[rows, number, None] * expert(hidden[rows]))
-        return total
+        return total.reshape(features.shape)
 
 
 def routed(block: Any, hidden: Tensor) -> Tensor:
