@@ -149,7 +149,8 @@ def find_modules(
             site = replace(site, has_bias=False)
         owners = [(m, owner) for m in mixtures if (owner := m.owner(name)) is not None]
         unrouted += bool(owners and site is not None and not routed)
-        if site is None or _stays(site, settings) or (owners and not routed):
+        solved = site is not None and (not owners or (routed and site.kind == "linear"))
+        if site is None or not solved or _stays(site, settings):
             left.append(name)
             continue
         for mixture, owner in owners:
