@@ -123,12 +123,24 @@ def calibrate_command(options: argparse.Namespace) -> None:
     from fusion_bench_featcal.folders.request import in_words_of_the_command
     from fusion_bench_featcal.settings import CalibrationError
 
-    kept = f"ended before it was done: finished blocks are in {options.out}.blocks. To go on, "
+    blocks = Path(f"{options.out.rstrip('/')}.blocks")
+
+    def how_to_go_on() -> str:
+        if not blocks.is_dir() or not any(blocks.iterdir()):
+            return "ended before it was done: nothing is kept, and the same command begins anew"
+        return (
+            f"ended before it was done: finished blocks are in {blocks}. To go on, repeat the "
+            "command with --resume"
+        )
+
     try:
-        with ending_cleanly(True, lambda: kept + "repeat the command with --resume"):
+        with ending_cleanly(True, how_to_go_on):
             out = run(Request.of(options))
     except (ValueError, CalibrationError) as error:
         raise UsageError(in_words_of_the_command(error)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            blocks.rmdir()  # if no block was finished
     print(f"saved: {out}\nnext: featcal report {out}, featcal explain {out}")
 
 
@@ -277,9 +289,9 @@ def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="featcal",
-        description="Tables and figures of calibration runs, and the bundled suites. "
-        "Runs themselves start with: fusion_bench method=featcal modelpool=...; their settings: "
-        "featcal settings",
+        description="Repair a merged model in a folder (featcal calibrate); tables and figures of "
+        "runs, and the bundled suites. With FusionBench's pools runs start with: fusion_bench "
+        "method=featcal modelpool=...; settings of both: featcal settings",
     )
     parser.add_argument("--version", action="version", version=f"featcal {__version__}")
     _add_commands(parser, _COMMANDS)
@@ -348,6 +360,8 @@ _CALIBRATE: dict[str, Any] = {
                  "help": "prompt of a class for zero-shot heads (a photo of a {}.); of one task "
                  "with its NAME (repeatable)"},
     "--device": {"default": "cpu", "help": "cpu (default) or cuda"},
+    "--any-base": {"action": "store_true",
+                   "help": "do not refuse models that lie as far from the base as unrelated ones"},
     "--resume": {"action": "store_true", "help": "go on after an interruption"},
 }  # fmt: skip
 _COMMANDS: dict[str, Any] = {

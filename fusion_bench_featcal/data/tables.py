@@ -74,6 +74,8 @@ def read_table(file: Path, split: str | None) -> datasets.Dataset:
             f"data {str(file)!r} is one table without splits: remove split ({split!r}) and name "
             "the file of that split."
         )
+    if file.stat().st_size == 0:
+        raise ValueError(f"data {str(file)!r} is empty.")
     try:
         if reader == "csv":  # the reader of `datasets` leaves the file open
             return datasets.Dataset(pyarrow.csv.read_csv(file))
@@ -83,7 +85,7 @@ def read_table(file: Path, split: str | None) -> datasets.Dataset:
         if isinstance(cause, PermissionError):
             raise cause from error
         raise CalibrationError(
-            f"data {str(file)!r} is not readable as {reader}: {cause}"
+            f"data {str(file)!r} is not readable as {reader}: {str(cause) or type(cause).__name__}"
         ) from error
     return cast(datasets.Dataset, loaded)
 

@@ -46,7 +46,7 @@ def open_classifier_task(
         rows = text_rows(load_texts(request.tests[task], "test"), place)
         held, notes = list(range(len(rows)))[: request.test_rows], []
     else:
-        notes = sentences(len(held), task)
+        notes = sentences(len(held), task, request)
     tests = None
     if held:
         labels = _labels(rows, held, label2id, place)

@@ -50,7 +50,7 @@ def open_language_task(
         place = f"--eval {task}={request.tests[task]}"
         others = text_rows(load_texts(request.tests[task], "test"), place)
         tested = batches(place, others, list(range(len(others)))[: request.test_rows])
-    notes = sentences(len(held), task)
+    notes = sentences(len(held), task, request)
     if calibration.settings.calibration_targets == "generated":
         notes.append(f"{task}: no targets in --data, so its expert writes them")
     length = max(calibration.lengths())

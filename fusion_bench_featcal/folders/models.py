@@ -15,6 +15,7 @@ from fusion_bench_featcal.experts.far_experts import distance_from
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.folders.completed import Completed
 from fusion_bench_featcal.folders.model_folder import ModelFolder, body_of
 from fusion_bench_featcal.folders.request import Request
 
@@ -63,12 +64,19 @@ class Models:
         models._check()
         return models
 
-    @property
+    @cached_property
     def home(self) -> ModelFolder:
-        """The model whose class and structure the calibrated one has: the merged, else the base."""
-        home = self.merged or self.base
-        assert home is not None
-        return home
+        """The model whose class and structure the calibrated one has.
+
+        The merged one; else the base; or an expert, where the base has another head than all of
+        them (a masked language model, from which classifiers were tuned).
+        """
+        if self.merged is not None:
+            return self.merged
+        assert self.base is not None
+        whole = [expert for expert in self.experts.values() if not expert.is_adapter]
+        named = {expert.architecture for expert in whole}
+        return whole[0] if len(named) == 1 and self.base.architecture not in named else self.base
 
     @cached_property
     def empty_body(self) -> nn.Module:
@@ -79,6 +87,14 @@ class Models:
     def sources(self) -> dict[str, ExpertSource]:
         """Task -> its expert's weights, with no more tokens than the merged model knows."""
         return {task: self._source(expert) for task, expert in self.experts.items()}
+
+    @cached_property
+    def base_source(self) -> ExpertSource | None:
+        """The base's weights; what it lacks (a classifier's pooler) is the first expert's."""
+        if self.base is None:
+            return None
+        own, other = self._source(self.base), next(iter(self.sources.values()))
+        return own if other.names() <= own.names() else Completed(own, other)
 
     def _source(self, model: ModelFolder) -> ExpertSource:
         source, rows = model.source(self.base), (self.home.config or {}).get("vocab_size")
@@ -95,12 +111,13 @@ class Models:
     @torch.no_grad()
     def _merge(self, body: nn.Module) -> None:
         experts = [ExpertModel(task, source, body) for task, source in self.sources.items()]
+        base = ExpertModel("base", self.base_source, body, role="model")  # type: ignore[arg-type]
         merged: set[int] = set()
         for name, own in body.state_dict(keep_vars=True).items():
             if id(own) not in merged and own.is_floating_point():
                 merged.add(id(own))  # a tied matrix is merged once
                 tensors = [expert.tensor(name).float() for expert in experts]
-                own.copy_(self._merged(own.float(), tensors))
+                own.copy_(self._merged(base.tensor(name).float(), tensors))
 
     def _merged(self, base: Tensor, experts: list[Tensor]) -> Tensor:
         if self.request.merge == "simple_average":
@@ -128,22 +145,24 @@ class Models:
                 role=role,
                 other=f"the {home.name} model",
             )
-            if model.kind != kind:
+            if model.name in self.experts and model.kind != kind:
                 raise ValueError(f"{model.option} is a {model.kind}, {home.option} a {kind}")
         pairs: dict[str, Any] = {
             task: ExpertModel(task, source, body) for task, source in self.sources.items()
         }
-        if self.base is not None and self.base is not home:
-            pairs["base"] = ExpertModel("base", self._source(self.base), body, role="model")
-        self._check_distances(pairs, body)
+        if self.base_source is not None:
+            pairs["base"] = ExpertModel("base", self.base_source, body, role="model")
+        if not self.request.any_base:
+            self._check_distances(pairs, body)
 
     def _check_distances(self, pairs: dict[str, Any], body: nn.Module) -> None:
         """Refuse models that are no relatives of the base, by a sample of their weights."""
         if self.base is None:
             return
-        own = ExpertModel("merged", self._source(self.home), body, role="model")
-        base = pairs.pop("base", own)
-        related = pairs if self.merged is None else {"merged": own, **pairs}
+        base, related = pairs.pop("base"), dict(pairs)
+        if self.merged is not None:
+            own = ExpertModel("merged", self._source(self.merged), body, role="model")
+            related = {"merged": own, **pairs}
         for name, model in related.items():
             distance = distance_from(base, model, body)
             if distance > UNRELATED or math.isnan(distance):
@@ -151,7 +170,7 @@ class Models:
                 raise ValueError(
                     f"{option} was not tuned from {self.base.option}: on a sample of weights it "
                     f"lies {distance:.2f} times the base's own norm away (relatives: below 0.5). "
-                    "Check --base"
+                    "Check --base, or give --any-base"
                 )
 
     def tokenizer(self) -> Any:
@@ -182,16 +201,17 @@ class Models:
         return tokenizer
 
     def image_processor(self) -> Any:
-        """The image processor of the merged model, or of the base.
+        """The image processor of the merged model, or of the base; a whole CLIP's with tokenizer.
 
         Raises:
             ValueError: If there is none.
         """
-        from transformers import AutoImageProcessor
+        from transformers import AutoImageProcessor, AutoProcessor
 
         place = self._processor_place()
+        is_whole = self.home.architecture.__name__ == "CLIPModel"
         try:
-            return AutoImageProcessor.from_pretrained(place)
+            return (AutoProcessor if is_whole else AutoImageProcessor).from_pretrained(place)
         except Exception as error:  # whatever its class raises
             raise ValueError(
                 f"no image processor in {place} ({str(error).splitlines()[0]}): name a folder "

@@ -51,7 +51,7 @@ def open_image_task(
     items = _items(request.data[task], "train")
     chosen, held = split_rows(task, len(items), request)
     batches = _batches(task, request, processor)
-    calibration, notes = batches(items, chosen), sentences(len(held), task)
+    calibration, notes = batches(items, chosen), sentences(len(held), task, request)
     place = f"--data {task}"
     if request.evaluate and task in request.tests:
         items, place = _items(request.tests[task], "test"), f"--eval {task}"

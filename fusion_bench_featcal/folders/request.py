@@ -49,6 +49,7 @@ class Request:
         text_tower: Folder or hub id of a whole CLIP for zero-shot heads; None: merged or base.
         prompts: Task -> prompt of a class for zero-shot heads, with {} for its name.
         evaluate: Whether models are evaluated.
+        any_base: Whether models may lie as far from the base as unrelated ones.
         notes: Sentences on what the command decided by itself.
     """
 
@@ -69,6 +70,7 @@ class Request:
     text_tower: str | None
     prompts: Mapping[str, str]
     evaluate: bool
+    any_base: bool = False
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -84,8 +86,10 @@ class Request:
         """
         notes: list[str] = []
         base, experts = options.base, _pairs(options.expert, "--expert")
-        if (options.merged is None) == (options.merge is None):
+        if options.merged is None and options.merge is None:
             raise ValueError("give the merged model's folder, or --merge task_arithmetic:0.3")
+        if options.merged is not None and options.merge is not None:
+            raise ValueError(f"{options.merged} is merged already: leave out it or --merge")
         if options.merged is not None:
             base, experts = _with_recipe(options.merged, base, experts, notes)
         if not experts:
@@ -103,6 +107,10 @@ class Request:
         merge, scale = _merger(options.merge)
         out = Path(options.out).expanduser()
         checkpoints = out.with_name(f"{out.name}.blocks")
+        if not options.resume and checkpoints.is_dir() and any(checkpoints.iterdir()):
+            raise ValueError(
+                f"{checkpoints} has blocks of an interrupted run: go on with --resume, or remove it"
+            )
         return cls(
             merged=options.merged,
             merge=merge,
@@ -114,13 +122,14 @@ class Request:
             test_rows=options.eval_rows,
             out=_free(out),
             settings=_settings(options, checkpoints),
-            device=options.device,
+            device=_device(options.device),
             checkpoints=checkpoints,
             tokenizer=options.tokenizer,
             chat_template=_file(options.chat_template, "--chat-template"),
             text_tower=options.text_tower,
             prompts=_prompts(options.prompt, experts),
             evaluate=not options.no_eval,
+            any_base=options.any_base,
             notes=tuple(notes),
         )
 
@@ -163,11 +172,23 @@ def _with_recipe(
         notes.append(f"base, by {FILE}: {base}")
     if not experts:
         experts = dict(recipe.experts)
+        _check_places(merged, [recipe.base or "", *experts.values()])
         listed = ", ".join(f"{name}={location}" for name, location in experts.items())
         notes.append(f"experts, by {FILE} ({recipe.method}): {listed}")
     else:
         notes += _check_experts(merged, experts, recipe.experts)
     return base, experts
+
+
+def _check_places(merged: str, locations: Iterable[str]) -> None:
+    """Refuse folders of a mergekit config that are not there (any more)."""
+    for location in locations:
+        is_path = location.startswith((".", "/", "~")) or location.count("/") > 1
+        if is_path and not Path(location).expanduser().is_dir():
+            raise ValueError(
+                f"{FILE} in {merged} names {location}, where there is no folder (now): name the "
+                "models by --base DIR and --expert NAME=DIR"
+            )
 
 
 def _check_experts(
@@ -254,7 +275,7 @@ def _settings(options: Any, checkpoints: Path) -> FeatCalSettings:
         except yaml.YAMLError as error:
             raise ValueError(f"--set {name}={text} is no YAML: {error}") from error
         given[name] = _number(value)
-    refuse_unknown_settings(given, FeatCalSettings.names(), place="--set ", owner="featcal")
+    refuse_unknown_settings(given, FeatCalSettings.names(), owner="featcal")
     kept = {"checkpoint_dir": str(checkpoints), "resume": options.resume}
     return FeatCalSettings(**(values | given | kept))
 
@@ -275,6 +296,18 @@ def _free(out: Path) -> Path:
     except ReportError as error:
         raise ValueError(str(error)) from error
     return out
+
+
+def _device(name: str) -> str:
+    """Refuse a device that PyTorch does not know or cannot use."""
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used ({reason}): leave it out") from error
+    return name
 
 
 def _file(path: str | None, option: str) -> Path | None:
@@ -319,7 +352,8 @@ _OPTIONS = (
     (r"modelpool\.(tokenizer|processor)", "--tokenizer"),
     (r"method\.resume=true", "--resume"),
     (r"method\.checkpoint_dir", "--out"),
-    (r"method\.base_method", "--merge"),
-    (r"method\.(\w+)=", r"--set \1="),
-    (r"method\.(\w+)", r"--set \1"),
+    (r"(?<!@)\bmethod\.base_method", "--merge"),
+    (r"method=featcal/plus", "--preset plus"),
+    (r"(?<!@)\bmethod\.(\w+)=", r"--set \1="),
+    (r"(?<!@)\bmethod\.(\w+)", r"--set \1"),
 )

@@ -26,8 +26,8 @@ from fusion_bench_featcal.folders.model_folder import (
 )
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.pictures import ZeroShot, open_image_task
-from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
-from fusion_bench_featcal.folders.saving import REPORT, save
+from fusion_bench_featcal.folders.request import MAX_LENGTH, Request, in_words_of_the_command
+from fusion_bench_featcal.folders.saving import HEADS, REPORT, save
 from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.plan.estimate import Request as PlanRequest
 from fusion_bench_featcal.plan.estimate import estimate
@@ -81,6 +81,7 @@ def _quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is raised as well
     try:
         yield
     finally:
@@ -88,6 +89,7 @@ def _quiet() -> Iterator[None]:
         if bars:
             logging.enable_progress_bar()
         datasets.enable_progress_bars()
+        datasets.logging.set_verbosity_warning()
 
 
 @dataclass
@@ -207,6 +209,7 @@ class Job:
         notes += [f"{name}: {line}" for line in warnings_of_trials(Agreement.of(result.log))]
         self.report.notes += [*notes, *(f"{name}: {line}" for line in outcome_of(result.log))]
         self.report.notes += tasks_below_merged(self.report)
+        self.report.notes = [in_words_of_the_command(note) for note in self.report.notes]
 
     def _score(self, task: str, model: nn.Module) -> Score:
         tests = self.tasks[task].tests
@@ -230,10 +233,9 @@ class Job:
     def calibrate(self, model: nn.Module) -> CalibrationResult:
         """Calibrate the part that experts share."""
         models, request = self.models, self.request
-        base = None if models.base is None else models.base.source(None)
         return calibrate(
             body_of(model, models.home.kind),
-            base,
+            models.base_source,
             models.sources,
             {name: task.batches for name, task in self.tasks.items()},
             request.settings,
@@ -265,6 +267,10 @@ class Job:
         shutil.rmtree(request.checkpoints, ignore_errors=True)
         if self.report.rows:
             self.report.show(losses=True)
+        if heads:
+            print(f"heads: {out / HEADS}/NAME (that of {out} itself: {self.models.home.name}'s)")
+        for line in tasks_below_merged(self.report):
+            print(f"warning: {line}. More samples may help")
         return out
 
 

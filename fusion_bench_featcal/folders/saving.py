@@ -58,7 +58,14 @@ def save(
             _save_head(new / HEADS / task, classifier)
         files = sorted(str(f.relative_to(new)) for f in new.rglob("*") if f.is_file())
         base = None if request.base is None else str(request.base)
-        (new / CARD).write_text(card_text(facts, base, request.experts, report), encoding="utf-8")
+        card = card_text(facts, base, request.experts, report)
+        if heads:
+            card += (
+                f"\n## Heads\n\nEach task has a head of its own in `{HEADS}/NAME` "
+                "(head.safetensors, config.json). The head of this folder's model is "
+                f"that of `{models.home.name}`.\n"
+            )
+        (new / CARD).write_text(card, encoding="utf-8")
         write_provenance(new, files, facts)
         report.write(new / REPORT, "--out")
     return request.out

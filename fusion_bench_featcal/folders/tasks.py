@@ -74,9 +74,13 @@ def split_rows(task: str, available: int, request: Request) -> tuple[list[int], 
     return order[: min(wanted, available - held)], order[available - held :]
 
 
-def sentences(held: int, task: str) -> list[str]:
+def sentences(held: int, task: str, request: Request) -> list[str]:
     """Say on how many held-back rows a task is evaluated, where it has no test data."""
-    return [f"{task}: evaluated on {held} rows of --data, which take no part"] if held else []
+    if held:
+        return [f"{task}: evaluated on {held} rows of --data, which take no part"]
+    if request.evaluate and task not in request.tests:
+        return [f"{task}: too few rows to hold any back, so it is not evaluated (--eval)"]
+    return []
 
 
 def classification_score(logits: Tensor, labels: Tensor) -> Score:

@@ -20,12 +20,16 @@ from made_folders import (
     write_rows,
 )
 from safetensors.torch import load_file
+from tiny_images import picture
 from tiny_texts import TASKS, sentences, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BertForMaskedLM,
     BertForSequenceClassification,
+    BertModel,
     CLIPModel,
+    CLIPProcessor,
     CLIPVisionModel,
     ViTForImageClassification,
 )
@@ -206,6 +210,31 @@ def test_text_classifiers_keep_their_heads(tmp_path):
     assert report_of(tmp_path).test_sets["two"]["items"] == ROWS // 5
 
 
+@pytest.mark.parametrize("kind", [BertForMaskedLM, BertModel])
+def test_a_base_with_another_head_than_its_classifiers(tmp_path, kind, capsys):
+    models = classifier_folders(tmp_path)
+    body = models["base"].bert.state_dict()
+    base = kind(models["base"].config)
+    target = base if kind is BertModel else base.bert
+    target.load_state_dict({n: body[n] for n in target.state_dict()})
+    base.save_pretrained(tmp_path / "base")
+    assert main(words(tmp_path, "--merge", "task_arithmetic:0.4", merged=None)) == 0
+    saved = BertForSequenceClassification.from_pretrained(tmp_path / "out")
+    before = "bert.embeddings.word_embeddings.weight"  # merged, and not calibrated
+    expected = models["merged"].get_parameter(before)
+    torch.testing.assert_close(saved.get_parameter(before), expected, rtol=1e-4, atol=1e-5)
+    assert "heads: " in capsys.readouterr().out
+    assert "## Heads" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_task_of_few_rows_is_not_evaluated(tmp_path, capsys):
+    llama_folders(tmp_path)
+    write_rows(tmp_path / "two.jsonl", sentences("two", 4))
+    assert main(words(tmp_path, "--preset", "paper")) == 0
+    assert "two: too few rows to hold any back" in capsys.readouterr().out
+    assert report_of(tmp_path).tasks == ["one"]
+
+
 def test_image_classifiers(tmp_path):
     models = image_classifier_folders(tmp_path)
     assert main(words(tmp_path, ending="-images")) == 0
@@ -221,6 +250,8 @@ def test_a_whole_clip_keeps_its_text_tower(tmp_path):
     changed = moved(saved, models["merged"])
     assert changed and all(name.startswith("vision_model.encoder.") for name in changed)
     assert list(report_of(tmp_path).rows) == ["experts", "merged", "featcal"]
+    processor: Any = CLIPProcessor.from_pretrained(tmp_path / "out")
+    assert processor(text=["a star"], images=picture(0), return_tensors="pt")["input_ids"].numel()
 
 
 def test_vision_towers_alone_take_their_heads_from_a_clip(tmp_path):

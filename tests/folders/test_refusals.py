@@ -72,6 +72,8 @@ def test_an_expert_of_another_base(folder, capsys):
     write(llama_model(seed=9), folder / "two")
     line = refusal(capsys, words(folder))
     assert f"--expert two={folder / 'two'} was not tuned from --base" in line
+    assert main(words(folder, "--any-base")) == 2
+    assert "AssertionError" in capsys.readouterr().err  # it would be loaded
 
 
 def test_an_expert_of_another_size(folder, capsys):
@@ -134,7 +136,8 @@ def test_rows_of_another_format(folder, capsys):
         (["--set", "family=llamma"], "--set family must be"),
         (["--set", "modules=[nothing]"], "matches no module"),
         (["--prompt", "a photo"], "has no {} for the class name"),
-        (["--merge", "simple_average"], "give the merged model's folder, or --merge"),
+        (["--merge", "simple_average"], "is merged already: leave out it or --merge"),
+        (["--device", "cuda:99"], "--device cuda:99 cannot be used"),
         (["--data", "three=x.jsonl"], "there is no such expert"),
         (["--eval", "one=nothing.jsonl"], "does not exist"),
         (["--expert", "three"], "--expert takes NAME=VALUE"),
@@ -142,6 +145,26 @@ def test_rows_of_another_format(folder, capsys):
 )
 def test_options(folder, capsys, more, message):
     assert message in refusal(capsys, [*words(folder), *more])
+
+
+def test_nothing_to_begin_with(folder, capsys):
+    line = refusal(capsys, words(folder, merged=None))
+    assert "give the merged model's folder, or --merge task_arithmetic:0.3" in line
+    line = refusal(capsys, words(folder, "--merge", "task_arithmetik:1", merged=None))
+    assert "got 'task_arithmetik:1'" in line and "method@method.base_method=..." in line
+
+
+def test_blocks_of_an_interrupted_run(folder, capsys):
+    (folder / "out.blocks").mkdir()
+    (folder / "out.blocks" / "one").write_text("")
+    assert "go on with --resume, or remove it" in refusal(capsys, words(folder))
+
+
+def test_models_that_have_moved_since_the_merge(folder, capsys):
+    recipe(folder, str(folder / "base"), "/models/one")
+    data = ["--data", f"one={folder / 'one.jsonl'}", "--out", str(folder / "out")]
+    line = refusal(capsys, ["calibrate", str(folder / "merged"), *data])
+    assert "mergekit_config.yml" in line and "/models/one" in line and "--expert NAME=DIR" in line
 
 
 def test_an_expert_without_data(folder, capsys):
@@ -157,7 +180,7 @@ def test_data_that_is_not_there(folder, capsys):
 
 def test_data_without_rows(folder, capsys):
     (folder / "two.jsonl").write_text("")
-    assert "two" in refusal(capsys, words(folder))
+    assert "two.jsonl' is empty" in refusal(capsys, words(folder))
 
 
 def test_a_folder_that_is_not_empty(folder, capsys):
