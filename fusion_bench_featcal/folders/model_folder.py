@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal.data.tables import offline_hint
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts.expert_model import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.settings import CalibrationError
 
 Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip"]
 """Kind of models: what their inputs are, and what is evaluated."""
@@ -69,7 +71,8 @@ class ModelFolder:
         """
         try:
             if not self.is_adapter:
-                return SafetensorsExpert(self.folder)
+                stored = SafetensorsExpert(self.folder)
+                return LoadedWhole(self) if self._is_renamed(stored) else stored
             if base is None or base.is_adapter:
                 raise ValueError(f"{self.option} is a LoRA adapter, which needs --base")
             return LoraExpert(SafetensorsExpert(base.folder), self.folder)
@@ -78,6 +81,15 @@ class ModelFolder:
                 f"{self.option}: {error}; only safetensors are read: load the model in "
                 "transformers and save it with save_pretrained"
             ) from error
+
+    def _is_renamed(self, stored: ExpertSource) -> bool:
+        """Tell whether transformers gives its tensors other names than the files have."""
+        empty = self.empty()
+        try:
+            pair_names(self.name, "model", stored, empty.state_dict(), aliases(empty))
+        except CalibrationError:
+            return True
+        return False
 
     @property
     def architecture(self) -> type[nn.Module]:
@@ -105,7 +117,7 @@ class ModelFolder:
             ValueError: If it is of none that can be calibrated here.
         """
         name = self.architecture.__name__
-        if name in _CLIP:
+        if self._is_clip:
             return "clip"
         for kind, names in _mappings().items():
             if name in names:
@@ -120,7 +132,11 @@ class ModelFolder:
         """The class that is calibrated: of a CLIP the vision tower, else the config's own."""
         from transformers import CLIPVisionModel
 
-        return CLIPVisionModel if self.kind == "clip" else self.architecture
+        return CLIPVisionModel if self._is_clip else self.architecture
+
+    @property
+    def _is_clip(self) -> bool:
+        return self.architecture.__name__ in _CLIP
 
     def load(self, kind: Any = None) -> nn.Module:
         """Load the model on the CPU, in the dtype of its files.
@@ -129,13 +145,18 @@ class ModelFolder:
             kind: Its class; None: `calibrated_class`.
 
         Raises:
-            ValueError: If it cannot be loaded.
+            ValueError: If it cannot be loaded, or lacks weights.
         """
         kind = kind or self.calibrated_class
         try:
-            model = kind.from_pretrained(self.folder, dtype="auto", use_safetensors=True)
+            model, found = kind.from_pretrained(
+                self.folder, dtype="auto", use_safetensors=True, output_loading_info=True
+            )
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{self.option} cannot be loaded: {first_line(error)}") from error
+        if found["missing_keys"]:
+            missing = sorted(found["missing_keys"])
+            raise ValueError(f"{self.option} lacks {len(missing)} tensors, such as {missing[0]}")
         return model.eval().requires_grad_(False)
 
     def empty(self) -> nn.Module:
@@ -149,7 +170,7 @@ class ModelFolder:
         try:
             config = AutoConfig.from_pretrained(self.folder)
             dtype = _dtype(config)
-            if self.kind == "clip":
+            if self._is_clip:
                 config = getattr(config, "vision_config", config)
             with torch.device("meta"):
                 return self.calibrated_class(config).to(dtype).eval()
@@ -172,6 +193,43 @@ class ModelFolder:
             for name in tensors.keys() & source.names():
                 tensors[name].copy_(source.tensor(name))
         return model
+
+
+class LoadedWhole:
+    """Weights of a model whose tensors transformers renames: it is loaded when the first is read.
+
+    Attributes:
+        config: Content of its config.json.
+    """
+
+    def __init__(self, model: ModelFolder) -> None:
+        """Refer to a model; names and shapes are those of its class."""
+        self.config = model.config
+        self._model = model
+        self._empty = model.empty().state_dict()
+        self._loaded: dict[str, Tensor] = {}
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._empty)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return tuple(self._empty[name].shape)
+
+    def nbytes(self, name: str) -> int:
+        """Size of one tensor."""
+        return self._empty[name].nbytes
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor of the loaded model.
+
+        Raises:
+            ValueError: If the model cannot be loaded.
+        """
+        if not self._loaded:
+            self._loaded = self._model.load().state_dict()
+        return self._loaded[name]
 
 
 def located(location: str, option: str) -> Path:

@@ -354,6 +354,7 @@ _OPTIONS = (
     (r"method\.checkpoint_dir", "--out"),
     (r"(?<!@)\bmethod\.base_method", "--merge"),
     (r"method=featcal/plus", "--preset plus"),
+    (r"\bset method\.(\w+)", r"give --set \1"),
     (r"(?<!@)\bmethod\.(\w+)=", r"--set \1="),
     (r"(?<!@)\bmethod\.(\w+)", r"--set \1"),
 )
