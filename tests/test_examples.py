@@ -21,6 +21,7 @@ from fusion_bench_featcal.suites import image
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
+@pytest.mark.slow
 def test_a_method_of_one_s_own_needs_one_file_in_the_folder_of_the_run(tmp_path: Path):
     folder = tmp_path / "run"
     _, command = example_files.copy_example("own-method", folder)
