@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from logging import ERROR, NOTSET, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.engine.samples import warn_of_few_samples
 from fusion_bench_featcal.folders.classifiers import open_classifier_task
 from fusion_bench_featcal.folders.language import open_language_task
 from fusion_bench_featcal.folders.model_folder import (
@@ -78,6 +80,8 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    few = getLogger(warn_of_few_samples.__module__)  # the plan names every task's samples
+    few.setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -90,6 +94,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
         datasets.enable_progress_bars()
         datasets.logging.set_verbosity_warning()
+        few.setLevel(NOTSET)
 
 
 @dataclass
