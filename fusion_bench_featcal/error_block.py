@@ -13,6 +13,11 @@ _MOST_LINES = 7
 """Lines of the message: with place and traceback the block stays within ten."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, else the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def error_block(error: BaseException, more: str = "", *, prefix: str = "error") -> str:
     """Describe an error in at most ten lines of the terminal's width.
 

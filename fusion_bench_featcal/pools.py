@@ -9,6 +9,7 @@ import fusion_bench_featcal.compat  # noqa: F401
 from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
 from transformers import AutoConfig
 
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts.vocabulary import keep_common_rows
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -61,7 +62,7 @@ class CausalLMPool(FusionBenchPool):
         except (OSError, ValueError, AttributeError) as error:
             raise CalibrationError(
                 f"model {name!r}: its config, which tells the size of its vocabulary, cannot be "
-                f"read: {str(error).splitlines()[0]}. Check modelpool.models.{name}"
+                f"read: {first_line(error)}. Check modelpool.models.{name}"
             ) from error
 
     def load_model(self, model_name_or_config: Any, *args: Any, **kwargs: Any) -> Any:

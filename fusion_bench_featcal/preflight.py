@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.engine.modules import find_all_modules
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan.advice import size
 from fusion_bench_featcal.plan.estimate import Request, parts_of
@@ -40,7 +41,7 @@ def empty_model(location: str) -> nn.Module:
     except (OSError, ValueError) as error:
         names = ", ".join(sorted(path.name for path in KNOWN.iterdir()))
         raise ValueError(
-            f"no configuration {location!r} ({str(error).splitlines()[0]}); give a folder with "
+            f"no configuration {location!r} ({first_line(error)}); give a folder with "
             f"config.json, a hub id, or one of {names}"
         ) from error
     if config.model_type in ("clip", "clip_vision_model"):

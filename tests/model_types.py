@@ -104,7 +104,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Examined:
-    """What came out of a row.
+    """The outcome of a row.
 
     Attributes:
         family: The family that a calibration with `auto` used.

@@ -27,7 +27,7 @@ NO_TARGET = -100
 
 @dataclass
 class Suite:
-    """What one calibration takes: a base, experts scattered about it, their merger, and inputs.
+    """The inputs of one calibration: a base, experts scattered about it, their merger, and inputs.
 
     Modules whose names end with one of `left` stay as merged.
     """

@@ -48,7 +48,7 @@ class Expected:
 
     @property
     def lacking(self) -> str:
-        """What keeps it from running with the words, for people."""
+        """The reason why it does not run with the words, for people."""
         return {
             NO_FORWARD: "FusionBench's DeepSeek does not run with this transformers",
         }.get(self.then, "transformers 5.6 has no tower inside its model")

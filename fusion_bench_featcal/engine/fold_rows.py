@@ -71,7 +71,7 @@ class FoldRows:
         return self.of_samples(by_sample, fold)
 
     def of_samples(self, features: Tensor, fold: int) -> Tensor:
-        """What one fold's samples have, of `[samples, ...]`."""
+        """Select the values of one fold's samples from `[samples, ...]`."""
         return features[self.offsets[fold] :: len(self.offsets)]
 
     def weights(self, fold: int) -> Tensor | None:

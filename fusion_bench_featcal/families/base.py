@@ -1,5 +1,6 @@
 """The base of all families, and the family whose blocks form a plain chain."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from fusion_bench_featcal.families.mixtures import MixtureView
+from fusion_bench_featcal.settings import CalibrationError
 
 
 class ModelView(Protocol):
@@ -109,6 +111,30 @@ class Family:
             1 for rows that are read, 0 for others, `[batch, positions]`; None: all are.
         """
         return None
+
+
+def two_stages(
+    model: nn.Module, block: re.Pattern[str], lists: tuple[str, str], example: str
+) -> list[list[str]]:
+    """Names of the blocks of a model with two lists of them, in forward order.
+
+    Args:
+        model: The model.
+        block: Pattern of the blocks' whole names.
+        lists: The part of a name that tells each list, in forward order.
+        example: A class with both, for the message.
+
+    Raises:
+        CalibrationError: If the model lacks one of the two.
+    """
+    names = [name for name, _ in model.named_modules() if block.fullmatch(name)]
+    stages = [[name for name in names if f"{part}." in name] for part in lists]
+    if not all(stages):
+        raise CalibrationError(
+            f"{type(model).__name__} has no {lists[0]}.* and {lists[1]}.* both, as {example} has: "
+            "name the blocks with method.family={name: replay, blocks: ...}"
+        )
+    return stages
 
 
 class _Stopped(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.families.base import Family, capture_call, hidden_output
+from fusion_bench_featcal.families.base import Family, capture_call, hidden_output, two_stages
 from fusion_bench_featcal.families.rows import (
     labelled_rows,
     mask_named,
@@ -62,15 +62,8 @@ class T5Family(Family):
         Raises:
             CalibrationError: If the model lacks one of the two.
         """
-        names = [name for name, _ in model.named_modules() if _BLOCK.fullmatch(name)]
-        stages = [[n for n in names if n.startswith(half)] for half in ("encoder.", "decoder.")]
-        if not all(stages):
-            raise CalibrationError(
-                f"{type(model).__name__} has no encoder.block.* and decoder.block.* both, as "
-                "T5ForConditionalGeneration has: name the blocks with method.family={name: "
-                "replay, blocks: ...}"
-            )
-        return stages
+        lists = ("encoder.block", "decoder.block")
+        return two_stages(model, _BLOCK, lists, "T5ForConditionalGeneration")
 
     def ending(self, model: nn.Module, call: T5Call) -> Tensor:
         """The encoder's output, from what its last block gave."""

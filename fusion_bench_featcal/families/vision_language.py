@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.families.base import two_stages
 from fusion_bench_featcal.families.rows import causal_rows, names_of
 from fusion_bench_featcal.families.stack import StackCall, StackFamily, noted_call
 from fusion_bench_featcal.settings import CalibrationError
@@ -35,15 +36,8 @@ class VisionLanguageFamily(StackFamily):
         Raises:
             CalibrationError: If the model lacks one of the two.
         """
-        names = [name for name, _ in model.named_modules() if _BLOCK.fullmatch(name)]
-        stages = [[n for n in names if part in n] for part in ("visual.blocks", "language_model.")]
-        if not all(stages):
-            raise CalibrationError(
-                f"{type(model).__name__} has no visual.blocks.* and language_model.layers.* both, "
-                "as Qwen2VLForConditionalGeneration has: name the blocks with "
-                "method.family={name: replay, blocks: ...}"
-            )
-        return stages
+        lists = ("visual.blocks", "language_model.layers")
+        return two_stages(model, _BLOCK, lists, "Qwen2VLForConditionalGeneration")
 
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> StackCall:
         """Run the model's own forward pass up to a stage, whose blocks stand aside.

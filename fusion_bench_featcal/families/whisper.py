@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.families.base import two_stages
 from fusion_bench_featcal.families.t5 import T5Call, T5Family
-from fusion_bench_featcal.settings import CalibrationError
 
 MODEL_TYPES = ("whisper",)
 """Model types of this shape; tests run each of them."""
@@ -33,15 +33,8 @@ class WhisperFamily(T5Family):
         Raises:
             CalibrationError: If the model lacks one of the two.
         """
-        names = [name for name, _ in model.named_modules() if _BLOCK.fullmatch(name)]
-        stages = [[n for n in names if f"{half}.layers" in n] for half in ("encoder", "decoder")]
-        if not all(stages):
-            raise CalibrationError(
-                f"{type(model).__name__} has no encoder.layers.* and decoder.layers.* both, as "
-                "WhisperForConditionalGeneration has: name the blocks with method.family={name: "
-                "replay, blocks: ...}"
-            )
-        return stages
+        lists = ("encoder.layers", "decoder.layers")
+        return two_stages(model, _BLOCK, lists, "WhisperForConditionalGeneration")
 
     def ending(self, model: nn.Module, call: T5Call) -> Tensor:
         """The encoder's output, from what its last block gave."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -89,9 +90,10 @@ class LanguageTests:
         """Say what accuracy means."""
         written = self.batches.settings.calibration_targets == "generated"
         whose = " that its expert writes" if written else ""
-        what = "tokens" if self._counts_tokens() else "whole answers"
+        what = "tokens" if self._counts_tokens else "whole answers"
         return [f"{task}: accuracy is the share of {what}{whose} that are right"]
 
+    @cached_property
     def _counts_tokens(self) -> bool:
         """Return whether targets are too long to be answered as a whole, or are free text."""
         if self.batches.settings.calibration_targets == "generated":
@@ -121,7 +123,7 @@ class LanguageTests:
             tokens[1] += int(counted.sum())
             exact.append(right.all(dim=1))
         loss = torch.cat(losses).double().mean().item()
-        if self._counts_tokens():
+        if self._counts_tokens:
             return Score(tokens[0] / max(tokens[1], 1), loss, None)
         correct = torch.cat(exact).cpu()
         return Score(correct.double().mean().item(), loss, correct)

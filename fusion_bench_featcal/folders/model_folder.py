@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.tables import offline_hint
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.expert_model import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert
@@ -84,7 +85,7 @@ class ModelFolder:
 
     def _is_renamed(self, stored: ExpertSource) -> bool:
         """Tell whether transformers gives its tensors other names than the files have."""
-        empty = self.empty()
+        empty = self.empty
         try:
             pair_names(self.name, "model", stored, empty.state_dict(), aliases(empty))
         except CalibrationError:
@@ -159,6 +160,7 @@ class ModelFolder:
             raise ValueError(f"{self.option} lacks {len(missing)} tensors, such as {missing[0]}")
         return model.eval().requires_grad_(False)
 
+    @cached_property
     def empty(self) -> nn.Module:
         """The model without weights, on the meta device.
 
@@ -177,17 +179,12 @@ class ModelFolder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.option}: config.json: {first_line(error)}") from error
 
-    def loaded_with(self, base: "ModelFolder | None", like: "ModelFolder") -> nn.Module:
-        """Load an expert whole; a LoRA adapter into the base's weights.
-
-        Args:
-            base: The base model.
-            like: A model of the class that an adapter's model has.
-        """
-        if not self.is_adapter:
+    def loaded_with(self, base: "ModelFolder | None") -> nn.Module:
+        """Load an expert whole; a LoRA adapter into the base's weights."""
+        if base is None or not self.is_adapter:  # without a base adapters were refused
             return self.load()
         source = self.source(base)
-        model = (base or like).load()
+        model = base.load()
         tensors = model.state_dict()
         with torch.no_grad():
             for name in tensors.keys() & source.names():
@@ -206,7 +203,7 @@ class LoadedWhole:
         """Refer to a model; names and shapes are those of its class."""
         self.config = model.config
         self._model = model
-        self._empty = model.empty().state_dict()
+        self._empty = model.empty.state_dict()
         self._loaded: dict[str, Tensor] = {}
 
     def names(self) -> set[str]:
@@ -250,11 +247,6 @@ def located(location: str, option: str) -> Path:
             f"{option}: neither a folder here nor a model that the hub gives "
             f"({first_line(error)}).{offline_hint()}"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, else the name of its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:

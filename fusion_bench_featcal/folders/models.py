@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.engine.modules import find_all_modules
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource
 from fusion_bench_featcal.experts.far_experts import distance_from
 from fusion_bench_featcal.experts.model_config import check_same_function
@@ -81,7 +82,7 @@ class Models:
     @cached_property
     def empty_body(self) -> nn.Module:
         """The calibrated part without weights, on the meta device."""
-        return body_of(self.home.empty(), self.home.kind)
+        return body_of(self.home.empty, self.home.kind)
 
     @cached_property
     def sources(self) -> dict[str, ExpertSource]:
@@ -126,7 +127,7 @@ class Models:
 
     def load_expert(self, task: str) -> nn.Module:
         """Load an expert whole."""
-        return self.experts[task].loaded_with(self.base, self.home)
+        return self.experts[task].loaded_with(self.base)
 
     def _check(self) -> None:
         home, settings = self.home, self.request.settings
@@ -186,7 +187,7 @@ class Models:
             tokenizer = AutoTokenizer.from_pretrained(place)
         except Exception as error:  # whatever the tokenizer's own library raises
             raise ValueError(
-                f"no tokenizer in {place} ({str(error).splitlines()[0]}): name one by --tokenizer"
+                f"no tokenizer in {place} ({first_line(error)}): name one by --tokenizer"
             ) from error
         for expert in self.experts.values():
             differing = differing_tokens(tokenizer, expert.folder)
@@ -214,7 +215,7 @@ class Models:
             return (AutoProcessor if is_whole else AutoImageProcessor).from_pretrained(place)
         except Exception as error:  # whatever its class raises
             raise ValueError(
-                f"no image processor in {place} ({str(error).splitlines()[0]}): name a folder "
+                f"no image processor in {place} ({first_line(error)}): name a folder "
                 "with preprocessor_config.json by --tokenizer"
             ) from error
 

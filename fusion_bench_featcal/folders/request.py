@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import ReportError, prepare_directory
 from fusion_bench_featcal.folders.mergekit import FILE, read_recipe
 from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_settings
@@ -305,7 +306,7 @@ def _device(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"--device {name} cannot be used ({reason}): leave it out") from error
     return name
 

@@ -143,7 +143,7 @@ class Job:
 
     @property
     def has_heads(self) -> bool:
-        """Whether every expert has a head of its own."""
+        """Return whether every expert has a head of its own."""
         return self.models.home.kind in (TEXT_CLASSIFIER, IMAGE_CLASSIFIER)
 
     @property
@@ -305,7 +305,7 @@ def _open_tasks(models: Models, request: Request, processor: Any) -> dict[str, T
 
 def _label2id(expert: ModelFolder) -> dict[str, int]:
     """Number of each class in an expert's head."""
-    config = expert.empty().config if not expert.is_adapter else None
+    config = expert.empty.config if not expert.is_adapter else None
     return dict(getattr(config, "label2id", None) or {})
 
 

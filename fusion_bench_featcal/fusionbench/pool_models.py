@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from torch import nn
 
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertSource, known_bytes
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
@@ -288,7 +289,7 @@ def reason(error: BaseException) -> str:
     """The first line of an error's message, else its class; of what Hydra wraps the cause's."""
     if isinstance(error, HydraException) and error.__cause__ is not None:
         return reason(error.__cause__)
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def import_target(place: str, target: str) -> Any:

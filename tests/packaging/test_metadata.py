@@ -1,4 +1,4 @@
-"""What a package index shows of the package: versions, links and licences."""
+"""The package as an index shows it: versions, links and licences."""
 
 import re
 import runpy
