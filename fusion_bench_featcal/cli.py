@@ -146,6 +146,7 @@ def calibrate_command(options: argparse.Namespace) -> None:
 
 def preflight_command(options: argparse.Namespace) -> None:
     """Say what a calibration will meet, from a model's configuration alone: no weights needed."""
+    from fusion_bench_featcal.plan.dry_run import length_for
     from fusion_bench_featcal.plan.estimate import Request
     from fusion_bench_featcal.preflight import describe, empty_model
     from fusion_bench_featcal.settings import FeatCalSettings
@@ -157,8 +158,8 @@ def preflight_command(options: argparse.Namespace) -> None:
 
             request = run_request(options.words, **lengths)
         else:
-            lengths["length"] = options.length or 512
             model = empty_model(options.words[0])
+            lengths["length"] = length_for(model, options.length)
             request = Request(model, FeatCalSettings(), options.tasks, **lengths)
         print(describe(request))
 
@@ -312,6 +313,10 @@ def _add_commands(parser: argparse.ArgumentParser, commands: dict[str, Any]) -> 
 
 
 _RUNS = {"nargs": "+", "metavar": "RUN", "help": _RUN_HELP}
+_LENGTH = {
+    "type": int, "help": "tokens of a text (max_length, else 512), or an image's side in pixels "
+    "where the model's config names none",
+}  # fmt: skip
 _TARGET_LENGTH = {"type": int, "default": 8, "help": "tokens a target (8)"}
 _JSON = {"action": "store_true"}
 _SUITES = ("clip-vit-mini", "flan-t5-mini", "llama-mini", "resnet-mini")
@@ -388,13 +393,13 @@ _COMMANDS: dict[str, Any] = {
                   "method=featcal/paper_flan_t5), or a configuration: a folder, a hub id, "
                   "flan-t5-base"},
         "--tasks": {"type": int, "default": 8, "help": "tasks, without a pool (8)"},
-        "--length": {"type": int, "help": "tokens a sample (max_length, else 512)"},
+        "--length": _LENGTH,
         "--target-length": _TARGET_LENGTH,
     }),
     "plan": (plan_command, {
         "words": {"nargs": "+", "metavar": "WORD",
                   "help": "words of a run: modelpool=... method=featcal ..."},
-        "--length": {"type": int, "help": "tokens a text (max_length, else 512)"},
+        "--length": _LENGTH,
         "--target-length": _TARGET_LENGTH,
         "--device": {"default": "cpu", "help": "where to calibrate: cpu (default), cuda"},
         "--rates": {"metavar": "FILE",

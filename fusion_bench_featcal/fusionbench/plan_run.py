@@ -32,14 +32,13 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     PoolModels,
 )
 from fusion_bench_featcal.fusionbench.run_results import method_name
+from fusion_bench_featcal.plan.dry_run import LENGTH, length_for, needs_length, takes_images
 from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
 from fusion_bench_featcal.plan.show import one_line, warnings_of
 from fusion_bench_featcal.preflight import empty_model
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
-
-_LENGTH = 512  # tokens of a text where `method.max_length` is null
 
 
 def run_request(
@@ -55,13 +54,14 @@ def run_request(
 
     Args:
         overrides: Words of the command line, such as `modelpool=clip-vit-base-patch32_TA8`.
-        length: Tokens of a text; None: `method.max_length`, else 512.
+        length: Tokens of a text; None: `method.max_length`, else 512. Of models of images whose
+            config names no image size, as ResNet's: the side of an image in pixels.
         target_length: Tokens of an encoder-decoder's target.
         device: Where to calibrate.
 
     Raises:
-        ValueError: If the words name no run, the base model's configuration cannot be found, or
-            the upstream merger exceeds a read budget.
+        ValueError: If the words name no run, the base model's configuration cannot be found, the
+            size of its images is unknown, or the upstream merger exceeds a read budget.
     """
     method, models, fabric = _composed(overrides)
     target = str(method.get("_target_", ""))
@@ -94,7 +94,7 @@ def run_request(
         model=model,
         settings=settings,
         tasks=len(experts),
-        length=length or settings.max_length or _LENGTH,
+        length=length_for(model, length, settings.max_length),
         target_length=target_length,
         held=held,
         base_held=base_held,
@@ -174,13 +174,12 @@ def log_plan(
 
     Returns:
         The plan, of a `Request` with the attributes `known` besides; None where none can be made,
-        which is no reason not to run: of texts whose length is unknown (no `method.max_length`), or
-        of a model of unknown inputs.
+        which is no reason not to run: of texts whose length is unknown (no `method.max_length`), of
+        images whose size is, or of a model of unknown inputs.
     """
-    is_text = getattr(merged, "main_input_name", None) == "input_ids"
-    if settings.max_length is None and is_text:
+    if needs_length(merged) and (settings.max_length is None or takes_images(merged)):
         return None
-    known = {"loaded": 1, "length": settings.max_length or _LENGTH, **known}
+    known = {"loaded": 1, "length": settings.max_length or LENGTH, **known}
     try:
         model = hollow_copy(merged).to("meta")
         plan = estimate(Request(model, settings, tasks, device=device, **known))

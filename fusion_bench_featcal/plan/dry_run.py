@@ -29,6 +29,9 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan.metering import metered
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
+LENGTH = 512
+"""Tokens of a text of unknown length."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -228,7 +231,13 @@ def _carried(batch: Batch) -> int:
 
 
 def example_inputs(model: nn.Module, samples: int, length: int, target_length: int) -> Any:
-    """A batch of a model's inputs on the meta device; `length` counts the tokens of a text.
+    """A batch of a model's inputs on the meta device.
+
+    Args:
+        model: The model.
+        samples: Number of samples.
+        length: Tokens of a text; pixels of an image's side where the model's config names none.
+        target_length: Tokens of an encoder-decoder's target.
 
     Raises:
         ValueError: If the model has no config.
@@ -239,8 +248,9 @@ def example_inputs(model: nn.Module, samples: int, length: int, target_length: i
             f"{type(model).__name__} has no config that tells its inputs; featcal plan knows the "
             "models of transformers"
         )
-    if hasattr(config, "image_size"):
-        side, channels = config.image_size, getattr(config, "num_channels", 3)
+    if takes_images(model):
+        side = getattr(config, "image_size", length)
+        channels = getattr(config, "num_channels", 3)
         return {"pixel_values": torch.empty(samples, channels, side, side, device="meta")}
     ids = torch.empty(samples, length, dtype=torch.long, device="meta")
     if getattr(model, "main_input_name", "") == "input_features":  # Whisper's convolutions halve
@@ -250,6 +260,33 @@ def example_inputs(model: nn.Module, samples: int, length: int, target_length: i
     if getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids, "labels": ids.new_empty(samples, target_length)}
     return {"input_ids": ids}
+
+
+def takes_images(model: nn.Module) -> bool:
+    """Tell whether a model's inputs are images."""
+    images = getattr(model, "main_input_name", None) == "pixel_values"
+    return images or hasattr(getattr(model, "config", None), "image_size")
+
+
+def needs_length(model: nn.Module) -> bool:
+    """Tell whether the size of a model's inputs does not follow from its config."""
+    if takes_images(model):
+        return not hasattr(getattr(model, "config", None), "image_size")
+    return getattr(model, "main_input_name", None) == "input_ids"
+
+
+def length_for(model: nn.Module, given: int | None, max_length: int | None = None) -> int:
+    """Size of a model's inputs for `example_inputs`: as given, else `max_length`, else 512.
+
+    Raises:
+        ValueError: If the model takes images, and neither its config nor `given` tells their size.
+    """
+    if given is None and takes_images(model) and needs_length(model):
+        raise ValueError(
+            f"the config of {type(model).__name__} names no image size: give the side of an image "
+            "in pixels by --length, such as --length 224"
+        )
+    return given or max_length or LENGTH
 
 
 def without_masks(inputs: Any) -> Any:

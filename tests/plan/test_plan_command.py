@@ -30,6 +30,18 @@ def test_suite_and_its_overrides(
     assert "samples_per_task=16" in shown
 
 
+def test_network_whose_config_names_no_image_size(capsys: pytest.CaptureFixture[str]):
+    words = ["plan", "modelpool=resnet-mini_TA3", "--json"]
+    features = []
+    for side in ("28", "56"):
+        assert main([*words, "--length", side]) == 0
+        features.append(json.loads(capsys.readouterr().out)["parts"]["activations"])
+    assert 3.5 < features[1] / features[0] < 4.5
+    for command in (words, ["preflight", "modelpool=resnet-mini_TA3"]):
+        assert main(command) == 2
+        assert "names no image size: give the side" in capsys.readouterr().err
+
+
 def test_file_of_rates_is_ignored_and_said_so(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert main(["plan", POOL, "--json", "--rates", str(tmp_path / "rates.json")]) == 0
     assert "--rates has no effect" in capsys.readouterr().err
