@@ -6,6 +6,7 @@ NEWEST ?= .venv-newest
 OPEN_CLIP ?= .venv-open-clip
 LLM ?= .venv-llm
 MATRIX ?= .venv-matrix
+DOCS ?= .venv-docs
 PIP_ARGS ?=
 RUNS ?= outputs/demo-full
 COMPARISONS ?= outputs/compare-full
@@ -18,7 +19,7 @@ comma := ,
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full test test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables robust mutations nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full test test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +44,13 @@ $(OPEN_CLIP)/.installed: pyproject.toml constraints.txt constraints-open-clip.tx
 $(LLM)/.installed: pyproject.toml constraints.txt | $(LLM)/bin/python
 	$(call install,$(LLM),constraints.txt,test$(comma)llm)
 
+$(VENV)/.installed-notebook: $(VENV)/.installed
+	$(call install,$(VENV),constraints.txt,notebook)
+
+# The site's tools only: pages of the API are made without importing the package.
+$(DOCS)/.installed: constraints-docs.txt | $(DOCS)/bin/python
+	$(DOCS)/bin/python -m pip install --constraint constraints-docs.txt $(PIP_ARGS) latex2mathml mkdocs-material 'mkdocstrings[python]' nbconvert ruff && touch $@
+
 venv: $(VENV)/.installed-dev ## make .venv with everything for development
 
 demo: $(VENV)/.installed ## merge the bundled six-task CLIP, calibrate it, print the table
@@ -62,6 +70,19 @@ compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 
 
 tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's and compare-full's runs if there are any
 	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS)) $(if $(wildcard $(COMPARISONS)/tables),--comparisons $(COMPARISONS))
+
+docs: $(DOCS)/.installed ## build the documentation site in site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	$(DOCS)/bin/python scripts/check_site.py site
+
+docs-serve: $(DOCS)/.installed ## show the documentation at localhost:8000, up to date with its files
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
+
+notebook: $(VENV)/.installed-notebook ## run examples/walkthrough.ipynb; with KEEP=1 keep its new outputs
+	$(BIN)/python scripts/run_notebook.py $(if $(KEEP),,--check)
+
+reproduce: $(VENV)/.installed ## what of the paper the bundled suites can repeat (hours); PAPER=1: with hub weights
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python scripts/reproduce.py $(if $(PAPER),--paper)
 
 # Without the checks of tensor shapes in core, which plain pytest and test-newest make.
 test: $(VENV)/.installed ## run the tests but the slowest: offline, on the CPU, in minutes
@@ -121,7 +142,7 @@ robust: $(VENV)/.installed ## kill and resume 50 runs, 1000 random settings, att
 mutations: $(VENV)/.installed ## small mistakes in the package, each of which a test must notice
 	$(BIN)/python benchmarks/mutations.py
 
-nightly: check test-slow test-newest test-open-clip test-llm test-matrix robust mutations build demo-full ## everything
+nightly: check docs notebook test-slow test-newest test-open-clip test-llm test-matrix robust mutations build demo-full ## everything
 
 clean: ## remove environments, builds and caches; run folders stay
-	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) $(LLM) $(MATRIX) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) $(OPEN_CLIP) $(LLM) $(MATRIX) $(DOCS) build site dist .pytest_cache .ruff_cache

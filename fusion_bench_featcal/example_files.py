@@ -47,6 +47,11 @@ EXAMPLES = {
         "calibration in Python, without FusionBench",
         ("python python_api.py",),
     ),
+    "walkthrough": Example(
+        "walkthrough.ipynb",
+        "a notebook: drift of a merged model, block by block, and what calibration does to it",
+        ("jupyter execute --inplace walkthrough.ipynb",),
+    ),
     "demo-full": Example(
         "demo_full.sh",
         "two mergers, three draws of samples, every bundled suite; tables with intervals",

@@ -1,4 +1,4 @@
-"""Runs the commands of README.md word by word, in order, from the repository root.
+"""Runs the commands of README.md and docs/install.md word by word, from the repository root.
 
     python scripts/readme_commands.py [--list]
 
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/install.md")
 BLOCK = re.compile(r"^<!-- ci -->\n```(?:bash|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "<!-- ci -->"
 
@@ -28,19 +29,24 @@ def command_blocks(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Runs the blocks of README.md, or prints them with --list."""
-    blocks = command_blocks((ROOT / "README.md").read_text(encoding="utf-8"))
-    if not blocks:
-        sys.exit("README.md has no command block marked for CI")
-    for block in blocks:
-        print(f"--- README.md:\n{block}", end="", flush=True)
-        if "--list" in sys.argv:
-            continue
-        start = time.monotonic()
-        code = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=ROOT).returncode
-        print(f"--- exit code {code} after {time.monotonic() - start:.0f} s", flush=True)
-        if code:
-            sys.exit(code)
+    """Runs the blocks of all pages in order, or prints them with --list."""
+    for page in PAGES:
+        blocks = command_blocks((ROOT / page).read_text(encoding="utf-8"))
+        if not blocks:
+            sys.exit(f"{page} has no command block marked for CI")
+        for block in blocks:
+            print(f"--- {page}:\n{block}", end="", flush=True)
+            if "--list" not in sys.argv:
+                run(block)
+
+
+def run(block: str) -> None:
+    """Run a block; end with its exit code if it fails."""
+    start = time.monotonic()
+    code = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=ROOT).returncode
+    print(f"--- exit code {code} after {time.monotonic() - start:.0f} s", flush=True)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ named in PARTS. `--check` changes nothing and fails where a part is stale.
 """
 
 import argparse
-import csv
 import json
 import re
 import shutil
@@ -18,12 +17,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import paper_tables
 from comparison_tables import (
     columns_table,
     costs_table,
     grid_table,
     tasks_table,
 )
+from gallery import gallery
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -58,40 +59,9 @@ def provenance(folder: Path) -> str:
     )
 
 
-def paper_clip() -> str:
-    """The paper's averages for CLIP with eight tasks, from the table shipped with the package."""
-    averages = {}
-    path = ROOT / "fusion_bench_featcal" / "results" / "paper_results.csv"
-    with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["metric"] == "average":
-                key = (row["setting"], row["upstream"], row["post_merging"])
-                averages[key] = (row["value"], row["source"])
-    lines = [
-        "| suite | merged by | merged | + FeatCal | experts | source |",
-        "|---|---|--:|--:|--:|---|",
-    ]
-    for suite in ("clip-vit-base-patch32_TA8", "clip-vit-large-patch14_TA8"):
-        experts, _ = averages[suite, "", "experts"]
-        for upstream in ("simple_average", "task_arithmetic", "adamerging", "wudi"):
-            merged, source = averages[suite, upstream, ""]
-            featcal, _ = averages[suite, upstream, "featcal"]
-            lines.append(f"| {suite} | {upstream} | {merged} | {featcal} | {experts} | {source} |")
-    return "\n".join(lines)
-
-
 def yaml_file(path: str) -> str:
     """A shipped YAML file, quoted whole."""
     return f"```yaml\n{(ROOT / path).read_text(encoding='utf-8').strip()}\n```"
-
-
-def own_task() -> str:
-    """The YAML of docs/tasks.md that a test runs."""
-    text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
-    block = re.search(r"<!-- own-task -->\n(```yaml\n.*?^```$)", text, re.DOTALL | re.MULTILINE)
-    if block is None:
-        sys.exit("docs/tasks.md has no YAML block marked own-task")
-    return block[1]
 
 
 SUITES = {
@@ -137,7 +107,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-flan-t5-mini": lambda: combined_table("flan-t5-mini"),
     "results-llama-mini": lambda: combined_table("llama-mini"),
     "results-resnet-mini": lambda: combined_table("resnet-mini"),
-    "paper-clip": paper_clip,
+    "gallery": gallery,
+    "paper-commands": paper_tables.commands_part,
+    "paper-plans": paper_tables.plans_table,
+    "paper-averages": paper_tables.averages_table,
+    "paper-samples": paper_tables.samples_table,
+    "paper-corrupted": paper_tables.corruption_table,
+    "paper-cost": paper_tables.cost_table,
     "plus": lambda: (ROOT / "benchmarks/results/plus.md").read_text(encoding="utf-8").strip(),
     "plus-grid": lambda: (
         (ROOT / "benchmarks/results/plus_grid.md").read_text("utf-8").partition("\n\n**")[0]
@@ -149,7 +125,6 @@ PARTS: dict[str, Callable[[], str]] = {
         (ROOT / "benchmarks/results/pools.md").read_text("utf-8").partition("\n\n**")[0]
     ),
     "mergers": lambda: (ROOT / "benchmarks/results/mergers.md").read_text("utf-8").strip(),
-    "own-task": own_task,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
 }
 
@@ -203,7 +178,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--runs", type=Path, help="take new tables from this demo-full folder")
     parser.add_argument("--comparisons", type=Path, help="and these from a compare-full folder")
+    parser.add_argument("--plans", action="store_true", help="estimate the paper's runs anew")
     options = parser.parse_args()
+    if options.plans:
+        paper_tables.keep_plans()
     if options.runs:
         keep_results(options.runs)
     if options.comparisons:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,8 @@ def folder_with_own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """A folder with the model pools that the docs describe, to start in."""
     block = OWN_TASK.search(_page("tasks.md"))
     assert block
+    # The tutorial on families starts in a copy of this example.
+    shutil.copytree(REPOSITORY / "examples" / "own_family" / "config", tmp_path / "config")
     pools = tmp_path / "config" / "modelpool"
     pools.mkdir(parents=True)
     (pools / "my_pool.yaml").write_text(block[1])

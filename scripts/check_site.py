@@ -1,0 +1,75 @@
+"""Check that pages of a built site fetch nothing from elsewhere, and that formulas were rendered.
+
+    python scripts/check_site.py [site]
+
+Ordinary links may lead anywhere. Exit code 1 where something is found.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+FETCHED = {
+    "script": ("src",), "img": ("src", "srcset"), "iframe": ("src",), "source": ("src", "srcset"),
+    "video": ("src", "poster"), "audio": ("src",), "embed": ("src",), "object": ("data",),
+    "link": ("href",),
+}  # fmt: skip
+HARMLESS = {"canonical", "prev", "next", "alternate", "license"}  # of links: a browser fetches none
+ELSEWHERE = re.compile(r"^\s*(?:[a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
+STYLE_URL = re.compile(r"""(?:url\(\s*|@import\s+)["']?([^"')\s;]+)""")
+
+
+class _Page(HTMLParser):
+    """Collects addresses that a browser would fetch, and formulas left as they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Look at one element."""
+        values = {name: value or "" for name, value in attrs}
+        classes = values.get("class", "").split()
+        self.found += [f"class {name}" for name in ("arithmatex", "mermaid") if name in classes]
+        if tag == "link" and set(values.get("rel", "").split()) & HARMLESS:
+            return
+        for name in FETCHED.get(tag, ()):
+            if ELSEWHERE.match(values.get(name, "")):
+                self.found.append(f"{tag} {name}={values[name]}")
+        self.found += _from_elsewhere(values.get("style", ""))
+
+
+def _from_elsewhere(style: str) -> list[str]:
+    return [f"style {address}" for address in STYLE_URL.findall(style) if ELSEWHERE.match(address)]
+
+
+def problems(site: Path) -> Iterator[str]:
+    """One line for each thing that a page fetches from elsewhere or that was not rendered."""
+    pages = sorted(site.rglob("*.html"))
+    if not pages:
+        yield f"{site} has no pages"
+    for path in pages:
+        page, text = _Page(), path.read_text(encoding="utf-8")
+        page.feed(text)
+        styles = re.findall(r"<style[^>]*>(.*?)</style>", text, re.DOTALL)
+        for what in (*page.found, *(found for style in styles for found in _from_elsewhere(style))):
+            yield f"{path.relative_to(site)}: {what}"
+    for path in sorted(site.rglob("*.css")):
+        for what in _from_elsewhere(path.read_text(encoding="utf-8")):
+            yield f"{path.relative_to(site)}: {what}"
+    if not (site / "search" / "search_index.json").is_file():
+        yield f"{site} has no search index"
+
+
+def main() -> None:
+    """Check the site."""
+    site = Path(sys.argv[1] if len(sys.argv) > 1 else "site")
+    found = list(problems(site))
+    print("\n".join(found) or f"{site}: everything that its pages fetch is inside")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

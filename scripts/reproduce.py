@@ -1,0 +1,116 @@
+"""The paper's tables and figures as commands: list them, or run those of the bundled suites.
+
+    python scripts/reproduce.py [--list] [--paper] [--out outputs/reproduce]
+
+`--paper` runs the commands with weights and data from the Hugging Face hub as well. Finished parts
+stay: repeat the command to go on. Commands of methods that this version lacks are named and left
+out; one that fails does not stop the others.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CLIP = ("clip-vit-mini_TA6",)
+TEXTS = ("flan-t5-mini_TA6", "llama-mini_TA6")
+B32, L14 = "clip-vit-base-patch32", "clip-vit-large-patch14"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table or figure of the paper: a method, bundled suites, and the paper's.
+
+    Attributes:
+        name: Folder of its results.
+        places: Tables and figures.
+        content: Their content.
+        method: Value of `method`.
+        bundled: Model pools that come with the package.
+        hub: The paper's model pools, with further words of their commands.
+    """
+
+    name: str
+    places: str
+    content: str
+    method: str
+    bundled: tuple[str, ...]
+    hub: tuple[str, ...]
+
+    @property
+    def exists(self) -> bool:
+        """Whether this version has the method."""
+        return (ROOT / "config" / "method" / f"{self.method}.yaml").is_file()
+
+    def commands(self, pools: tuple[str, ...]) -> list[str]:
+        """One command for each model pool."""
+        return [f"fusion_bench method={self.method} modelpool={pool}" for pool in pools]
+
+
+ITEMS = (
+    Item(
+        "clip", "Tables 1, 2, 7 to 11", "accuracy on CLIP: mergers, with each post-merging method",
+        "compare", CLIP,
+        tuple(f"{model}_{suite}" for suite in ("TA8", "TALL14", "TALL20") for model in (B32, L14)),
+    ),
+    Item(
+        "texts", "Tables 3, 4, 14", "accuracy on FLAN-T5 and Llama", "compare", TEXTS,
+        ("flan-t5-base_glue", "flan-t5-large_glue_lora", "mergebench_llama-3.2-3b-instruct",
+         "mergebench_llama-3.1-8b-instruct"),
+    ),
+    Item("cost", "Tables 5, 13", "seconds, GPU energy and host memory of the calibration",
+         "study/cost", CLIP, (f"{B32}_TA8",)),
+    Item("corruption", "Table 6, Figure 4", "corrupted calibration images, clean tests",
+         "study/corruption", CLIP, (f"{B32}_TA8",)),
+    Item("samples", "Table 12, Figure 3", "samples a task, from 8 to 512", "study/samples",
+         (*CLIP, *TEXTS), (f"{B32}_TA8",)),
+    Item("sweep", "Figure 5", "lambda, alpha and rho", "study/sweep", CLIP, (f"{B32}_TA8",)),
+    Item("diagnose", "Figures 1, 2, 6, 7",
+         "drift by block, cosine to the experts, projections of features", "diagnose", CLIP,
+         (f"{B32}_TA8",)),
+    Item("tasks", "-", "number of tasks", "study/tasks", ("clip-vit-mini_all8",),
+         (f"{B32}_TALL20",)),
+    Item("transfer", "-", "calibration images from another data set", "study/transfer", CLIP,
+         (f"{B32}_TA8",)),
+    Item("ablation", "-", "parts of the method alone", "study/ablation", (*CLIP, *TEXTS),
+         (f"{B32}_TA8",)),
+)  # fmt: skip
+
+
+def run(item: Item, pools: tuple[str, ...], out: Path) -> list[str]:
+    """Run an item on pools; the commands that failed."""
+    failed = []
+    for command in item.commands(pools):
+        folder = out / item.name / command.rpartition("=")[2]
+        print(f"--- {item.places}: {command}", flush=True)
+        words = [*shlex.split(command), f"path.log_dir={folder}"]
+        if subprocess.run(words, cwd=ROOT).returncode:
+            failed.append(command)
+    return failed
+
+
+def main() -> None:
+    """List or run the commands."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--list", action="store_true", help="print the commands")
+    parser.add_argument("--paper", action="store_true", help="with weights of the hub, too")
+    parser.add_argument("--out", type=Path, default=Path("outputs/reproduce"))
+    options = parser.parse_args()
+    failed = []
+    for item in ITEMS:
+        pools = item.bundled + (item.hub if options.paper else ())
+        if options.list:
+            print(f"# {item.places}: {item.content}", *item.commands(pools), sep="\n")
+        elif item.exists:
+            failed += run(item, pools, options.out)
+        else:
+            print(f"--- {item.places}: left out, this version has no method={item.method}")
+    if failed:
+        sys.exit("\n".join(["failed:", *failed]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Hooks of MkDocs for the documentation site (`make docs`).
+
+Pages in docs/ link to other files of the repository. The site gets a page for each of these below
+`repository/`, so that no link leaves it. Formulas become MathML, which needs no script and no font.
+"""
+
+import html
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files
+from pymdownx.slugs import slugify
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^()\s#]+)((?:#[^()\s]*)?\))")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>', re.DOTALL)
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash"}
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
+
+
+def on_config(config: Any) -> Any:
+    """Give headings the anchors that code hosts give them."""
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    return config
+
+
+def site_path(source: Path) -> str:
+    """Path on the site of a file of the repository (Markdown, before it is rendered)."""
+    name = source.relative_to(ROOT).as_posix()
+    if name.startswith("docs/") and source.is_file():
+        return name.removeprefix("docs/")
+    return f"repository/{name}" + ("" if source.suffix == ".md" else ".md")
+
+
+def relinked(text: str, source: Path) -> str:
+    """A page's text with links to where the site has their targets."""
+    place = Path("/", site_path(source)).parent
+
+    def lead(match: re.Match[str]) -> str:
+        target = (source.parent / match[2]).resolve()
+        if not target.exists() or ROOT not in target.parents:
+            return match[0]  # MkDocs reports it
+        return f"{match[1]}{os.path.relpath(Path('/', site_path(target)), place)}{match[3]}"
+
+    return LINK.sub(lead, text)
+
+
+def linked_files(page: Path, seen: set[Path]) -> Iterator[Path]:
+    """Files and folders that a page links to and MkDocs does not have, also by way of others."""
+    for _, name, _ in LINK.findall(page.read_text(encoding="utf-8")):
+        target = (page.parent / name).resolve()
+        inside = ROOT / "docs" in target.parents and target.is_file()
+        if target in seen or inside or not target.exists() or ROOT not in target.parents:
+            continue
+        seen.add(target)
+        yield target
+        if target.suffix == ".md":
+            yield from linked_files(target, seen)
+
+
+def folder_page(folder: Path) -> str:
+    """A list of a folder's Markdown files, or of all its files if it has none."""
+    files = sorted(path for path in folder.rglob("*.md") if path.is_file())
+    lines = [f"- [{f.relative_to(folder)}]({os.path.relpath(f, folder.parent)})" for f in files]
+    names = (path for path in sorted(folder.iterdir()) if not path.name.startswith("__"))
+    return "\n".join([f"# {folder.name}", "", *(lines or [f"- `{path.name}`" for path in names])])
+
+
+def notebook_page(source: Path, config: Any) -> tuple[str, list[File]]:
+    """A notebook as Markdown, and its pictures."""
+    from nbconvert import MarkdownExporter
+
+    text, resources = MarkdownExporter().from_filename(str(source))
+    text = relinked(text, source)
+    folder = f"{site_path(source)}_files"
+    pictures = []
+    for name, content in resources["outputs"].items():
+        text = text.replace(f"({name})", f"({Path(folder).name}/{name})")
+        pictures.append(File.generated(config, f"{folder}/{name}", content=content))
+    return text, pictures
+
+
+def repository_files(source: Path, config: Any) -> list[File]:
+    """The page of a file outside docs/, with what belongs to it."""
+    name, more = source.relative_to(ROOT).as_posix(), []
+    if source.is_dir():
+        text = folder_page(source)
+        more = [f for page in source.rglob("*.md") for f in repository_files(page, config)]
+        more = [] if ROOT / "docs" in source.parents else more
+    elif source.suffix == ".ipynb":
+        text, more = notebook_page(source, config)
+    else:
+        text = source.read_text(encoding="utf-8")
+    if source.is_file() and source.suffix not in (".md", ".ipynb"):
+        text = f"# {name}\n\n~~~~{LANGUAGES.get(source.suffix, 'text')}\n{text}\n~~~~\n"
+    elif source.suffix != ".ipynb":
+        text = UNSEARCHED + relinked(text, source)
+    return [File.generated(config, site_path(source), content=text), *more]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files of the repository that pages link to."""
+    seen: set[Path] = set()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for target in linked_files(page, seen):
+            for file in repository_files(target, config):
+                if file.src_uri not in files.src_uris:
+                    files.append(file)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead links to other files of the repository to their pages."""
+    uri = page.file.src_uri
+    return markdown if uri.startswith("repository/") else relinked(markdown, ROOT / "docs" / uri)
+
+
+def on_page_content(html_text: str, **_: Any) -> str:
+    """Turn formulas into MathML."""
+
+    def formula(match: re.Match[str]) -> str:
+        if match[1] == "span":
+            return convert(html.unescape(match[2]))
+        return f'<div class="formula">{convert(html.unescape(match[2]), display="block")}</div>'
+
+    return FORMULA.sub(formula, html_text)
