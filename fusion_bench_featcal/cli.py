@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal import __version__
+from fusion_bench_featcal.report_verbs import plot_command, report_command
 
 _RUN_HELP = "log directory of a run, or a folder with several below it"
 
@@ -55,48 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         more = "traceback: set HYDRA_FULL_ERROR=1"
         print(error_block(error, more, prefix="featcal: error"), file=sys.stderr)
     return 2
-
-
-def report_command(options: argparse.Namespace) -> None:
-    """Print (and with --out write) the tables of runs and comparisons from what they left."""
-    from fusion_bench_featcal.results import Report, views
-    from fusion_bench_featcal.results.against import show_against
-    from fusion_bench_featcal.results.find import find
-    from fusion_bench_featcal.results.summary import summarise
-
-    folders = find(options.runs)
-    if not folders.runs:
-        raise UsageError(f"no run in or below {', '.join(options.runs)}")
-    summary = summarise(folders.runs, folders.failed)
-    if options.against:
-        show_against(summary, options.against)
-        return
-    write = views.write_side_by_side if folders.comparisons else views.write_combined
-    # Write first: a reader who sees the table can rely on the files.
-    written = write(summary, options.out, "--out") if options.out else None
-    if folders.comparisons:
-        views.show_side_by_side(summary)
-    else:
-        if len(folders.runs) == 1:
-            # One run's own table has its tasks, and what made it.
-            Report.load(folders.runs[0]).show()
-        views.show_combined(summary, tasks=len(folders.runs) > 1)
-    if written:
-        print(f"written: {written.parent}")
-
-
-def plot_command(options: argparse.Namespace) -> None:
-    """Draw the figures of runs and comparisons: into each one's folder, or below --out."""
-    from fusion_bench_featcal.results.comparison_figures import plot_comparison
-    from fusion_bench_featcal.results.figures import plot_run
-    from fusion_bench_featcal.results.find import find
-
-    folders = find(options.runs)
-    places = [*folders.runs, *folders.comparisons]
-    for place, folder in zip(places, _figure_folders(places, options.out), strict=True):
-        draw = plot_comparison if place in folders.comparisons else plot_run
-        for path in draw(place, folder):
-            print(path)
 
 
 def explain_command(options: argparse.Namespace) -> int:
@@ -276,17 +235,6 @@ def example_command(options: argparse.Namespace) -> None:
     print("\n".join(commands))
 
 
-def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:
-    """One folder per run below `out`, named by what tells the runs apart."""
-    if out is None:
-        return [None] * len(runs)
-    if len(runs) == 1:
-        return [Path(out)]
-    places = [run.resolve() for run in runs]
-    shared = os.path.commonpath(places)
-    return [Path(out) / place.relative_to(shared) for place in places]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="featcal",
@@ -374,6 +322,8 @@ _COMMANDS: dict[str, Any] = {
     "report": (report_command, {
         "runs": _RUNS,
         "--out": {"metavar": "DIR", "help": "also write report.{json,csv,md} there"},
+        "--html": {"metavar": "FILE", "help": "write one page with tables and figures instead, to "
+                   "open in a browser"},
         "--against": {"metavar": "ROW", "help": "only the differences of all rows from one "
                       "(task_arithmetic/featcal), with Holm's correction; of runs of several "
                       "suites, over these"},

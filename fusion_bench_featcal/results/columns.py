@@ -1,6 +1,6 @@
 """Columns of the tables and CSV files of several runs: a row's cells by the column's name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .cost import (
@@ -16,7 +16,7 @@ from .cost import (
     UNSEEN_TASKS,
 )
 from .items import Interval
-from .long_table import AVERAGE, BASE, NORMALISED
+from .long_table import AVERAGE, BASE, NORMALISED, UNAVAILABLE
 from .summary import SummaryRow
 from .tables import ABSENT, percent, with_unit, worst_cells
 
@@ -65,6 +65,20 @@ def cost_cells(row: SummaryRow) -> dict[str, str]:
         "samples": row.samples or ABSENT,
         "seeds": ", ".join(map(str, row.seeds)) or ABSENT,
     }
+
+
+def task_cells(row: SummaryRow) -> dict[str, str]:
+    """Accuracy of each task, with its deviation over runs."""
+    return {
+        task: _spread(percent(row.accuracy[task]), (row.deviation or {}).get(task))
+        for task in row.tasks
+    }
+
+
+def telling_columns(lines: Sequence[Mapping[str, str]]) -> list[str]:
+    """Columns of the lines, without those in which no line has a value."""
+    empty = {ABSENT, UNAVAILABLE}
+    return [column for column in lines[0] if not {line[column] for line in lines} <= empty]
 
 
 def csv_cells(row: SummaryRow) -> dict[str, Any]:

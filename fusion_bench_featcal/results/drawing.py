@@ -75,9 +75,10 @@ def marks(names: Sequence[str], upstream: str | None) -> dict[str, dict[str, Any
         if name in presets:
             return {"color": PALETTE[5], "marker": _PRESETS[presets.index(name) % len(_PRESETS)]}
         if name in others:
-            place = others.index(name)
-            colour = PALETTE[2 + place % (len(PALETTE) - 2)]
-            return {"color": colour, "marker": _OTHERS[place % len(_OTHERS)]}
+            place, colours = others.index(name), PALETTE[2:]
+            # A colour comes back with another shape.
+            shape = _OTHERS[(place + place // len(colours)) % len(_OTHERS)]
+            return {"color": colours[place % len(colours)], "marker": shape}
         colour, shape = _METHODS[name.removesuffix(_HOLLOW)]
         hollow = {"markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.5,
                   "markersize": 6.5}  # fmt: skip

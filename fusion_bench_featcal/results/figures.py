@@ -1,6 +1,6 @@
 """Figures of one run: accuracy per task, drift per block, and losses of trainings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from .drawing import (
     save_figures,
     style,
 )
-from .long_table import AVERAGE, EXPERTS, FEATCAL, is_repair
+from .long_table import AVERAGE, EXPERTS, FEATCAL, file_suffix, is_repair
 from .report import Report
 from .tables import short_names
 
@@ -43,18 +43,23 @@ def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--o
     title = f"{report.suite}, merged by {report.upstream}" if report.upstream else report.suite
     figures = {"accuracy": accuracy_figure(report, title)}
     held_out: dict[str, list[dict[str, Any]]] = {}
-    for log in sorted(run.glob(f"{CALIBRATION_LOG}*.jsonl")):
-        preset = log.stem.removeprefix(CALIBRATION_LOG)
-        row = FEATCAL + preset.replace(".", ":", 1)
-        if records := drift_records(log):
-            figures[f"drift{preset}"] = drift_figure(records, f"{title}: {row}")
-        if records := held_out_records(log):
-            held_out[row] = records
+    for row, records, later in calibration_logs(run):
+        if records:
+            figures[f"drift{file_suffix(row)}"] = drift_figure(records, f"{title}: {row}")
+        if later:
+            held_out[row] = later
     if held_out:
         figures["depth"] = depth_figure(held_out, title)
     if curves := load_curves(run):
         figures["convergence"] = convergence_figure(curves, title)
     return save_figures(figures, run, out, setting)
+
+
+def calibration_logs(run: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """Yield each calibrated row of a run, its records of drift and those of held-out samples."""
+    for log in sorted(run.glob(f"{CALIBRATION_LOG}*.jsonl")):
+        row = FEATCAL + log.stem.removeprefix(CALIBRATION_LOG).replace(".", ":", 1)
+        yield row, drift_records(log), held_out_records(log)
 
 
 def accuracy_figure(report: Report, title: str = "") -> "Figure":
@@ -150,7 +155,7 @@ def _block_figure(
 ) -> "Figure":
     """Draw lines over blocks, given each one's name, records, their key, colour and mark."""
     blocks = list(dict.fromkeys(record["block"] for record in lines[0][1]))
-    labels = _short_blocks(blocks)
+    labels = short_blocks(blocks)
     with style():
         figure = new_figure(max(4.8, min(12.0, 2.4 + 0.36 * len(blocks))), 3.8)
         axes = figure.subplots()
@@ -184,7 +189,7 @@ def _draw_drift(
     axes.plot(means, color=colour, linewidth=2.2, markersize=6, markeredgecolor="white")
 
 
-def _short_blocks(blocks: Sequence[str]) -> list[str]:
+def short_blocks(blocks: Sequence[str]) -> list[str]:
     """Drop the parts that all block names share: `encoder.layers.3` among layers becomes `3`."""
     parts = [block.split(".") for block in blocks]
     if len(blocks) < 2 or len(set(map(len, parts))) > 1:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
 from fusion_bench_featcal.json_files import plain
 
-from .columns import accuracy_cells, average_cells, cost_cells, csv_cells, number, with_limits
+from .columns import (
+    accuracy_cells,
+    average_cells,
+    cost_cells,
+    csv_cells,
+    number,
+    telling_columns,
+    with_limits,
+)
 from .differences import (
     DIFFERENCES_FILE,
     LOSS,
@@ -29,7 +37,6 @@ from .schema import SCHEMA, SIDE_BY_SIDE_KIND
 from .summary import Summary, SummaryRow
 from .tables import (
     ABSENT,
-    WORST,
     Grid,
     accuracy_grid,
     console,
@@ -171,7 +178,7 @@ def show_side_by_side(summary: Summary) -> None:
         for title, grid in _side_by_side_grids(summary)
         for table in titled(f"{suite}: {title}", grid.split(width))
     ]
-    print_page(tables, _sentences(summary))
+    print_page(tables, sentences(summary))
 
 
 def write_side_by_side(
@@ -243,7 +250,7 @@ def _side_by_side_markdown(summary: Summary) -> str:
         *_task_parts(summary.displayed(suite)),
         *_matrices(summary),
         "## What the columns mean",
-        _sentences(summary),
+        sentences(summary),
     )
 
 
@@ -278,12 +285,18 @@ def _side_by_side_grids(summary: Summary) -> list[tuple[str, Grid]]:
     ]
 
 
-def _sentences(summary: Summary) -> list[str]:
-    """Sentences under the comparison: what failed, what the columns mean, what the paper prints."""
+def failures(failed: Iterable[FailedCell]) -> list[str]:
+    """Return a sentence for each failed cell."""
     lines = []
-    for cell in summary.failed:
+    for cell in failed:
         seed = "" if cell.seed is None else f" (seed {cell.seed})"
         lines.append(f"{cell.upstream or 'reference'}, {cell.name} failed{seed}: {cell.reason}")
+    return lines
+
+
+def sentences(summary: Summary) -> list[str]:
+    """Sentences under the comparison: what failed, what the columns mean, what the paper prints."""
+    lines = failures(summary.failed)
     if len(summary.seeds) > 1:
         seeds = ", ".join(map(str, summary.seeds))
         lines.append(f"comparisons with the seeds {seeds}: means ± standard deviation over them")
@@ -326,13 +339,9 @@ def _grid(
 ) -> Grid:
     """Rows, and failed cells, each under its upstream merger."""
     lines = [(_section(row), _head(row), cells_of(row)) for row in rows]
-    worst = any(row.worst_task for row in rows)
-    columns = [column for column in lines[0][2] if worst or column not in WORST]
-    # A column in which no row has a value says nothing; the first shows what failed.
-    empty = {ABSENT, UNAVAILABLE}
-    columns = columns[:1] + [
-        column for column in columns[1:] if not {cells[column] for _, _, cells in lines} <= empty
-    ]
+    # The first column stays, because it shows what failed.
+    telling = telling_columns([cells for *_, cells in lines])
+    columns = list(dict.fromkeys([next(iter(lines[0][2])), *telling]))
     for upstream, name in dict.fromkeys((cell.upstream, cell.name) for cell in failed):
         head = name if upstream in (None, name) else f"+ {name}"
         lines.append((upstream or "", head, {columns[0]: _FAILED}))

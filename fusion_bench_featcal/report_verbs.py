@@ -1,0 +1,80 @@
+"""The verbs `featcal report` and `featcal plot`: views of what runs left, without any model."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+
+def report_command(options: argparse.Namespace) -> None:
+    """Print (and with --out write) the tables of runs and comparisons from what they left."""
+    from fusion_bench_featcal.results import Report, ReportError, views
+    from fusion_bench_featcal.results.against import show_against
+    from fusion_bench_featcal.results.find import find
+    from fusion_bench_featcal.results.summary import summarise
+
+    if options.html:
+        _write_html(options)
+        return
+    folders = find(options.runs)
+    if not folders.runs:
+        raise ReportError(f"no run in or below {', '.join(options.runs)}")
+    summary = summarise(folders.runs, folders.failed)
+    if options.against:
+        show_against(summary, options.against)
+        return
+    write = views.write_side_by_side if folders.comparisons else views.write_combined
+    # Write first: a reader who sees the table can rely on the files.
+    written = write(summary, options.out, "--out") if options.out else None
+    if folders.comparisons:
+        views.show_side_by_side(summary)
+    else:
+        if len(folders.runs) == 1:
+            # One run's own table has its tasks, and what made it.
+            Report.load(folders.runs[0]).show()
+        views.show_combined(summary, tasks=len(folders.runs) > 1)
+    if written:
+        print(f"written: {written.parent}")
+
+
+def _write_html(options: argparse.Namespace) -> None:
+    """Write the page of --html, and nothing else."""
+    from fusion_bench_featcal.results import ReportError
+    from fusion_bench_featcal.results.find import find
+    from fusion_bench_featcal.results.html import check_target, write_page
+    from fusion_bench_featcal.settings import FeatCalSettings
+
+    for name in ("against", "out"):
+        if getattr(options, name):
+            raise ReportError(f"--html writes a page and nothing else: leave out --{name}")
+    page = check_target(Path(options.html))
+    folders = find(options.runs)
+    if not folders.runs:
+        raise ReportError(f"no run in or below {', '.join(options.runs)}")
+    print(f"written: {write_page(page, folders, asdict(FeatCalSettings()))}")
+
+
+def plot_command(options: argparse.Namespace) -> None:
+    """Draw the figures of runs and comparisons: into each one's folder, or below --out."""
+    from fusion_bench_featcal.results.comparison_figures import plot_comparison
+    from fusion_bench_featcal.results.figures import plot_run
+    from fusion_bench_featcal.results.find import find
+
+    folders = find(options.runs)
+    places = [*folders.runs, *folders.comparisons]
+    for place, folder in zip(places, _figure_folders(places, options.out), strict=True):
+        draw = plot_comparison if place in folders.comparisons else plot_run
+        for path in draw(place, folder):
+            print(path)
+
+
+def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:
+    """One folder per run below `out`, named by what tells the runs apart."""
+    if out is None:
+        return [None] * len(runs)
+    if len(runs) == 1:
+        return [Path(out)]
+    places = [run.resolve() for run in runs]
+    shared = os.path.commonpath(places)
+    return [Path(out) / place.relative_to(shared) for place in places]

@@ -1,0 +1,141 @@
+"""Content of a page: what runs left, divided into sections."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from fusion_bench_featcal.results.columns import accuracy_cells
+from fusion_bench_featcal.results.find import ResultFolders
+from fusion_bench_featcal.results.long_table import AVERAGE, FEATCAL
+from fusion_bench_featcal.results.summary import Summary, SummaryRow
+from fusion_bench_featcal.results.tables import ABSENT, WORST
+from fusion_bench_featcal.results.views import failures, sentences
+
+from . import tables
+from .figures import accuracy_figure, cost_figure, drift_figures, samples_figure
+from .groups import Group, folders_of, groups_of
+from .parts import Card, Cards, Figure, Lines, Links, Page, Part, Section, Table
+
+_CARDS = 3  # of a merger, where there are few mergers
+_MOST_CARDS = 12
+
+
+def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) -> Page:
+    """Collect everything about runs and comparisons.
+
+    Args:
+        folders: Their folders.
+        place: Folder of the page, which links are relative to.
+        defaults: FeatCal's settings by name, which others are marked against.
+
+    Raises:
+        ReportError: If a report is damaged, or runs that are averaged contradict one another.
+    """
+    groups = groups_of(folders)
+    warnings = failures(folders.failed)
+    warnings += dict.fromkeys(note for group in groups for note in group.summary.notes)
+    sections = [
+        Section("What was gained", [Cards(_cards(groups))]),
+        Section("Notes and warnings", [Lines(warnings, warning=True)] if warnings else []),
+        Section("Accuracy", [tables.accuracy(group) for group in groups]),
+        Section("Figures", _figures(groups)),
+        Section("Costs", [tables.costs(group) for group in groups]),
+        Section("Settings", [tables.settings(group, defaults) for group in groups]),
+        Section("Data", [tables.data(group) for group in groups]),
+        Section("Loss", [tables.losses(group) for group in groups], folded=True),
+        Section("All measurements", [tables.measured(g) for g in groups], folded=True),
+        Section("Meaning of the columns", [Lines(_meanings(groups))], folded=True),
+        Section("Versions and device", [tables.environments(groups)], folded=True),
+        Section("Files", [Links(_files(folders, place))], folded=len(folders.runs) > 3),
+    ]
+    title = ", ".join(dict.fromkeys(group.suite for group in groups))
+    mergers = dict.fromkeys(row.upstream for group in groups for row in group.rows if row.upstream)
+    runs = len(folders.runs)
+    subtitle = f"merged by {', '.join(mergers) or 'nobody'}; {runs} run{'s' * (runs != 1)}"
+    return Page(title, subtitle, [_told(section) for section in sections])
+
+
+def _told(section: Section) -> Section:
+    """The section without tables, figures and cards that have nothing to show."""
+    parts = [part for part in section.parts if _has_content(part)]
+    return replace(section, parts=parts)
+
+
+def _has_content(part: Part) -> bool:
+    match part:
+        case Table():
+            return bool(part.rows and part.columns)
+        case Figure():
+            return bool(part.panels)
+        case Cards():
+            return bool(part.cards)
+        case _:
+            return True
+
+
+def _cards(groups: Sequence[Group]) -> list[Card]:
+    """FeatCal's rows of each merger; those of other methods where it has none."""
+    members = []
+    for group in groups:
+        for merger in dict.fromkeys(row.upstream for row in group.rows if row.is_repair):
+            rows = [row for row in group.rows if row.is_repair and row.upstream == merger]
+            featcal = [row for row in rows if row.name.startswith(FEATCAL)]
+            members.append([_card(row, group) for row in (featcal or rows)[:_CARDS]])
+    most = _CARDS if sum(map(len, members)) <= _MOST_CARDS else 1
+    return [card for cards in members for card in cards[:most]]
+
+
+def _card(row: SummaryRow, group: Group) -> Card:
+    cells = accuracy_cells(row)
+    gain, _, limits = cells["gain over merger"].partition(" ")
+    unit = "points over the merged model" if gain != ABSENT else "no merged model to compare with"
+    merged = [one for one in group.rows if one.name == one.upstream == row.upstream]
+    before = f"{accuracy_cells(merged[0])[AVERAGE]} to " if merged else ""
+    lines = [f"{unit} {limits}".strip(), f"average accuracy: {before}{cells[AVERAGE]} %"]
+    if cells["recovered gap"] != ABSENT:
+        lines.append(f"{cells['recovered gap']} of the gap to the experts recovered")
+    task, share = (cells[column] for column in WORST)
+    if row.worst is not None:
+        least = "smallest gain" if share == ABSENT else f"{share} of its gap"
+        lines.append(f"worst task: {task}, {least}")
+    return Card(row.name, f"{group.title}, merged by {row.upstream or 'nobody'}", gain, lines)
+
+
+def _figures(groups: Sequence[Group]) -> list[Figure]:
+    figures = []
+    suites: dict[str, list[Group]] = {}
+    for group in groups:
+        suites.setdefault(group.suite, []).append(group)
+        titled = [accuracy_figure(group), cost_figure(group)]
+        figures += [replace(each, title=f"{group.title}: {each.title}") for each in titled]
+    for suite, members in suites.items():
+        figure = samples_figure(members)
+        figures.append(replace(figure, title=f"{suite}: {figure.title}"))
+    return [*figures, *drift_figures(folders_of(groups))]
+
+
+def _meanings(groups: Sequence[Group]) -> list[str]:
+    """Meaning of the columns; what the runs note and what failed stands elsewhere."""
+    summaries: dict[int, Summary] = {id(group.summary): group.summary for group in groups}
+    lines: dict[str, None] = {}
+    for summary in summaries.values():
+        for suite in summary.suites:
+            rows = [row for row in summary.rows if row.suite == suite]
+            bare = replace(summary, rows=rows, notes=[], failed=[])
+            lines |= dict.fromkeys(sentences(bare))
+    return list(lines)
+
+
+def _files(folders: ResultFolders, place: Path) -> dict[str, dict[str, str]]:
+    """Folder -> file -> its address from the page."""
+    return {
+        str(folder): {
+            path.name: quote(Path(os.path.relpath(path.resolve(), place)).as_posix())
+            for path in sorted(folder.iterdir())
+            if path.is_file() and not path.name.startswith(".")
+        }
+        for folder in [*folders.comparisons, *folders.runs]
+    }

@@ -1,0 +1,87 @@
+"""Runs that a page shows together: of one suite, with as many samples per task."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.results.differences import row_name
+from fusion_bench_featcal.results.find import ResultFolders
+from fusion_bench_featcal.results.report import Report
+from fusion_bench_featcal.results.summary import Summary, SummaryRow, summarise
+
+_SAMPLES = "samples_per_task"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one suite."""
+
+    suite: str
+    samples: int | None  # per task; None where the page's runs do not differ in them
+    rows: list[SummaryRow]
+    summary: Summary
+    reports: Mapping[Path, Report]
+
+    @property
+    def title(self) -> str:
+        """The suite, with what tells it from the page's other groups."""
+        return self.suite if self.samples is None else f"{self.suite}, {self.samples} samples"
+
+    def name_of(self, merger: str | None, row: str) -> str:
+        """Name of a row, with its merger where the group has several."""
+        mergers = {one.upstream for one in self.rows if not one.is_reference}
+        return row_name((self.suite, merger, row)) if len(mergers) > 1 else row
+
+    def name(self, row: SummaryRow) -> str:
+        """The same of a summary's row."""
+        return self.name_of(row.upstream, row.name)
+
+
+def groups_of(folders: ResultFolders) -> list[Group]:
+    """Divide runs by suite and samples per task; rows are averaged within a group.
+
+    Raises:
+        ReportError: As `summarise` does, where runs of a group contradict one another.
+    """
+    reports = {run: Report.load(run) for run in folders.runs}
+    by_samples: dict[int | None, list[Path]] = {}
+    for run, report in reports.items():
+        by_samples.setdefault(_samples_of(report), []).append(run)
+    groups = []
+    for samples, runs in sorted(by_samples.items(), key=lambda entry: entry[0] or 0):
+        summary = summarise(runs, folders.failed if len(by_samples) == 1 else ())
+        for suite in summary.suites:
+            chosen = {run: reports[run] for run in runs if reports[run].suite == suite}
+            number = samples if len(by_samples) > 1 else None
+            groups.append(Group(suite, number, summary.displayed(suite), summary, chosen))
+    return sorted(groups, key=lambda group: [g.suite for g in groups].index(group.suite))
+
+
+def _samples_of(report: Report) -> int | None:
+    """The number that a run's rows were asked to draw, where it is one."""
+    found = set(_settings(report.settings))
+    return found.pop() if len(found) == 1 else None
+
+
+def _settings(content: Mapping[str, Any]) -> Iterator[int]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value)
+        elif key == _SAMPLES and isinstance(value, int):
+            yield value
+
+
+def folders_of(groups: Sequence[Group]) -> list[Path]:
+    """Folders of all runs."""
+    return [run for group in groups for run in group.reports]
+
+
+def labels(runs: Sequence[Path]) -> dict[Path, str]:
+    """Names of runs: the parts of their paths that tell them apart."""
+    if len(runs) < 2:
+        return {run: run.name for run in runs}
+    places = {run: run.resolve() for run in runs}
+    shared = os.path.commonpath(places.values())
+    return {run: place.relative_to(shared).as_posix() for run, place in places.items()}
