@@ -149,14 +149,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         upstream = self._upstream(inputs, rows.values())
         # Data sets are opened before a merger that may take hours.
         batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
-        self._results = results = RunResults(
-            self,
-            modelpool,
-            inputs.processor,
-            upstream=upstream.name,
-            row=choices.save,
-            linear_kernel=self.settings.linear_kernel,
-        )
+        self._results = results = self._open_results(inputs, upstream.name, choices)
         merged, merging = self._merge(inputs, upstream, results)
         if merging is None:
             results.saver.offer(merged, CardFacts(MERGED, self.base_method))
@@ -187,6 +180,17 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         choices = checked_choices(self.settings, self.presets, self.compare_with, suite, self.save)
         presets = {f"{_PRESET}{name}": value for name, value in choices.presets.items()}
         return choices, {FEATCAL: self.settings, **presets}
+
+    def _open_results(self, inputs: MethodInputs, upstream: str, choices: Choices) -> RunResults:
+        """Return the place of all rows' models; a subclass may look at each of them there."""
+        return RunResults(
+            self,
+            inputs.modelpool,
+            inputs.processor,
+            upstream=upstream,
+            row=choices.save,
+            linear_kernel=self.settings.linear_kernel,
+        )
 
     def _upstream(self, inputs: MethodInputs, rows: Iterable[FeatCalSettings]) -> Upstream:
         """Look at folders and models, and return the merger; nothing is loaded or merged."""

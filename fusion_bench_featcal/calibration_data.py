@@ -204,7 +204,16 @@ def _note_size(modelpool: Any, task: str, size: int, settings: FeatCalSettings) 
     sizes[key] = size
 
 
-def _open(modelpool: Any, task: str, split: str) -> Any:
+def open_labelled(modelpool: Any, task: str, split: str) -> ImageItems:
+    """Open a task's images with their labels, which calibration does not read.
+
+    Raises:
+        CalibrationError: If they cannot be loaded, or a label is no class.
+    """
+    return _open(modelpool, task, split, label_column="label")
+
+
+def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = None) -> Any:
     """A task's data set, whose items are read when asked for."""
     setting = data_setting(modelpool, task, split)
     try:
@@ -214,7 +223,7 @@ def _open(modelpool: Any, task: str, split: str) -> Any:
             rows = getattr(modelpool, f"load_{split}_dataset")(task)
         if is_text:
             return text_rows(rows, f"task {task!r}, {setting}")
-        return ImageItems(rows, place=f"task {task!r}, {setting}", label_column=None)
+        return ImageItems(rows, place=f"task {task!r}, {setting}", label_column=label_column)
     except CalibrationError as error:
         raise CalibrationError(f"{setting}: {error}") from error
     # what data sets raise when a path, a split, a column or the network is missing

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fusion_bench_featcal.files import ReportError
 
 from .curves import MOMENTS, Curves, drift_records, held_out_records, load_curves
+from .diagnosis import DIAGNOSIS_FILE, Diagnosis
+from .diagnosis_figures import diagnosis_figures
 from .drawing import (
     CALIBRATED,
     MERGED,
@@ -21,7 +23,7 @@ from .drawing import (
 )
 from .long_table import AVERAGE, EXPERTS, FEATCAL, file_suffix, is_repair
 from .report import Report
-from .tables import short_names
+from .tables import short_blocks, short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +38,8 @@ def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--o
     """Draw every figure that a run's files allow, into `out` or its own folder; return the files.
 
     These are `accuracy`; where drift was logged `drift` and `drift.<preset>`; where samples were
-    held out `depth`; where methods were trained `convergence`.
+    held out `depth`; where methods were trained `convergence`; of `method=diagnose` those of
+    `diagnosis_figures`.
     """
     run = Path(run)
     report = Report.load(run)
@@ -52,6 +55,8 @@ def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--o
         figures["depth"] = depth_figure(held_out, title)
     if curves := load_curves(run):
         figures["convergence"] = convergence_figure(curves, title)
+    if (run / DIAGNOSIS_FILE).exists():
+        figures |= diagnosis_figures(Diagnosis.load(run))
     return save_figures(figures, run, out, setting)
 
 
@@ -187,15 +192,6 @@ def _draw_drift(
     columns = [[curve[block] for curve in curves.values() if block in curve] for block in blocks]
     means = [sum(values) / len(values) for values in columns]
     axes.plot(means, color=colour, linewidth=2.2, markersize=6, markeredgecolor="white")
-
-
-def short_blocks(blocks: Sequence[str]) -> list[str]:
-    """Drop the parts that all block names share: `encoder.layers.3` among layers becomes `3`."""
-    parts = [block.split(".") for block in blocks]
-    if len(blocks) < 2 or len(set(map(len, parts))) > 1:
-        return list(blocks)
-    differing = [n for n, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
-    return [".".join(words[place] for place in differing) for words in parts]
 
 
 def convergence_figure(curves: Mapping[str, Curves], title: str = "") -> "Figure":

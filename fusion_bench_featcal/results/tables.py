@@ -160,6 +160,15 @@ def short_names(tasks: Sequence[str]) -> dict[str, str]:
     return {task: task.removeprefix(prefix) if shared else task for task in tasks}
 
 
+def short_blocks(blocks: Sequence[str]) -> list[str]:
+    """Drop the parts that all block names share: `encoder.layers.3` among layers becomes `3`."""
+    parts = [block.split(".") for block in blocks]
+    if len(blocks) < 2 or len(set(map(len, parts))) > 1:
+        return list(blocks)
+    differing = [n for n, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
+    return [".".join(words[place] for place in differing) for words in parts]
+
+
 def best_cells(
     values: Sequence[Sequence[float]], eligible: Sequence[bool]
 ) -> frozenset[tuple[int, int]]:
