@@ -128,45 +128,40 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
             ValueError: If the grid is empty or names something unknown; before anything is loaded.
             CalibrationError: If the pools do not fit; or, when all is reported, if cells failed.
         """
-        suite_keys = plain(getattr(self._program, "_modelpool", {}).get("featcal")) or {}
-        grid = make_grid(self.choices, suite_keys)
-        inputs = self._inputs(modelpool)
-        self._check(grid, inputs)
+        grid = self.grid(getattr(self._program, "_modelpool", {}))
+        inputs = shared_inputs(self, modelpool, getattr(self._program, "taskpool", None))
+        self.check_cells(grid, inputs)
         suite = suite_name(modelpool)
-        store = ResultStore(self.results_dir or Path("outputs") / "comparison" / suite)
+        store = ResultStore(self.results_dir or default_folder(suite))
         log_dir = None if self.log_dir is None else Path(self.log_dir)
         folder = log_dir or store.folder  # of the reports
         check_places(folder, grid)
-        if self.process_per_cell:
-            check_command()
-        run = GridRun(grid, inputs, store, self.seed, self._program, log_dir, self.process_per_cell)
+        run = self.grid_run(grid, inputs, store)
         go_on = f"ended before it was done: finished cells are in {store.folder}. To go on, repeat"
         with ending_cleanly(self._program, lambda: f"{go_on} the command"):
             run.run()
         inputs.images.close()
         self._report(suite, run, folder)
 
-    def _inputs(self, modelpool: BaseModelPool) -> MethodInputs:
-        taskpool = getattr(self._program, "taskpool", None)
-        if taskpool is None:
-            raise CalibrationError(
-                "compare needs a task pool to evaluate on: the model pool brings none "
-                "(default_taskpool), or taskpool=dummy was asked for. Name one, for example "
-                "taskpool=CLIPVisionModelTaskPool/clip-vit-classification_TA8"
-            )
-        if getattr(self._program, "merged_model_save_path", None) is not None:
-            raise CalibrationError(
-                "compare returns no model to save: leave merged_model_save_path out, and run "
-                "the method that you choose by itself"
-            )
-        if self.fabric.world_size > 1:
-            raise CalibrationError("compare runs on one device: set fabric.devices=1")
-        images = ImageCache(self.pixel_cache_mb, self.cache_dir)
-        return MethodInputs(modelpool, taskpool, self.fabric, images)
+    def grid(self, pool_config: Mapping[str, Any]) -> Grid:
+        """The grid, whose names and settings are checked.
 
-    def _check(self, grid: Grid, inputs: MethodInputs) -> None:
-        """Refuse what cannot work before a model is loaded; experts against the base at once."""
-        check_pool_models(inputs.models, self.fabric)
+        Args:
+            pool_config: The model pool's config; its key `featcal` has presets and exceptions.
+
+        Raises:
+            ValueError: If the grid is empty or names something unknown.
+        """
+        return make_grid(self.choices, plain(pool_config.get("featcal")) or {})
+
+    def check_cells(self, grid: Grid, inputs: MethodInputs) -> None:
+        """Refuse what cannot work before a model is loaded; experts against the base at once.
+
+        Raises:
+            ValueError: If a setting does not fit the pools.
+            CalibrationError: If the pools do not fit.
+        """
+        check_pool_models(inputs.models, inputs.fabric)
         for name, method in grid.cells.items():
             try:
                 method.check(inputs)
@@ -175,6 +170,16 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
                 raise kind(f"{place}: {error}") from error
         check_experts(inputs.models)
+        if self.process_per_cell:
+            check_command()
+
+    def grid_run(
+        self, grid: Grid, inputs: MethodInputs, store: ResultStore, **options: Any
+    ) -> GridRun:
+        """One pass over a grid with this comparison's seed; `options` are fields of `GridRun`."""
+        log_dir = None if self.log_dir is None else Path(self.log_dir)
+        apart = self.process_per_cell
+        return GridRun(grid, inputs, store, self.seed, self._program, log_dir, apart, **options)
 
     def _report(self, suite: str, run: GridRun, folder: Path) -> None:
         """Write, log and print the reports; then fail if cells failed."""
@@ -193,6 +198,40 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 f"{len(run.failed)} of {len(run.grid)} cells failed; the others are finished and "
                 f"stay so when the command is repeated. {cells}"
             )
+
+
+def default_folder(suite: str) -> Path:
+    """Folder of finished cells where `method.results_dir` names none."""
+    return Path("outputs") / "comparison" / suite
+
+
+def shared_inputs(algorithm: Any, modelpool: BaseModelPool, taskpool: Any) -> MethodInputs:
+    """Inputs that all cells on a pair of pools share.
+
+    Args:
+        algorithm: The running method: `method=compare`, or one that runs comparisons.
+        modelpool: The pool with base, experts and data.
+        taskpool: The pool that evaluates.
+
+    Raises:
+        CalibrationError: If there is no task pool, or what the command asks for cannot be had.
+    """
+    name = getattr(algorithm, "name", "compare")
+    if taskpool is None:
+        raise CalibrationError(
+            f"{name} needs a task pool to evaluate on: the model pool brings none "
+            "(default_taskpool), or taskpool=dummy was asked for. Name one, for example "
+            "taskpool=CLIPVisionModelTaskPool/clip-vit-classification_TA8"
+        )
+    if getattr(algorithm._program, "merged_model_save_path", None) is not None:
+        raise CalibrationError(
+            f"{name} returns no model to save: leave merged_model_save_path out, and run "
+            "the method that you choose by itself"
+        )
+    if algorithm.fabric.world_size > 1:
+        raise CalibrationError(f"{name} runs on one device: set fabric.devices=1")
+    images = ImageCache(algorithm.pixel_cache_mb, algorithm.cache_dir)
+    return MethodInputs(modelpool, taskpool, algorithm.fabric, images)
 
 
 def _show(summary: Summary, folder: Path) -> None:

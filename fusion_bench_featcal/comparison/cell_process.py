@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -31,7 +32,9 @@ def check_command() -> None:
         )
 
 
-def run_cell(merger: str, cell: str, *, alone: bool, results_dir: Path) -> str:
+def run_cell(
+    merger: str, cell: str, *, alone: bool, results_dir: Path, words: Sequence[str] = ()
+) -> str:
     """Repeat this process's command for one cell, which keeps its result.
 
     Args:
@@ -39,6 +42,7 @@ def run_cell(merger: str, cell: str, *, alone: bool, results_dir: Path) -> str:
         cell: The post-merging method; `none` for the merger itself.
         alone: Whether the merger stands alone.
         results_dir: Where results are kept.
+        words: Further words of the command, such as those of a study's point.
 
     Returns:
         Its last words.
@@ -54,7 +58,7 @@ def run_cell(merger: str, cell: str, *, alone: bool, results_dir: Path) -> str:
             "method.results_dir": _quoted(str(results_dir.resolve())),
             "path.log_dir": _quoted(folder),
         }
-        words = [f"{key}={value}" for key, value in chosen.items()]
+        words = [*words, *(f"{key}={value}" for key, value in chosen.items())]
         process = subprocess.Popen(
             [sys.executable, "-m", _PROGRAM, *sys.argv[1:], *words], stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",

@@ -57,6 +57,30 @@ from fusion_bench_featcal.settings import CalibrationError
 log = logging.getLogger(__name__)
 
 
+class Conditions:
+    """Conditions of all results on a pair of pools, whose files and data are digested once."""
+
+    def __init__(self, inputs: MethodInputs) -> None:
+        """Digest the pools' files and test items.
+
+        Args:
+            inputs: The pools and the device.
+
+        Raises:
+            CalibrationError: If the data of a task cannot be loaded.
+        """
+        modelpool, taskpool, fabric = inputs.modelpool, inputs.taskpool, inputs.fabric
+        self.files, self.data = FileDigests(), DataDigests(modelpool, taskpool)
+        self.described = {
+            "modelpool": describe_pool(modelpool, self.files),
+            "taskpool": describe_task_pool(taskpool, self.files),
+            "software": describe_makers(),
+            "device": fabric.device.type,
+            "precision": str(fabric.strategy.precision.precision),
+            "test_items": self.data.tested(),
+        }
+
+
 @dataclass
 class GridRun:
     """One pass over a grid."""
@@ -68,23 +92,18 @@ class GridRun:
     program: Any = None  # FusionBench's
     log_dir: Path | None = None  # for the reports that FusionBench's task pools leave
     process_per_cell: bool = False  # references stay in this one
+    words: Sequence[str] = ()  # for the command of these processes, beside this one's
+    conditions: Conditions | None = None  # of an earlier run with the same inputs
     # (merger, cell) -> result; references have the merger None.
     results: dict[tuple[str | None, str], CellResult] = field(default_factory=dict)
     failed: list[FailedCell] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        modelpool, taskpool = self.inputs.modelpool, self.inputs.taskpool
-        fabric = self.inputs.fabric
-        self._files, self._data = FileDigests(), DataDigests(modelpool, taskpool)
-        self._conditions = {  # of all results
-            "modelpool": describe_pool(modelpool, self._files),
-            "taskpool": describe_task_pool(taskpool, self._files),
-            "software": describe_makers(),
-            "device": fabric.device.type,
-            "precision": str(fabric.strategy.precision.precision),
-            "test_items": self._data.tested(),
-        }
-        self._timer = InferenceTimer(taskpool, fabric, self._load_like)
+        self.conditions = conditions = self.conditions or Conditions(self.inputs)
+        self._files, self._data = conditions.files, conditions.data
+        self._conditions = conditions.described
+        inputs = self.inputs
+        self._timer = InferenceTimer(inputs.taskpool, inputs.fabric, self._load_like)
         self._not_merged: dict[str, str] = {}  # merger -> reason
 
     def run(self) -> None:
@@ -165,7 +184,7 @@ class GridRun:
         """Run a cell in a process of its own, and take the result that it has kept."""
         self._refuse_not_merged(merger)
         folder = self.store.folder
-        said = run_cell(merger.name, cell, alone=merger.alone, results_dir=folder)
+        said = run_cell(merger.name, cell, alone=merger.alone, results_dir=folder, words=self.words)
         result = self.store.result(name, key)
         if result is None:
             if cell == NONE:  # the others would try to merge again
