@@ -47,6 +47,23 @@ def write_reports(
     Raises:
         ReportError: If something cannot be written.
     """
+    written = write_merger_reports(folder, suite, run, notes)
+    if not written:
+        return None
+    summary = summarise(written, run.failed)
+    write_side_by_side(summary, folder)
+    draw_figures(folder, written)
+    return summary
+
+
+def write_merger_reports(
+    folder: Path, suite: str, run: GridRun, notes: Mapping[str, str]
+) -> list[Path]:
+    """Write each upstream merger's report to a folder of its name; arguments of `write_reports`.
+
+    Returns:
+        The folders of the mergers that gave a result.
+    """
     written = []
     for merger in (merger.name for merger in run.grid.mergers):
         report, place = _merger_report(suite, merger, run, notes), folder / merger
@@ -58,12 +75,7 @@ def write_reports(
         owned = {cell: result for (owner, cell), result in run.results.items() if owner == merger}
         write_curves(place, {cell: result.curves for cell, result in owned.items()})
         written.append(place)
-    if not written:
-        return None
-    summary = summarise(written, run.failed)
-    write_side_by_side(summary, folder)
-    draw_figures(folder, written)
-    return summary
+    return written
 
 
 def check_places(folder: Path, grid: Grid) -> None:

@@ -11,6 +11,7 @@ from .long_table import AVERAGE, mean
 SCHEMA = 1
 KIND = "run"
 SIDE_BY_SIDE_KIND = "comparison"
+STUDY_KIND = "study"
 # Accuracies pass through float32 on their way into a report.
 TOLERANCE = 1e-5
 
@@ -56,6 +57,40 @@ COMPARISON = {
     "runs": [str],
     "failed": [_FAILED_CELL],
     "rows": [_COMPARISON_ROW],
+}
+
+_STUDY_ROW = {
+    "!": ("upstream", "name", "accuracy", "half_width", "difference", "cost", "samples"),
+    "upstream": str | None,
+    "name": str,
+    "accuracy": {"!": (AVERAGE,), "*": NUMBER},
+    "half_width": NUMBER,
+    "difference": {
+        "?": True,
+        "!": ("estimate", "low", "high"),
+        "estimate": NUMBER,
+        "low": NUMBER,
+        "high": NUMBER,
+    },
+    "recovered_gap": NUMBER | None,
+    "cost": {"*": NUMBER},
+}
+STUDY = {
+    "!": ("name", "suite", "points", "seeds"),
+    "name": str,
+    "suite": str,
+    "seeds": [int],
+    "over": [str],
+    "notes": [str],
+    "points": [
+        {
+            "!": ("labels", "rows", "failed"),
+            "labels": {"*": _SCALAR},
+            "rows": [_STUDY_ROW],
+            "failed": [_FAILED_CELL],
+        }
+    ],
+    "findings": [{"!": ("text", "verdict"), "text": str, "verdict": str}],
 }
 
 _OPTIONAL = {"loss"}  # earlier reports lack it

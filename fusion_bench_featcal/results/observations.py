@@ -1,0 +1,187 @@
+"""The paper's observations that a study can check, declared once, and what the study's data say."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .items import Interval
+from .long_table import FEATCAL
+from .study import Group, Study, difference
+
+HOLDS, FAILS, OPEN = "holds", "does not hold", "is not decided"
+MERGED = "the merged model"
+_ABOVE, _BELOW, _LEVEL = "above", "below", "level with"
+
+
+@dataclass(frozen=True)
+class At:
+    """A row at a point; labels that are not named have the other side's or the present value."""
+
+    row: str
+    labels: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        place = ", ".join(f"{key} = {value:g}" for key, value in self.labels.items())
+        return f"{self.row} at {place}" if place else self.row
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One observation of the paper: a row is above, below or level with another.
+
+    Attributes:
+        study: The study that can check it.
+        one: A row at a point.
+        relation: `above`, `below`, or `level with` (within `margin` points).
+        other: The other one.
+        published: The paper's difference in points; None where it gives no number.
+        source: Place in the paper.
+        cost: Compare this cost by its ratio, in place of accuracy.
+    """
+
+    study: str
+    one: At
+    relation: str
+    other: At
+    source: str
+    published: float | None = None
+    margin: float = 1.0
+    cost: str | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a study says of an observation."""
+
+    text: str
+    verdict: str
+    source: str
+
+
+def _few(row: str) -> At:
+    return At(row, {"samples_per_task": 8})
+
+
+def _set(**labels: float) -> At:
+    return At(FEATCAL, labels)
+
+
+_N256, _N512 = {"samples_per_task": 256}, {"samples_per_task": 512}
+OBSERVATIONS = (
+    Observation("samples", _few(FEATCAL), _ABOVE, _few(MERGED), "Table 12", 15.4),
+    Observation("samples", _few("surgery"), _BELOW, _few(MERGED), "Table 12", -1.3),
+    Observation("samples", _few("prob_surgery"), _BELOW, _few(MERGED), "Table 12", -4.1),
+    Observation("samples", _few(FEATCAL), _ABOVE, _few("surgery"), "Table 12", 16.7),
+    Observation("samples", _few(FEATCAL), _ABOVE, _few("prob_surgery"), "Table 12", 19.5),
+    Observation("samples", _few(FEATCAL), _ABOVE, At("surgery", _N512), "Table 12", 5.1),
+    Observation("samples", _few(FEATCAL), _ABOVE, At("prob_surgery", _N512), "Table 12", 2.2),
+    Observation("samples", At(FEATCAL, _N512), _ABOVE, At("surgery", _N512), "Table 12", 7.7),
+    Observation("samples", At(FEATCAL, _N512), _ABOVE, At("prob_surgery", _N512), "Table 12", 4.8),
+    Observation("samples", At(FEATCAL, _N512), _ABOVE, _few(FEATCAL), "Table 12", 2.6),
+    Observation("sweep", _set(ridge_lambda=0.01), _LEVEL, _set(ridge_lambda=0.05), "Fig. 5"),
+    Observation("sweep", _set(ridge_lambda=10), _BELOW, _set(ridge_lambda=0.05), "Fig. 5"),
+    Observation("sweep", _set(mix_alpha=1), _BELOW, _set(mix_alpha=0.3), "Fig. 5"),
+    Observation("sweep", _set(mix_alpha=0.3), _ABOVE, _set(mix_alpha=0), "Fig. 5"),
+    Observation("sweep", _set(anchor_rho=2), _ABOVE, _set(anchor_rho=1), "Fig. 5"),
+    Observation("sweep", _set(anchor_rho=4), _BELOW, _set(anchor_rho=2), "Fig. 5"),
+    *(
+        Observation(
+            "cost", At(FEATCAL, _N256), _BELOW, At(row, _N256), "Table 5", ratio, cost=cost
+        )
+        for row, cost, ratio in (
+            ("surgery:recompute", "seconds", 53 / 217),
+            ("prob_surgery:recompute", "seconds", 53 / 224),
+            ("surgery:recompute", "peak_rss_bytes", 22.8 / 69.3),
+            ("prob_surgery:recompute", "peak_rss_bytes", 22.8 / 87.0),
+        )
+    ),
+    Observation("ablation", At("featcal:no_bias_no_norm"), _LEVEL, At(FEATCAL), "Section 5", -0.5),
+)  # fmt: skip
+
+
+def find_out(study: Study, groups: Sequence[Group]) -> list[Finding]:
+    """Say of every observation of the study, for each merger, whether it holds.
+
+    Args:
+        study: The study.
+        groups: Its points with their loaded reports.
+    """
+    return [
+        _finding(observation, merger, groups)
+        for merger in study.mergers
+        if merger is not None
+        for observation in OBSERVATIONS
+        if observation.study == study.name and len(study.names(merger)) > 1
+    ]
+
+
+def _finding(seen: Observation, merger: str, groups: Sequence[Group]) -> Finding:
+    one, other = (
+        (group_of(at, groups), merger if at.row == MERGED else at.row)
+        for at in (seen.one, seen.other)
+    )
+    head = f"{merger}: {seen.one} is {seen.relation} {seen.other}"
+    unit = "" if seen.cost else " points"
+    if seen.cost:
+        head += f" in {seen.cost.replace('_', ' ')}"
+    value = None
+    if one[0] and other[0]:
+        rows = (one[0], merger, one[1]), (other[0], merger, other[1])
+        value = _ratio(*rows, seen.cost) if seen.cost else difference(*rows)
+    if value is None:
+        return Finding(f"{head}: {OPEN}, as the study lacks a row or point", OPEN, seen.source)
+    verdict = _verdict(seen, value)
+    shown = _shown(value, seen.cost)
+    paper = ""
+    if seen.published is not None:
+        number = f"{seen.published:.2f} times" if seen.cost else f"{seen.published:+.1f}"
+        paper = f"; paper {number}"
+    return Finding(f"{head}: {verdict}, {shown}{unit} ({seen.source}{paper})", verdict, seen.source)
+
+
+def _shown(value: Interval, cost: str | None) -> str:
+    if cost:
+        return f"{value.estimate:.2f} times"
+    low, high = 100 * value.low, 100 * value.high
+    return f"{100 * value.estimate:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def _verdict(seen: Observation, value: Interval) -> str:
+    if seen.cost:
+        is_true = value.estimate < 1 if seen.relation == _BELOW else value.estimate > 1
+        return HOLDS if is_true else FAILS
+    low, high = 100 * value.low, 100 * value.high
+    if seen.relation == _LEVEL:
+        if -seen.margin <= low and high <= seen.margin:
+            return HOLDS
+        return FAILS if low > seen.margin or high < -seen.margin else OPEN
+    if seen.relation == _BELOW:
+        low, high = -high, -low
+    return HOLDS if low > 0 else FAILS if high < 0 else OPEN
+
+
+def group_of(at: At, groups: Sequence[Group]) -> Group | None:
+    """The point with the labels that are named, and otherwise those of the first point."""
+    wanted = {**(groups[0].labels if groups else {}), **at.labels}
+    if not set(at.labels) <= set(groups[0].labels):
+        return None
+    return next((group for group in groups if _equal(group.labels, wanted)), None)
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return set(one) == set(other) and all(one[key] == other[key] for key in one)
+
+
+def _ratio(
+    one: tuple[Group, str | None, str], other: tuple[Group, str | None, str], cost: str
+) -> Interval | None:
+    """A cost of a row as a multiple of another's, from the means over seeds."""
+    values = []
+    for group, merger, name in (one, other):
+        row = group.row(merger, name)
+        value = None if row is None else row.cost.get(cost)
+        if not isinstance(value, int | float) or value <= 0:
+            return None
+        values.append(float(value))
+    ratio = values[0] / values[1]
+    return Interval(ratio, ratio, ratio)

@@ -1,0 +1,217 @@
+"""A study as text: tables for the terminal, and the page `study.md`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from .items import LEVEL
+from .long_table import AVERAGE, BASE, EXPERTS
+from .study import STUDY_FILE, Study, seed_half_width
+from .tables import ABSENT, Grid, console, page, print_page, titled
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Row = dict[str, Any]
+_COSTS = {
+    "seconds": ("seconds", 1.0, "{:.1f}"),
+    "peak_rss_bytes": ("memory, MiB", 2**20, "{:.0f}"),
+    "gpu_energy_wh": ("GPU energy, Wh", 1.0, "{:.2f}"),
+}
+
+
+def show_study(study: Study, folder: Path | None = None) -> None:
+    """Print a study's tables and sentences to stdout."""
+    width = console().width
+    tables: list[Table] = []
+    for title, grid in study_grids(study):
+        tables += titled(f"{study.suite}, {study.name}: {title}", grid.fitting(width))
+    lines = sentences(study)
+    if folder is not None:
+        lines.append(f"next: featcal report {folder}, featcal plot {folder}; {STUDY_FILE} has all")
+    print_page(tables, lines)
+
+
+def study_markdown(study: Study) -> str:
+    """The page of a study."""
+    parts: list[str | Sequence[str]] = []
+    for title, grid in study_grids(study):
+        parts += [f"## {title.capitalize()}", grid.for_page().markdown()]
+    findings = [finding["text"] for finding in study.findings]
+    heads = ["## The paper's observations", findings] if findings else []
+    return page(f"# {study.suite}: {study.name}", *parts, *heads, "## Notes", notes(study))
+
+
+def study_grids(study: Study) -> list[tuple[str, Grid]]:
+    """Tables of a study: for every merger accuracy by point and row, and costs for `cost`."""
+    grids = []
+    for merger in study.mergers:
+        if merger is None:
+            continue
+        grids.append((f"accuracy over {merger}, %", accuracy_table(study, merger)))
+        if study.name == "cost":
+            grids += [
+                (f"{head} over {merger}", cost_table(study, merger, key))
+                for key, (head, _, _) in _COSTS.items()
+                if any(key in row["cost"] for row, _ in rows_of(study, merger))
+            ]
+    return grids
+
+
+def accuracy_table(study: Study, merger: str) -> Grid:
+    """Average accuracy with its half-width; a line a row and a column a point, or the reverse."""
+    points = merged_points(study)
+    if len(points) == 1:
+        return _differences(study, merger)
+    names = [name for name in study.names(merger) if name != BASE]
+    lines = []
+    for name in names:
+        cells = [_cell(rows.get((merger, name)), name == merger) for _, rows in points]
+        lines.append((_head(name, merger), cells))
+    lines.sort(key=lambda line: line[0] == EXPERTS)
+    grid = Grid("average, %", [_title(labels) for labels, _ in points], lines)
+    return grid if len(points) <= len(names) + 3 and len(points) < 10 else grid.transposed()
+
+
+def cost_table(study: Study, merger: str, key: str) -> Grid:
+    """A cost of every row at every point."""
+    points, (head, unit, form) = merged_points(study), _COSTS[key]
+    lines = []
+    for name in study.names(merger):
+        rows = [rows.get((merger, name)) for _, rows in points]
+        values = [ABSENT if row is None else _cost(row, key, unit, form) for row in rows]
+        if set(values) != {ABSENT}:
+            lines.append((_head(name, merger), values))
+    return Grid(head, [_title(labels) for labels, _ in points], lines)
+
+
+def _cost(row: Row, key: str, unit: float, form: str) -> str:
+    value = row["cost"].get(key)
+    return ABSENT if value is None else form.format(value / unit)
+
+
+def _differences(study: Study, merger: str) -> Grid:
+    """Rows of a study of one point: the difference from the row that each is compared with."""
+    (_, rows), *_ = merged_points(study)
+    lines = []
+    for name in study.names(merger):
+        row = rows[merger, name]
+        gain, other = row["difference"], row.get("against")
+        shown = ABSENT
+        if gain is not None and other not in (None, name):
+            shown = "{:+.1f} [{:+.1f}, {:+.1f}]".format(
+                *(100 * gain[key] for key in ("estimate", "low", "high"))
+            )
+        worst = row.get("worst_recovered_gap")
+        share = ABSENT if worst is None else f"{row['worst_task']}, {100 * worst:.0f} %"
+        beside = ABSENT if shown == ABSENT else ("merged" if other == merger else str(other))
+        cells = [_accuracy(row), shown, beside, share, row["samples"] or ABSENT]
+        lines.append((_head(name, merger), cells))
+    columns = ["average, %", "difference", "from", "worst task, gap recovered", "samples"]
+    return Grid("row", columns, lines)
+
+
+def merged_points(study: Study) -> list[tuple[dict[str, Any], dict[tuple[str, str], Row]]]:
+    """Points by their labels, means over those in `over`, with their rows by merger and name."""
+    by_labels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for point in study.points:
+        labels = {k: v for k, v in point["labels"].items() if k not in study.over}
+        by_labels.setdefault(tuple(labels.items()), []).append(point)
+    return [(dict(labels), _merged_rows(points)) for labels, points in by_labels.items()]
+
+
+def _merged_rows(points: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Row]:
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for point in points:
+        for row in point["rows"]:
+            rows.setdefault((row["upstream"], row["name"]), []).append(row)
+    return {key: each[0] if len(each) == 1 else _mean_row(each) for key, each in rows.items()}
+
+
+def _mean_row(rows: Sequence[Row]) -> Row:
+    """Mean of a row over several points; the half-width is over these."""
+    values = [row["accuracy"][AVERAGE] for row in rows]
+    shares = [row["recovered_gap"] for row in rows if row.get("recovered_gap") is not None]
+    worst = [r for r in rows if r.get("worst_recovered_gap") is not None]
+    least = min(worst, key=lambda row: row["worst_recovered_gap"], default=rows[0])
+    keys = set.intersection(*(set(row["cost"]) for row in rows))
+    return {
+        **rows[0],
+        "accuracy": {AVERAGE: fmean(values)},
+        "half_width": seed_half_width(values),
+        "recovered_gap": fmean(shares) if shares else None,
+        "worst_task": least.get("worst_task"),
+        "worst_recovered_gap": least.get("worst_recovered_gap"),
+        "cost": {key: fmean(row["cost"][key] for row in rows) for key in keys},
+        "points": len(rows),
+        "values": values,
+    }
+
+
+def rows_of(study: Study, merger: str) -> list[tuple[Row, dict[str, Any]]]:
+    """All rows of a merger with their points' labels."""
+    return [
+        (row, point["labels"])
+        for point in study.points
+        for row in point["rows"]
+        if row["upstream"] == merger
+    ]
+
+
+def _cell(row: Row | None, is_merged: bool) -> str:
+    if row is None:
+        return ABSENT
+    worst = row.get("worst_recovered_gap")
+    share = "" if worst is None or is_merged else f" ({100 * worst:.0f} %)"
+    return f"{_accuracy(row)}{share}"
+
+
+def _accuracy(row: Row) -> str:
+    width = f" ± {100 * row['half_width']:.1f}" if row["half_width"] else ""
+    return f"{100 * row['accuracy'][AVERAGE]:.1f}{width}"
+
+
+def _head(name: str, merger: str) -> str:
+    return name if name in (merger, BASE, EXPERTS) else f"+ {name}"
+
+
+def _title(labels: Mapping[str, Any]) -> str:
+    shown = {"samples_per_task": "n"}
+    return ", ".join(f"{shown.get(key, key)} = {value}" for key, value in labels.items())
+
+
+def sentences(study: Study) -> list[str]:
+    """Findings on the paper's observations, then what the numbers mean."""
+    return [f"paper: {finding['text']}" for finding in study.findings] + notes(study)
+
+
+def notes(study: Study) -> list[str]:
+    """Sentences on what the numbers mean, and on what failed."""
+    level = f"{100 * LEVEL:.0f} %"
+    lines = [
+        f"accuracy in per cent, mean over the seeds {', '.join(map(str, study.seeds))}"
+        + (f"; ± half of the {level} interval over them" if len(study.seeds) > 1 else ""),
+        "in brackets, behind an accuracy: the least share of the gap from merger to expert that a "
+        "task recovers",
+        f"differences: in brackets their {level} interval, over test items (paired bootstrap) and, "
+        "where there are several, seeds (Student's t)",
+    ]
+    if study.over:
+        lines[0] = (
+            f"accuracy in per cent, mean over {' and '.join(study.over)} and seeds; ± half of the "
+            f"{level} interval over {' and '.join(study.over)}"
+        )
+    if len({line for line in _samples(study)}) == 1:
+        lines.append(f"samples per task: {_samples(study)[0]}")
+    for point in study.points:
+        for cell in point["failed"]:
+            place = _title({**point["labels"], "seed": cell["seed"]})
+            lines.append(f"{place}: {cell['upstream'] or 'reference'}, {cell['name']} failed: "
+                         f"{cell['reason']}")  # fmt: skip
+    return [*lines, *(f"note: {note}" for note in study.notes)]
+
+
+def _samples(study: Study) -> list[str]:
+    rows = (row for point in study.points for row in point["rows"])
+    return [row["samples"] for row in rows if row["samples"]]

@@ -1,0 +1,159 @@
+"""`method=study/<name>`: comparisons at several points, in one table with figures."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fusion_bench_featcal.compat  # noqa: F401
+
+# isort: split
+from fusion_bench import BaseAlgorithm, BaseModelPool
+from fusion_bench.mixins import LightningFabricMixin
+from fusion_bench.taskpool.dummy import DummyTaskPool
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+
+from fusion_bench_featcal.comparison.algorithm import ComparisonAlgorithm, default_folder
+from fusion_bench_featcal.comparison.cell_process import check_command
+from fusion_bench_featcal.comparison.reports import check_places
+from fusion_bench_featcal.comparison.store import ResultStore
+from fusion_bench_featcal.ending import ending_cleanly
+from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
+from fusion_bench_featcal.fusionbench.options import plain, take_fusion_bench_keys
+from fusion_bench_featcal.fusionbench.program import prepare_run
+from fusion_bench_featcal.fusionbench.run_results import suite_name
+from fusion_bench_featcal.results.study import Study
+from fusion_bench_featcal.results.study_page import show_study
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.studies.points import Design, Point
+from fusion_bench_featcal.studies.run import StudyRun, Task
+
+log = logging.getLogger(__name__)
+
+_DESIGN = tuple(Design.__dataclass_fields__)
+_OWN = ("study", *_DESIGN, "over", "subsets", "against")
+
+
+class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
+    """Runs comparisons along axes and puts them side by side.
+
+    Run by `fusion_bench method=study/<name> modelpool=...`. Cells are those of `method=compare` and
+    kept where it keeps them, so that an interrupted study goes on and studies share what they have
+    in common.
+    """
+
+    name = "study"
+
+    def __init__(
+        self,
+        *,
+        study: str = "study",
+        over: Any = (),
+        subsets: int | None = None,
+        against: str | None = None,
+        **choices: Any,
+    ) -> None:
+        """Keep the choices; they are checked with the pools' configs in `run`.
+
+        Args:
+            study: Name of the study, which chooses its observations and figures.
+            over: Labels that are averaged over, as seeds are.
+            subsets: Most subsets for each number of tasks; None: all.
+            against: Row that the others are compared with; None: each row's merger.
+            **choices: Fields of `Design`, and the keys of `method=compare`.
+
+        Raises:
+            ValueError: If a key of the comparison is unknown or out of range.
+        """
+        self._meta = take_fusion_bench_keys(choices)
+        self.study, self.over, self.against = study, list(over or ()), against
+        self.design = Design(**{key: plain(choices[key]) for key in _DESIGN if key in choices})
+        comparison = self._comparison({k: v for k, v in choices.items() if k not in _DESIGN})
+        self.results_dir, self.process_per_cell = (
+            comparison.results_dir,
+            comparison.process_per_cell,
+        )
+        self.pixel_cache_mb, self.cache_dir = comparison.pixel_cache_mb, comparison.cache_dir
+        super().__init__(**self._meta)
+
+    def on_run_start(self) -> None:
+        """Take the suite's own task pool where none was named; check the log directory."""
+        prepare_run(self._program, self.log_dir)
+
+    def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
+        """Run all points, report them, and return no model.
+
+        Args:
+            modelpool: The pool with base, experts and data.
+
+        Raises:
+            ValueError: If an axis, a label or a name is unknown; before anything is loaded.
+            CalibrationError: If the pools do not fit; or, when all is reported, if cells failed.
+        """
+        config, suite = program_config(self._program), suite_name(modelpool)
+        tasks = [self._task(point, config) for point in self.design.points(config)]
+        if self.process_per_cell:
+            check_command()
+            _ = [task.point.words for task in tasks]
+        run = StudyRun(self, modelpool, tasks)
+        run.check()
+        store = ResultStore(self.results_dir or default_folder(suite))
+        folder = store.folder if self.log_dir is None else Path(self.log_dir)
+        check_places(folder, tasks[0].grid)
+        go_on = f"ended before it was done: finished cells are in {store.folder}. To go on, repeat"
+        with ending_cleanly(self._program, lambda: f"{go_on} the command"):
+            run.run(store, folder / "points", suite)
+        study = run.study(suite)
+        study.write(folder)
+        self._end(study, folder, run)
+
+    def _task(self, point: Point, config: DictConfig) -> Task:
+        """A point with its own config, its comparison and its grid, all checked."""
+        changed = point.changed(config)
+        method = {key: changed.method[key] for key in changed.method if key not in _OWN}
+        try:
+            comparison = self._comparison({k: v for k, v in method.items() if k != "_target_"})
+            grid = comparison.grid(changed.modelpool)
+        except ValueError as error:
+            raise ValueError(f"{error} (at the point {point})") from error
+        return Task(point, changed, comparison, grid)
+
+    def _comparison(self, keys: Mapping[str, Any]) -> ComparisonAlgorithm:
+        comparison = ComparisonAlgorithm(**{str(key): value for key, value in keys.items()})
+        comparison._program = getattr(self, "_program", None)
+        comparison._fabric_instance = getattr(self, "_fabric_instance", None)
+        return comparison
+
+    def _end(self, study: Study, folder: Path, run: StudyRun) -> None:
+        """Show the study, and fail if something of it failed."""
+        show = lambda: show_study(study, folder)  # noqa: E731
+        if not at_the_end(show):
+            show()
+        failed = run.failures()
+        if failed:
+            raise CalibrationError(
+                f"{len(failed)} cells or points of the study failed; the others are finished and "
+                f"stay so when the command is repeated. {'; '.join(failed[:5])}"
+            )
+
+
+def program_config(program: Any) -> DictConfig:
+    """The program's config with its interpolations, and with the task pool that it evaluates on.
+
+    FusionBench resolves the config before it makes the program; so the command's words are composed
+    again where there is a command.
+    """
+    if HydraConfig.initialized() and GlobalHydra.instance().is_initialized():
+        job = HydraConfig.get()
+        config = compose(job.job.config_name, list(job.overrides.task))
+    else:
+        config = OmegaConf.create(OmegaConf.to_container(program.config))
+    default = config.modelpool.get("default_taskpool")
+    named = OmegaConf.select(config, "taskpool._target_")
+    if default is not None and (named is None or get_class(named) is DummyTaskPool):
+        OmegaConf.update(config, "taskpool", OmegaConf.to_container(default), merge=False)
+    return config

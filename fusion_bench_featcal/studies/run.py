@@ -1,0 +1,167 @@
+"""Running the points of a study, one after another, with what they share made once."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fusion_bench import BaseModelPool
+from omegaconf import DictConfig, OmegaConf
+from rich.progress import track
+
+from fusion_bench_featcal.comparison.algorithm import ComparisonAlgorithm, shared_inputs
+from fusion_bench_featcal.comparison.cells import Conditions
+from fusion_bench_featcal.comparison.grid import Grid
+from fusion_bench_featcal.comparison.reports import write_merger_reports
+from fusion_bench_featcal.comparison.store import ResultStore
+from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.results import describe_device, versions
+from fusion_bench_featcal.results.find import FailedCell
+from fusion_bench_featcal.results.study import Group, Study, make_study
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.studies.points import Point
+
+log = logging.getLogger(__name__)
+
+_POOLS = ("modelpool", "taskpool")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A point, ready to run."""
+
+    point: Point
+    config: DictConfig  # the program's, with the point's changes
+    comparison: ComparisonAlgorithm
+    grid: Grid
+
+    @property
+    def pools(self) -> str:
+        """Text that is equal for points on the same pools."""
+        return json.dumps([plain(self.config.get(pool)) for pool in _POOLS], sort_keys=True)
+
+
+@dataclass
+class StudyRun:
+    """One pass over a study's points."""
+
+    algorithm: Any  # the study: program, Fabric and keys
+    modelpool: BaseModelPool  # FusionBench's, for points that do not change it
+    tasks: Sequence[Task]
+    groups: list[Group] = field(default_factory=list)
+    _pools: str = ""  # of the inputs below; others are made anew
+    _inputs: MethodInputs | None = None
+    _conditions: Conditions | None = None
+
+    def check(self) -> None:
+        """Check the first point on each pair of pools, before anything is loaded.
+
+        Raises:
+            ValueError: If a setting does not fit.
+            CalibrationError: If the pools do not fit.
+        """
+        first = {task.pools: task for task in reversed(self.tasks)}
+        for task in first.values():
+            task.comparison.check_cells(task.grid, self._inputs_of(task))
+
+    def run(self, store: ResultStore, folder: Path, suite: str) -> None:
+        """Run what is not finished, and write each point's reports below `folder`."""
+        for task in track(self.tasks, "points"):
+            log.info("point %s", task.point)
+            runs: list[Path] = []
+            failed: list[FailedCell] = []
+            try:
+                runs, failed = self._run_point(task, store, folder, suite)
+            # Whatever one point's pools or methods raise, the other points are worth having.
+            except Exception as error:
+                trace = not isinstance(error, (CalibrationError, ValueError))
+                log.error("the point %s failed: %s", task.point, error, exc_info=trace)
+                reason = str(error).strip() or type(error).__name__
+                failed = [FailedCell(None, "the point", reason, task.point.seed)]
+            self._group(task.point.labels).add(runs, failed)
+        if self._inputs is not None:
+            self._inputs.images.close()
+
+    def study(self, suite: str) -> Study:
+        """The study's results.
+
+        Raises:
+            ReportError: If no point gave any.
+        """
+        algorithm = self.algorithm
+        study = make_study(
+            algorithm.study,
+            suite,
+            self.groups,
+            seeds=list(dict.fromkeys(task.point.seed for task in self.tasks)),
+            over=algorithm.over,
+            against=algorithm.against,
+            design=algorithm.design.design,
+        )
+        study.versions, study.device = versions(), describe_device(algorithm.fabric.device)
+        return study
+
+    def failures(self) -> list[str]:
+        """A phrase for each cell or point that failed."""
+        return list(self._failures())
+
+    def _failures(self) -> Iterator[str]:
+        for group in self.groups:
+            for cell in group.failed:
+                labels = ", ".join(f"{key}={value}" for key, value in group.labels.items())
+                place = f"{labels} seed={cell.seed}, {cell.upstream or 'reference'}, {cell.name}"
+                yield f"{place}: {cell.reason}"
+
+    def _run_point(
+        self, task: Task, store: ResultStore, folder: Path, suite: str
+    ) -> tuple[list[Path], list[FailedCell]]:
+        inputs = self._inputs_of(task)
+        task.comparison.check_cells(task.grid, inputs)
+        words = [*task.point.words, "method.axes=null", "method.seeds=null", "method.pairs=null"]
+        run = task.comparison.grid_run(
+            task.grid,
+            inputs,
+            store,
+            words=words if task.comparison.process_per_cell else (),
+            conditions=self._conditions,
+        )
+        self._conditions = run.conditions
+        run.run()
+        place = folder / folder_name(task.point)
+        return write_merger_reports(place, suite, run, task.comparison.notes), run.failed
+
+    def _group(self, labels: dict[str, Any]) -> Group:
+        for group in self.groups:
+            if group.labels == labels:
+                return group
+        self.groups.append(Group(labels))
+        return self.groups[-1]
+
+    def _inputs_of(self, task: Task) -> MethodInputs:
+        """The point's pools: those of the point before where they are the same."""
+        if self._inputs is None or task.pools != self._pools:
+            program = self.algorithm._program
+            self._conditions = None
+            if self._inputs is not None:
+                self._inputs.images.close()
+            unchanged = not any(key.split(".")[0] in _POOLS for key in task.point.changes)
+            pools = [self.modelpool, program.taskpool]
+            if not unchanged:
+                pools = [program._instantiate_and_setup(resolved(task, pool)) for pool in _POOLS]
+            self._inputs, self._pools = shared_inputs(self.algorithm, *pools), task.pools
+        return self._inputs
+
+
+def resolved(task: Task, pool: str) -> DictConfig:
+    """A pool's config at a point."""
+    return OmegaConf.create(plain(task.config[pool]))
+
+
+def folder_name(point: Point) -> str:
+    """Name of a point's folder."""
+    words = [f"{key}-{value}" for key, value in {**point.labels, "seed": point.seed}.items()]
+    return re.sub(r"[^\w.+-]", "_", "_".join(words))[:200]
