@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-ORDERS = ("block", "module")
+ORDERS = ("model", "block", "module")
 TARGETS = ("module", "residual")
 RIDGES = ("fixed", "kfold")
 ROW_WEIGHTS = ("uniform", "sensitivity", "auto")
@@ -167,8 +167,8 @@ CHECKS: dict[str, Check] = {
         lambda value: is_number(value) and 0 < value <= MOST_SCALE,
     ),
     "task_weights": (
-        "null, drift, or a mapping of tasks to numbers above 0",
-        lambda value: value in (None, "drift") or _are_factors(value),
+        "null, equal, drift, or a mapping of tasks to numbers above 0",
+        lambda value: value in (None, "equal", "drift") or _are_factors(value),
     ),
     "row_weights": one_of(ROW_WEIGHTS),
     "augment": (

@@ -58,7 +58,9 @@ class FeatCalSettings:
         eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
             (Eqs. 14, 17), 0 to 1e12.
         order: Solve all modules of a `block` from one look at it (Algorithm 1), or each `module`
-            (those that share an input together) once the ones before it have changed.
+            (those that share an input together) once the ones before it have changed. `model`
+            solves every block from the merged model's features, none of which has changed: an
+            ablation of the forward order, for the paper's target and ridge.
         target: Towards the expert's output of each `module` (Eq. 10), or, for modules that write to
             the hidden features, towards the expert's hidden features (`residual`): they then make
             up for what earlier modules have left.
@@ -72,7 +74,9 @@ class FeatCalSettings:
             has chosen, above 0 and at most 1000.
         task_weights: Factors of the tasks' weights by task (null: 1 each; tasks that are not named
             have 1), or `drift`: where a calibration leaves a task far behind, a second one of
-            `trials` gives it more weight. Not for the paper's order, target and ridge.
+            `trials` gives it more weight. Neither is for the paper's order, target and ridge, for
+            which there is `equal`: an ablation in which Gram matrices enter as they are, and
+            lambda is relative to the mean of their norms.
         row_weights: `uniform`, or `sensitivity`: a row weighs as the expert's final features depend
             on it, by the gradient of a random probe of them at the positions that `decoder_rows`
             names (with `auto` and no labels the last one); all other rows count, too. `auto`:
@@ -234,6 +238,21 @@ class FeatCalSettings:
             object.__setattr__(self, "modules", tuple(self.modules))
         object.__setattr__(self, "ignore_config", tuple(self.ignore_config))
 
+    def _clashes_of_ablations(self) -> list[str]:
+        """A phrase for each ablation that the other settings do not allow."""
+        clashes = [
+            f"{name}={value} needs method.target=module and method.ridge=fixed, and no "
+            "method.order=module"
+            for name, value in (("order", "model"), ("task_weights", "equal"))
+            if getattr(self, name) == value and not self.is_paper
+        ]
+        if self.order == "model" and (self.held_out != 0 or self.checkpoint_dir is not None):
+            clashes.append(
+                "order=model changes all blocks at the end: set method.held_out=0 and "
+                "method.checkpoint_dir=null"
+            )
+        return clashes
+
     def _clashes(self) -> list[str]:
         """A phrase for each setting that has no part in what the others ask for."""
         clashes: list[str] = []
@@ -243,12 +262,13 @@ class FeatCalSettings:
             clashes.append(f"first_ridge_scale={self.first_ridge_scale} needs method.stages=2")
         if self.trials not in (1, "auto") and self.expert_read_budget is not None:
             clashes.append("expert_read_budget is for one calibration: set method.trials=1")
+        clashes += self._clashes_of_ablations()
         if self.is_paper:
             clashes += [
                 f"{name}={getattr(self, name)} needs method.order=module, method.target=residual "
                 "or method.ridge=kfold"
                 for name in ("row_weights", "task_weights")
-                if getattr(self, name) != getattr(FeatCalSettings, name)
+                if getattr(self, name) not in (getattr(FeatCalSettings, name), "equal")
             ]
             return clashes
         if self.calibrate_norm:
@@ -330,7 +350,7 @@ class FeatCalSettings:
     @property
     def is_paper(self) -> bool:
         """Return whether modules are solved as the paper has it."""
-        return (self.order, self.target, self.ridge) == ("block", "module", "fixed")
+        return self.order != "module" and (self.target, self.ridge) == ("module", "fixed")
 
     @property
     def needs_base(self) -> bool:

@@ -142,7 +142,9 @@ class GroupedSystem:
         gram_norms: Frobenius norm of each folded task's mean grams, scalars.
     """
 
-    def __init__(self, name: str, anchor: Tensor, groups: int, *, eps: float) -> None:
+    def __init__(
+        self, name: str, anchor: Tensor, groups: int, *, eps: float, equal_weights: bool = False
+    ) -> None:
         """Start with no task.
 
         Args:
@@ -150,8 +152,10 @@ class GroupedSystem:
             anchor: `W_anc` of all groups, one below the other, `[out, d]`.
             groups: Number of groups.
             eps: Stabiliser of the matrices and floor of the norms.
+            equal_weights: Whether every task weighs 1, in place of Eq. 14.
         """
         self._name, self._eps, self._rounding = name, eps, 0.0
+        self._equal_weights = equal_weights
         anchor = anchor.to(solve_dtype(anchor.device))
         self._anchor = anchor.reshape(groups, -1, anchor.shape[-1])
         zeros, (_, outputs, width) = self._anchor.new_zeros, self._anchor.shape
@@ -189,6 +193,8 @@ class GroupedSystem:
         weight_of_norm(whole, self._eps)  # refuses a task whose inputs are all zero
         floor = torch.clamp_min(LEAST_SHARE * norms.square().mean().sqrt(), self._eps)
         weight = (1 / torch.maximum(norms, floor)).to(self._weight)
+        if self._equal_weights:
+            weight = torch.ones_like(weight)
         gram = means.gram.to(self._gram)
         expert = expert_weights[self._name].to(gram).reshape(self._anchor.shape)
         cross = gram if means.shift is None else gram + means.shift.to(gram).mT

@@ -105,14 +105,18 @@ class LinearSystem:
         gram_norms: Frobenius norm of each folded task's mean gram, scalars.
     """
 
-    def __init__(self, anchors: Mapping[str, Tensor], *, eps: float) -> None:
+    def __init__(
+        self, anchors: Mapping[str, Tensor], *, eps: float, equal_weights: bool = False
+    ) -> None:
         """Start with no task.
 
         Args:
             anchors: `W_anc` of each module by name, `[m, d]`, `d` alike for all.
             eps: Stabiliser of the matrix and floor of the norms.
+            equal_weights: Whether every task weighs 1, in place of Eq. 14.
         """
         self._anchors, self._eps, self._rounding = dict(anchors), eps, 0.0
+        self._equal_weights = equal_weights
         self._gram: Tensor | None = None
         self._shift: Tensor | None = None
         self._mean_cal: Tensor | None = None
@@ -158,6 +162,8 @@ class LinearSystem:
             raise ValueError("W_i C is given for some tasks and not for others")
         norm, dtype = norm_of_lower(means.gram), means.gram.dtype
         weight = torch.zeros_like(norm) if absent else weight_of_norm(norm, self._eps)
+        if self._equal_weights and not absent:
+            weight = torch.ones_like(norm)
         cross = means.gram
         if not means.reached:
             mirror_lower(means.gram)

@@ -50,6 +50,7 @@ class BlockSums:
         self.norm: dict[str, NormSystem] = {}
         self._problem = problem
         self._settings = problem.settings
+        self._equal = problem.settings.task_weights == "equal"
         self._sites = {site.name: site for site in problem.modules[block].sites}
         self._checks: list[DeferredCheck] = []
         self._tasks: list[str] = []
@@ -117,8 +118,10 @@ class BlockSums:
     def _system(self, names: Names) -> LinearSystem | GroupedSystem:
         groups, eps = self._sites[names[0]].groups, self._settings.eps
         if groups > 1:
-            return GroupedSystem(names[0], self._anchors[names[0]], groups, eps=eps)
-        return LinearSystem({name: self._anchors[name] for name in names}, eps=eps)
+            anchor = self._anchors[names[0]]
+            return GroupedSystem(names[0], anchor, groups, eps=eps, equal_weights=self._equal)
+        anchors = {name: self._anchors[name] for name in names}
+        return LinearSystem(anchors, eps=eps, equal_weights=self._equal)
 
     def _anchor(self, name: str) -> Tensor:
         base, rho = self._problem.base, self._settings.anchor_rho
@@ -183,7 +186,10 @@ class BlockSums:
                 continue
             self._refuse_dead_tasks(names[0], norms)
             try:
-                solved = self._solve_group(self.linear.pop(names), updates)
+                strength = self._settings.ridge_lambda
+                if self._equal:
+                    strength *= statistics.fmean(norms.values())
+                solved = self._solve_group(self.linear.pop(names), strength, updates)
             except UnsolvedError as error:
                 raise CalibrationError(
                     f"block {self.block}, module {error.module}: {error}. Raise "
@@ -206,10 +212,9 @@ class BlockSums:
         return {"kind": "routed", "block": self.block, "module": name, "rows": dict(rows)}
 
     def _solve_group(
-        self, system: LinearSystem | GroupedSystem, updates: dict[str, Tensor]
+        self, system: LinearSystem | GroupedSystem, ridge_lambda: float, updates: dict[str, Tensor]
     ) -> list[dict[str, Any]]:
         """Solve the modules that share their inputs; their log records."""
-        ridge_lambda = self._settings.ridge_lambda
         # Rounded at once, so that a group's solutions take no more memory than they will.
         names = {name: self._sites[name].weight_name for name in system.names}
         dtypes = {name: self._problem.model.get_parameter(names[name]).dtype for name in names}

@@ -67,6 +67,7 @@ class BlockLoop:
         self._team, self._kept = team or Alone(), kept or NoCheckpoints()
         self._activations = activations or Activations((None, UNLIMITED))
         self._merged = merged
+        self._waiting: list[tuple[str, dict[str, Tensor]]] = []  # updates, with order=model
         reads.experts, reads.visits = problem.experts, self._visits()
         if problem.base is not None and problem.settings.needs_base:
             reads.base = problem.base
@@ -100,6 +101,8 @@ class BlockLoop:
                 else:
                     self._change(block, streams)
             samples = streams
+        for block, updates in self._waiting:
+            load_updates(self._problem.model, block, updates)
         self._team.gather(None)  # none ends well while another still fails
         self._kept.finish(self._reporter.log)
 
@@ -118,7 +121,10 @@ class BlockLoop:
             self._reporter.at(f"{block} · solve")
             with exact_products():
                 updates, solved = self._team.solve(sums, self._problem.model)
-            load_updates(self._problem.model, block, updates)
+            if self._problem.settings.order == "model":
+                self._waiting.append((block, updates))
+            else:
+                load_updates(self._problem.model, block, updates)
             changed |= dict.fromkeys(updates)
             records += solved
         for task, batches in streams.items():

@@ -85,7 +85,9 @@ def _is_papers(report: Report, suite: str, name: str, method: str) -> bool:
     numbers = {entry["samples"] for entry in report.samples.get(name, {}).values()}
     if expected is None or numbers != {SAMPLES}:
         return False
-    return _agree(report.settings.get(name, {}), expected)
+    settings = report.settings.get(name, {})
+    is_ablation = settings.get("order") == "model" or settings.get("task_weights") == "equal"
+    return _agree(settings, expected) and not is_ablation
 
 
 def _agree(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:

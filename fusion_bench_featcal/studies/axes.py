@@ -1,6 +1,7 @@
 """Axes of a study: names and values from YAML, and what each value changes in the config."""
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.results import FEATCAL
 from fusion_bench_featcal.settings import FeatCalSettings
+
+log = logging.getLogger(__name__)
 
 Changes = dict[str, Any]
 """Dotted key of the program's config -> value."""
@@ -107,15 +110,15 @@ def _task_subsets(name: str, values: Any, config: DictConfig) -> Axis:
         raise ValueError(f"method.subsets must be null (all) or an integer >= 1, got {most!r}")
     options = []
     for number in values:
-        is_number = isinstance(number, int) and not isinstance(number, bool)
-        if not is_number or not 2 <= number <= len(tasks):
-            raise ValueError(
-                f"method.axes.{name} must be numbers of tasks from 2 to {len(tasks)}, got "
-                f"{number!r}"
-            )
+        if isinstance(number, bool) or not isinstance(number, int) or number < 2:
+            raise ValueError(f"method.axes.{name} must be integers >= 2, got {number!r}")
+        if number > len(tasks):
+            log.info("the pool has %d tasks: none are merged by %d", len(tasks), number)
         for subset in _subsets(tasks, number, most):
             labels = {name: number, "subset": "+".join(subset)}
             options.append(Option(labels, _keep_tasks(config, subset)))
+    if not options:
+        raise ValueError(f"method.axes.{name}={values}: the pool has {len(tasks)} tasks")
     return Axis(name, options)
 
 
