@@ -5,19 +5,39 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fusion_bench_featcal.results.find import ResultFolders
 
 
 def report_command(options: argparse.Namespace) -> None:
-    """Print (and with --out write) the tables of runs and comparisons from what they left."""
-    from fusion_bench_featcal.results import Report, ReportError, views
-    from fusion_bench_featcal.results.against import show_against
+    """Print (and with --out write) the tables of runs, comparisons and studies from their files."""
+    from fusion_bench_featcal.results import ReportError
     from fusion_bench_featcal.results.find import find
-    from fusion_bench_featcal.results.summary import summarise
+    from fusion_bench_featcal.results.study_page import report_study
 
     if options.html:
         _write_html(options)
         return
     folders = find(options.runs)
+    if folders.studies and (folders.runs or options.against):
+        raise ReportError(
+            f"{folders.studies[0]} is a study: report it by itself, without runs or --against; "
+            "its points' folders, below points/, are runs"
+        )
+    places = _figure_folders(folders.studies, options.out)
+    for study, out in zip(folders.studies, places, strict=True):
+        report_study(study, out)
+    if not folders.studies:
+        _report_runs(folders, options)
+
+
+def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
+    from fusion_bench_featcal.results import Report, ReportError, views
+    from fusion_bench_featcal.results.against import show_against
+    from fusion_bench_featcal.results.summary import summarise
+
     if not folders.runs:
         raise ReportError(f"no run in or below {', '.join(options.runs)}")
     summary = summarise(folders.runs, folders.failed)
@@ -56,15 +76,18 @@ def _write_html(options: argparse.Namespace) -> None:
 
 
 def plot_command(options: argparse.Namespace) -> None:
-    """Draw the figures of runs and comparisons: into each one's folder, or below --out."""
+    """Draw figures of runs, comparisons and studies: into each one's folder, or below --out."""
     from fusion_bench_featcal.results.comparison_figures import plot_comparison
     from fusion_bench_featcal.results.figures import plot_run
     from fusion_bench_featcal.results.find import find
+    from fusion_bench_featcal.results.study_figures import plot_study
 
     folders = find(options.runs)
-    places = [*folders.runs, *folders.comparisons]
-    for place, folder in zip(places, _figure_folders(places, options.out), strict=True):
-        draw = plot_comparison if place in folders.comparisons else plot_run
+    draws = dict.fromkeys(folders.runs, plot_run)
+    draws |= dict.fromkeys(folders.comparisons, plot_comparison)
+    draws |= dict.fromkeys(folders.studies, plot_study)
+    places = _figure_folders([*draws], options.out)
+    for (place, draw), folder in zip(draws.items(), places, strict=True):
         for path in draw(place, folder):
             print(path)
 

@@ -9,7 +9,7 @@ from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
 
 from .report import REPORT_FILE
-from .schema import KIND, SIDE_BY_SIDE_KIND, check_comparison
+from .schema import KIND, SIDE_BY_SIDE_KIND, STUDY_FILE, check_comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,20 @@ class ResultFolders:
 
     runs: list[Path] = field(default_factory=list)
     comparisons: list[Path] = field(default_factory=list)
+    studies: list[Path] = field(default_factory=list)
     failed: list[FailedCell] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        """Number of folders."""
+        return len(self.runs) + len(self.comparisons) + len(self.studies)
 
 
 def find(paths: Iterable[str | Path]) -> ResultFolders:
-    """Find runs and comparisons: each path itself, or everything below it.
+    """Find runs, comparisons and studies: each path itself, or everything below it.
 
-    Of a comparison's folder its own runs count: those that its report names.
+    Of a comparison's folder its own runs count: those that its report names. A study's folder
+    stands for its points, which are found where a path names their folder.
 
     Raises:
         ReportError: A path does not exist, there is nothing at it, or a report is damaged.
@@ -43,14 +50,15 @@ def find(paths: Iterable[str | Path]) -> ResultFolders:
     for path in map(Path, paths):
         if not path.exists():
             raise ReportError(f"no such run: {path}")
-        if path.name == REPORT_FILE and path.is_file():
+        if path.name in (REPORT_FILE, STUDY_FILE) and path.is_file():
             path = path.parent
-        before = len(folders.runs) + len(folders.comparisons)
+        before = folders.number
         _search(path, folders)
-        if len(folders.runs) + len(folders.comparisons) == before:
+        if folders.number == before:
             raise ReportError(f"no run in or below {path}: a run's log directory has {REPORT_FILE}")
     failed = list(dict.fromkeys(folders.failed))
-    return ResultFolders(_once(folders.runs), _once(folders.comparisons), failed)
+    runs, comparisons, studies = map(_once, (folders.runs, folders.comparisons, folders.studies))
+    return ResultFolders(runs, comparisons, studies, failed)
 
 
 def refuse_run(directory: str | Path, setting: str) -> None:
@@ -68,6 +76,9 @@ def refuse_run(directory: str | Path, setting: str) -> None:
 
 
 def _search(folder: Path, folders: ResultFolders) -> None:
+    if (folder / STUDY_FILE).is_file():
+        folders.studies.append(folder)
+        return
     content = _content(folder)
     if content.get("kind") == KIND:
         folders.runs.append(folder)

@@ -10,6 +10,7 @@ from .study import Group, Study, difference
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "is not decided"
 MERGED = "the merged model"
+_SHORT = {"samples_per_task": "n"}
 _ABOVE, _BELOW, _LEVEL = "above", "below", "level with"
 
 
@@ -21,8 +22,8 @@ class At:
     labels: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        place = ", ".join(f"{key} = {value:g}" for key, value in self.labels.items())
-        return f"{self.row} at {place}" if place else self.row
+        places = (f"{_SHORT.get(key, key)} = {value:g}" for key, value in self.labels.items())
+        return f"{self.row} ({', '.join(places)})" if self.labels else self.row
 
 
 @dataclass(frozen=True)
@@ -105,16 +106,23 @@ def find_out(study: Study, groups: Sequence[Group]) -> list[Finding]:
         study: The study.
         groups: Its points with their loaded reports.
     """
-    return [
+    findings = [
         _finding(observation, merger, groups)
         for merger in study.mergers
         if merger is not None
         for observation in OBSERVATIONS
-        if observation.study == study.name and len(study.names(merger)) > 1
+        if observation.study == study.name
     ]
+    if None in findings:
+        study.notes.append(
+            f"{findings.count(None)} of {len(findings)} observations of the paper need rows or "
+            "points that this study lacks"
+        )
+    return [finding for finding in findings if finding is not None]
 
 
-def _finding(seen: Observation, merger: str, groups: Sequence[Group]) -> Finding:
+def _finding(seen: Observation, merger: str, groups: Sequence[Group]) -> Finding | None:
+    """What the data say; None where a row or a point is missing."""
     one, other = (
         (group_of(at, groups), merger if at.row == MERGED else at.row)
         for at in (seen.one, seen.other)
@@ -123,12 +131,12 @@ def _finding(seen: Observation, merger: str, groups: Sequence[Group]) -> Finding
     unit = "" if seen.cost else " points"
     if seen.cost:
         head += f" in {seen.cost.replace('_', ' ')}"
-    value = None
-    if one[0] and other[0]:
-        rows = (one[0], merger, one[1]), (other[0], merger, other[1])
-        value = _ratio(*rows, seen.cost) if seen.cost else difference(*rows)
+    if one[0] is None or other[0] is None:
+        return None
+    rows = (one[0], merger, one[1]), (other[0], merger, other[1])
+    value = _ratio(*rows, seen.cost) if seen.cost else difference(*rows)
     if value is None:
-        return Finding(f"{head}: {OPEN}, as the study lacks a row or point", OPEN, seen.source)
+        return None
     verdict = _verdict(seen, value)
     shown = _shown(value, seen.cost)
     paper = ""

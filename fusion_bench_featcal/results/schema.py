@@ -12,6 +12,7 @@ SCHEMA = 1
 KIND = "run"
 SIDE_BY_SIDE_KIND = "comparison"
 STUDY_KIND = "study"
+STUDY_FILE = "study.json"
 # Accuracies pass through float32 on their way into a report.
 TOLERANCE = 1e-5
 

@@ -14,10 +14,10 @@ from .find import FailedCell
 from .items import Interval, Scores, paired_difference
 from .long_table import AVERAGE, CORRECT
 from .report import Report, csv_text
-from .schema import SCHEMA, STUDY, STUDY_KIND, check_types
+from .schema import SCHEMA, STUDY, STUDY_FILE, STUDY_KIND, check_types
 from .summary import COMPARISON_SEED, Summary, SummaryRow, summarise
 
-STUDY_FILE, TABLE_FILE, PAGE_FILE = "study.json", "table.csv", "study.md"
+TABLE_FILE, PAGE_FILE = "table.csv", "study.md"
 # Student's t for 95 % by degrees of freedom.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 _KEPT = (
@@ -224,10 +224,9 @@ def difference(
     The interval's half-width is the root of the sum of squares of two: over test items (paired
     bootstrap, given the seeds), and over seeds (Student's t). None where a row is missing.
     """
-    values = [group.by_seed.get((merger, name)) for group, merger, name in (one, other)]
-    if not values[0] or not values[1]:
+    first, second = (group.by_seed.get((merger, name)) for group, merger, name in (one, other))
+    if not first or not second:
         return None
-    first, second = values
     gains = [first[seed] - second[seed] for seed in first if seed in second]
     gains = gains or [fmean(first.values()) - fmean(second.values())]
     estimate, half = fmean(gains), seed_half_width(gains)

@@ -126,7 +126,7 @@ def curve_figure(study: Study, merger: str, lines: Mapping[str, Mapping[str, Cur
             _levels(axes, rows, merger, drawn)
             label_axis(axes, axis, rows[next(iter(rows))].x)
             if study.design == "each":
-                mark = axes.axvline(_at(axes, centre(study)[axis]), color=GREY, linestyle=":")
+                mark = axes.axvline(centre(study)[axis], color=GREY, linestyle=":")
                 drawn["the present setting"] = mark
         grid[0].set_ylabel("average accuracy, %", fontsize=9)
         if published:
@@ -155,14 +155,14 @@ def draw_curve(axes: "Axes", curve: Curve, look: Mapping[str, Any], **more: Any)
 
 def _levels(axes: "Axes", rows: Mapping[str, Curve], merger: str, drawn: dict[str, Any]) -> None:
     """Merger and experts: level lines where they do not change along the axis, else curves."""
-    for name, look in ((merger, {"color": MERGED}), (EXPERTS, {"color": INK})):
+    for name, colour in ((merger, MERGED), (EXPERTS, INK)):
         curve = rows.get(name)
         if curve is None:
             continue
         if max(curve.y) - min(curve.y) < 0.05:
-            drawn[name] = axes.axhline(curve.y[0], linewidth=1.1, **look)
+            drawn[name] = axes.axhline(curve.y[0], linewidth=1.1, color=colour)
         else:
-            drawn[name] = axes.plot(curve.x, curve.y, linewidth=1.1, **look)[0]
+            drawn[name] = axes.plot(curve.x, curve.y, linewidth=1.1, color=colour)[0]
 
 
 def label_axis(axes: "Axes", axis: str, values: Sequence[float]) -> None:
@@ -181,10 +181,6 @@ def label_axis(axes: "Axes", axis: str, values: Sequence[float]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if len(values) > 7:
         axes.tick_params(axis="x", labelrotation=60)
-
-
-def _at(axes: "Axes", value: float) -> float:
-    return value
 
 
 # ---- the paper's curves
@@ -248,10 +244,11 @@ def _gap_scale(axes: "Axes", rows: Mapping[str, Curve], merger: str) -> None:
 def _second_scale(axes: "Axes", merged: float, experts: float) -> None:
     """Scale on the right: share of the gap from merged model to experts, alike in all suites."""
     gap = experts - merged
-    right = axes.secondary_yaxis(
-        "right",
-        functions=(lambda y: 100 * (y - merged) / gap, lambda share: merged + share * gap / 100),
-    )
+    if gap <= 0:
+        return
+    to_share: Any = lambda y: 100 * (y - merged) / gap  # noqa: E731
+    from_share: Any = lambda share: merged + share * gap / 100  # noqa: E731
+    right = axes.secondary_yaxis("right", functions=(to_share, from_share))
     right.set_ylabel("gap recovered, %", fontsize=8)
     right.tick_params(labelsize=8)
 

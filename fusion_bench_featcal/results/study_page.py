@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from .items import LEVEL
 from .long_table import AVERAGE, BASE, EXPERTS
-from .study import STUDY_FILE, Study, seed_half_width
+from .schema import STUDY_FILE
+from .study import Study, seed_half_width
 from .tables import ABSENT, Grid, console, page, print_page, titled
 
 if TYPE_CHECKING:
@@ -31,6 +32,18 @@ def show_study(study: Study, folder: Path | None = None) -> None:
     if folder is not None:
         lines.append(f"next: featcal report {folder}, featcal plot {folder}; {STUDY_FILE} has all")
     print_page(tables, lines)
+
+
+def report_study(folder: Path, out: Path | None = None) -> None:
+    """Print a study's tables from its `study.json`, after writing all but the long table to `out`.
+
+    Raises:
+        ReportError: If the study is damaged, or `out` cannot be written.
+    """
+    study = Study.load(folder)
+    if out is not None:
+        study.write(out, "--out")
+    show_study(study)
 
 
 def study_markdown(study: Study) -> str:

@@ -29,6 +29,7 @@ from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.results.study_page import show_study
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.studies.axes import unresolved
 from fusion_bench_featcal.studies.points import Design, Point
 from fusion_bench_featcal.studies.run import StudyRun, Task
 
@@ -123,7 +124,7 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         return Task(point, changed, comparison, grid)
 
     def _comparison(self, keys: Mapping[str, Any]) -> ComparisonAlgorithm:
-        comparison = ComparisonAlgorithm(**{str(key): value for key, value in keys.items()})
+        comparison: Any = ComparisonAlgorithm(**{str(key): value for key, value in keys.items()})
         comparison._program = getattr(self, "_program", None)
         comparison._fabric_instance = getattr(self, "_fabric_instance", None)
         return comparison
@@ -151,7 +152,7 @@ def program_config(program: Any) -> DictConfig:
         job = HydraConfig.get()
         config = compose(job.job.config_name, list(job.overrides.task))
     else:
-        config = OmegaConf.create(OmegaConf.to_container(program.config))
+        config = OmegaConf.create(unresolved(program.config))
     default = config.modelpool.get("default_taskpool")
     named = OmegaConf.select(config, "taskpool._target_")
     if default is not None and (named is None or get_class(named) is DummyTaskPool):

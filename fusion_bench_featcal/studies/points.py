@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.studies.axes import Axis, Changes, Option, make_axis
+from fusion_bench_featcal.studies.axes import Axis, Changes, Option, make_axis, unresolved
 
 DESIGNS = ("product", "each")
 
@@ -27,7 +27,7 @@ class Point:
         Args:
             config: With interpolations, which then resolve to the point's values.
         """
-        copy = OmegaConf.create(OmegaConf.to_container(config))
+        copy = OmegaConf.create(unresolved(config))
         for key, value in {**self.changes, "method.seed": self.seed}.items():
             OmegaConf.update(copy, key, value, merge=False, force_add=True)
         return copy

@@ -81,7 +81,8 @@ class StudyRun:
                 trace = not isinstance(error, (CalibrationError, ValueError))
                 log.error("the point %s failed: %s", task.point, error, exc_info=trace)
                 reason = str(error).strip() or type(error).__name__
-                failed = [FailedCell(None, "the point", reason, task.point.seed)]
+                seed = task.point.seed
+                failed = [FailedCell(upstream=None, name="the point", reason=reason, seed=seed)]
             self._group(task.point.labels).add(runs, failed)
         if self._inputs is not None:
             self._inputs.images.close()
@@ -151,14 +152,10 @@ class StudyRun:
             unchanged = not any(key.split(".")[0] in _POOLS for key in task.point.changes)
             pools = [self.modelpool, program.taskpool]
             if not unchanged:
-                pools = [program._instantiate_and_setup(resolved(task, pool)) for pool in _POOLS]
+                configs = (OmegaConf.create(plain(task.config[pool])) for pool in _POOLS)
+                pools = [program._instantiate_and_setup(config) for config in configs]
             self._inputs, self._pools = shared_inputs(self.algorithm, *pools), task.pools
         return self._inputs
-
-
-def resolved(task: Task, pool: str) -> DictConfig:
-    """A pool's config at a point."""
-    return OmegaConf.create(plain(task.config[pool]))
 
 
 def folder_name(point: Point) -> str:
