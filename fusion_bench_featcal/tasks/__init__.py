@@ -7,15 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusion_bench_featcal.data.derived_images import NoiseImages, corrupted, mixed
     from fusion_bench_featcal.data.images import load_images
     from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool
     from fusion_bench_featcal.tasks.text_pool import TextTaskPool
 
-__all__ = ["ClipTaskPool", "TextTaskPool", "load_images"]
+__all__ = ["ClipTaskPool", "NoiseImages", "TextTaskPool", "corrupted", "load_images", "mixed"]
+
+_DERIVED = "fusion_bench_featcal.data.derived_images"
 
 _HOMES = {
     "ClipTaskPool": f"{__name__}.clip_pool",
     "TextTaskPool": f"{__name__}.text_pool",
+    "NoiseImages": _DERIVED,
+    "corrupted": _DERIVED,
+    "mixed": _DERIVED,
     "load_images": "fusion_bench_featcal.data.images",
 }
 

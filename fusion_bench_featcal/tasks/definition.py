@@ -237,6 +237,8 @@ def check_background(task: str, tested: Any, modelpool: Any) -> None:
 
 
 def background_of(data: Any) -> Any:
-    """Return the `background` of a data set or of its configuration."""
-    is_config = isinstance(data, Mapping)
-    return data.get("background") if is_config else getattr(data, "background", None)
+    """Return the `background` of a data set, or of its configuration (or of that one's `data`)."""
+    if not isinstance(data, Mapping):
+        return getattr(data, "background", None)
+    inner = data.get("data")
+    return data.get("background") or (background_of(inner) if isinstance(inner, Mapping) else None)

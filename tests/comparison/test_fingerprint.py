@@ -140,6 +140,29 @@ def test_samples_of_a_method_that_tells_no_draw_count_all() -> None:
     assert drawn([1, 2], **average) == drawn([1, 3], **average) == {}
 
 
+def corrupted_greek(**keys: Any) -> dict[str, Any]:
+    """Digests of what FeatCal would draw from corrupted images of a bundled task."""
+    load = {"_target_": "fusion_bench_featcal.suites.image.load_split", "task": "mini_greek"}
+    clean = {**load, "split": "train"}
+    entry = clean
+    if keys:
+        entry = {"_target_": "fusion_bench_featcal.tasks.corrupted", "data": clean, **keys}
+    models: Any = {"left": linear(1)}
+    pool = BaseModelPool(models, train_datasets=OmegaConf.create({"left": entry}))
+    config = {"_target_": "fusion_bench_featcal.comparison.FeatCal", "samples_per_task": 3}
+    return DataDigests(pool, BaseTaskPool()).drawn(config)
+
+
+def test_corrupted_samples_are_other_data(caplog: pytest.LogCaptureFixture) -> None:
+    fog = {"corruption": "fog", "severity": 1}
+    entries = [{}, fog, fog | {"severity": 2}, fog | {"seed": 1}, fog | {"task": "left"}]
+    entries += [fog | {"corruption": name} for name in ("gaussian_noise", "motion_blur")]
+    known = [corrupted_greek(**keys) for keys in entries]
+    assert len({str(digests) for digests in known}) == len(entries)
+    assert known == [corrupted_greek(**keys) for keys in entries]
+    assert "class and length alone" not in caplog.text
+
+
 def test_test_items_count(caplog: pytest.LogCaptureFixture) -> None:
     def tested(values: list[int]) -> dict[str, Any]:
         pool: Any = BaseTaskPool()

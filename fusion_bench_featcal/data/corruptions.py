@@ -1,0 +1,168 @@
+"""Gaussian noise, motion blur and fog as in ImageNet-C, for pictures of any size.
+
+Formulas and constants are those of Hendrycks & Dietterich, "Benchmarking Neural Network Robustness
+to Common Corruptions and Perturbations" (ICLR 2019), and of the code that made ImageNet-C
+(github.com/hendrycks/robustness). They are for pictures whose shorter side has 224 pixels.
+"""
+
+import hashlib
+from collections.abc import Callable
+from math import ceil, cos, pi, sin
+
+import numpy as np
+from PIL import Image
+from scipy.signal import fftconvolve
+
+from fusion_bench_featcal.nearest_names import nearest_hint
+
+PUBLISHED_SIDE = 224
+SEVERITIES = (1, 2, 3, 4, 5)
+
+# By severity. Standard deviation of the noise, where pixels are from 0 to 1.
+_NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)
+# Half the length of the path and standard deviation of its Gaussian weights, both in pixels.
+_MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
+# Density of the fog, and the factor by which its waves shrink with each halving of their length.
+_FOG = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))
+_STEEPEST = pi / 4  # paths of a motion are at most so far from the horizontal
+
+
+def check_corruption(corruption: object, severity: object, place: str = "corruption") -> None:
+    """Refuse a corruption or severity that does not exist; `place` is the former's setting.
+
+    Raises:
+        ValueError: Naming the setting, the value and what exists.
+    """
+    if corruption not in CORRUPTIONS:
+        raise ValueError(
+            f"{place} must be one of {', '.join(CORRUPTIONS)}, got {corruption!r}"
+            f"{nearest_hint(corruption, CORRUPTIONS)}"
+        )
+    if isinstance(severity, bool) or severity not in SEVERITIES:
+        setting = f"{place.rpartition('corruption')[0]}severity"
+        raise ValueError(f"{setting} must be an integer from 1 to 5, got {severity!r}")
+
+
+def corrupt(
+    picture: Image.Image, corruption: str, severity: int, random: np.random.Generator
+) -> Image.Image:
+    """Corrupt a picture.
+
+    Args:
+        picture: In mode `L` or `RGB`.
+        corruption: `gaussian_noise`, `motion_blur` or `fog`.
+        severity: 1 to 5.
+        random: Source of noise, direction or fog.
+
+    Returns:
+        A picture of the same size and mode.
+
+    Raises:
+        ValueError: If there is no such corruption or severity, or the mode is another.
+    """
+    check_corruption(corruption, severity)
+    if picture.mode not in ("L", "RGB"):
+        raise ValueError(f"a picture to corrupt must be of mode L or RGB, got {picture.mode}")
+    pixels = np.asarray(picture).reshape(picture.height, picture.width, -1) / 255
+    changed = CORRUPTIONS[corruption](pixels, severity, random)
+    eight_bits = np.rint(np.clip(changed, 0, 1) * 255).astype(np.uint8)
+    return Image.fromarray(eight_bits.squeeze(2) if picture.mode == "L" else eight_bits)
+
+
+def random_of(seed: int, task: str, position: int) -> np.random.Generator:
+    """Random numbers of one picture, the same in whatever order pictures are read."""
+    digest = hashlib.sha256(f"{seed}:{task}:{position}".encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:8], "big"))
+
+
+def gaussian_noise(pixels: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+    """Add independent noise to every pixel and channel, `[h, w, channels]` in 0..1, unclipped.
+
+    Its standard deviation is the same at every size.
+    """
+    return pixels + random.normal(scale=_NOISE[severity - 1], size=pixels.shape)
+
+
+def motion_blur(pixels: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+    """Smear pixels `[h, w, channels]` along a random direction; borders are continued outwards."""
+    scale = min(pixels.shape[:2]) / PUBLISHED_SIDE
+    kernel = motion_kernel(severity, scale, random.uniform(-_STEEPEST, _STEEPEST))
+    margin = len(kernel) // 2
+    padded = np.pad(pixels, ((margin, margin), (margin, margin), (0, 0)), mode="edge")
+    return fftconvolve(padded, kernel[:, :, None], mode="valid", axes=(0, 1))
+
+
+def motion_kernel(severity: int, scale: float, angle: float) -> np.ndarray:
+    """Weights of a motion blur, `[side, side]` with an odd side; their sum is 1.
+
+    The path starts at the centre and is a half Gaussian, as ImageMagick's that made ImageNet-C:
+    the picture moved in one direction. Points between pixels are shared among their neighbours.
+
+    Args:
+        severity: 1 to 5.
+        scale: Size of the picture relative to ImageNet-C's; lengths are multiplied by it.
+        angle: Direction of the motion, in radians from the horizontal.
+    """
+    radius, sigma = _MOTION[severity - 1]
+    fine = max(1, ceil(scale))  # points per published pixel: no gaps in large pictures
+    steps = np.arange(2 * radius * fine + 1) / fine
+    weights = np.exp(-(steps**2) / (2 * sigma**2))
+    margin = ceil(2 * radius * scale) + 1
+    kernel = np.zeros((2 * margin + 1, 2 * margin + 1))
+    right, down = (margin + scale * steps * part for part in (cos(angle), sin(angle)))
+    column, row = np.floor(right).astype(int), np.floor(down).astype(int)
+    across, below = right - column, down - row
+    for i, share_down in ((0, 1 - below), (1, below)):
+        for j, share_right in ((0, 1 - across), (1, across)):
+            np.add.at(kernel, (row + i, column + j), weights * share_down * share_right)
+    return kernel / kernel.sum()
+
+
+def fog(pixels: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
+    """Add fog to pixels `[h, w, channels]` and lower the contrast by as much.
+
+    The brightest pixel's value, which bounds the result, stays the bound.
+    """
+    density, decay = _FOG[severity - 1]
+    height, width = pixels.shape[:2]
+    side = 2 ** ceil(np.log2(max(height, width, 2)))
+    cloud = plasma(side, decay, random)[:height, :width, None]
+    brightest = pixels.max()
+    return (pixels + density * cloud) * brightest / (brightest + density)
+
+
+def plasma(side: int, decay: float, random: np.random.Generator) -> np.ndarray:
+    """Random heights `[side, side]` from 0 to 1 by the diamond-square algorithm, on a torus.
+
+    Args:
+        side: A power of two.
+        decay: Each halving of the distance between points divides the random part by its square:
+            ImageNet-C's code multiplies a uniform number's range and the number by it.
+        random: Source of the heights.
+    """
+    heights = np.zeros((side, side))
+    step, spread = side, 1.0
+    while step > 1:
+        half = step // 2
+        corners = heights[::step, ::step]
+        right, below = np.roll(corners, -1, axis=1), np.roll(corners, -1, axis=0)
+        centres = _disturbed(corners + right + below + np.roll(right, -1, axis=0), spread, random)
+        above, left = np.roll(centres, 1, axis=0), np.roll(centres, 1, axis=1)
+        heights[half::step, half::step] = centres
+        heights[::step, half::step] = _disturbed(corners + right + centres + above, spread, random)
+        heights[half::step, ::step] = _disturbed(corners + below + centres + left, spread, random)
+        step, spread = half, spread / decay**2
+    heights -= heights.min()
+    return heights / heights.max()
+
+
+def _disturbed(sums: np.ndarray, spread: float, random: np.random.Generator) -> np.ndarray:
+    """Means of four neighbours each, given their sums, plus uniform noise."""
+    return sums / 4 + random.uniform(-spread, spread, sums.shape)
+
+
+CORRUPTIONS: dict[str, Callable[[np.ndarray, int, np.random.Generator], np.ndarray]] = {
+    "gaussian_noise": gaussian_noise,
+    "motion_blur": motion_blur,
+    "fog": fog,
+}
