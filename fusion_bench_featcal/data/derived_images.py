@@ -10,6 +10,7 @@ from PIL import Image, ImageOps
 from fusion_bench_featcal.data.corruptions import check_corruption, corrupt, random_of
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.tables import require_numbered
+from fusion_bench_featcal.setting_checks import integer, nullable
 from fusion_bench_featcal.settings import CalibrationError
 
 Rows = torch.utils.data.Dataset[dict[str, Any]]
@@ -73,14 +74,13 @@ def corrupted(
         CalibrationError: If the data are no images or cannot be read.
     """
     check_corruption(corruption, severity)
-    for name, value, least in (("seed", seed, 0), ("size", size, 1)):
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not ((is_integer and value >= least) or (value is None and name == "size")):
-            raise ValueError(f"{name} of corrupted data must be an integer >= {least}, got {value}")
-    purpose = f"corruption {corruption}"
-    if isinstance(data, str):
-        data = load_images(data, split, image_column=image_column)
-    items = _image_items(data, purpose, image_column)
+    for name, value, (wanted, fits) in (
+        ("seed", seed, integer(0)),
+        ("size", size, nullable(integer(1))),
+    ):
+        if not fits(value):
+            raise ValueError(f"{name} of corrupted data must be {wanted}, got {value!r}")
+    items = _image_items(data, f"corruption {corruption}", split, image_column)
     return CorruptedImages(items, corruption, severity, seed, task, size)
 
 
@@ -104,6 +104,9 @@ class MixedImages(Rows):
 def mixed(data: Sequence[Any]) -> MixedImages:
     """Mix the images of several data sets in equal numbers, without labels.
 
+    Args:
+        data: The data sets, or paths as `load_images` takes them.
+
     Raises:
         ValueError: If there are none.
         CalibrationError: If one of them holds no images or cannot be read.
@@ -122,9 +125,10 @@ class NoiseImages(Rows):
         Raises:
             ValueError: If number or size is no integer >= 1.
         """
+        wanted, fits = integer(1)
         for name, value in (("number", number), ("size", size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of noise images must be an integer >= 1, got {value!r}")
+            if not fits(value):
+                raise ValueError(f"{name} of noise images must be {wanted}, got {value!r}")
         self._number, self._size, self._seeds = number, size, (seed, task)
 
     def __len__(self) -> int:
@@ -138,9 +142,13 @@ class NoiseImages(Rows):
         return {"image": Image.fromarray(pixels)}
 
 
-def _image_items(rows: Any, purpose: str, image_column: str = "image") -> ImageItems:
+def _image_items(
+    rows: Any, purpose: str, split: str | None = None, image_column: str = "image"
+) -> ImageItems:
     """See a data set as images; texts are refused before any is needed."""
     place = f"data of {purpose}"
+    if isinstance(rows, str):
+        rows = load_images(rows, split, image_column=image_column)
     if isinstance(rows, Mapping):
         raise ValueError(
             f"{place}: one data set is needed, got a mapping with the keys {', '.join(rows)}: set "

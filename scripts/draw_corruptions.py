@@ -1,0 +1,41 @@
+"""Draws docs/figures/corruptions.png: images of the bundled suite, corrupted at every severity.
+
+python scripts/draw_corruptions.py
+"""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt, random_of
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.results.drawing import new_figure, style
+from fusion_bench_featcal.suites.image import load_split
+
+SHOWN = {"mini_fashion_mnist": 60, "mini_latin": 3}  # task -> position of an image
+FILE = Path(__file__).resolve().parents[1] / "docs" / "figures" / "corruptions.png"
+
+
+def draw() -> Any:
+    """The figure: a row for each corruption and image, a column for each severity."""
+    rows = [(name, task, place) for name in CORRUPTIONS for task, place in SHOWN.items()]
+    figure = new_figure(5.4, 0.95 * len(rows))
+    grid = figure.subplots(len(rows), 1 + len(SEVERITIES))
+    for line, (name, task, place) in zip(grid, rows, strict=True):
+        clean = load_split(task, "train")[place]["image"]
+        made = [corrupt(clean, name, s, random_of(42, task, place)) for s in SEVERITIES]
+        for axes, picture in zip(line, [clean, *made], strict=True):
+            axes.imshow(picture, interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+        line[0].set_ylabel(name.replace("_", "\n"), fontsize=9)
+    for axes, title in zip(grid[0], ["clean", *(f"severity {s}" for s in SEVERITIES)], strict=True):
+        axes.set_title(title, fontsize=9, loc="center")
+    return figure
+
+
+if __name__ == "__main__":
+    with style():
+        buffer = io.BytesIO()
+        draw().savefig(buffer, format="png", dpi=110)
+    write_atomic(FILE, buffer.getvalue(), "docs/figures")
