@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,13 @@ class DataDigests:
 
     def _drawn_of(self, draw: Draw, task: str) -> Any:
         key: Any = (draw, task)
+        config = _key_of(getattr(self.modelpool, f"_{draw.split}_datasets")[task])
         if draw.samples is None:
-            key = _key_of(getattr(self.modelpool, f"_{draw.split}_datasets")[task]) or key
+            key = config or key
         load = getattr(self.modelpool, f"load_{draw.split}_dataset")
         place = f"modelpool.{draw.split}_datasets.{task}"
-        return self._rows(place, lambda: load(task), key, lambda size: _indices(draw, task, size))
+        choose = partial(_indices, draw, task)
+        return self._rows(place, lambda: load(task), key, choose, config)
 
     def _rows(
         self,
@@ -128,8 +131,9 @@ class DataDigests:
         load: Callable[[], Any],
         key: Any = None,
         choose: Callable[[int], Iterable[int] | None] = lambda size: None,
+        config: Any = None,
     ) -> Any:
-        """Digest of some rows; class and length of those that cannot be digested."""
+        """Digest of some rows; class, length and config of those that cannot be digested."""
         if key is not None and key in self._digests:
             return self._digests[key]
         rows: Any = None
@@ -140,9 +144,9 @@ class DataDigests:
             raise
         # Whatever data sets raise; the cell that reads them says more about it.
         except Exception as error:
-            log.warning("%s counts in fingerprints by class and length alone: %s", place, error)
+            log.warning("%s counts in fingerprints by class, length and config: %s", place, error)
             length = len(rows) if hasattr(rows, "__len__") else None
-            digest = {"class": type(rows).__qualname__, "length": length}
+            digest = {"class": type(rows).__qualname__, "length": length, "config": config}
         if key is not None:
             self._digests[key] = digest
         return digest

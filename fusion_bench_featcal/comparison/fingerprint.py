@@ -108,16 +108,17 @@ class FileDigests:
 
 
 def describe_pool(modelpool: BaseModelPool, files: FileDigests) -> dict[str, Any]:
-    """A pool's config, its code, and the content of the model files that it names.
+    """A pool's config without its data, its code, and the content of the model files that it names.
 
-    Hub ids of its models are found, or downloaded.
+    The data count with what is drawn of them (`DataDigests`). Hub ids of its models are found, or
+    downloaded.
     """
     config = describe(modelpool.config)
-    named = {key: value for key, value in config.items() if not key.endswith("_datasets")}
+    config = {key: value for key, value in config.items() if not key.endswith("_datasets")}
     return {
         "class": type(modelpool).__qualname__,
         "config": config,
-        "files": files.named_in(named),
+        "files": files.named_in(config),
         "models": {
             name: [files.folder(folder) for folder in PoolModel(modelpool, name).folders]
             for name in modelpool.all_model_names

@@ -27,20 +27,21 @@ _FOG = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))
 _STEEPEST = pi / 4  # paths of a motion are at most so far from the horizontal
 
 
-def check_corruption(corruption: object, severity: object, place: str = "corruption") -> None:
-    """Refuse a corruption or severity that does not exist; `place` is the former's setting.
+def check_corruption(
+    corruption: object, severity: object, settings: tuple[str, str] = ("corruption", "severity")
+) -> None:
+    """Refuse a corruption or severity that does not exist; `settings` are their names.
 
     Raises:
         ValueError: Naming the setting, the value and what exists.
     """
     if corruption not in CORRUPTIONS:
         raise ValueError(
-            f"{place} must be one of {', '.join(CORRUPTIONS)}, got {corruption!r}"
+            f"{settings[0]} must be one of {', '.join(CORRUPTIONS)}, got {corruption!r}"
             f"{nearest_hint(corruption, CORRUPTIONS)}"
         )
-    if isinstance(severity, bool) or severity not in SEVERITIES:
-        setting = f"{place.rpartition('corruption')[0]}severity"
-        raise ValueError(f"{setting} must be an integer from 1 to 5, got {severity!r}")
+    if not isinstance(severity, int) or isinstance(severity, bool) or severity not in SEVERITIES:
+        raise ValueError(f"{settings[1]} must be an integer from 1 to 5, got {severity!r}")
 
 
 def corrupt(

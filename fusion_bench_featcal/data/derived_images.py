@@ -1,4 +1,4 @@
-"""Calibration images made from other data sets, or from nothing; YAML names them by `_target_`."""
+"""Calibration data made from other data sets, or from nothing; YAML names them by `_target_`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,36 +84,35 @@ def corrupted(
     return CorruptedImages(items, corruption, severity, seed, task, size)
 
 
-class MixedImages(Rows):
+class MixedRows(torch.utils.data.Dataset[Any]):
     """Items of several data sets in turn, as many of each as the smallest has."""
 
-    def __init__(self, sets: Sequence[ImageItems]) -> None:
-        """Keep what `mixed` has opened."""
+    def __init__(self, sets: Sequence[Any]) -> None:
+        """Keep what `mixed` has checked."""
         self.sets = sets
 
     def __len__(self) -> int:
         return len(self.sets) * min(map(len, self.sets))
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
         number, place = divmod(index, len(self.sets))
-        return {"image": self.sets[place][number]["image"]}
+        return self.sets[place][number]
 
 
-def mixed(data: Sequence[Any]) -> MixedImages:
-    """Mix the images of several data sets in equal numbers, without labels.
-
-    Args:
-        data: The data sets, or paths as `load_images` takes them.
+def mixed(data: Sequence[Any]) -> MixedRows:
+    """Mix the items of several data sets, of images or of texts, in equal numbers.
 
     Raises:
         ValueError: If there are none.
-        CalibrationError: If one of them holds no images or cannot be read.
+        CalibrationError: If one of them has no length or no numbered items.
     """
     if isinstance(data, str | Mapping) or not len(data):
-        raise ValueError(f"data of mixed images must be a list of data sets, got {data!r}")
-    return MixedImages([_image_items(rows, f"mixed data set {n}") for n, rows in enumerate(data)])
+        raise ValueError(f"data of mixed data sets must be a list of data sets, got {data!r}")
+    for number, rows in enumerate(data):
+        require_numbered(None if isinstance(rows, str) else rows, f"mixed data set {number}")
+    return MixedRows(data)
 
 
 class NoiseImages(Rows):
@@ -142,17 +141,15 @@ class NoiseImages(Rows):
         return {"image": Image.fromarray(pixels)}
 
 
-def _image_items(
-    rows: Any, purpose: str, split: str | None = None, image_column: str = "image"
-) -> ImageItems:
+def _image_items(rows: Any, purpose: str, split: str | None, image_column: str) -> ImageItems:
     """See a data set as images; texts are refused before any is needed."""
     place = f"data of {purpose}"
     if isinstance(rows, str):
         rows = load_images(rows, split, image_column=image_column)
     if isinstance(rows, Mapping):
         raise ValueError(
-            f"{place}: one data set is needed, got a mapping with the keys {', '.join(rows)}: set "
-            "its _target_, or the split that it loads"
+            f"{place}: one data set is needed, got a mapping with the keys {', '.join(map(str, rows))}: "
+            "set its _target_, or the split that it loads"
         )
     require_numbered(rows, place)
     columns = getattr(rows, "column_names", None)

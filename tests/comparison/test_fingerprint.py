@@ -160,7 +160,7 @@ def test_corrupted_samples_are_other_data(caplog: pytest.LogCaptureFixture) -> N
     known = [corrupted_greek(**keys) for keys in entries]
     assert len({str(digests) for digests in known}) == len(entries)
     assert known == [corrupted_greek(**keys) for keys in entries]
-    assert "class and length alone" not in caplog.text
+    assert "counts in fingerprints by class" not in caplog.text
 
 
 def test_test_items_count(caplog: pytest.LogCaptureFixture) -> None:
@@ -180,8 +180,38 @@ def test_items_without_content_count_by_length_and_are_told(
 ) -> None:
     pool: Any = BaseTaskPool()
     pool._test_datasets = {"left": [object(), object()]}
-    assert DataDigests(model_pool(), pool).tested() == {"left": {"class": "list", "length": 2}}
-    assert "test_datasets.left counts in fingerprints by class and length alone" in caplog.text
+    known = {"class": "list", "length": 2, "config": None}
+    assert DataDigests(model_pool(), pool).tested() == {"left": known}
+    assert "left counts in fingerprints by class, length and config: " in caplog.text
+
+
+def test_drawn_items_without_content_count_by_their_config() -> None:
+    config = {"_target_": "fusion_bench_featcal.comparison.FeatCal", "samples_per_task": 1}
+
+    def digests(size: int) -> dict[str, Any]:
+        data = {"left": {"_target_": "test_fingerprint.Objects", "size": size}}
+        models: Any = {"left": linear(1)}
+        pool = BaseModelPool(models, train_datasets=OmegaConf.create(data))
+        return DataDigests(pool, BaseTaskPool()).drawn(config)
+
+    assert digests(1) == digests(1) != digests(2)
+
+
+class Objects(list):
+    """Two items without content."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__([object(), object()])
+
+
+def test_results_that_draw_nothing_do_not_depend_on_the_pools_data() -> None:
+    models: Any = {"left": linear(1)}
+    pools = [
+        BaseModelPool(models, train_datasets=OmegaConf.create({"left": {"path": path}}))
+        for path in ("a", "b")
+    ]
+    known, other = (fingerprint(describe_pool(pool, FileDigests())) for pool in pools)
+    assert known == other
 
 
 def test_own_code_counts_by_source_and_packages_by_version(

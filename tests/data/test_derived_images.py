@@ -53,8 +53,6 @@ def test_a_table_and_a_folder_are_corrupted_as_their_pictures(tmp_path: Path) ->
     )
     known = [bytes_of(corrupted(listed, "fog"), n) for n in range(12)]
     assert [bytes_of(corrupted(str(folder), "fog"), n) for n in range(12)] == known
-    halves = mixed([str(folder), listed])
-    assert [bytes_of(halves, n) for n in (4, 5)] == [bytes_of(listed, 2)] * 2
     split = corrupted(str(tmp_path), "fog", split="shapes")
     assert bytes_of(split, 11) == known[11]
     columns = corrupted(table, "fog", image_column="picture")
@@ -133,8 +131,10 @@ def test_mixed_sets_are_interleaved_in_equal_numbers() -> None:
         rows[12]
     unfit: Any
     for unfit in ([], "cars", {}):
-        with pytest.raises(ValueError, match="data of mixed images must be a list of data sets"):
+        with pytest.raises(ValueError, match="data of mixed data sets must be a list"):
             mixed(unfit)
+    with pytest.raises(CalibrationError, match="mixed data set 1: a data set with a length"):
+        mixed([PICTURES, "cars"])
 
 
 def test_noise_images_are_independent_uniform_pixels() -> None:
