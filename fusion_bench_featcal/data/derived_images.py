@@ -148,8 +148,8 @@ def _image_items(rows: Any, purpose: str, split: str | None, image_column: str) 
         rows = load_images(rows, split, image_column=image_column)
     if isinstance(rows, Mapping):
         raise ValueError(
-            f"{place}: one data set is needed, got a mapping with the keys {', '.join(map(str, rows))}: "
-            "set its _target_, or the split that it loads"
+            f"{place}: one data set is needed, got a mapping with the keys "
+            f"{', '.join(map(str, rows))}: set its _target_, or the split that it loads"
         )
     require_numbered(rows, place)
     columns = getattr(rows, "column_names", None)

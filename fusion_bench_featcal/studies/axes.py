@@ -4,37 +4,21 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.results import FEATCAL
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.studies.axis import Axis, Changes, Option, unresolved
+from fusion_bench_featcal.studies.data_axes import corruption_axis, source_axis
 
 log = logging.getLogger(__name__)
 
-Changes = dict[str, Any]
-"""Dotted key of the program's config -> value."""
-
 # Settings that all methods of a comparison share; other settings are FeatCal's.
 _SHARED = ("samples_per_task", "calibration_split", "steps")
-
-
-class Option(NamedTuple):
-    """One value of an axis: the labels that it gives a point, and its changes."""
-
-    labels: dict[str, Any]
-    changes: Changes
-
-
-class Axis(NamedTuple):
-    """An axis; `centre` is the label of the config's own value, None where there is none."""
-
-    name: str
-    options: list[Option]
-    centre: Any = None
 
 
 def make_axis(name: str, values: Any, config: DictConfig) -> Axis:
@@ -147,12 +131,9 @@ def _keep_tasks(config: DictConfig, tasks: Sequence[str]) -> Changes:
     return changes
 
 
-def unresolved(config: DictConfig) -> dict[str, Any]:
-    """A config as plain objects, with its interpolations."""
-    container = OmegaConf.to_container(config)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
-
-
-AXES: dict[str, Callable[[str, Any, DictConfig], Axis]] = {"tasks": _task_subsets}
+AXES: dict[str, Callable[[str, Any, DictConfig], Axis]] = {
+    "tasks": _task_subsets,
+    "corruption": corruption_axis,
+    "source": source_axis,
+}
 """Axes that change more than a setting; to add one, write its function and name it here."""

@@ -8,7 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.studies.axes import Axis, Changes, Option, make_axis, unresolved
+from fusion_bench_featcal.studies.axes import make_axis
+from fusion_bench_featcal.studies.axis import Axis, Changes, Option, unresolved
 
 DESIGNS = ("product", "each")
 

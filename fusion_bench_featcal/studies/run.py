@@ -122,12 +122,19 @@ class StudyRun:
     ) -> tuple[list[Path], list[FailedCell]]:
         inputs = self._inputs_of(task)
         task.comparison.check_cells(task.grid, inputs)
-        words = [*task.point.words, "method.axes=null", "method.seeds=null", "method.pairs=null"]
+        words: list[str] = []
+        if task.comparison.process_per_cell:
+            words = [
+                *task.point.words,
+                "method.axes=null",
+                "method.seeds=null",
+                "method.pairs=null",
+            ]
         run = task.comparison.grid_run(
             task.grid,
             inputs,
             store,
-            words=words if task.comparison.process_per_cell else (),
+            words=words,
             conditions=self._conditions,
         )
         self._conditions = run.conditions

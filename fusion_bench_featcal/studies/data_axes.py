@@ -1,0 +1,155 @@
+"""Axes that change calibration data: corrupted images, and the data of other tasks."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fusion_bench_featcal.data.corruptions import CORRUPTIONS, check_corruption
+from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.studies.axis import Axis, Changes, Option, unresolved
+
+CLEAN = "clean"
+OWN, OTHERS, MIXED, EACH = "own", "others", "mixed", "each"
+PUBLISHED_SEVERITY = 3
+
+
+def corruption_axis(name: str, values: Any, config: DictConfig) -> Axis:
+    """Corruptions of all calibration images, and of the model pool's test images.
+
+    Test images of the model pool are what Surgery and other methods that adapt at test time are
+    trained on; the task pool, which evaluates, has its own and stays clean.
+
+    Args:
+        name: Name of the axis.
+        values: Corruptions, or `{kinds: corruptions, severities: numbers from 1 to 5}`; `clean` has
+            the severity 0.
+        config: The program's config.
+
+    Raises:
+        ValueError: If a corruption or severity does not exist, or a task has no data.
+    """
+    place = f"method.axes.{name}"
+    kinds, severities = values, [PUBLISHED_SEVERITY]
+    if isinstance(values, Mapping):
+        if unknown := set(values) - {"kinds", "severities"}:
+            raise ValueError(f"{place} takes kinds and severities, got {sorted(map(str, unknown))}")
+        kinds = values.get("kinds") or [CLEAN, *CORRUPTIONS]
+        severities = values.get("severities") or severities
+    splits = dict.fromkeys([str(config.method.get("calibration_split", "train")), "test"])
+    data = {split: _data(config, split) for split in splits}
+    _require_data(data, config, place)
+    options = []
+    for kind in kinds:
+        if kind == CLEAN:
+            options.append(Option({name: CLEAN, "severity": 0}, {}))
+            continue
+        for severity in severities:
+            settings = f"{place}: a corruption other than {CLEAN}", f"{place}.severities"
+            check_corruption(kind, severity, settings)
+            changed = {
+                f"modelpool.{split}_datasets": {
+                    task: _corrupted(entry, kind, severity, task) for task, entry in each.items()
+                }
+                for split, each in data.items()
+                if each
+            }
+            options.append(Option({name: kind, "severity": severity}, changed))
+    return Axis(name, options, CLEAN)
+
+
+def source_axis(name: str, values: Any, config: DictConfig) -> Axis:
+    """Data sets that every task is calibrated on.
+
+    Args:
+        name: Name of the axis.
+        values: Sources, or label -> source. A source is `own`, `others` (those of all other tasks
+            in equal numbers), `mixed` (those of all tasks), `each` (for every task a point, on
+            which all are calibrated on its data), a task, or a data set's config with `_target_`.
+            The pool's key `featcal.sources` adds labels, and replaces their sources.
+        config: The program's config.
+
+    Raises:
+        ValueError: If a source does not exist, or a task has no data.
+    """
+    place, split = f"method.axes.{name}", str(config.method.get("calibration_split", "train"))
+    data = _data(config, split)
+    _require_data({split: data}, config, place)
+    options = []
+    for label, source in _named_sources(values, config).items():
+        for head, one in [(task, task) for task in data] if source == EACH else [(label, source)]:
+            sets = {task: _source(one, task, data, f"{place}.{label}") for task in data}
+            changes: Changes = {} if one == OWN else {f"modelpool.{split}_datasets": sets}
+            options.append(Option({name: str(head)}, changes))
+    return Axis(name, options, OWN)
+
+
+def _named_sources(values: Any, config: DictConfig) -> dict[str, Any]:
+    """Label -> source, with the pool's own sources; a label of null is left out."""
+    pools = plain(OmegaConf.select(config, "modelpool.featcal.sources")) or {}
+    if not isinstance(values, Mapping):
+        return {str(value): pools.get(value, value) for value in values}
+    return {k: v for k, v in {**values, **pools}.items() if values.get(k, k) is not None}
+
+
+def _source(source: Any, task: str, data: Mapping[str, Any], place: str) -> Any:
+    """Config of the data that a task is calibrated on."""
+    if isinstance(source, Mapping) and "_target_" in source:
+        return dict(source)
+    if isinstance(source, str) and source in data:
+        return data[source]
+    if source == OWN:
+        return data[task]
+    if source in (MIXED, OTHERS):
+        names = [other for other in data if source == MIXED or other != task]
+        if not names:
+            raise ValueError(f"{place}: {OTHERS} needs a second task, and there is {task} alone")
+        sets = [data[other] for other in names]
+        return {"_target_": "fusion_bench_featcal.tasks.mixed", "data": sets}
+    known = (OWN, OTHERS, MIXED, EACH, *data)
+    raise ValueError(
+        f"{place} must be one of {', '.join(known)} or a data set's config with _target_, got "
+        f"{source!r}{nearest_hint(source, known)}"
+    )
+
+
+def _data(config: DictConfig, split: str) -> dict[str, Any]:
+    """Configs of a split's data by task, in a form that can be part of others."""
+    models = [str(name) for name in config.modelpool.get("models") or {}]
+    entries = config.modelpool.get(f"{split}_datasets")
+    held = unresolved(entries) if isinstance(entries, DictConfig) else {}
+    return {task: _as_config(entry, split) for task, entry in held.items() if task in models}
+
+
+def _as_config(entry: Any, split: str) -> Any:
+    """A data set's config; FusionBench takes a hub id by itself for one."""
+    if not isinstance(entry, str):
+        return entry
+    if Path(entry).expanduser().exists():
+        return {"_target_": "fusion_bench_featcal.tasks.load_images", "path": entry}
+    return {"_target_": "datasets.load_dataset", "path": entry, "split": split}
+
+
+def _require_data(data: Mapping[str, Any], config: DictConfig, place: str) -> None:
+    """Refuse a pool that names no data for a task, which would stay as it is unnoticed."""
+    split, held = next(iter(data.items()))
+    tasks = [str(name) for name in config.modelpool.get("models") or {}]
+    missing = [task for task in tasks if task not in held and not task.startswith("_")]
+    if missing or not held:
+        raise ValueError(
+            f"{place} changes calibration data, and the pool has none for "
+            f"{', '.join(missing) or 'any task'}: set modelpool.{split}_datasets."
+            f"{missing[0] if missing else 'TASK'} or method.calibration_split"
+        )
+
+
+def _corrupted(entry: Any, corruption: str, severity: int, task: str) -> dict[str, Any]:
+    return {
+        "_target_": "fusion_bench_featcal.tasks.corrupted",
+        "data": entry,
+        "corruption": corruption,
+        "severity": severity,
+        "task": task,
+    }
