@@ -68,6 +68,15 @@ def published_average(
     return _averages().get((suite, upstream or "", "" if name == upstream else method))
 
 
+def corrupted_average(upstream: str, name: str, corruption: str) -> Published | None:
+    """Return the paper's average on CLIP ViT-B/32 for calibration on corrupted images (Table 6).
+
+    `corruption` may be `clean`. An empty name is the merged model, which uses no images (Table 1).
+    """
+    suite = "clip-vit-base-patch32_TA8"
+    return _averages().get((f"{suite} corrupted={corruption}" if name else suite, upstream, name))
+
+
 def paper_settings(suite: str) -> dict[str, Any] | None:
     """FeatCal's settings in the paper for a model pool; None for pools that are not in it."""
     return next((s for start, s in _FEATCAL.items() if suite.startswith(start)), None)

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .data_figures import data_figures
 from .drawing import GREY, INK, MERGED, legend_below, marks, panels, save_figures, style
 from .long_table import AVERAGE, BASE, EXPERTS
 from .study import Study
@@ -55,7 +56,10 @@ def study_figures(study: Study) -> "dict[str, Figure]":
     for merger in filter(None, study.mergers):
         name = study.name if len(study.mergers) == 1 else f"{study.name}-{merger}"
         lines = curves(study, merger)
-        if len(study.points) == 1:
+        own = data_figures(study, merger, name)
+        if own is not None:
+            figures |= own
+        elif len(study.points) == 1:
             figures[name] = difference_figure(study, merger)
         elif study.name == "cost":
             figures[name] = cost_figure(study, merger)

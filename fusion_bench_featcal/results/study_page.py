@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from .data_tables import data_grids
 from .items import LEVEL
 from .long_table import AVERAGE, BASE, EXPERTS
 from .schema import STUDY_FILE
@@ -63,6 +64,7 @@ def study_grids(study: Study) -> list[tuple[str, Grid]]:
         if merger is None:
             continue
         grids.append((f"accuracy over {merger}, %", accuracy_table(study, merger)))
+        grids += data_grids(study, merger, merged_points(study))
         if study.name == "cost":
             grids += [
                 (f"{head} over {merger}", cost_table(study, merger, key))

@@ -1,0 +1,163 @@
+"""Figures of studies that change calibration data: `corruption` and `transfer`."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .data_tables import (
+    CLEAN,
+    CORRUPTION,
+    SEVERITY,
+    SOURCE,
+    TRANSFER,
+    Rows,
+    by_corruption,
+    corrected,
+    gains,
+    shown,
+)
+from .drawing import INK, MERGED, legend_below, marks, panels, style
+from .long_table import AVERAGE, EXPERTS
+from .published import corrupted_average
+from .study import Study
+from .study_page import merged_points
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_ACCURACY = "average accuracy on clean images, %"
+
+
+def data_figures(study: Study, merger: str, name: str) -> "dict[str, Figure] | None":
+    """Figures of a study that changes calibration data, by name; None for other studies."""
+    if study.name == TRANSFER and SOURCE in study.labels:
+        return {name: _transfer_figure(study, merger)}
+    if study.name != CORRUPTION or not {CORRUPTION, SEVERITY} <= set(study.labels):
+        return None
+    figures = {name: _kinds_figure(study, merger)}
+    every = by_corruption(merged_points(study))
+    if any(len(severities) > 1 for severities in every.values()):
+        figures[f"{name}-severity"] = _severity_figure(study, merger)
+    return figures
+
+
+def _kinds_figure(study: Study, merger: str) -> "Figure":
+    """Accuracy by corruption at one severity, and the paper's."""
+    every, names = by_corruption(merged_points(study)), corrected(study, merger)
+    severity, looks = max(shown(s)[0] for s in every.values()), marks(names, merger)
+    with style():
+        titles = [f"{study.suite}, severity {severity}", "the paper, ViT-B/32, Table 6"]
+        heading = f"calibration on corrupted images, over {merger}"
+        published = any(corrupted_average(merger, name, CLEAN) for name in names)
+        figure, grid = panels(titles[: 1 + published], (4.2, 3.4), 2, heading, "", sharex=False)
+        drawn: dict[str, Any] = {}
+        for place, name in enumerate(names):
+            shift = 0.07 * (place - (len(names) - 1) / 2)  # so that bars do not hide one another
+            rows = [shown(severities)[1].get((merger, name)) for severities in every.values()]
+            x = [number + shift for number in range(len(every))]
+            drawn[name] = _line(grid[0], x, rows, {**looks[name], "linestyle": "none"})
+        drawn |= _levels(grid[0], every[CLEAN][0], merger)
+        if published:
+            _draw_published(grid[1], list(every), names, merger, looks)
+        for axes in grid:
+            axes.set_xticks(range(len(every)), [kind.replace("_", "\n") for kind in every])
+        grid[0].set_ylabel(_ACCURACY, fontsize=9)
+        legend_below(figure, list(drawn.values()), list(drawn), _legend(study), 4)
+    return figure
+
+
+def _draw_published(
+    axes: "Axes", kinds: Sequence[str], names: Sequence[str], merger: str, looks: Mapping[str, Any]
+) -> None:
+    for name in names:
+        line = [corrupted_average(merger, name, kind) for kind in kinds]
+        values = {place: 100 * each.value for place, each in enumerate(line) if each}
+        if values:
+            axes.plot(list(values), list(values.values()), linestyle="none", **looks[name])
+    if merged := corrupted_average(merger, "", CLEAN):
+        axes.axhline(100 * merged.value, color=MERGED, linewidth=1.1)
+
+
+def _severity_figure(study: Study, merger: str) -> "Figure":
+    """Accuracy by severity, a panel for each corruption."""
+    every, names = by_corruption(merged_points(study)), corrected(study, merger)
+    clean, looks = every.pop(CLEAN), marks(names, merger)
+    with style():
+        titles = [kind.replace("_", " ") for kind in every]
+        heading = f"calibration on corrupted images: {study.suite}, over {merger}"
+        label = "severity (0: clean)"
+        figure, grid = panels(titles, (3.0, 3.0), 3, heading, label, sharey=True)
+        drawn: dict[str, Any] = {}
+        for axes, severities in zip(grid, every.values(), strict=True):
+            along = dict(sorted({**clean, **severities}.items()))
+            for name in names:
+                rows = [rows.get((merger, name)) for rows in along.values()]
+                drawn[name] = _line(axes, list(along), rows, looks[name])
+            drawn |= _levels(axes, clean[0], merger)
+            axes.set_xticks(list(along))
+        grid[0].set_ylabel(_ACCURACY, fontsize=9)
+        legend_below(figure, list(drawn.values()), list(drawn), _legend(study), 4)
+    return figure
+
+
+def _legend(study: Study) -> str:
+    return "bars: 95 % interval over seeds" if len(study.seeds) > 1 else "one seed: no interval"
+
+
+def _line(axes: "Axes", x: Sequence[float], rows: Sequence[Any], look: Mapping[str, Any]) -> Any:
+    """Draw a row along points, with its bars; points that lack it are left out."""
+    held = [(at, row) for at, row in zip(x, rows, strict=True) if row is not None]
+    places = [at for at, _ in held]
+    heights = [100 * row["accuracy"][AVERAGE] for _, row in held]
+    bars = [100 * row["half_width"] for _, row in held]
+    axes.errorbar(places, heights, yerr=bars, fmt="none", ecolor=look["color"], elinewidth=1.1)
+    return axes.plot(places, heights, **{"linewidth": 1.2, **look})[0]
+
+
+def _levels(axes: "Axes", rows: Rows, merger: str) -> dict[str, Any]:
+    """Lines of the merged model and the experts, which use no calibration images."""
+    colours = {name: c for name, c in ((merger, MERGED), (EXPERTS, INK)) if (merger, name) in rows}
+    return {
+        name: axes.axhline(
+            100 * rows[merger, name]["accuracy"][AVERAGE], linewidth=1.1, color=colour
+        )
+        for name, colour in colours.items()
+    }
+
+
+def _transfer_figure(study: Study, merger: str) -> "Figure":
+    """Gain over the merged model by source and task, a panel for each row."""
+    points, names = merged_points(study), corrected(study, merger)
+    tables = {name: gains(points, merger, name) for name in names}
+    sources = list(next(iter(tables.values())))
+    tasks = list(tables[names[0]][sources[0]])
+    most = max(
+        abs(v) for table in tables.values() for line in table.values() for v in line.values()
+    )
+    with style():
+        size = (1.2 + 0.56 * len(tasks), 0.9 + 0.34 * len(sources))
+        heading = f"{study.suite}: gain over {merger}, points, by what all tasks are calibrated on"
+        figure, grid = panels([f"+ {name}" for name in names], size, 2, heading, "evaluated on")
+        image: Any = None
+        for axes, table in zip(grid, tables.values(), strict=True):
+            values = [[table[source][task] for task in tasks] for source in sources]
+            image = axes.imshow(values, cmap="PuOr", vmin=-most, vmax=most, aspect="auto")
+            axes.grid(False)
+            axes.set_xticks(range(len(tasks)), tasks, rotation=40, ha="right", fontsize=8)
+            axes.set_yticks(range(len(sources)), sources, fontsize=8)
+            _write_values(axes, values, sources, tasks, most)
+        figure.colorbar(image, ax=grid)
+    return figure
+
+
+def _write_values(
+    axes: "Axes", values: Sequence[Sequence[float]], sources: Sequence[str],
+    tasks: Sequence[str], most: float,
+) -> None:  # fmt: skip
+    """Write numbers on a heat map; a task's own data are bold."""
+    for y, line in enumerate(values):
+        for x, value in enumerate(line):
+            weight = "bold" if sources[y] in (tasks[x], "own") else "normal"
+            colour = "white" if abs(value) > 0.6 * most else "black"
+            axes.text(x, y, f"{value:+.1f}", ha="center", va="center", fontsize=7, color=colour,
+                      weight=weight)  # fmt: skip

@@ -1,0 +1,98 @@
+"""Tables of studies that change calibration data: `corruption` and `transfer`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .long_table import AVERAGE, BASE, EXPERTS
+from .published import corrupted_average
+from .study import Study
+from .tables import ABSENT, Grid
+
+CORRUPTION, TRANSFER = "corruption", "transfer"
+CLEAN, SEVERITY, SOURCE = "clean", "severity", "source"
+_PUBLISHED_SEVERITY = 3
+
+Rows = Mapping[tuple[str, str], Mapping[str, Any]]
+"""Rows of a point by merger and name, as `study_page.merged_points` gives them."""
+Points = Sequence[tuple[Mapping[str, Any], Rows]]
+
+
+def data_grids(study: Study, merger: str, points: Points) -> list[tuple[str, Grid]]:
+    """Further tables, with their titles, of a study that changes calibration data."""
+    names, labels = corrected(study, merger), study.labels
+    if study.name == CORRUPTION and {CORRUPTION, SEVERITY} <= set(labels):
+        title = f"change by corrupted calibration images over {merger}"
+        return [(title, _falls_table(points, merger, names))]
+    if study.name == TRANSFER and SOURCE in labels:
+        title = "over {}: gain of {} by task, points"
+        return [(title.format(merger, n), _gains_table(points, merger, n)) for n in names]
+    return []
+
+
+def corrected(study: Study, merger: str) -> list[str]:
+    """Names of a merger's rows that a post-merging method has made."""
+    return [name for name in study.names(merger) if name not in (BASE, EXPERTS, merger)]
+
+
+def by_corruption(points: Points) -> dict[str, dict[int, Rows]]:
+    """Corruption -> severity -> rows; clean comes first, with the severity 0."""
+    found: dict[str, dict[int, Rows]] = {CLEAN: {0: {}}}
+    for labels, rows in points:
+        found.setdefault(str(labels[CORRUPTION]), {})[int(labels[SEVERITY])] = rows
+    return found
+
+
+def shown(severities: Mapping[int, Rows]) -> tuple[int, Rows]:
+    """The paper's severity where it was run, or else the strongest, with its rows."""
+    severity = _PUBLISHED_SEVERITY if _PUBLISHED_SEVERITY in severities else max(severities)
+    return severity, severities[severity]
+
+
+def gains(points: Points, merger: str, name: str) -> dict[str, dict[str, float]]:
+    """Source -> task -> gain over the merged model in points; the last is the average's."""
+    found: dict[str, dict[str, float]] = {}
+    for labels, rows in points:
+        if (merger, name) in rows and (merger, merger) in rows:
+            after, before = (rows[merger, each]["accuracy"] for each in (name, merger))
+            tasks = [task for task in after if task != AVERAGE and task in before]
+            found[str(labels[SOURCE])] = {
+                task: 100 * (after[task] - before[task]) for task in [*tasks, AVERAGE]
+            }
+    return found
+
+
+def _falls_table(points: Points, merger: str, names: Sequence[str]) -> Grid:
+    """Change of every row from clean to corrupted images, ours beside the paper's."""
+    every = by_corruption(points)
+    clean = every.pop(CLEAN)[0]
+    columns = {kind: shown(severities) for kind, severities in every.items()}
+    lines = []
+    for name in names:
+        cells = []
+        for kind, (severity, rows) in columns.items():
+            ours = _difference(rows.get((merger, name)), clean.get((merger, name)))
+            paper = _published_change(merger, name, kind, severity)
+            cells.append(ours + (f" (paper {paper:+.1f})" if paper is not None else ""))
+        lines.append((f"+ {name}", cells))
+    heads = [f"{kind.replace('_', ' ')} {severity}" for kind, (severity, _) in columns.items()]
+    return Grid("change from clean, points", heads, lines)
+
+
+def _difference(row: Mapping[str, Any] | None, clean: Mapping[str, Any] | None) -> str:
+    if row is None or clean is None:
+        return ABSENT
+    return f"{100 * (row['accuracy'][AVERAGE] - clean['accuracy'][AVERAGE]):+.1f}"
+
+
+def _published_change(merger: str, name: str, kind: str, severity: int) -> float | None:
+    corrupted, clean = (corrupted_average(merger, name, each) for each in (kind, CLEAN))
+    if corrupted is None or clean is None or severity != _PUBLISHED_SEVERITY:
+        return None
+    return 100 * (corrupted.value - clean.value)
+
+
+def _gains_table(points: Points, merger: str, name: str) -> Grid:
+    table = gains(points, merger, name)
+    tasks = list(next(iter(table.values())))
+    lines = [(source, [f"{line[t]:+.1f}" for t in tasks]) for source, line in table.items()]
+    return Grid("calibrated on", tasks, lines)
