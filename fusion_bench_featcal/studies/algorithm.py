@@ -36,6 +36,7 @@ from fusion_bench_featcal.studies.run import StudyRun, Task
 log = logging.getLogger(__name__)
 
 _DESIGN = tuple(Design.__dataclass_fields__)
+_COMPARED = ("samples_per_task", "calibration_split", "steps", "training_steps", "cells")
 _OWN = ("study", *_DESIGN, "over", "subsets", "against")
 
 
@@ -48,6 +49,7 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """
 
     name = "study"
+    _config_mapping = ComparisonAlgorithm._config_mapping | {k: k for k in (*_OWN, *_COMPARED)}
 
     def __init__(
         self,
