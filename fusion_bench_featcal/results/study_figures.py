@@ -54,6 +54,8 @@ def study_figures(study: Study) -> "dict[str, Figure]":
     """The figures that fit a study's points, by name."""
     figures: dict[str, Figure] = {}
     for merger in filter(None, study.mergers):
+        if set(study.names(merger)) <= {merger, BASE, EXPERTS}:
+            continue
         name = study.name if len(study.mergers) == 1 else f"{study.name}-{merger}"
         lines = curves(study, merger)
         own = data_figures(study, merger, name)

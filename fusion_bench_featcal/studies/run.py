@@ -50,12 +50,13 @@ class StudyRun:
     """One pass over a study's points."""
 
     algorithm: Any  # the study: program, Fabric and keys
-    modelpool: BaseModelPool  # FusionBench's, for points that do not change it
+    modelpool: BaseModelPool  # the program's, for points that do not change it
     tasks: Sequence[Task]
     groups: list[Group] = field(default_factory=list)
     _pools: str = ""  # of the inputs below; others are made anew
     _inputs: MethodInputs | None = None
     _conditions: Conditions | None = None
+    _taskpool: Any = None  # the program's, likewise
 
     def check(self) -> None:
         """Check the first point on each pair of pools, before anything is loaded.
@@ -123,13 +124,9 @@ class StudyRun:
         inputs = self._inputs_of(task)
         task.comparison.check_cells(task.grid, inputs)
         words: list[str] = []
-        if task.comparison.process_per_cell:
-            words = [
-                *task.point.words,
-                "method.axes=null",
-                "method.seeds=null",
-                "method.pairs=null",
-            ]
+        if task.comparison.process_per_cell:  # a study of one point, which is this one
+            words = [*task.point.words, *(f"method.{key}=null" for key in ("axes", "seeds"))]
+            words.append("method.pairs=[]")
         run = task.comparison.grid_run(
             task.grid,
             inputs,
@@ -152,16 +149,20 @@ class StudyRun:
     def _inputs_of(self, task: Task) -> MethodInputs:
         """The point's pools: those of the point before where they are the same."""
         if self._inputs is None or task.pools != self._pools:
-            program = self.algorithm._program
+            program: Any = self.algorithm._program
             self._conditions = None
+            if self._taskpool is None:
+                self._taskpool = program.taskpool
             if self._inputs is not None:
                 self._inputs.images.close()
             unchanged = not any(key.split(".")[0] in _POOLS for key in task.point.changes)
-            pools = [self.modelpool, program.taskpool]
+            pools = [self.modelpool, self._taskpool]
             if not unchanged:
                 configs = (OmegaConf.create(plain(task.config[pool])) for pool in _POOLS)
                 pools = [program._instantiate_and_setup(config) for config in configs]
             self._inputs, self._pools = shared_inputs(self.algorithm, *pools), task.pools
+            # Mergers and checks may ask the program for its task pool.
+            program.modelpool, program.taskpool = pools
         return self._inputs
 
 

@@ -1,0 +1,11 @@
+"""Fixtures of all tests of studies."""
+
+import pytest
+
+from fusion_bench_featcal.comparison import cells
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models here are tiny, and collecting garbage takes most of a study's time."""
+    monkeypatch.setattr(cells.gc, "collect", lambda: 0)
