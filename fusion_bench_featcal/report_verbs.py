@@ -69,9 +69,7 @@ def _write_html(options: argparse.Namespace) -> None:
         if getattr(options, name):
             raise ReportError(f"--html writes a page and nothing else: leave out --{name}")
     page = check_target(Path(options.html))
-    folders = find(options.runs)
-    if not folders.runs:
-        raise ReportError(f"no run in or below {', '.join(options.runs)}")
+    folders = find(options.runs, tables=True)
     print(f"written: {write_page(page, folders, asdict(FeatCalSettings()))}")
 
 

@@ -9,7 +9,7 @@ from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
 
 from .report import REPORT_FILE
-from .schema import KIND, SIDE_BY_SIDE_KIND, STUDY_FILE, check_comparison
+from .schema import COMBINED_KIND, KIND, SIDE_BY_SIDE_KIND, STUDY_FILE, check_comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +30,23 @@ class ResultFolders:
     comparisons: list[Path] = field(default_factory=list)
     studies: list[Path] = field(default_factory=list)
     failed: list[FailedCell] = field(default_factory=list)
+    tables: list[Path] = field(default_factory=list)  # of runs, which may lie elsewhere
 
-    @property
-    def number(self) -> int:
-        """Number of folders."""
-        return len(self.runs) + len(self.comparisons) + len(self.studies)
+    def number(self, tables: bool) -> int:
+        """Number of folders; those of tables alone count where they are enough."""
+        whole = len(self.runs) + len(self.comparisons) + len(self.studies)
+        return whole + len(self.tables) * tables
 
 
-def find(paths: Iterable[str | Path]) -> ResultFolders:
+def find(paths: Iterable[str | Path], *, tables: bool = False) -> ResultFolders:
     """Find runs, comparisons and studies: each path itself, or everything below it.
 
     Of a comparison's folder its own runs count: those that its report names. A study's folder
     stands for its points, which are found where a path names their folder.
+
+    Args:
+        paths: Where to search.
+        tables: Whether the written tables of runs that are no longer there are enough.
 
     Raises:
         ReportError: A path does not exist, there is nothing at it, or a report is damaged.
@@ -52,13 +57,13 @@ def find(paths: Iterable[str | Path]) -> ResultFolders:
             raise ReportError(f"no such run: {path}")
         if path.name in (REPORT_FILE, STUDY_FILE) and path.is_file():
             path = path.parent
-        before = folders.number
+        before = folders.number(tables)
         _search(path, folders)
-        if folders.number == before:
+        if folders.number(tables) == before:
             raise ReportError(f"no run in or below {path}: a run's log directory has {REPORT_FILE}")
-    failed = list(dict.fromkeys(folders.failed))
-    runs, comparisons, studies = map(_once, (folders.runs, folders.comparisons, folders.studies))
-    return ResultFolders(runs, comparisons, studies, failed)
+    found = (folders.runs, folders.comparisons, folders.studies, folders.tables)
+    runs, comparisons, studies, written = map(_once, found)
+    return ResultFolders(runs, comparisons, studies, list(dict.fromkeys(folders.failed)), written)
 
 
 def refuse_run(directory: str | Path, setting: str) -> None:
@@ -83,6 +88,8 @@ def _search(folder: Path, folders: ResultFolders) -> None:
     if content.get("kind") == KIND:
         folders.runs.append(folder)
         return
+    if content.get("kind") in (SIDE_BY_SIDE_KIND, COMBINED_KIND):
+        folders.tables.append(folder)
     if content.get("kind") == SIDE_BY_SIDE_KIND:
         folders.comparisons.append(folder)
         check_comparison(content, str(folder / REPORT_FILE))

@@ -13,12 +13,14 @@ KIND = "run"
 SIDE_BY_SIDE_KIND = "comparison"
 STUDY_KIND = "study"
 STUDY_FILE = "study.json"
+COMBINED_KIND = "combined"
 # Accuracies pass through float32 on their way into a report.
 TOLERANCE = 1e-5
 
-# A layout is a type or a union of types; a list with the layout of all entries; or a mapping from
-# keys, `*` for all, to layouts. Keys may be absent, except for those listed under `!`; keys that it
-# does not name may hold anything. Where `?` is true the mapping may be null.
+# A layout is a type or a union of types; a list with the layout of all entries (an empty one: any
+# list); or a mapping from keys, `*` for all, to layouts. Keys may be absent, except for those
+# listed under `!`; keys that it does not name may hold anything. Where `?` is true the mapping may
+# be null.
 NUMBER = int | float
 _SCALAR = str | int | float | bool | None
 _ROWS = {"*": {"*": NUMBER}}
@@ -93,6 +95,34 @@ STUDY = {
     ],
     "findings": [{"!": ("text", "verdict"), "text": str, "verdict": str}],
 }
+_INTERVAL = {"?": True, "!": ("estimate", "low", "high"), "*": NUMBER}
+# Rows of several runs' report, of either kind, as far as a page shows them without the runs.
+TABLE = {
+    "!": ("rows", "notes"),
+    "notes": [str],
+    "rows": [{
+        "!": ("suite", "upstream", "name", "accuracy", "cost", "loss"),
+        "suite": str,
+        "upstream": str | None,
+        "name": str,
+        "seeds": [],
+        "runs": int,
+        "accuracy": {"!": (AVERAGE,), "*": NUMBER},
+        "deviation": {"?": True, "*": NUMBER},
+        "gain": NUMBER | None,
+        "gain_interval": _INTERVAL,
+        "recovered_gap": NUMBER | None,
+        "recovered_gap_interval": _INTERVAL,
+        "cost": {"*": _SCALAR},
+        "worst_task": str | None,
+        "worst_recovered_gap": NUMBER | None,
+        "loss": {"*": NUMBER},
+        "normalised": NUMBER | None,
+        "spread": {"*": NUMBER},
+        "samples": str,
+        "published": {"?": True, "!": ("value", "source", "note"), "value": NUMBER},
+    }],
+}  # fmt: skip
 
 _OPTIONAL = {"loss"}  # earlier reports lack it
 _DERIVED = {"kind", "schema", "tasks", "recovered_gap", "recovered_gap_per_task"}
@@ -115,7 +145,7 @@ def check_types(value: Any, layout: Any, place: str) -> None:
     elif isinstance(layout, list):
         if not isinstance(value, list):
             raise _wrong(value, "a list", place)
-        for number, entry in enumerate(value):
+        for number, entry in enumerate(value if layout else ()):
             check_types(entry, layout[0], f"{place}[{number}]")
     else:
         types = get_args(layout) or (layout,)
@@ -146,6 +176,13 @@ def check_comparison(content: Any, place: str) -> None:
     """Check the content of a comparison's `report.json`, as far as it is read again."""
     _check_kind(content, SIDE_BY_SIDE_KIND, place)
     check_types(content, COMPARISON, place)
+
+
+def check_table(content: Any, place: str) -> None:
+    """Check the content of several runs' `report.json`, of which only the tables are read."""
+    kind = content.get("kind") if isinstance(content, dict) else None
+    _check_kind(content, kind if kind == COMBINED_KIND else SIDE_BY_SIDE_KIND, place)
+    check_types(content, TABLE, place)
 
 
 def check_run(content: Any, place: str) -> None:

@@ -33,7 +33,7 @@ from .find import FailedCell, refuse_run
 from .items import BOOTSTRAP_SEED, LEVEL, RESAMPLES
 from .long_table import AVERAGE, EXPERTS, UNAVAILABLE, RowKey
 from .report import csv_text, write_files
-from .schema import SCHEMA, SIDE_BY_SIDE_KIND
+from .schema import COMBINED_KIND, SCHEMA, SIDE_BY_SIDE_KIND
 from .summary import Summary, SummaryRow
 from .tables import (
     ABSENT,
@@ -49,7 +49,6 @@ from .tables import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-COMBINED_KIND = "combined"
 _FAILED = "failed"
 
 

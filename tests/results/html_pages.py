@@ -79,7 +79,7 @@ class Reader(HTMLParser):
 
 
 def page_text(*places: Path, name: str = "page.html") -> str:
-    path = write_page(places[0].parent / name, find(places), DEFAULTS)
+    path = write_page(places[0].parent / name, find(places, tables=True), DEFAULTS)
     return path.read_text(encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.results.columns import accuracy_cells
 from fusion_bench_featcal.results.find import ResultFolders
 from fusion_bench_featcal.results.long_table import AVERAGE, FEATCAL
@@ -21,6 +22,10 @@ from .parts import Card, Cards, Figure, Lines, Links, Page, Part, Section, Table
 
 _CARDS = 3  # of a merger, where there are few mergers
 _MOST_CARDS = 12
+_TABLES_ONLY = [
+    "made from written tables: the runs themselves, with their settings, samples, drift and "
+    "intervals by task, are not there"
+]
 
 
 def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) -> Page:
@@ -35,8 +40,9 @@ def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) ->
         ReportError: If a report is damaged, or runs that are averaged contradict one another.
     """
     groups = groups_of(folders)
-    warnings = failures(folders.failed)
-    warnings += dict.fromkeys(note for group in groups for note in group.summary.notes)
+    if not groups:
+        raise ReportError(f"no row to show in {', '.join(map(str, folders.tables))}")
+    warnings = _warnings(groups, folders)
     sections = [
         Section("What was gained", [Cards(_cards(groups))]),
         Section("Notes and warnings", [Lines(warnings, warning=True)] if warnings else []),
@@ -53,9 +59,23 @@ def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) ->
     ]
     title = ", ".join(dict.fromkeys(group.suite for group in groups))
     mergers = dict.fromkeys(row.upstream for group in groups for row in group.rows if row.upstream)
-    runs = len(folders.runs)
-    subtitle = f"merged by {', '.join(mergers) or 'nobody'}; {runs} run{'s' * (runs != 1)}"
+    subtitle = f"merged by {', '.join(mergers) or 'nobody'}"
+    if runs := len(folders.runs):
+        subtitle += f"; {runs} run{'s' * (runs != 1)}"
     return Page(title, subtitle, [_told(section) for section in sections])
+
+
+def _warnings(groups: Sequence[Group], folders: ResultFolders) -> list[str]:
+    """Sentences on failed cells, and the runs' notes with the merger where there are several."""
+    cells = [*folders.failed, *(cell for group in groups for cell in group.summary.failed)]
+    lines = [*failures(dict.fromkeys(cells)), *([] if folders.runs else _TABLES_ONLY)]
+    reports = [report for group in groups for report in group.reports.values()]
+    several = len({report.upstream for report in reports}) > 1
+    noted = {note for report in reports for note in report.notes}
+    for report in reports:
+        lines += [f"{report.upstream}: {note}" if several else note for note in report.notes]
+    lines += [n for group in groups for n in group.summary.notes if n not in noted]
+    return list(dict.fromkeys(lines))
 
 
 def _told(section: Section) -> Section:
@@ -94,6 +114,7 @@ def _card(row: SummaryRow, group: Group) -> Card:
     unit = "points over the merged model" if gain != ABSENT else "no merged model to compare with"
     merged = [one for one in group.rows if one.name == one.upstream == row.upstream]
     before = f"{accuracy_cells(merged[0])[AVERAGE]} to " if merged else ""
+    limits = limits.replace(" ", "\N{NO-BREAK SPACE}")
     lines = [f"{unit} {limits}".strip(), f"average accuracy: {before}{cells[AVERAGE]} %"]
     if cells["recovered gap"] != ABSENT:
         lines.append(f"{cells['recovered gap']} of the gap to the experts recovered")
@@ -101,19 +122,18 @@ def _card(row: SummaryRow, group: Group) -> Card:
     if row.worst is not None:
         least = "smallest gain" if share == ABSENT else f"{share} of its gap"
         lines.append(f"worst task: {task}, {least}")
+    lines = [line.replace(" %", "\N{NO-BREAK SPACE}%") for line in lines]
     return Card(row.name, f"{group.title}, merged by {row.upstream or 'nobody'}", gain, lines)
 
 
 def _figures(groups: Sequence[Group]) -> list[Figure]:
-    figures = []
     suites: dict[str, list[Group]] = {}
     for group in groups:
         suites.setdefault(group.suite, []).append(group)
-        titled = [accuracy_figure(group), cost_figure(group)]
-        figures += [replace(each, title=f"{group.title}: {each.title}") for each in titled]
-    for suite, members in suites.items():
-        figure = samples_figure(members)
-        figures.append(replace(figure, title=f"{suite}: {figure.title}"))
+    titled = [(suite, samples_figure(members)) for suite, members in suites.items()]
+    for group in groups:
+        titled += [(group.title, draw(group)) for draw in (accuracy_figure, cost_figure)]
+    figures = [replace(figure, title=f"{title}: {figure.title}") for title, figure in titled]
     return [*figures, *drift_figures(folders_of(groups))]
 
 
@@ -137,5 +157,5 @@ def _files(folders: ResultFolders, place: Path) -> dict[str, dict[str, str]]:
             for path in sorted(folder.iterdir())
             if path.is_file() and not path.name.startswith(".")
         }
-        for folder in [*folders.comparisons, *folders.runs]
+        for folder in dict.fromkeys([*folders.comparisons, *(folders.runs or folders.tables)])
     }

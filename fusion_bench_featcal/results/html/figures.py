@@ -19,6 +19,7 @@ from .parts import Figure
 from .svg import Axis, Panel, Point, Series
 
 _MEAN = "mean over tasks"
+_MERGED = "merged model"
 _Records = Sequence[Mapping[str, Any]]
 
 
@@ -74,14 +75,13 @@ def _accuracy_panel(merger: str, rows: Sequence[SummaryRow], summary: Summary) -
     heights = {key: line + 0.5 * (key == AVERAGE) for line, key in enumerate(names)}
     by_name = {row.name: row for row in rows}
     shifts = _shifts([name for name in by_name if is_repair(name, merger)])
-    series = [
-        Series(name, look, [
+    series = _without_far_base([
+        Series(_MERGED if name == merger else name, look, [
             _accuracy_point(by_name[name], key, height + shifts.get(name, 0.0), names[key], summary)
             for key, height in heights.items()
         ])
         for name, look in marks(list(by_name), merger).items()
-    ]  # fmt: skip
-    x = _accuracy_axis(series)
+    ])  # fmt: skip
     spans = []
     if merger in by_name and EXPERTS in by_name:
         ends = [by_name[name].accuracy for name in (merger, EXPERTS)]
@@ -91,9 +91,9 @@ def _accuracy_panel(merger: str, rows: Sequence[SummaryRow], summary: Summary) -
     )
     return Panel(
         f"merged by {merger}",
-        x,
+        Axis.linear(_ends(series), "accuracy, %"),
         Axis.lines({label: heights[key] for key, label in names.items()}),
-        [replace(each, points=[p for p in each.points if p.x >= x.low]) for each in series],
+        series,
         f"Accuracy of each task, merged by {merger}. Averages in per cent: {averages}. "
         "All values are in the table of accuracies.",
         height=70 + (24 + 5 * max(len(shifts) - 2, 0)) * len(names),
@@ -110,16 +110,17 @@ def _shifts(names: Sequence[str]) -> dict[str, float]:
     return {name: 0.6 * place / (len(names) - 1) - 0.3 for place, name in enumerate(names)}
 
 
-def _accuracy_axis(series: Sequence[Series]) -> Axis:
-    """Span all values, but not the base's where they lie so far below that others are squeezed."""
-    base, others = (
-        [end for one in series if (one.name == BASE) is is_base
-         for point in one.points for end in (point.x, *(point.bar or ()))]
-        for is_base in (True, False)
-    )  # fmt: skip
-    low, high = min(others), max(others)
-    near = [value for value in base if min(base) >= low - (high - low) / 2 or value >= low]
-    return Axis.linear([low, high, *near], "accuracy, %")
+def _without_far_base(series: Sequence[Series]) -> list[Series]:
+    """Leave out the base where it lies so far below the other rows that they would be squeezed."""
+    others = [one for one in series if one.name != BASE]
+    values = _ends(others)
+    least = min(values) - (max(values) - min(values)) / 4
+    return others if min(_ends(series)) < least else list(series)
+
+
+def _ends(series: Iterable[Series]) -> list[float]:
+    """Values along the horizontal axis, with the ends of their bars."""
+    return [end for one in series for p in one.points for end in (p.x, *(p.bar or ()))]
 
 
 def _accuracy_point(
@@ -187,7 +188,7 @@ def samples_figure(groups: Sequence[Group]) -> Figure:
         for samples, mergers in sorted(by_samples.items()):
             for row in mergers.get(merger, ()):
                 rows.setdefault(row.name, {})[samples] = row
-        rows = {name: found for name, found in rows.items() if len(found) > 1}
+        rows = {name: found for name, found in rows.items() if len(found) > 1 and name != BASE}
         if rows:
             panels.append(_samples_panel(merger, rows))
     note = "Bars: standard deviation over runs."
@@ -204,12 +205,14 @@ def _samples_panel(merger: str, rows: Mapping[str, Mapping[int, SummaryRow]]) ->
             more = f" ± {percent(spread)}" if spread else ""
             tip = f"{name}, {samples} samples per task: {value:.1f}{more} %"
             points.append(Point(samples, value, tip, bar))
-        series.append(Series(name, look, points, joined=True))
+        series.append(Series(_MERGED if name == merger else name, look, points, joined=True))
     points = [point for one in series for point in one.points]
+    x = Axis.logarithmic([point.x for point in points], "samples per task")
+    numbers = sorted({point.x for point in points})
     ends = [end for point in points for end in (point.y, *(point.bar or ()))]
     return Panel(
         f"merged by {merger}",
-        Axis.logarithmic([point.x for point in points], "samples per task"),
+        replace(x, ticks=[(number, f"{number:g}") for number in numbers]),
         Axis.linear(ends, "average accuracy, %"),
         series,
         f"Accuracy against samples, merged by {merger}. {'; '.join(p.tip for p in points)}.",

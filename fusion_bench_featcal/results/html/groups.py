@@ -10,6 +10,7 @@ from fusion_bench_featcal.results.differences import row_name
 from fusion_bench_featcal.results.find import ResultFolders
 from fusion_bench_featcal.results.report import Report
 from fusion_bench_featcal.results.summary import Summary, SummaryRow, summarise
+from fusion_bench_featcal.results.written import load_table
 
 _SAMPLES = "samples_per_task"
 
@@ -22,12 +23,14 @@ class Group:
     samples: int | None  # per task; None where the page's runs do not differ in them
     rows: list[SummaryRow]
     summary: Summary
-    reports: Mapping[Path, Report]
+    reports: Mapping[Path, Report]  # empty where only written tables are left
+    label: str = ""  # of such a table
 
     @property
     def title(self) -> str:
         """The suite, with what tells it from the page's other groups."""
-        return self.suite if self.samples is None else f"{self.suite}, {self.samples} samples"
+        samples = "" if self.samples is None else f"{self.samples} samples"
+        return ", ".join(filter(None, (self.suite, samples, self.label)))
 
     def name_of(self, merger: str | None, row: str) -> str:
         """Name of a row, with its merger where the group has several."""
@@ -45,6 +48,8 @@ def groups_of(folders: ResultFolders) -> list[Group]:
     Raises:
         ReportError: As `summarise` does, where runs of a group contradict one another.
     """
+    if not folders.runs:
+        return [group for table in folders.tables for group in _groups_of_table(table)]
     reports = {run: Report.load(run) for run in folders.runs}
     by_samples: dict[int | None, list[Path]] = {}
     for run, report in reports.items():
@@ -57,6 +62,14 @@ def groups_of(folders: ResultFolders) -> list[Group]:
             number = samples if len(by_samples) > 1 else None
             groups.append(Group(suite, number, summary.displayed(suite), summary, chosen))
     return sorted(groups, key=lambda group: [g.suite for g in groups].index(group.suite))
+
+
+def _groups_of_table(folder: Path) -> list[Group]:
+    summary = load_table(folder)
+    return [
+        Group(suite, None, summary.displayed(suite), summary, {}, folder.name)
+        for suite in summary.suites
+    ]
 
 
 def _samples_of(report: Report) -> int | None:

@@ -63,9 +63,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Lines:
-    """Sentences."""
+    """Sentences; of many warnings the first are shown, and the others by a click."""
 
     kind: ClassVar[str] = "lines"
+    most: ClassVar[int] = 6
     lines: Sequence[str]
     warning: bool = False
 

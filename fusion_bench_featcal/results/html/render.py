@@ -11,8 +11,8 @@ from .svg import shapes
 
 
 def _breakable(name: str) -> Markup:
-    """A name that may be broken into lines after `/`, `_` and `+`."""
-    return Markup(re.sub("([/_+])", r"\1<wbr>", str(escape(name))))
+    """A name that may be broken into lines after `/`, `+` and `:`."""
+    return Markup(re.sub("([/+:])", r"\1<wbr>", str(escape(name))))
 
 
 def html_text(page: Page) -> str:

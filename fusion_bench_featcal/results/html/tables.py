@@ -165,7 +165,8 @@ def data(group: Group) -> Table:
         (f"samples of {name}", [" ".join(samples_range(found.get(task, ()))) for task in tasks])
         for name, found in drawn.items()
     ]
-    lines.append(("test items", [", ".join(sorted(items.get(t, ()))) for t in tasks]))
+    if items:
+        lines.append(("test items", [", ".join(sorted(items.get(t, ()))) for t in tasks]))
     rows = [(name, [Cell(text or ABSENT) for text in texts]) for name, texts in lines]
     names = list(short_names(tasks).values())
     return Table(f"{group.title}: samples and test items by task", "", names, rows)
