@@ -75,7 +75,7 @@ def task_cells(row: SummaryRow) -> dict[str, str]:
     }
 
 
-def telling_columns(lines: Sequence[Mapping[str, str]]) -> list[str]:
+def columns_with_values(lines: Sequence[Mapping[str, str]]) -> list[str]:
     """Columns of the lines, without those in which no line has a value."""
     empty = {ABSENT, UNAVAILABLE}
     return [column for column in lines[0] if not {line[column] for line in lines} <= empty]

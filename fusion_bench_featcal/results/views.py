@@ -14,10 +14,10 @@ from fusion_bench_featcal.json_files import plain
 from .columns import (
     accuracy_cells,
     average_cells,
+    columns_with_values,
     cost_cells,
     csv_cells,
     number,
-    telling_columns,
     with_limits,
 )
 from .differences import (
@@ -339,8 +339,8 @@ def _grid(
     """Rows, and failed cells, each under its upstream merger."""
     lines = [(_section(row), _head(row), cells_of(row)) for row in rows]
     # The first column stays, because it shows what failed.
-    telling = telling_columns([cells for *_, cells in lines])
-    columns = list(dict.fromkeys([next(iter(lines[0][2])), *telling]))
+    with_values = columns_with_values([cells for *_, cells in lines])
+    columns = list(dict.fromkeys([next(iter(lines[0][2])), *with_values]))
     for upstream, name in dict.fromkeys((cell.upstream, cell.name) for cell in failed):
         head = name if upstream in (None, name) else f"+ {name}"
         lines.append((upstream or "", head, {columns[0]: _FAILED}))

@@ -132,6 +132,18 @@ def test_runs_with_other_samples_are_apart_and_give_a_curve(tmp_path: Path):
     ]
 
 
+def test_runs_that_do_not_differ_in_samples_share_a_table(tmp_path: Path):
+    leave_run(tmp_path / "a", settings={"samples_per_task": 64})
+    other = make_report({"task_arithmetic": 0.6, "surgery": 0.7})
+    other.write(tmp_path / "b")  # its row has no such setting
+    leave_run(tmp_path / "c", suite="other", settings={"samples_per_task": 8})
+    page = Reader(page_text(*(tmp_path / name for name in "abc")))
+    captions = [text for text in page.texts("h3") if "accuracy in per cent" in text]
+    assert captions == ["toy: accuracy in per cent", "other: accuracy in per cent"]
+    rows = ["base", "experts", "task_arithmetic", "featcal", "surgery"]
+    assert list(page.table("toy: accuracy in per cent")) == rows
+
+
 def test_a_comparison_with_a_failed_cell(tmp_path: Path):
     folder = tmp_path / "compare"
     leave_run(folder / "task_arithmetic")

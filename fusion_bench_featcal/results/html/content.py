@@ -62,7 +62,7 @@ def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) ->
     subtitle = f"merged by {', '.join(mergers) or 'nobody'}"
     if runs := len(folders.runs):
         subtitle += f"; {runs} run{'s' * (runs != 1)}"
-    return Page(title, subtitle, [_told(section) for section in sections])
+    return Page(title, subtitle, [_without_empty_parts(section) for section in sections])
 
 
 def _warnings(groups: Sequence[Group], folders: ResultFolders) -> list[str]:
@@ -78,7 +78,7 @@ def _warnings(groups: Sequence[Group], folders: ResultFolders) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _told(section: Section) -> Section:
+def _without_empty_parts(section: Section) -> Section:
     """The section without tables, figures and cards that have nothing to show."""
     parts = [part for part in section.parts if _has_content(part)]
     return replace(section, parts=parts)

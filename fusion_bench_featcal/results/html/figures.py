@@ -46,9 +46,9 @@ def by_merger(rows: Iterable[SummaryRow]) -> dict[str, list[SummaryRow]]:
         if row.upstream is not None and row.is_repair:
             panels.setdefault(row.upstream, [])
     for merger, members in panels.items():
-        own = {row.name: row for row in references if row.upstream == merger}
+        of_merger = {row.name: row for row in references if row.upstream == merger}
         shared = {row.name: row for row in references}
-        members += (shared | own).values()
+        members += (shared | of_merger).values()
         members += [r for r in rows if not r.is_reference and r.upstream == merger]
     return panels
 
@@ -188,7 +188,7 @@ def samples_figure(groups: Sequence[Group]) -> Figure:
         for samples, mergers in sorted(by_samples.items()):
             for row in mergers.get(merger, ()):
                 rows.setdefault(row.name, {})[samples] = row
-        rows = {name: found for name, found in rows.items() if len(found) > 1 and name != BASE}
+        rows = {name: of for name, of in rows.items() if len(of) > 1 and name != BASE}
         if rows:
             panels.append(_samples_panel(merger, rows))
     note = "Bars: standard deviation over runs."
@@ -277,11 +277,11 @@ def _block_panel(
     """Lines over blocks; of several records of a block their mean."""
     series, ends = [], []
     for line in lines:
-        found: dict[str, dict[str, float]] = {}
+        drifts: dict[str, dict[str, float]] = {}
         for record in records:
             # A task's last record of a block counts, as in the figures of `featcal plot`.
-            found.setdefault(record["block"], {})[record["task"]] = float(record[line.key])
-        means = {block: fmean(tasks.values()) for block, tasks in found.items()}
+            drifts.setdefault(record["block"], {})[record["task"]] = float(record[line.key])
+        means = {block: fmean(tasks.values()) for block, tasks in drifts.items()}
         points = [
             Point(place, means[block], f"{line.name}, {block}: {means[block]:.3f}")
             for place, block in enumerate(blocks)

@@ -52,16 +52,16 @@ def groups_of(folders: ResultFolders) -> list[Group]:
         return [group for table in folders.tables for group in _groups_of_table(table)]
     reports = {run: Report.load(run) for run in folders.runs}
     by_samples: dict[int | None, list[Path]] = {}
-    for run, report in reports.items():
-        by_samples.setdefault(_samples_of(report), []).append(run)
+    for run, samples in _samples_by_run(reports).items():
+        by_samples.setdefault(samples, []).append(run)
     groups = []
     for samples, runs in sorted(by_samples.items(), key=lambda entry: entry[0] or 0):
         summary = summarise(runs, folders.failed if len(by_samples) == 1 else ())
         for suite in summary.suites:
             chosen = {run: reports[run] for run in runs if reports[run].suite == suite}
-            number = samples if len(by_samples) > 1 else None
-            groups.append(Group(suite, number, summary.displayed(suite), summary, chosen))
-    return sorted(groups, key=lambda group: [g.suite for g in groups].index(group.suite))
+            groups.append(Group(suite, samples, summary.displayed(suite), summary, chosen))
+    suites = list(dict.fromkeys(report.suite for report in reports.values()))
+    return sorted(groups, key=lambda group: suites.index(group.suite))
 
 
 def _groups_of_table(folder: Path) -> list[Group]:
@@ -72,16 +72,27 @@ def _groups_of_table(folder: Path) -> list[Group]:
     ]
 
 
-def _samples_of(report: Report) -> int | None:
-    """The number that a run's rows were asked to draw, where it is one."""
-    found = set(_settings(report.settings))
-    return found.pop() if len(found) == 1 else None
+def _samples_by_run(reports: Mapping[Path, Report]) -> dict[Path, int | None]:
+    """Samples per task that a run's rows were asked to draw.
+
+    None for all runs of a suite that do not differ in it, and where a run has no such number or
+    several.
+    """
+    numbers = {run: set(_sample_numbers(report.settings)) for run, report in reports.items()}
+    of_suite: dict[str, set[int]] = {}
+    for run, report in reports.items():
+        of_suite.setdefault(report.suite, set()).update(numbers[run])
+    samples: dict[Path, int | None] = {}
+    for run, report in reports.items():
+        tells = len(numbers[run]) == 1 and len(of_suite[report.suite]) > 1
+        samples[run] = min(numbers[run]) if tells else None
+    return samples
 
 
-def _settings(content: Mapping[str, Any]) -> Iterator[int]:
+def _sample_numbers(content: Mapping[str, Any]) -> Iterator[int]:
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from _settings(value)
+            yield from _sample_numbers(value)
         elif key == _SAMPLES and isinstance(value, int):
             yield value
 

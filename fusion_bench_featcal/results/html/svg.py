@@ -39,8 +39,8 @@ class Axis:
     @classmethod
     def linear(cls, values: Iterable[float], label: str = "", *, zero: bool = False) -> "Axis":
         """Span finite values, and 0 if it must be seen."""
-        found = [*values, *([0.0] if zero else [])]
-        low, high = min(found), max(found)
+        numbers = [*values, *([0.0] if zero else [])]
+        low, high = min(numbers), max(numbers)
         pad = 0.06 * (high - low) or max(abs(high), 1e-3) * 0.1
         low, high = low - pad * (low != 0 or not zero), high + pad
         return cls(low, high, _round_ticks(low, high), label)
@@ -48,8 +48,8 @@ class Axis:
     @classmethod
     def logarithmic(cls, values: Iterable[float], label: str = "") -> "Axis":
         """Span positive values."""
-        found = list(values)
-        low, high = min(found) / 1.25, max(found) * 1.25
+        numbers = list(values)
+        low, high = min(numbers) / 1.25, max(numbers) * 1.25
         if high / low < 10:
             return cls(low, high, _round_ticks(low, high), label, log=True)
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -114,7 +114,7 @@ class Panel:
     x: Axis
     y: Axis
     series: Sequence[Series]
-    description: str  # what a reader who does not see it is told
+    description: str  # what a reader who does not see it is attributes
     height: int = 240  # pixels
     left: float = 13.0  # per cent of the width before the axes
     upright: bool = True  # bars are along y, else along x
@@ -178,9 +178,9 @@ def mark(look: Mapping[str, Any], x: str, y: str, tip: str = "") -> Markup:
     hollow = shape in _OPEN or look.get("markerfacecolor") == "white"
     paint = "none" if shape in _OPEN else "var(--page)" if hollow else colour
     edge = Markup(' stroke="{}" stroke-width="2"').format(colour) if hollow else Markup("")
-    told = Markup(' class="pt" data-tip="{}"').format(tip) if tip else Markup("")
+    attributes = Markup(' class="pt" data-tip="{}"').format(tip) if tip else Markup("")
     return Markup('<use href="#mark{}" x="{}" y="{}" fill="{}"{}{}/>').format(
-        _NUMBERS[shape], x, y, paint, edge, told
+        _NUMBERS[shape], x, y, paint, edge, attributes
     )
 
 

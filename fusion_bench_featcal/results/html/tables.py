@@ -7,9 +7,9 @@ from typing import Any
 from fusion_bench_featcal.json_files import digest_json, plain
 from fusion_bench_featcal.results.columns import (
     accuracy_cells,
+    columns_with_values,
     cost_cells,
     task_cells,
-    telling_columns,
 )
 from fusion_bench_featcal.results.differences import row_name
 from fusion_bench_featcal.results.long_table import AVERAGE, FEATCAL, NORMALISED, samples_range
@@ -33,7 +33,7 @@ def accuracy(group: Group) -> Table:
     tasks = rows[0].tasks
     # Averages first: a phone shows few columns.
     cells = [accuracy_cells(row) | task_cells(row) for row in rows]
-    columns = telling_columns(cells)
+    columns = columns_with_values(cells)
     keys = [*tasks, AVERAGE]
     competing = [not row.is_reference for row in rows]
     best = best_cells([[row.accuracy[key] for key in keys] for row in rows], competing)
@@ -67,16 +67,16 @@ def _values(row: SummaryRow) -> dict[str, float | None]:
 def costs(group: Group) -> Table:
     """Time, memory and samples of each row, and what its model takes at inference."""
     cells = {group.name(row): cost_cells(row) for row in group.rows if row.cost or row.samples}
-    columns = telling_columns([*cells.values()]) if cells else []
+    columns = columns_with_values([*cells.values()]) if cells else []
     lines = [(name, [Cell(texts[c]) for c in columns]) for name, texts in cells.items()]
     return Table(f"{group.title}: what each row takes", "row", columns, lines)
 
 
 def measured(group: Group) -> Table:
     """Every cost that runs recorded."""
-    found = {group.name(row): row.cost for row in group.rows if row.cost}
+    by_row = {group.name(row): row.cost for row in group.rows if row.cost}
     caption = f"{group.title}: costs as they were measured"
-    return _of_grid(mapping_grid(found).transposed(), caption, "row")
+    return _of_grid(mapping_grid(by_row).transposed(), caption, "row")
 
 
 def losses(group: Group) -> Table:
@@ -95,19 +95,22 @@ def _number(value: float | None, form: str) -> Cell:
 
 
 def settings(group: Group, defaults: Mapping[str, Any]) -> Table:
-    """Settings by row; those of FeatCal's rows that are not its default are marked."""
+    """Settings by row, FeatCal's first; those of its rows that are not its default are marked."""
     columns = _settings_by_row(group)
     usual = {key: _word(plain(value, key)) for key, value in defaults.items()}
+    featcal = [name for name in columns if name.rpartition("/")[2].startswith(FEATCAL)]
+    others = [name for name in columns if name not in featcal]
     lines = []
-    for key in dict.fromkeys(key for settings in columns.values() for key in settings):
-        cells = []
-        for name, settings in columns.items():
-            text = ", ".join(settings[key]) if key in settings else ABSENT
-            featcal = name.rpartition("/")[2].startswith(FEATCAL) and key in settings
-            changed = featcal and key in usual and text != usual[key]
-            cells.append(Cell(text, kind="changed" if changed else ""))
-        lines.append((key, [*cells, Cell(usual.get(key, ABSENT))]))
-    heads = [*columns, "FeatCal's default"] if columns else []
+    for key in dict.fromkeys(key for name in (*featcal, *others) for key in columns[name]):
+        texts = {name: ", ".join(columns[name].get(key, [])) or ABSENT for name in columns}
+        known = key in usual
+        cells = [
+            Cell(texts[n], kind="changed" if known and texts[n] not in (ABSENT, usual[key]) else "")
+            for n in featcal
+        ]
+        cells.append(Cell(usual.get(key, ABSENT)))
+        lines.append((key, [*cells, *(Cell(texts[name]) for name in others)]))
+    heads = [*featcal, "FeatCal's default", *others] if columns else []
     only = "only settings of FeatCal that differ from the default"
     return Table(f"{group.title}: settings", "setting", heads, lines, only)
 
@@ -162,29 +165,30 @@ def data(group: Group) -> Table:
             items.setdefault(task, set()).add(str(entry.get("items", ABSENT)))
     tasks = group.rows[0].tasks
     lines = [
-        (f"samples of {name}", [" ".join(samples_range(found.get(task, ()))) for task in tasks])
-        for name, found in drawn.items()
+        (f"samples of {name}", [" ".join(samples_range(entries.get(task, ()))) for task in tasks])
+        for name, entries in drawn.items()
     ]
     if items:
         lines.append(("test items", [", ".join(sorted(items.get(t, ()))) for t in tasks]))
     rows = [(name, [Cell(text or ABSENT) for text in texts]) for name, texts in lines]
     names = list(short_names(tasks).values())
-    return Table(f"{group.title}: samples and test items by task", "", names, rows)
+    return Table(f"{group.title}: samples and test items by task", "row", names, rows)
 
 
 def environments(groups: Sequence[Group]) -> Table:
     """Versions and devices: a column for the runs that agree in them."""
     names = labels(folders_of(groups))
-    found: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    groups_of_runs: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for group in groups:
         for run, report in group.reports.items():
             content = {**report.versions, **report.device}
-            found.setdefault(digest_json(content), (content, []))[1].append(names[run])
+            _, runs = groups_of_runs.setdefault(digest_json(content), (content, []))
+            runs.append(names[run])
     columns = {
-        ", ".join(runs) if len(found) > 1 else "all runs": content
-        for content, runs in found.values()
+        ", ".join(runs) if len(groups_of_runs) > 1 else "all runs": content
+        for content, runs in groups_of_runs.values()
     }
-    return _of_grid(mapping_grid(columns), "Versions and device", "")
+    return _of_grid(mapping_grid(columns), "Versions and device", "package, device")
 
 
 def _of_grid(grid: Grid, caption: str, corner: str) -> Table:

@@ -76,7 +76,7 @@ function addTools(place) {
   for (const [column, head] of [...table.tHead.rows[0].cells].entries()) {
     const button = document.createElement("button");
     button.type = "button";
-    button.textContent = head.textContent || "row";
+    button.textContent = head.textContent;
     button.addEventListener("click", () => sortBy(table, column));
     head.replaceChildren(button);
   }
