@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from fusion_bench_featcal.results.curves import MOMENTS
 from fusion_bench_featcal.results.drawing import CALIBRATED, MERGED, marks
-from fusion_bench_featcal.results.figures import calibration_logs, short_blocks
+from fusion_bench_featcal.results.figures import calibration_logs
 from fusion_bench_featcal.results.items import paired_difference
 from fusion_bench_featcal.results.long_table import AVERAGE, BASE, EXPERTS, is_repair
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
-from fusion_bench_featcal.results.tables import percent, short_names
+from fusion_bench_featcal.results.tables import percent, short_blocks, short_names
 
 from .groups import Group, labels
 from .parts import Figure
