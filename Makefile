@@ -10,6 +10,7 @@ DOCS ?= .venv-docs
 PIP_ARGS ?=
 RUNS ?= outputs/demo-full
 COMPARISONS ?= outputs/compare-full
+DIAGNOSES ?= outputs/diagnosis
 # OpenMP's threads wait asleep: spinning makes a calibration many times slower on a busy machine.
 export OMP_WAIT_POLICY ?= passive
 
@@ -19,7 +20,7 @@ comma := ,
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full test test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose test test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,8 +69,11 @@ compare-quick: $(VENV)/.installed ## one merger, fewer samples and training step
 compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 8 samples per task
 	PATH="$(abspath $(BIN)):$$PATH" examples/compare_full.sh $(COMPARISONS)
 
-tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's and compare-full's runs if there are any
-	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS)) $(if $(wildcard $(COMPARISONS)/tables),--comparisons $(COMPARISONS))
+diagnose: $(VENV)/.installed ## drift, final features and task vectors on the image suite and both text suites: minutes
+	for pool in clip-vit-mini_TA6 flan-t5-mini_TA6 llama-mini_TA6; do $(BIN)/fusion_bench method=diagnose modelpool=$$pool method.items=128 path.log_dir=$(DIAGNOSES)/$$pool || exit 1; done
+
+tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's, compare-full's and diagnose's runs if there are any
+	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS)) $(if $(wildcard $(COMPARISONS)/tables),--comparisons $(COMPARISONS)) $(if $(wildcard $(DIAGNOSES)),--diagnoses $(DIAGNOSES))
 
 docs: $(DOCS)/.installed ## build the documentation site in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet

@@ -58,6 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
+def diagnose_command(options: argparse.Namespace) -> None:
+    """Measure where along the depth, for which task and class calibration helps."""
+    from fusion_bench.scripts.cli import main as fusion_bench
+
+    method = [] if any(w.startswith("method=") for w in options.words) else ["method=diagnose"]
+    sys.argv = ["fusion_bench", *method, *options.words]
+    fusion_bench()
+
+
 def explain_command(options: argparse.Namespace) -> int:
     """Say which experts each module of a calibrated model was made from, and what was read."""
     import json
@@ -331,6 +340,10 @@ _COMMANDS: dict[str, Any] = {
     "plot": (plot_command, {
         "runs": _RUNS,
         "--out": {"metavar": "DIR", "help": "folder for the figures (default: the run's)"},
+    }),
+    "diagnose": (diagnose_command, {
+        "words": {"nargs": "+", "metavar": "WORD",
+                  "help": "words of a run of method=diagnose: modelpool=... method.items=128"},
     }),
     "explain": (explain_command, {
         "run": {"metavar": "DIR", "help": "a saved model's folder, or a run's log directory"},

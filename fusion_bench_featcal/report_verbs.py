@@ -53,9 +53,23 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
         if len(folders.runs) == 1:
             # One run's own table has its tasks, and what made it.
             Report.load(folders.runs[0]).show()
+            _report_diagnosis(folders.runs[0], options.out)
         views.show_combined(summary, tasks=len(folders.runs) > 1)
     if written:
         print(f"written: {written.parent}")
+
+
+def _report_diagnosis(run: Path, out: str | None) -> None:
+    """Print where calibration helps; with `out`, write the diagnosis's page and table there."""
+    from fusion_bench_featcal.results.diagnosis import DIAGNOSIS_FILE, Diagnosis
+    from fusion_bench_featcal.results.diagnosis_page import help_sentences, write_diagnosis
+
+    if not (run / DIAGNOSIS_FILE).exists():
+        return
+    diagnosis = Diagnosis.load(run)
+    print("\n".join(help_sentences(diagnosis)))
+    if out:
+        write_diagnosis(diagnosis, out, "--out")
 
 
 def _write_html(options: argparse.Namespace) -> None:

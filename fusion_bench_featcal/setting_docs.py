@@ -101,6 +101,12 @@ def _compare() -> list[Setting]:
     return [*settings_of(GridChoices, {}), *settings_of(ComparisonAlgorithm.__init__, {})]
 
 
+def _diagnose() -> list[Setting]:
+    from fusion_bench_featcal.diagnosis import DiagnosisAlgorithm
+
+    return [*settings_of(DiagnosisAlgorithm.__init__, {}), *_featcal()]
+
+
 def _correction(name: str) -> Callable[[], list[Setting]]:
     def settings() -> list[Setting]:
         from fusion_bench_featcal import methods
@@ -191,6 +197,7 @@ def _magic() -> list[Setting]:
 METHODS: dict[str, Callable[[], list[Setting]]] = {
     "featcal": _featcal,
     "compare": _compare,
+    "diagnose": _diagnose,
     "surgery": _correction("Surgery"),
     "prob_surgery": _correction("ProbSurgery"),
     "ridge_surgery": _correction("RidgeSurgery"),

@@ -4,7 +4,7 @@ A generated part stands between `<!-- generated: NAME -->` and `<!-- end of NAME
 named in PARTS. `--check` changes nothing and fails where a part is stale.
 
     python scripts/write_tables.py [--check] [--runs outputs/demo-full]
-        [--comparisons outputs/compare-full]
+        [--comparisons outputs/compare-full] [--diagnoses outputs/diagnosis]
 """
 
 import argparse
@@ -30,6 +30,15 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 COMPARISON = RESULTS / "comparison"
 FIGURES = ROOT / "docs" / "figures"
+DIAGNOSES = RESULTS / "diagnosis"
+DIAGNOSED = {"": "clip-vit-mini_TA6", "-t5": "flan-t5-mini_TA6", "-llama": "llama-mini_TA6"}
+DIAGNOSIS_PARTS = {
+    "help": "Where calibration helps",
+    "findings": "Observations of the paper",
+    "depth": "Drift along the depth",
+    "split": "Local mismatch and upstream propagation",
+    "final": "Final features",
+}
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PART = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(^<!-- end of (?P=name) -->)",
@@ -44,12 +53,13 @@ def combined_table(pool: str) -> str:
     return f"{tables}\n- {provenance(RESULTS / pool)}"
 
 
-def provenance(folder: Path) -> str:
+def provenance(folder: Path, file: str = "run.json") -> str:
     """Machine, versions and data of the runs."""
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    run = json.loads((folder / file).read_text(encoding="utf-8"))
     device, versions = run["device"], run["versions"]
     threads = device["torch_threads"]
-    items = sum(task["items"] for task in run["test_sets"].values())
+    diagnosed = run.get("items", {}).values()  # of a diagnosis
+    items = sum(diagnosed) or sum(task["items"] for task in run["test_sets"].values())
     kind = "images" if run["suite"].startswith(("clip", "resnet")) else "texts"
     tested = f", {items} test {kind}" if items else ""  # FusionBench's own pools do not count them
     return (
@@ -86,6 +96,22 @@ def comparison_suites() -> str:
     folders = {head: COMPARISON / f"draws-{suite}-n64" for suite, head in SUITES.items()}
     measured = provenance(COMPARISON / "grid").partition("; data")[0]
     return f"{columns_table(folders, README_ROWS)}\n\n- {measured}"
+
+
+def diagnosis_part(pool: str, part: str) -> str:
+    """A section of a diagnosis's page."""
+    from fusion_bench_featcal.results.diagnosis import Diagnosis
+    from fusion_bench_featcal.results.diagnosis_page import SECTIONS
+    from fusion_bench_featcal.results.tables import bullets
+
+    text = SECTIONS[DIAGNOSIS_PARTS[part]](Diagnosis.load(DIAGNOSES / pool))
+    return text if isinstance(text, str) else bullets(text)
+
+
+def diagnosis_conditions() -> str:
+    """Machine and data of the diagnoses."""
+    lines = [provenance(DIAGNOSES / pool, "diagnosis.json") for pool in DIAGNOSED.values()]
+    return "\n".join(f"- {line}" for line in lines)
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -125,6 +151,12 @@ PARTS: dict[str, Callable[[], str]] = {
         (ROOT / "benchmarks/results/pools.md").read_text("utf-8").partition("\n\n**")[0]
     ),
     "mergers": lambda: (ROOT / "benchmarks/results/mergers.md").read_text("utf-8").strip(),
+    "diagnosis-conditions": diagnosis_conditions,
+    **{
+        f"diagnosis-{part}{end}": partial(diagnosis_part, pool, part)
+        for end, pool in DIAGNOSED.items()
+        for part in DIAGNOSIS_PARTS
+    },
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
 }
 
@@ -163,6 +195,25 @@ def keep_comparisons(folder: Path) -> None:
         shutil.copyfile(source, FIGURES / source.name)
 
 
+def keep_diagnoses(folder: Path) -> None:
+    """Copy the numbers of `make diagnose` into the repository, and draw its figures."""
+    from fusion_bench_featcal.results.diagnosis import DIAGNOSIS_FILE, Diagnosis
+    from fusion_bench_featcal.results.diagnosis_figures import diagnosis_figures
+    from fusion_bench_featcal.results.drawing import save_figures
+
+    text = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    for pool in DIAGNOSED.values():
+        (DIAGNOSES / pool).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / pool / DIAGNOSIS_FILE, DIAGNOSES / pool / DIAGNOSIS_FILE)
+        target = FIGURES / "diagnosis" / pool
+        with tempfile.TemporaryDirectory() as drawn:
+            figures = diagnosis_figures(Diagnosis.load(DIAGNOSES / pool))
+            for path in save_figures(figures, Path(drawn), None, "docs"):
+                if f"{pool}/{path.name}" in text:
+                    target.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, target / path.name)
+
+
 def rewritten(page: Path) -> str:
     """A page's text with every generated part made anew."""
 
@@ -179,6 +230,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="take new tables from this demo-full folder")
     parser.add_argument("--comparisons", type=Path, help="and these from a compare-full folder")
     parser.add_argument("--plans", action="store_true", help="estimate the paper's runs anew")
+    parser.add_argument("--diagnoses", type=Path, help="and these from make diagnose's folder")
     options = parser.parse_args()
     if options.plans:
         paper_tables.keep_plans()
@@ -186,6 +238,8 @@ def main() -> None:
         keep_results(options.runs)
     if options.comparisons:
         keep_comparisons(options.comparisons)
+    if options.diagnoses:
+        keep_diagnoses(options.diagnoses)
     stale = [page for page in PAGES if rewritten(page) != page.read_text(encoding="utf-8")]
     for page in stale:
         print(f"{'stale' if options.check else 'written'}: {page.relative_to(ROOT)}")

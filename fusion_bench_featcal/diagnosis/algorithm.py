@@ -20,8 +20,9 @@ from fusion_bench_featcal.fusionbench.options import MERGED, Choices, plain
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.methods.interface import MethodInputs
-from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.results.diagnosis_page import write_diagnosis
+from fusion_bench_featcal.results import BASE, EXPERTS
+from fusion_bench_featcal.results.diagnosis import Diagnosis
+from fusion_bench_featcal.results.diagnosis_page import PAGE_FILE, help_sentences, write_diagnosis
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 _SPLITS = ("train", "val", "test")
@@ -80,6 +81,8 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         self.rows = _checked_rows(plain(rows))
         self.tasks, self.items, self.split = plain(tasks), items, split
         self.positions, self.projections = positions, plain(projections)
+        if self.rows is not None:
+            others["fuse_merge"] = False  # no calibration completes the merged model
         super().__init__(**others)
 
     def on_run_start(self) -> None:
@@ -98,7 +101,8 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         if self.rows is not None and upstream in self.rows:
             raise ValueError(f"method.rows.{upstream}: that is the merged model's row")
         tasks = chosen_tasks(inputs, self.tasks)
-        items = open_items(inputs, tasks, self.items, self.settings, self.split)
+        settings = self.settings.replace(samples_per_task=self.items, held_out=0)
+        items = open_items(inputs, tasks, settings, self.split)
         self._check_rows(inputs)
         options = {"positions": self.positions, "projections": self.projections}
         results = DiagnosedResults(
@@ -109,7 +113,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
             row=choices.save,
             linear_kernel=self.settings.linear_kernel,
         )
-        results.collector = Collector(inputs, items, self.settings, **options)
+        results.collector = Collector(inputs, items, settings, **options)
         results.split = self.split
         results.saved_rows = self._saved_rows(inputs)
         return results
@@ -142,6 +146,7 @@ class DiagnosedResults(RunResults):
     """A run's rows, each of which is looked at before it is evaluated."""
 
     collector: Collector
+    diagnosis: Diagnosis
     split: str
     saved_rows: Iterable[tuple[str, nn.Module]]
 
@@ -166,9 +171,18 @@ class DiagnosedResults(RunResults):
     def finish(self) -> nn.Module:
         """Write the diagnosis beside the run's report."""
         model = super().finish()
+        self.diagnosis = self.collector.diagnosis(self.report, self.split)
         if self._log_dir is not None:
-            write_diagnosis(self.collector.diagnosis(self.report, self.split), self._log_dir)
+            write_diagnosis(self.diagnosis, self._log_dir)
         return model
+
+    def _show(self) -> None:
+        """Print the run's table, and where calibration helps."""
+        super()._show()
+        for line in help_sentences(self.diagnosis):
+            print(line)
+        if self._log_dir is not None:
+            print(f"diagnosis: {self._log_dir / PAGE_FILE}")
 
 
 def _checked_rows(rows: Any) -> dict[str, str] | None:
@@ -177,8 +191,11 @@ def _checked_rows(rows: Any) -> dict[str, str] | None:
     if not isinstance(rows, Mapping) or not rows:
         raise ValueError(f"method.rows must map names to folders of saved models, got {rows!r}")
     for name, place in rows.items():
-        taken = name in (BASE, EXPERTS, MERGED, FEATCAL) and name != FEATCAL
-        if taken or not _NAME.fullmatch(str(name)) or not isinstance(place, str):
+        if (
+            name in (BASE, EXPERTS, MERGED)
+            or not _NAME.fullmatch(str(name))
+            or not isinstance(place, str)
+        ):
             raise ValueError(
                 f"method.rows: a row is a name of letters, digits and .:+-, none of {BASE}, "
                 f"{EXPERTS} and {MERGED}, with a folder; got {name!r}: {place!r}"

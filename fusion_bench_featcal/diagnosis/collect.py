@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 PROJECTIONS = ("pca", "tsne")
 _PERPLEXITY = 30.0
+_DRAWN = 64  # items of a task whose coordinates are kept
 _NO_TSNE = "no t-SNE: scikit-learn is not installed (pip install 'fusion-bench-featcal[plots]')"
 
 
@@ -131,16 +132,13 @@ class Collector:
         for task in made.tasks if rows else ():
             sides = {EXPERTS: self._measured[rows[0]][task].expert_features}
             sides |= {row: self._measured[row][task].features for row in rows}
-            plane = _projected(kind, torch.cat(list(sides.values())), self._settings.seed)
+            plane = projected(kind, torch.cat(list(sides.values())), self._settings.seed)
             if plane is None:
                 self.notes.append(_NO_TSNE)
                 log.warning(_NO_TSNE)
                 return {}
-            parts = plane.split(made.items[task])
-            planes[task] = {
-                row: [[float(f"{value:.4g}") for value in point] for point in part.tolist()]
-                for row, part in zip(sides, parts, strict=True)
-            }
+            parts = zip(sides, plane.split(made.items[task]), strict=True)
+            planes[task] = {row: _short(part[:_DRAWN]) for row, part in parts}
         return planes
 
     def _check_match(self, row: str, model: nn.Module) -> None:
@@ -207,7 +205,11 @@ def _flips(report: Report, made: Diagnosis) -> dict[str, dict[str, dict[str, lis
     return flips
 
 
-def _projected(kind: str, features: Tensor, seed: int) -> Tensor | None:
+def _short(points: Tensor) -> list[list[float]]:
+    return [[float(f"{value:.4g}") for value in point] for point in points.tolist()]
+
+
+def projected(kind: str, features: Tensor, seed: int) -> Tensor | None:
     """Coordinates `[n, 2]` of features `[n, d]`; None where the library is not there."""
     if kind == "pca":
         return principal_plane(features)

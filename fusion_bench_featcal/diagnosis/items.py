@@ -50,15 +50,14 @@ def chosen_tasks(inputs: MethodInputs, tasks: Sequence[str] | None) -> list[str]
 
 
 def open_items(
-    inputs: MethodInputs, tasks: Iterable[str], count: int, settings: FeatCalSettings, split: str
+    inputs: MethodInputs, tasks: Iterable[str], settings: FeatCalSettings, split: str
 ) -> dict[str, TaskItems]:
     """Draw items of each task, as calibration samples are drawn; of small tasks take all.
 
     Args:
         inputs: The pools.
         tasks: The tasks.
-        count: Most items of a task.
-        settings: `seed`, `batch_size` and `max_length` are used.
+        settings: `samples_per_task` items at most, `seed`, `batch_size` and `max_length`.
         split: Their split.
 
     Raises:
@@ -73,20 +72,19 @@ def open_items(
                 f"modelpool.{split}_datasets.{task}, method.split, or method.tasks without it (the "
                 f"pool's {split}_datasets are: {', '.join(available) or 'none'})"
             )
-    for task, used in samples_used(pool, tasks, count, split).items():
+    wanted = settings.samples_per_task
+    for task, used in samples_used(pool, tasks, wanted, split).items():
         if used["samples"] < LEAST:
             raise CalibrationError(
-                f"task {task!r} has {used['samples']} items of the {split} split, and a diagnosis "
-                f"needs {LEAST}: give modelpool.{split}_datasets.{task} more, or set method.tasks "
-                "without it"
+                f"task {task!r}: {used['samples']} of at least {LEAST} items of the {split} split "
+                f"that a diagnosis needs. Check modelpool.{split}_datasets.{task}, or set "
+                "method.tasks without it"
             )
-    drawn = settings.replace(
-        samples_per_task=count,
-        calibration_split=split,
-        calibration_data=None,
-        calibration_targets="labels",
+    batches = inputs.batches(
+        settings.replace(
+            calibration_split=split, calibration_data=None, calibration_targets="labels"
+        )
     )
-    batches = inputs.batches(drawn)
     return {task: TaskItems(batches[task], _classes(inputs, task, batches[task])) for task in tasks}
 
 

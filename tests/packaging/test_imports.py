@@ -54,8 +54,9 @@ def test_python_api_needs_no_framework():
         assert not GRAPH[part] & FRAMEWORKS, part
 
 
-def test_no_part_imports_the_algorithm_but_the_command_line():
-    assert {part for part in GRAPH if "algorithm" in ours(part)} <= {"cli", "setting_docs"}
+def test_no_part_imports_the_algorithm_but_the_command_line_and_its_diagnosis():
+    users = {part for part in GRAPH if "algorithm" in ours(part)}
+    assert users <= {"cli", "diagnosis", "setting_docs"}
 
 
 def test_no_import_cycles():

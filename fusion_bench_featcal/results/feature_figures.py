@@ -1,0 +1,220 @@
+"""Figures of final features and weights of a diagnosis, and what its figures share."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .diagnosis import Diagnosis
+from .diagnosis_page import class_gains
+from .drawing import (
+    CALIBRATED,
+    GREY,
+    INK,
+    MERGED,
+    PALETTE,
+    RULE,
+    legend_below,
+    marks,
+    new_figure,
+    panels,
+)
+from .findings import gains_of
+from .long_table import EXPERTS, FEATCAL
+from .tables import short_names
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ACROSS = 3
+"""Panels side by side."""
+_LETTERS = 12  # an inch of a legend
+_PRESETS = (PALETTE[5], PALETTE[2], PALETTE[3], PALETTE[4], PALETTE[6])
+_KINDS = {"pca": "PCA", "tsne": "t-SNE"}
+_REPAIRED = {"color": CALIBRATED, "marker": "^"}
+
+
+def titled(diagnosis: Diagnosis, text: str) -> str:
+    """Put the suite before a heading."""
+    return f"{diagnosis.suite}: {text}"
+
+
+def looks_of(diagnosis: Diagnosis) -> dict[str, dict[str, Any]]:
+    """Marks of the rows; of presets, whose lines lie close together, with colours of their own."""
+    looks = marks(diagnosis.rows, diagnosis.upstream)
+    presets = [row for row in diagnosis.rows if row.startswith(f"{FEATCAL}:")]
+    for place, row in enumerate(presets):
+        looks[row] |= {"color": _PRESETS[place % len(_PRESETS)]}
+    return looks
+
+
+def row_legend(figure: "Figure", axes: "Axes", title: str) -> None:
+    """Put a legend of rows below, in as many columns as their names leave room for."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = int(_LETTERS * figure.get_figwidth() / (max(map(len, labels)) + 7))
+    columns = max(1, min(columns, 4))
+    figure.set_figheight(figure.get_figheight() + 0.18 * (len(labels) // columns))
+    legend_below(figure, handles, labels, title, columns)
+
+
+def _dots(
+    diagnosis: Diagnosis, values: Mapping[str, Mapping[str, float]], label: str, title: str
+) -> "Figure | None":
+    """One line for each task, one mark for each row."""
+    if not values:
+        return None
+    names = short_names(diagnosis.tasks)
+    figure = new_figure(6.4, 1.7 + 0.36 * len(names))
+    axes = figure.subplots()
+    for row, look in looks_of(diagnosis).items():
+        known = [task for task in names if task in values.get(row, {})]
+        if known:
+            heights = [-diagnosis.tasks.index(task) for task in known]
+            numbers = [values[row][task] for task in known]
+            label_of = f"{row} ({np.mean(numbers):.3f})"
+            axes.plot(numbers, heights, linestyle="none", label=label_of, **look)
+    axes.set_yticks([-place for place in range(len(names))], list(names.values()))
+    axes.set_ylim(-len(names) + 0.4, 0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid()
+    axes.set_xlabel(label)
+    axes.settitled(titled(diagnosis, title))
+    row_legend(figure, axes, "row (mean over tasks)")
+    return figure
+
+
+def cosine_figure(diagnosis: Diagnosis) -> "Figure | None":
+    """Mean cosine of final features to the expert's, by task."""
+    values = {r: {t: diagnosis.cosine(r, t) for t in diagnosis.tasks} for r in diagnosis.rows}
+    return _dots(diagnosis, values, "mean cosine to the expert's", "final features by task")
+
+
+def vector_figure(diagnosis: Diagnosis) -> "Figure | None":
+    """Cosine to the expert's task vector, by task; None without a base."""
+    label = "cosine of model - base and expert - base"
+    return _dots(diagnosis, diagnosis.task_vectors, label, "task vectors")
+
+
+def items_figure(diagnosis: Diagnosis) -> "Figure":
+    """Share of items whose final cosine is at most a value, by task."""
+    titles = list(short_names(diagnosis.tasks).values())
+    heading = titled(diagnosis, "final features by item")
+    label = "cosine to the expert's"
+    figure, grid = panels(titles, (2.7, 2.1), ACROSS, heading, label, sharey=True, sharex=False)
+    for axes, task in zip(grid, diagnosis.tasks, strict=True):
+        for row, look in looks_of(diagnosis).items():
+            values = np.sort(diagnosis.cosines[row][task])
+            shares = np.arange(1, len(values) + 1) / len(values)
+            axes.plot(values, 100 * shares, label=row, linewidth=1.6, markevery=(0.1, 0.2),
+                      **{**look, "markersize": 6})  # fmt: skip
+    figure.supylabel("items with at most this cosine, %", fontsize=10)
+    row_legend(figure, grid[0], "row")
+    return figure
+
+
+def gains_figure(diagnosis: Diagnosis) -> "Figure | None":
+    """Gain of cosine against gain of accuracy: a panel for each calibrated row, a mark a task."""
+    from matplotlib.ticker import MaxNLocator
+
+    rows = [row for row in diagnosis.repairs if diagnosis.merged and row in diagnosis.accuracy]
+    if not rows:
+        return None
+    names = short_names(diagnosis.tasks)
+    heading = titled(diagnosis, f"gains over {diagnosis.merged}, by task")
+    label = "gain of final cosine"
+    figure, grid = panels(rows, (3.4, 2.8), 2, heading, label, sharey=True, sharex=False)
+    labelled = []
+    for axes, row in zip(grid, rows, strict=True):
+        look = looks_of(diagnosis)[row]
+        axes.axhline(0, color=GREY, linewidth=0.8)
+        axes.axvline(0, color=GREY, linewidth=0.8)
+        gains = gains_of(diagnosis, row, diagnosis.merged or "")
+        points = {names[task]: (cosine, 100 * gain) for task, (cosine, gain) in gains.items()}
+        for place in points.values():
+            axes.plot(*place, linestyle="none", **look)
+        axes.margins(y=0.12)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        labelled.append((axes, points))
+    for axes, points in labelled:  # when the scale that they share is known
+        _label_points(axes, points)
+    figure.supylabel("gain of accuracy, points", fontsize=10)
+    return figure
+
+
+def _label_points(axes: "Axes", points: Mapping[str, tuple[float, float]]) -> None:
+    """Write names at the right margin, one above another, with a thin line to each point."""
+    low, high = axes.get_ylim()
+    least = 0.075 * (high - low)  # of a line of text
+    height = -np.inf
+    for name, place in sorted(points.items(), key=lambda entry: entry[1][1]):
+        height = max(place[1], height + least)
+        axes.annotate(name, place, xytext=(1.03, height), textcoords=axes.get_yaxis_transform(),
+                      fontsize=8, va="center", annotation_clip=False,
+                      arrowprops={"arrowstyle": "-", "color": RULE, "shrinkB": 3})  # fmt: skip
+
+
+def class_figure(diagnosis: Diagnosis) -> "Figure | None":
+    """One line for each task, one mark for each class: gain in final cosine."""
+    rows = [row for row in diagnosis.repairs if diagnosis.merged and class_gains(diagnosis, row)]
+    if not rows:
+        return None
+    names = short_names(diagnosis.tasks)
+    heading = titled(diagnosis, f"gain over {diagnosis.merged} by class")
+    label = "gain of final cosine (line: mean over classes)"
+    figure, grid = panels(rows[:2], (3.2, 0.7 + 0.34 * len(names)), 2, heading, label, sharey=True)
+    for axes, row in zip(grid, rows, strict=False):
+        look = looks_of(diagnosis)[row]
+        gains = class_gains(diagnosis, row)
+        axes.axvline(0, color=GREY, linewidth=0.8)
+        for place, task in enumerate(diagnosis.tasks):
+            values = [gain for (name, _), gain in gains if name == task]
+            axes.plot(values, [-place] * len(values), linestyle="none", alpha=0.55,
+                      **{**look, "markersize": 5})  # fmt: skip
+            if values:
+                axes.plot(np.mean(values), -place, "|", color=INK, markersize=16, markeredgewidth=2)
+        axes.set_yticks([-place for place in range(len(names))], list(names.values()))
+        axes.set_ylim(-len(names) + 0.4, 0.6)
+    return figure
+
+
+def plane_figure(
+    diagnosis: Diagnosis, kind: str, planes: Mapping[str, Mapping[str, Any]]
+) -> "Figure":
+    """Two-dimensional projection of the same items' final features in several rows, by task."""
+    from matplotlib.collections import LineCollection
+
+    names = short_names(diagnosis.tasks)
+    name = _KINDS[kind]
+    heading = titled(diagnosis, f"final features, {name} fitted to each task's rows together")
+    figure, grid = panels(
+        [names[task] for task in planes], (2.5, 2.3), ACROSS, heading, "", sharex=False
+    )
+    looks: dict[str, dict[str, Any]] = {EXPERTS: {"color": INK, "marker": "."}}
+    for axes, rows in zip(grid, planes.values(), strict=True):
+        for row, points in rows.items():
+            if row != EXPERTS:  # from each item's place at the expert to its place in the row
+                pairs = zip(rows[EXPERTS], points, strict=True)
+                colour = MERGED if row == diagnosis.upstream else CALIBRATED
+                axes.add_collection(LineCollection(list(pairs), colors=colour, linewidths=0.6,
+                                                   alpha=0.4, zorder=0))  # fmt: skip
+            merged = {"color": MERGED, "marker": "s"}
+            look = looks.get(row, merged if row == diagnosis.upstream else _REPAIRED)
+            across, up = zip(*points, strict=True)
+            axes.scatter(across, up, s=13 if row == EXPERTS else 11, linewidths=0.8, alpha=0.7,
+                         label="experts" if row == EXPERTS else row, marker=look["marker"],
+                         facecolors="none" if row == diagnosis.upstream else look["color"],
+                         edgecolors=look["color"])  # fmt: skip
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.grid(visible=False)
+        for side in axes.spines.values():
+            side.set_visible(True)
+            side.set_color(RULE)
+    legend_below(
+        figure,
+        *grid[0].get_legend_handles_labels(),
+        "same items of each row; lines lead to the expert's features",
+    )
+    return figure

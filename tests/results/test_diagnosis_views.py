@@ -1,0 +1,188 @@
+"""Pages, tables, figures and findings of a diagnosis, from numbers that were made up."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusion_bench_featcal.results import ReportError
+from fusion_bench_featcal.results.diagnosis import DIAGNOSIS_FILE, MEASURES, Diagnosis, measures
+from fusion_bench_featcal.results.diagnosis_figures import diagnosis_figures
+from fusion_bench_featcal.results.diagnosis_page import (
+    class_gains,
+    diagnosis_markdown,
+    help_sentences,
+    long_lines,
+    write_diagnosis,
+)
+from fusion_bench_featcal.results.drawing import save_figures
+from fusion_bench_featcal.results.findings import findings, is_clear, over_tasks
+
+TASKS = ("toy_one", "toy_two", "toy_three")
+ITEMS = 12
+
+
+def parts_of(scale: float, seed: int, blocks: int = 3) -> dict[str, np.ndarray]:
+    """Drift of items at blocks, one position each, of terms of a given size."""
+    generator = np.random.default_rng(seed)
+    shape = (blocks, ITEMS, 5)
+    m, p, expert = (generator.normal(size=shape) for _ in range(3))
+    m, p, expert = scale * m, 2 * scale * p, 10 * expert
+    e, norm = m + p, lambda part: np.linalg.norm(part, axis=2)
+    return {
+        "drift": norm(e), "drift_sq": norm(e) ** 2, "expert_sq": norm(expert) ** 2,
+        "cosine": (expert * (expert + e)).sum(2) / norm(expert) / norm(expert + e),
+        "mismatch": norm(m), "mismatch_sq": norm(m) ** 2, "propagation": norm(p),
+        "propagation_sq": norm(p) ** 2, "product": (m * p).sum(2), "left": 0 * norm(m),
+    }  # fmt: skip
+
+
+SIZES = {"base": 3.0, "merger": 2.0, "featcal": 1.0, "featcal:plus": 0.5}
+
+
+def made(sizes: dict[str, float] = SIZES) -> Diagnosis:
+    """A diagnosis in which a row's drift is as large as told, and a class gains most."""
+    found = Diagnosis(
+        suite="toy", upstream="merger", split="test", items={}, seed=3, positions="all",
+        features="made up", blocks=[f"layers.{n}.block" for n in range(3)],
+    )  # fmt: skip
+    for number, (row, size) in enumerate(sizes.items()):
+        for place, task in enumerate(TASKS):
+            cosines = 1 - size * np.linspace(0.1, 0.2 + 0.05 * place, ITEMS)
+            classes = ["late" if item >= ITEMS // 2 else "early" for item in range(ITEMS)]
+            vector = None if row == "base" else 0.2 * size
+            found.add(row, task, parts_of(size, 7 * place), cosines, classes, vector)
+        found.accuracy[row] = {task: 0.5 + 0.1 * number for task in TASKS}
+    found.accuracy["experts"] = dict.fromkeys(TASKS, 0.95)
+    plane = [[float(item), float(item % 3)] for item in range(ITEMS)]
+    rows = ("experts", "merger", "featcal")
+    found.projections = {"pca": {task: dict.fromkeys(rows, plane) for task in TASKS}}
+    return found
+
+
+def test_shares_of_both_terms_add_up():
+    parts = parts_of(1.0, 0)
+    found = measures(parts)
+    assert set(found) == set(MEASURES)
+    mean = {name: values.mean(1) for name, values in parts.items()}
+    of_mismatch = (mean["mismatch_sq"] + mean["product"]) / mean["drift_sq"]
+    assert of_mismatch + found["share"] == pytest.approx(1)
+    assert (found["share"] > 0.5).all()  # its term is twice as large
+
+
+def test_relative_drift_is_scaled_by_the_expert():
+    found = measures(parts_of(10.0, 1))["relative"] / measures(parts_of(1.0, 1))["relative"]
+    assert found == pytest.approx(10)
+
+
+def test_rows_that_were_made_from_the_merged_model():
+    assert made().repairs == ["featcal", "featcal:plus"]
+    assert made().merged == "merger"
+    assert made({"base": 1.0, "mine": 2.0}).merged is None
+
+
+def test_what_is_written_is_read_again(tmp_path: Path):
+    path = write_diagnosis(made(), tmp_path)
+    assert Diagnosis.load(tmp_path) == made()
+    assert path.read_text() == diagnosis_markdown(Diagnosis.load(tmp_path))
+
+
+def test_damage_and_other_versions_are_named(tmp_path: Path):
+    write_diagnosis(made(), tmp_path)
+    file = tmp_path / DIAGNOSIS_FILE
+    text = file.read_text()
+    file.write_text(text.replace('"toy"', '"other"'))
+    with pytest.raises(ReportError, match=DIAGNOSIS_FILE):
+        Diagnosis.load(tmp_path)
+    content = {k: v for k, v in json.loads(text).items() if k != "seed"}
+    file.write_text(json.dumps(content))
+    with pytest.raises(ReportError, match=DIAGNOSIS_FILE):
+        Diagnosis.load(tmp_path)
+
+
+def test_observations_hold_where_the_calibrated_model_is_nearer():
+    found = findings(made())
+    assert {(one.row, one.observation) for one in found if not one.holds} == {
+        (row, "cosine and accuracy do not always gain together (Fig. 2c)")
+        for row in ("featcal", "featcal:plus")
+    }
+    drift = next(one for one in found if one.row == "featcal")
+    assert drift.ours.startswith("-50 %")
+    assert all(one.verdict in ("holds here", "does not hold here") for one in found)
+
+
+def test_observations_do_not_hold_where_it_is_farther():
+    found = findings(made({"base": 3.0, "merger": 1.0, "featcal": 2.0}))
+    verdicts = [one.holds for one in found]
+    assert verdicts == [False, False, False, True]  # accuracy rises though cosines fall
+
+
+def test_differences_of_accuracy_by_chance_do_not_count():
+    found = made({"base": 3.0, "merger": 1.0, "featcal": 2.0})
+    found.flips = {"featcal": {"merger": {task: [3, 2] for task in TASKS}}}
+    assert not findings(found)[-1].holds
+    found.flips["featcal"]["merger"][TASKS[0]] = [30, 2]
+    assert findings(found)[-1].holds
+    assert "in 1 of 1 clear differences" in findings(found)[-1].ours
+
+
+def test_what_is_beyond_chance():
+    assert is_clear(None)
+    assert not is_clear([0, 0])
+    assert not is_clear([5, 0])  # p = 0.0625
+    assert is_clear([6, 0])
+
+
+def test_interval_over_tasks():
+    found = over_tasks(np.array([1.0, 2.0, 3.0]))
+    assert found.estimate == 2
+    assert found.high - 2 == pytest.approx(4.302653 / np.sqrt(3), rel=1e-5)
+    assert over_tasks(np.array([1.0])).low == 1
+
+
+def test_without_a_merged_model_there_is_nothing_to_compare_with():
+    found = made({"base": 1.0, "mine": 2.0})
+    assert findings(found) == [] == help_sentences(found)
+    page = diagnosis_markdown(found)
+    assert "## Drift along the depth" in page
+    assert "## Where calibration helps" not in page
+
+
+def test_classes_are_ordered_by_their_gain():
+    gains = class_gains(made(), "featcal")
+    assert gains[0][0] == ("toy_three", "late")
+    assert gains[-1][0] == ("toy_one", "early")
+    assert "most on three: late" in help_sentences(made())[0]
+
+
+def test_long_table_has_every_number_once():
+    lines = list(long_lines(made()))
+    keys = [
+        tuple(line.get(k) for k in ("row", "task", "class", "block", "metric")) for line in lines
+    ]
+    assert len(set(keys)) == len(keys)
+    drift = [line for line in lines if line["metric"] in MEASURES and "class" not in line]
+    assert len(drift) == len(SIZES) * len(TASKS) * len(MEASURES) * 3
+
+
+def test_every_figure_is_drawn(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    figures = diagnosis_figures(made())
+    assert set(figures) == {
+        "drift_depth", "drift_tasks", "drift_split", "drift_change", "final_cosine",
+        "final_cosine_items", "gains", "task_vectors", "classes", "pca",
+    }  # fmt: skip
+    paths = save_figures(figures, tmp_path, None, "--out")
+    assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_figures_without_a_merged_model_or_accuracies(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    found = made({"mine": 2.0})
+    found.accuracy, found.task_vectors, found.projections = {}, {}, {}
+    figures = diagnosis_figures(found)
+    assert set(figures) == {
+        "drift_depth", "drift_tasks", "drift_split", "final_cosine", "final_cosine_items"
+    }  # fmt: skip
+    save_figures(figures, tmp_path, None, "--out")
