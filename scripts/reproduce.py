@@ -94,7 +94,7 @@ def run(item: Item, pools: tuple[str, ...], out: Path) -> list[str]:
 
 def main() -> None:
     """List or run the commands."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the commands")
     parser.add_argument("--paper", action="store_true", help="with weights of the hub, too")
     parser.add_argument("--out", type=Path, default=Path("outputs/reproduce"))

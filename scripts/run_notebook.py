@@ -4,6 +4,8 @@
 
 Writes the notebook with its new outputs; with --check only runs it, and fails where a cell does.
 """
+# pyright: reportMissingImports=false
+# Both packages come with the extra `notebook`.
 
 import argparse
 from pathlib import Path

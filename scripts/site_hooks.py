@@ -3,6 +3,8 @@
 Pages in docs/ link to other files of the repository. The site gets a page for each of these below
 `repository/`, so that no link leaves it. Formulas become MathML, which needs no script and no font.
 """
+# pyright: reportMissingImports=false
+# The tools of the site have an environment of their own.
 
 import html
 import os

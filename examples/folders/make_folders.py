@@ -3,8 +3,9 @@
     python make_folders.py mergekit DIR   a small Llama, three experts, and what mergekit leaves
     python make_folders.py lora DIR       the same experts as LoRA adapters
     python make_folders.py clip DIR       a small CLIP, three experts, and folders of images
+    python make_folders.py classifiers DIR   a small ResNet, three experts, and folders of images
 
-docs/calibrate.md goes on from there.
+The tutorials go on from there.
 """
 
 import json
@@ -22,6 +23,7 @@ from fusion_bench_featcal.suites.paths import suite_path
 
 TEXTS = ("banking77", "snips_intent", "clinc_domain")
 IMAGES = ("mini_mnist", "mini_latin", "mini_greek")
+CLASSIFIED = ("mini_mnist", "mini_fashion_mnist", "mini_notmnist")
 SCALE = 0.3
 RANK = 16
 
@@ -83,15 +85,39 @@ def write_clip(folder: Path) -> None:
     shutil.copytree(suite_path("clip-vit-mini/pretrained"), folder / "base")
     for task in IMAGES:
         shutil.copytree(image.path(task), folder / task)
-        classnames = image.load_arrays(task).classnames
-        for split in ("train", "test"):
-            for number, item in enumerate(image.load_split(task, split)):
-                of_class = folder / f"{task}_images" / split / classnames[item["label"]]
-                of_class.mkdir(parents=True, exist_ok=True)
-                item["image"].save(of_class / f"{number:04d}.png")
+        write_images(folder, task)
 
 
-WRITERS = {"mergekit": write_mergekit, "lora": write_lora, "clip": write_clip}
+def write_images(folder: Path, task: str) -> None:
+    """Write a task's images, in one folder for each class."""
+    classnames = image.load_arrays(task).classnames
+    for split in ("train", "test"):
+        for number, item in enumerate(image.load_split(task, split)):
+            of_class = folder / f"{task}_images" / split / classnames[item["label"]]
+            of_class.mkdir(parents=True, exist_ok=True)
+            item["image"].save(of_class / f"{number:04d}.png")
+
+
+def write_classifiers(folder: Path) -> None:
+    """Write `base`, the experts with their class names, and images in folders by class."""
+    for name, source in {"base": "pretrained", **{task: task for task in CLASSIFIED}}.items():
+        shutil.copytree(suite_path(f"resnet-mini/{source}"), folder / name)
+        shutil.copy(Path(image.path()) / "preprocessor_config.json", folder / name)
+    for task in CLASSIFIED:
+        write_images(folder, task)
+        file = folder / task / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config["id2label"] = dict(enumerate(image.load_arrays(task).classnames))
+        config["label2id"] = {label: number for number, label in config["id2label"].items()}
+        file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+WRITERS = {
+    "mergekit": write_mergekit,
+    "lora": write_lora,
+    "clip": write_clip,
+    "classifiers": write_classifiers,
+}
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in WRITERS or Path(sys.argv[2]).exists():
