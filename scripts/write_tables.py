@@ -29,6 +29,7 @@ from gallery import gallery
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 COMPARISON = RESULTS / "comparison"
+STUDIES = RESULTS / "studies"
 FIGURES = ROOT / "docs" / "figures"
 DIAGNOSES = RESULTS / "diagnosis"
 DIAGNOSED = {"": "clip-vit-mini_TA6", "-t5": "flan-t5-mini_TA6", "-llama": "llama-mini_TA6"}
@@ -59,7 +60,7 @@ def provenance(folder: Path, file: str = "run.json") -> str:
     device, versions = run["device"], run["versions"]
     threads = device["torch_threads"]
     diagnosed = run.get("items", {}).values()  # of a diagnosis
-    items = sum(diagnosed) or sum(task["items"] for task in run["test_sets"].values())
+    items = sum(diagnosed) or sum(task["items"] for task in run.get("test_sets", {}).values())
     kind = "images" if run["suite"].startswith(("clip", "resnet")) else "texts"
     tested = f", {items} test {kind}" if items else ""  # FusionBench's own pools do not count them
     return (
@@ -114,6 +115,18 @@ def diagnosis_conditions() -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def study(name: str) -> str:
+    """Tables and findings of a study, from the page that it has left."""
+    folder = STUDIES / name
+    text = (folder / "study.md").read_text(encoding="utf-8")
+    body = text.partition("## ")[2].partition("## Notes")[0]
+    parts = [part.partition("\n") for part in body.split("\n## ")]
+    titled = [f"**{title.strip()}.**\n\n{rest.strip()}" for title, _, rest in parts]
+    content = json.loads((folder / "study.json").read_text(encoding="utf-8"))
+    seeds = ", ".join(map(str, content["seeds"]))
+    return "\n\n".join([*titled, f"- seeds {seeds}; {provenance(folder, 'study.json')}"])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "results-TA6": lambda: combined_table("TA6"),
     "results-alphabets2": lambda: combined_table("alphabets2"),
@@ -140,6 +153,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper-samples": paper_tables.samples_table,
     "paper-corrupted": paper_tables.corruption_table,
     "paper-cost": paper_tables.cost_table,
+    **{f"study-{n}": partial(study, n) for n in ("corruption", "severities", "transfer")},
     "plus": lambda: (ROOT / "benchmarks/results/plus.md").read_text(encoding="utf-8").strip(),
     "plus-grid": lambda: (
         (ROOT / "benchmarks/results/plus_grid.md").read_text("utf-8").partition("\n\n**")[0]

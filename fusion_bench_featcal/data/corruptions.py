@@ -35,7 +35,7 @@ def check_corruption(
     Raises:
         ValueError: Naming the setting, the value and what exists.
     """
-    if corruption not in CORRUPTIONS:
+    if corruption not in list(CORRUPTIONS):  # which may be unhashable
         raise ValueError(
             f"{settings[0]} must be one of {', '.join(CORRUPTIONS)}, got {corruption!r}"
             f"{nearest_hint(corruption, CORRUPTIONS)}"

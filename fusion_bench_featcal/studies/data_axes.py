@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.data.corruptions import CORRUPTIONS, check_corruption
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_keys
 from fusion_bench_featcal.studies.axis import Axis, Changes, Option, unresolved
 
 CLEAN = "clean"
@@ -32,32 +32,38 @@ def corruption_axis(name: str, values: Any, config: DictConfig) -> Axis:
         ValueError: If a corruption or severity does not exist, or a task has no data.
     """
     place = f"method.axes.{name}"
-    kinds, severities = values, [PUBLISHED_SEVERITY]
-    if isinstance(values, Mapping):
-        if unknown := set(values) - {"kinds", "severities"}:
-            raise ValueError(f"{place} takes kinds and severities, got {sorted(map(str, unknown))}")
-        kinds = values.get("kinds") or [CLEAN, *CORRUPTIONS]
-        severities = values.get("severities") or severities
+    kinds, severities = _kinds_and_severities(values, place)
     splits = dict.fromkeys([str(config.method.get("calibration_split", "train")), "test"])
     data = {split: _data(config, split) for split in splits}
     _require_data(data, config, place)
     options = []
     for kind in kinds:
-        if kind == CLEAN:
-            options.append(Option({name: CLEAN, "severity": 0}, {}))
-            continue
-        for severity in severities:
-            settings = f"{place}: a corruption other than {CLEAN}", f"{place}.severities"
-            check_corruption(kind, severity, settings)
-            changed = {
+        for severity in severities if kind != CLEAN else [0]:
+            changes: Changes = {
                 f"modelpool.{split}_datasets": {
                     task: _corrupted(entry, kind, severity, task) for task, entry in each.items()
                 }
                 for split, each in data.items()
-                if each
+                if each and kind != CLEAN
             }
-            options.append(Option({name: kind, "severity": severity}, changed))
+            options.append(Option({name: kind, "severity": severity}, changes))
     return Axis(name, options, CLEAN)
+
+
+def _kinds_and_severities(values: Any, place: str) -> tuple[list[Any], list[Any]]:
+    """Corruptions, with `clean`, and severities of an axis, checked."""
+    given = values if isinstance(values, Mapping) else {"kinds": values}
+    refuse_unknown_keys(given, ["kinds", "severities"], place)
+    kinds = given.get("kinds") or [CLEAN, *CORRUPTIONS]
+    severities = given.get("severities") or [PUBLISHED_SEVERITY]
+    for key, value in (("kinds", kinds), ("severities", severities)):
+        if not isinstance(value, list):
+            raise ValueError(f"{place}.{key} must be a list, got {value!r}")
+    for kind in kinds:
+        for severity in severities if kind != CLEAN else ():
+            settings = f"{place}: a corruption other than {CLEAN}", f"{place}.severities"
+            check_corruption(kind, severity, settings)
+    return kinds, severities
 
 
 def source_axis(name: str, values: Any, config: DictConfig) -> Axis:

@@ -86,6 +86,11 @@ def configs() -> dict[str, Any]:
             plain = OmegaConf.to_container(compose(option), resolve=False)
             shown = _shown(plain, values=option.startswith("method/"))
             found[option] = shown if option.startswith("method/") else _shared(shown)
+    shared = found["method/compare"]  # which studies inherit
+    for option in found:
+        if option.startswith("method/study/"):
+            own = {k: v for k, v in found[option].items() if k not in shared or v != shared[k]}
+            found[option] = own
     return found
 
 
