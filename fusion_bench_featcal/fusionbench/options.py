@@ -90,11 +90,11 @@ def checked_choices(
         ValueError: If a reference or the row to save is unknown, or a preset's setting is unknown
             or out of range.
     """
-    unknown = sorted(set(suite) - {"presets", "compare_with", "compare"})
+    unknown = sorted(set(suite) - {"presets", "compare_with", "compare", "sources"})
     if unknown:
         raise ValueError(
             f"modelpool.featcal: {unknown} unknown; it takes presets, compare_with and, for "
-            "method=compare, compare"
+            "method=compare and method=study/transfer, compare and sources"
         )
     place = "method" if presets is not None else "modelpool.featcal"
     wanted = presets if presets is not None else suite.get("presets") or {}

@@ -86,12 +86,23 @@ def configs() -> dict[str, Any]:
             plain = OmegaConf.to_container(compose(option), resolve=False)
             shown = _shown(plain, values=option.startswith("method/"))
             found[option] = shown if option.startswith("method/") else _shared(shown)
-    shared = found["method/compare"]  # which studies inherit
     for option in found:
         if option.startswith("method/study/"):
-            own = {k: v for k, v in found[option].items() if k not in shared or v != shared[k]}
-            found[option] = own
+            own = _besides(found[option]["method"]["study"], found["method/compare"]["method"])
+            found[option] = {"method": {"study": own}}
     return found
+
+
+def _besides(config: dict[str, Any], inherited: dict[str, Any]) -> dict[str, Any]:
+    """What a config has, at any depth, besides what it inherits."""
+    own = {}
+    for key, value in config.items():
+        other = inherited.get(key)
+        if isinstance(value, dict) and isinstance(other, dict) and value != other:
+            own[key] = _besides(value, other)
+        elif key not in inherited or value != other:
+            own[key] = value
+    return own
 
 
 def targets() -> list[str]:
