@@ -106,7 +106,7 @@ def plot_command(options: argparse.Namespace) -> None:
 
 def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:
     """One folder per run below `out`, named by what tells the runs apart."""
-    if out is None:
+    if out is None or not runs:
         return [None] * len(runs)
     if len(runs) == 1:
         return [Path(out)]
