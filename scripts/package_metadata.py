@@ -25,7 +25,7 @@ class PackageMetadata(MetadataHookInterface):
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
         metadata["urls"] = {
             "Homepage": repository,
-            "Documentation": f"{repository}/blob/{tag}/README.md#documentation",
+            "Documentation": f"{repository}/blob/{tag}/docs/index.md",
             "Changelog": f"{repository}/blob/{tag}/CHANGELOG.md",
             "Issues": f"{repository}/issues",
             "Paper": "https://arxiv.org/abs/2605.13030",
