@@ -118,6 +118,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead links to other files of the repository to their pages."""
     uri = page.file.src_uri
+    if uri.startswith("results/"):  # many tables of numbers, which the pages quote
+        page.meta["search"] = {"exclude": True}
     return markdown if uri.startswith("repository/") else relinked(markdown, ROOT / "docs" / uri)
 
 
