@@ -130,7 +130,7 @@ def _change_figure(diagnosis: Diagnosis) -> "Figure | None":
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.set_xlabel("block")
-    axes.settitled(titled(diagnosis, f"change of drift, {row}\nagainst {diagnosis.merged}, %"))
+    axes.set_title(titled(diagnosis, f"change of drift, {row}\nagainst {diagnosis.merged}, %"))
     return figure
 
 

@@ -80,7 +80,7 @@ def _dots(
     axes.spines["left"].set_visible(False)
     axes.grid()
     axes.set_xlabel(label)
-    axes.settitled(titled(diagnosis, title))
+    axes.set_title(titled(diagnosis, title))
     row_legend(figure, axes, "row (mean over tasks)")
     return figure
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from .long_table import AVERAGE, Row
@@ -163,8 +164,11 @@ def short_names(tasks: Sequence[str]) -> dict[str, str]:
 def short_blocks(blocks: Sequence[str]) -> list[str]:
     """Drop the parts that all block names share: `encoder.layers.3` among layers becomes `3`."""
     parts = [block.split(".") for block in blocks]
-    if len(blocks) < 2 or len(set(map(len, parts))) > 1:
+    if len(blocks) < 2:
         return list(blocks)
+    if len(set(map(len, parts))) > 1:
+        shared = commonprefix([words[:-1] for words in parts])
+        return [".".join(words[len(shared) :]) for words in parts]
     differing = [n for n, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
     return [".".join(words[place] for place in differing) for words in parts]
 

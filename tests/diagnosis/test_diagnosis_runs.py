@@ -28,12 +28,13 @@ def image_pool(tests: Any = None) -> Any:
     """Two tasks of the bundled suite; `tests` are other test items by task."""
     tasks = image.ALPHABETS2
     tests = {task: image.load_split(task, "test") for task in tasks} if tests is None else tests
-    pool: Any = CLIPVisionModelPool(
-        models={"_pretrained_": image.path(), **{task: image.path(task) for task in tasks}},
-        train_datasets={task: {} for task in tasks},
-        test_datasets={task: {} for task in tests},
-        processor={"_target_": "fusion_bench_featcal.suites.image.load_processor"},
-    )
+    options: dict[str, Any] = {
+        "models": {"_pretrained_": image.path(), **{task: image.path(task) for task in tasks}},
+        "train_datasets": {task: {} for task in tasks},
+        "test_datasets": {task: {} for task in tests},
+        "processor": {"_target_": "fusion_bench_featcal.suites.image.load_processor"},
+    }
+    pool: Any = CLIPVisionModelPool(**options)
     pool.load_train_dataset = lambda task: image.load_split(task, "train")
     pool.load_test_dataset = tests.__getitem__
     return pool
