@@ -60,11 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def diagnose_command(options: argparse.Namespace) -> None:
     """Measure where along the depth, for which task and class calibration helps."""
-    from fusion_bench.scripts.cli import main as fusion_bench
+    from fusion_bench.scripts import cli
 
     method = [] if any(w.startswith("method=") for w in options.words) else ["method=diagnose"]
     sys.argv = ["fusion_bench", *method, *options.words]
-    fusion_bench()
+    run: Any = cli.main  # Hydra's decorator gives it the config
+    run()
 
 
 def explain_command(options: argparse.Namespace) -> int:

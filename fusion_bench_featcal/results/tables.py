@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from .long_table import AVERAGE, Row
@@ -167,8 +167,9 @@ def short_blocks(blocks: Sequence[str]) -> list[str]:
     if len(blocks) < 2:
         return list(blocks)
     if len(set(map(len, parts))) > 1:
-        shared = commonprefix([words[:-1] for words in parts])
-        return [".".join(words[len(shared) :]) for words in parts]
+        columns = zip(*(words[:-1] for words in parts), strict=False)
+        shared = len(list(takewhile(lambda words: len(set(words)) == 1, columns)))
+        return [".".join(words[shared:]) for words in parts]
     differing = [n for n, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
     return [".".join(words[place] for place in differing) for words in parts]
 
