@@ -70,13 +70,14 @@ class Models:
         """The model whose class and structure the calibrated one has.
 
         The merged one; else the base; or an expert, where the base has another head than all of
-        them (a masked language model, from which classifiers were tuned).
+        them (a masked language model, from which classifiers were tuned). A whole CLIP stays the
+        home of vision towers, which are merged into it.
         """
         if self.merged is not None:
             return self.merged
         assert self.base is not None
         whole = [expert for expert in self.experts.values() if not expert.is_adapter]
-        named = {expert.architecture for expert in whole}
+        named = {expert.architecture for expert in whole if expert.kind != "clip"}
         return whole[0] if len(named) == 1 and self.base.architecture not in named else self.base
 
     @cached_property

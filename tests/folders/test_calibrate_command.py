@@ -267,6 +267,23 @@ def test_vision_towers_alone_take_their_heads_from_a_clip(tmp_path):
     assert type(CLIPVisionModel.from_pretrained(tmp_path / "out")) is CLIPVisionModel
 
 
+def test_vision_towers_that_are_merged_on_the_way_stay_in_the_whole_clip(tmp_path):
+    models = clip_folders(tmp_path)
+    for task in TASKS:
+        tower = CLIPVisionModel.from_pretrained(tmp_path / task)
+        tower.save_pretrained(tmp_path / "towers" / task)
+    named = words(tmp_path, ending="-images", merged=None)
+    experts = {
+        f"{task}={tmp_path / task}": f"{task}={tmp_path / 'towers' / task}" for task in TASKS
+    }
+    named = [experts.get(word, word) for word in named]
+    assert main([*named, "--merge", "task_arithmetic:0.4"]) == 0
+    saved = CLIPModel.from_pretrained(tmp_path / "out")
+    changed = moved(saved, models["base"])
+    assert changed and all(name.startswith("vision_model.") for name in changed)
+    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
+
+
 def test_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys):
     llama_folders(tmp_path)
     from fusion_bench_featcal.engine.loop import BlockLoop
