@@ -60,12 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def diagnose_command(options: argparse.Namespace) -> None:
     """Measure where along the depth, for which task and class calibration helps."""
-    from fusion_bench.scripts import cli
+    import runpy
 
-    method = [] if any(w.startswith("method=") for w in options.words) else ["method=diagnose"]
-    sys.argv = ["fusion_bench", *method, *options.words]
-    run: Any = cli.main  # Hydra's decorator gives it the config
-    run()
+    sys.argv = ["fusion_bench", "method=diagnose", *options.words]
+    runpy.run_module("fusion_bench.scripts.cli", run_name="__main__", alter_sys=True)
 
 
 def explain_command(options: argparse.Namespace) -> int:

@@ -60,6 +60,7 @@ class Collector:
         self._measured: dict[str, dict[str, Measures]] = {}
         self._family: Family | None = None
         self._shapes: tuple[str, dict[str, torch.Size]] | None = None
+        self._described = ""  # final features, in words
         self.notes: list[str] = []
 
     def look(self, row: str, model: nn.Module) -> None:
@@ -146,7 +147,7 @@ class Collector:
         if self._shapes is None:
             self._shapes = row, shapes
         first, wanted = self._shapes
-        for name in wanted.keys() | shapes.keys():
+        for name in (*wanted, *shapes):
             if shapes.get(name) != wanted.get(name):
                 mine, theirs = (
                     "no such tensor" if shape is None else f"shape {tuple(shape)}"

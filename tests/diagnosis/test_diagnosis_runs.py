@@ -186,6 +186,15 @@ def test_missing_scikit_learn_is_a_note(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
+def test_alias_of_the_command(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "argv", ["featcal"])
+    monkeypatch.setattr("runpy.run_module", lambda name, **_: seen.append((name, *sys.argv)))
+    assert main(["diagnose", "modelpool=mine", "method.items=4"]) == 0
+    words = ("fusion_bench", "method=diagnose", "modelpool=mine", "method.items=4")
+    assert seen == [("fusion_bench.scripts.cli", *words)]
+
+
 @pytest.mark.slow
 def test_the_command(tmp_path: Path):
     result = fusion_bench(
