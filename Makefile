@@ -11,6 +11,7 @@ PIP_ARGS ?=
 RUNS ?= outputs/demo-full
 COMPARISONS ?= outputs/compare-full
 DIAGNOSES ?= outputs/diagnosis
+STUDIES ?= outputs/studies
 # OpenMP's threads wait asleep: spinning makes a calibration many times slower on a busy machine.
 export OMP_WAIT_POLICY ?= passive
 
@@ -20,7 +21,7 @@ comma := ,
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose test test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,8 +73,12 @@ compare-full: $(VENV)/.installed ## compare, then three seeds with 256 and with 
 diagnose: $(VENV)/.installed ## drift, final features and task vectors on the image suite and both text suites: minutes
 	for pool in clip-vit-mini_TA6 flan-t5-mini_TA6 llama-mini_TA6; do $(BIN)/fusion_bench method=diagnose modelpool=$$pool method.items=128 path.log_dir=$(DIAGNOSES)/$$pool || exit 1; done
 
-tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's, compare-full's and diagnose's runs if there are any
-	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS)) $(if $(wildcard $(COMPARISONS)/tables),--comparisons $(COMPARISONS)) $(if $(wildcard $(DIAGNOSES)),--diagnoses $(DIAGNOSES))
+studies: $(VENV)/.installed ## every study on the bundled suites, then their tables and figures in docs/; finished cells stay
+	PATH="$(abspath $(BIN)):$$PATH" examples/studies.sh $(STUDIES)
+	$(BIN)/python scripts/write_tables.py --studies $(STUDIES)
+
+tables: $(VENV)/.installed ## write the tables of README and docs, from demo-full's, compare-full's, diagnose's and studies' runs if there are any
+	$(BIN)/python scripts/write_tables.py $(if $(wildcard $(RUNS)/tables),--runs $(RUNS)) $(if $(wildcard $(COMPARISONS)/tables),--comparisons $(COMPARISONS)) $(if $(wildcard $(DIAGNOSES)),--diagnoses $(DIAGNOSES)) $(if $(wildcard $(STUDIES)),--studies $(STUDIES))
 
 docs: $(DOCS)/.installed ## build the documentation site in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet

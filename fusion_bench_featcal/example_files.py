@@ -62,6 +62,11 @@ EXAMPLES = {
         "every merger and method on every bundled suite (hours)",
         ("./compare_full.sh",),
     ),
+    "studies": Example(
+        "studies.sh",
+        "every study on the bundled suites (hours)",
+        ("./studies.sh",),
+    ),
 }
 _PACKAGE = Path(__file__).resolve().parent
 

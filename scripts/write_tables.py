@@ -5,6 +5,7 @@ named in PARTS. `--check` changes nothing and fails where a part is stale.
 
     python scripts/write_tables.py [--check] [--runs outputs/demo-full]
         [--comparisons outputs/compare-full] [--diagnoses outputs/diagnosis]
+        [--studies outputs/studies]
 """
 
 import argparse
@@ -25,11 +26,11 @@ from comparison_tables import (
     tasks_table,
 )
 from gallery import gallery
+from study_tables import STUDIES, keep_studies, study_part, study_summary
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 COMPARISON = RESULTS / "comparison"
-STUDIES = RESULTS / "studies"
 FIGURES = ROOT / "docs" / "figures"
 DIAGNOSES = RESULTS / "diagnosis"
 DIAGNOSED = {"": "clip-vit-mini_TA6", "-t5": "flan-t5-mini_TA6", "-llama": "llama-mini_TA6"}
@@ -115,18 +116,6 @@ def diagnosis_conditions() -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def study(name: str) -> str:
-    """Tables and findings of a study, from the page that it has left."""
-    folder = STUDIES / name
-    text = (folder / "study.md").read_text(encoding="utf-8")
-    body = text.partition("## ")[2].partition("## Notes")[0]
-    parts = [part.partition("\n") for part in body.split("\n## ")]
-    titled = [f"**{title.strip()}.**\n\n{rest.strip()}" for title, _, rest in parts]
-    content = json.loads((folder / "study.json").read_text(encoding="utf-8"))
-    seeds = ", ".join(map(str, content["seeds"]))
-    return "\n\n".join([*titled, f"- seeds {seeds}; {provenance(folder, 'study.json')}"])
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "results-TA6": lambda: combined_table("TA6"),
     "results-alphabets2": lambda: combined_table("alphabets2"),
@@ -140,6 +129,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "comparison-costs": lambda: costs_table(COMPARISON / "costs"),
     "trainings": lambda: (ROOT / "benchmarks/results/trainings.md").read_text("utf-8").strip(),
     **{f"draws-{suite}": partial(draws, suite) for suite in SUITES},
+    "studies": study_summary,
+    **{f"study-{name}": partial(study_part, name) for name in STUDIES},
     "comparison-tasks": lambda: tasks_table(COMPARISON / "grid", "task_arithmetic"),
     "comparison-field": lambda: grid_table(COMPARISON / "field"),
     "comparison-kl": lambda: grid_table(COMPARISON / "kl"),
@@ -153,7 +144,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper-samples": paper_tables.samples_table,
     "paper-corrupted": paper_tables.corruption_table,
     "paper-cost": paper_tables.cost_table,
-    **{f"study-{n}": partial(study, n) for n in ("corruption", "severities", "transfer")},
     "plus": lambda: (ROOT / "benchmarks/results/plus.md").read_text(encoding="utf-8").strip(),
     "plus-grid": lambda: (
         (ROOT / "benchmarks/results/plus_grid.md").read_text("utf-8").partition("\n\n**")[0]
@@ -245,6 +235,7 @@ def main() -> None:
     parser.add_argument("--comparisons", type=Path, help="and these from a compare-full folder")
     parser.add_argument("--plans", action="store_true", help="estimate the paper's runs anew")
     parser.add_argument("--diagnoses", type=Path, help="and these from make diagnose's folder")
+    parser.add_argument("--studies", type=Path, help="and these from a folder of make studies")
     options = parser.parse_args()
     if options.plans:
         paper_tables.keep_plans()
@@ -254,6 +245,8 @@ def main() -> None:
         keep_comparisons(options.comparisons)
     if options.diagnoses:
         keep_diagnoses(options.diagnoses)
+    if options.studies:
+        keep_studies(options.studies)
     stale = [page for page in PAGES if rewritten(page) != page.read_text(encoding="utf-8")]
     for page in stale:
         print(f"{'stale' if options.check else 'written'}: {page.relative_to(ROOT)}")

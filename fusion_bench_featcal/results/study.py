@@ -82,6 +82,7 @@ class Study:
         seeds: All seeds.
         over: Labels that are averaged over, as seeds are.
         design: `product` of the axes, or `each` axis around the present settings.
+        minutes: Of the last pass, without cells that earlier ones had finished.
         findings: Sentences on the paper's observations, made by `results.observations`.
     """
 
@@ -91,6 +92,7 @@ class Study:
     seeds: list[int]
     over: list[str] = field(default_factory=list)
     design: str = "product"
+    minutes: float | None = None
     findings: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ class StudyRun:
     modelpool: BaseModelPool  # the program's, for points that do not change it
     tasks: Sequence[Task]
     groups: list[Group] = field(default_factory=list)
+    minutes: float = 0.0  # of the pass
     _pools: str = ""  # of the inputs below; others are made anew
     _inputs: MethodInputs | None = None
     _conditions: Conditions | None = None
@@ -71,6 +73,7 @@ class StudyRun:
 
     def run(self, store: ResultStore, folder: Path, suite: str) -> None:
         """Run what is not finished, and write each point's reports below `folder`."""
+        start = time.perf_counter()
         for task in track(self.tasks, "points"):
             log.info("point %s", task.point)
             runs: list[Path] = []
@@ -87,6 +90,7 @@ class StudyRun:
             self._group(task.point.labels).add(runs, failed)
         if self._inputs is not None:
             self._inputs.images.close()
+        self.minutes = (time.perf_counter() - start) / 60
 
     def study(self, suite: str) -> Study:
         """The study's results.
@@ -104,6 +108,7 @@ class StudyRun:
             against=algorithm.against,
             design=algorithm.design.design,
         )
+        study.minutes = self.minutes
         study.versions, study.device = versions(), describe_device(algorithm.fabric.device)
         return study
 

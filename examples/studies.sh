@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Every study on the bundled image suite, `samples` and `ablation` on the text suites too. Finished
+# cells are kept in outputs/comparison. Usage: examples/studies.sh [FOLDER]
+set -euo pipefail
+
+folder="${1:-outputs/studies}"
+study() { # pool, study, words
+  local pool="$1" name="$2"
+  shift 2
+  fusion_bench "method=study/$name" "modelpool=$pool" "path.log_dir=$folder/$pool/$name" "$@"
+}
+
+study clip-vit-mini_TA6 samples 'method.axes.samples_per_task=[8,32,128,512]'
+study clip-vit-mini_TA6 sweep 'method.seeds=[42]'
+study clip-vit-mini_TA6 ablation 'method.seeds=[42,43]'
+study clip-vit-mini_TA6 tasks method.subsets=2
+study clip-vit-mini_TA6 cost
+for pool in flan-t5-mini_TA6 llama-mini_TA6; do
+  study "$pool" samples 'method.seeds=[42]' 'method.axes.samples_per_task=[8,64]'
+  study "$pool" ablation 'method.seeds=[42]'
+done
