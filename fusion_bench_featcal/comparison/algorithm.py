@@ -49,6 +49,9 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         *GridChoices.__dataclass_fields__, "seed", "results_dir", "notes", "pixel_cache_mb",
         "cache_dir", "process_per_cell",
     )  # fmt: skip
+    KEYS = (
+        *_KEYS, "samples_per_task", "calibration_split", "steps", "training_steps", "cells",
+    )  # fmt: skip
     _config_mapping = BaseAlgorithm._config_mapping | {name: name for name in _KEYS}
 
     def __init__(
@@ -91,8 +94,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         meta = take_fusion_bench_keys(choices)
         unknown = [key for key in choices if key not in GridChoices.__dataclass_fields__]
-        names = [*self._KEYS, "samples_per_task", "calibration_split", "steps"]
-        refuse_unknown_settings(unknown, names, owner="compare")
+        refuse_unknown_settings(unknown, self.KEYS, owner="compare")
         if training_steps not in (None, steps):
             log.info("method.training_steps is an older name of method.steps: %s", training_steps)
         if cells is not None:

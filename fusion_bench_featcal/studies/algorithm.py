@@ -26,6 +26,7 @@ from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
 from fusion_bench_featcal.fusionbench.options import plain, take_fusion_bench_keys
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
+from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.results.study_page import show_study
 from fusion_bench_featcal.settings import CalibrationError
@@ -36,7 +37,6 @@ from fusion_bench_featcal.studies.run import StudyRun, Task
 log = logging.getLogger(__name__)
 
 _DESIGN = tuple(Design.__dataclass_fields__)
-_COMPARED = ("samples_per_task", "calibration_split", "steps", "training_steps", "cells")
 _OWN = ("study", *_DESIGN, "over", "subsets", "against")
 
 
@@ -49,7 +49,8 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """
 
     name = "study"
-    _config_mapping = ComparisonAlgorithm._config_mapping | {k: k for k in (*_OWN, *_COMPARED)}
+    _KEYS = (*_OWN, *ComparisonAlgorithm.KEYS)
+    _config_mapping = BaseAlgorithm._config_mapping | {key: key for key in _KEYS}
 
     def __init__(
         self,
@@ -73,6 +74,8 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
             ValueError: If a key of the comparison is unknown or out of range.
         """
         self._meta = take_fusion_bench_keys(choices)
+        unknown = [key for key in choices if key not in self._KEYS]
+        refuse_unknown_settings(unknown, self._KEYS, owner=study)
         self.study, self.over, self.against = study, list(over or ()), against
         self.design = Design(**{key: plain(choices[key]) for key in _DESIGN if key in choices})
         comparison = self._comparison({k: v for k, v in choices.items() if k not in _DESIGN})

@@ -23,7 +23,9 @@ def config(**method: Any) -> DictConfig:
                 "models": {name: f"path/{name}" for name in names},
                 "train_datasets": {name: {"task": name} for name in names[1:]},
             },
-            "taskpool": {"test_datasets": {name: "${modelpool.models." + name + "}" for name in names[1:]}},
+            "taskpool": {
+                "test_datasets": {name: "${modelpool.models." + name + "}" for name in names[1:]}
+            },
         }
     )  # fmt: skip
 
@@ -104,8 +106,8 @@ def test_a_cells_process_gets_the_points_words() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"axes": {"sample_per_task": [8]}}, r"axes.sample_per_task is no axis.*'samples_per_task'"),
-        ({"axes": {"samples_per_task": [8, 0]}}, r"samples_per_task must be an integer >= 1, got 0"),
+        ({"axes": {"sample_per_task": [8]}}, r"sample_per_task is no axis.*'samples_per_task'"),
+        ({"axes": {"samples_per_task": [8, 0]}}, r"samples_per_task must be an integer >= 1"),
         ({"axes": {"steps": [0]}}, r"method.steps must be an integer >= 1, got 0"),
         ({"axes": {"samples_per_task": 8}}, r"must be a list of values"),
         ({"axes": {"samples_per_task": []}}, r"must be a list of values"),

@@ -1,0 +1,106 @@
+"""Figures of studies: what they show of made-up results."""
+
+from typing import Any
+
+import pytest
+
+from fusion_bench_featcal.results.study import Study
+from fusion_bench_featcal.results.study_figures import curves, planes, study_figures
+from fusion_bench_featcal.results.study_page import merged_points, study_markdown
+
+ROWS = ("experts", "ta", "surgery", "featcal")
+
+
+def row(name: str, value: float, half: float = 0.01, **more: Any) -> dict[str, Any]:
+    gain = None if name == "experts" else {"estimate": value - 0.6, "low": -0.1, "high": 0.3}
+    return {
+        "upstream": "ta", "name": name, "accuracy": {"average": value, "a": value},
+        "half_width": half if name not in ("ta", "experts") else 0.0, "difference": gain,
+        "against": "ta", "recovered_gap": (value - 0.6) / 0.3, "worst_task": "a",
+        "worst_recovered_gap": 0.5, "samples": "", "spread": {}, "cost": {}, "seeds": 3, **more,
+    }  # fmt: skip
+
+
+def point(labels: dict[str, Any], **values: float) -> dict[str, Any]:
+    values = {"ta": 0.6, "experts": 0.9, **values}
+    return {
+        "labels": labels,
+        "rows": [row(n, values[n]) for n in ROWS if n in values],
+        "failed": [],
+    }
+
+
+def study(name: str, points: list[dict[str, Any]], **more: Any) -> Study:
+    return Study(name=name, suite="suite", points=points, seeds=[1, 2, 3], **more)
+
+
+def test_samples_have_the_papers_panel_beside_them() -> None:
+    points = [
+        point({"samples_per_task": n}, featcal=0.8 + n / 1e4, surgery=0.5 + n / 2000)
+        for n in (8, 64, 512)
+    ]
+    (figure,) = study_figures(study("samples", points)).values()
+    own, paper = figure.axes
+    assert pytest.approx([80.08, 80.64, 85.12]) in [list(line.get_ydata()) for line in own.lines]
+    assert {line.get_linestyle() for line in paper.lines if len(line.get_xdata()) == 7} == {"--"}
+    assert "Table 12" in paper.get_title(loc="left")
+    assert own.get_xscale() == "log" and own.get_xlabel() == "samples per task"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "surgery", "featcal", "ta", "experts",
+    ]  # fmt: skip
+
+
+def sweep_points() -> list[dict[str, Any]]:
+    pairs = [(0.05, 0.3), (0.0, 0.3), (1.0, 0.3), (0.05, 0.0), (0.05, 1.0), (1.0, 1.0)]
+    return [point({"ridge_lambda": r, "mix_alpha": a}, featcal=0.7 + a / 10 - r / 20) for r, a in pairs]  # fmt: skip
+
+
+def test_each_axis_has_a_panel_and_a_pair_a_heat_map() -> None:
+    made = study("sweep", sweep_points(), design="each")
+    lines = curves(made, "ta")
+    assert lines["ridge_lambda"]["featcal"].x == [0.0, 0.05, 1.0]
+    assert lines["mix_alpha"]["featcal"].x == [0.0, 0.3, 1.0]
+    assert planes(made) == [("ridge_lambda", "mix_alpha")]
+    figures = study_figures(made)
+    assert set(figures) == {"sweep", "sweep-ridge_lambda-mix_alpha"}
+    texts = {text.get_text() for text in figures["sweep-ridge_lambda-mix_alpha"].axes[0].texts}
+    assert texts == {"72.8", "73.0", "68.0", "69.8", "79.8", "75.0"}
+
+
+def test_one_point_is_drawn_as_differences() -> None:
+    rows = [row("ta", 0.6), row("featcal", 0.8), row("featcal:x", 0.7, against="featcal")]
+    made = study("ablation", [{"labels": {}, "rows": rows, "failed": []}])
+    (figure,) = study_figures(made).values()
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "from featcal"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["featcal:x"]
+    assert "| + featcal:x | 70.0 ± 1.0 | +10.0 [-10.0, +30.0] | featcal |" in study_markdown(made)
+
+
+def test_labels_in_over_are_averaged() -> None:
+    subsets = [("a+b", 0.7), ("a+c", 0.8), ("b+c", 0.9)]
+    points = [point({"tasks": 2, "subset": s}, featcal=v) for s, v in subsets]
+    points.append(point({"tasks": 3, "subset": "a+b+c"}, featcal=0.75))
+    made = study("tasks", points, over=["subset"])
+    (two, rows), (three, _) = merged_points(made)
+    assert (two, three) == ({"tasks": 2}, {"tasks": 3})
+    assert rows["ta", "featcal"]["accuracy"]["average"] == pytest.approx(0.8)
+    assert rows["ta", "featcal"]["half_width"] == pytest.approx(4.30 * 0.1 / 3**0.5)
+    assert curves(made, "ta")["tasks"]["featcal"].y == pytest.approx([80.0, 75.0])
+
+
+def test_costs_have_a_panel_each() -> None:
+    cost = {"seconds": 2.0, "peak_rss_bytes": 2.0**30}
+    points = [
+        {"labels": {"samples_per_task": n}, "rows": [row("ta", 0.6), row("featcal", 0.8, cost=cost)],
+         "failed": []} for n in (8, 64)
+    ]  # fmt: skip
+    (figure,) = study_figures(study("cost", points)).values()
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["seconds", "memory, MiB"]
+    assert [1024.0, 1024.0] in [list(line.get_ydata()) for line in figure.axes[1].lines]
+
+
+def test_points_with_names_are_a_line_each() -> None:
+    points = [point({"source": name}, featcal=value) for name, value in (("x", 0.7), ("y", 0.8))]
+    (figure,) = study_figures(study("transfer", points)).values()
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["x", "y"]
