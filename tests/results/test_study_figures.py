@@ -52,7 +52,10 @@ def test_samples_have_the_papers_panel_beside_them() -> None:
 
 def sweep_points() -> list[dict[str, Any]]:
     pairs = [(0.05, 0.3), (0.0, 0.3), (1.0, 0.3), (0.05, 0.0), (0.05, 1.0), (1.0, 1.0)]
-    return [point({"ridge_lambda": r, "mix_alpha": a}, featcal=0.7 + a / 10 - r / 20) for r, a in pairs]  # fmt: skip
+    return [
+        point({"ridge_lambda": ridge, "mix_alpha": mix}, featcal=0.7 + mix / 10 - ridge / 20)
+        for ridge, mix in pairs
+    ]
 
 
 def test_each_axis_has_a_panel_and_a_pair_a_heat_map() -> None:
@@ -91,10 +94,10 @@ def test_labels_in_over_are_averaged() -> None:
 
 def test_costs_have_a_panel_each() -> None:
     cost = {"seconds": 2.0, "peak_rss_bytes": 2.0**30}
+    rows = [row("ta", 0.6), row("featcal", 0.8, cost=cost)]
     points = [
-        {"labels": {"samples_per_task": n}, "rows": [row("ta", 0.6), row("featcal", 0.8, cost=cost)],
-         "failed": []} for n in (8, 64)
-    ]  # fmt: skip
+        {"labels": {"samples_per_task": number}, "rows": rows, "failed": []} for number in (8, 64)
+    ]
     (figure,) = study_figures(study("cost", points)).values()
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["seconds", "memory, MiB"]
     assert [1024.0, 1024.0] in [list(line.get_ydata()) for line in figure.axes[1].lines]
