@@ -27,6 +27,7 @@ _COSTS = {
     "seconds": ("seconds", 1.0), "peak_rss_bytes": ("memory, MiB", 2.0**20),
     "gpu_energy_wh": ("GPU energy, Wh", 1.0),
 }  # fmt: skip
+_LABELS_APART = 4  # ratio of neighbours
 _BARS = "bars: 95 % interval over seeds"
 
 
@@ -180,13 +181,25 @@ def label_axis(axes: "Axes", axis: str, values: Sequence[float]) -> None:
     if positive and max(positive) / min(positive) > 20:
         if len(positive) < len(values):
             axes.set_xscale("symlog", linthresh=min(positive), linscale=0.6)
+            axes.set_xlim(-0.2 * min(positive), 1.6 * max(positive))
         else:
             axes.set_xscale("log")
+        values = _apart(values)
     axes.xaxis.set_major_locator(FixedLocator(list(values)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if len(values) > 7:
+    if len(values) > 9:
         axes.tick_params(axis="x", labelrotation=60)
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Values of a logarithmic axis that are far enough apart for their labels."""
+    shown: list[float] = []
+    for value in sorted(values):
+        last = shown[-1] if shown else 0.0
+        if last <= 0 or len(values) < 8 or value >= _LABELS_APART * last:
+            shown.append(value)
+    return shown
 
 
 # ---- the paper's curves
@@ -289,7 +302,7 @@ def plane_figure(study: Study, merger: str, one: str, other: str) -> "Figure":
     table = [[values.get((x, y), float("nan")) for x in ones] for y in others]
     with style():
         size = (1.2 + 0.62 * len(ones), 0.6 + 0.42 * len(others))
-        title = f"{study.suite}, over {merger}: {name}, average accuracy, %"
+        title = f"{study.suite}, over {merger}: {name}, average accuracy, %; bold: present settings"
         figure, (axes,) = panels([""], size, 1, title, _NAMES.get(one, one))
         axes.grid(False)
         image = axes.imshow(table, cmap="cividis", aspect="auto", origin="lower")
@@ -362,6 +375,8 @@ def label_figure(study: Study, merger: str) -> "Figure":
 
 def cost_figure(study: Study, merger: str) -> "Figure":
     """Seconds, memory and, where there is a GPU, its energy, along the first axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     measured = {key: curves(study, merger, key) for key in _COSTS}
     measured = {key: next(iter(lines.values())) for key, lines in measured.items() if lines}
     axis = next(iter(centre(study)))
@@ -382,6 +397,9 @@ def cost_figure(study: Study, merger: str) -> "Figure":
             label_axis(axes, axis, next(iter(rows.values())).x)
             if key == "seconds":
                 axes.set_yscale("log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axes.yaxis.set_minor_formatter(NullFormatter())
         title = "bars: standard deviation over seeds" if len(study.seeds) > 1 else ""
         legend_below(figure, list(drawn.values()), list(drawn), title, 4)
     return figure
