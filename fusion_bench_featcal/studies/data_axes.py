@@ -13,6 +13,8 @@ from fusion_bench_featcal.studies.axis import Axis, Changes, Option, unresolved
 
 CLEAN = "clean"
 OWN, OTHERS, MIXED, EACH = "own", "others", "mixed", "each"
+NOISE, SOURCES = "noise", "sources"
+_NOISE = {"_target_": "fusion_bench_featcal.tasks.NoiseImages"}
 PUBLISHED_SEVERITY = 3
 
 
@@ -71,54 +73,49 @@ def source_axis(name: str, values: Any, config: DictConfig) -> Axis:
 
     Args:
         name: Name of the axis.
-        values: Sources, or label -> source. A source is `own`, `others` (those of all other tasks
-            in equal numbers), `mixed` (those of all tasks), `each` (for every task a point, on
-            which all are calibrated on its data), a task, or a data set's config with `_target_`.
-            The pool's key `featcal.sources` adds labels, and replaces their sources.
+        values: Sources: `own`, `others` (the data of all other tasks in equal numbers), `mixed`
+            (those of all tasks), `each` (for every task a point, on whose data all are calibrated),
+            a task, `noise` (independent pixels), a name in the pool's key `featcal.sources` (label
+            -> a data set's config), or `sources` (all of these).
         config: The program's config.
 
     Raises:
         ValueError: If a source does not exist, or a task has no data.
     """
     place, split = f"method.axes.{name}", str(config.method.get("calibration_split", "train"))
+    if not isinstance(values, list):
+        raise ValueError(f"{place} must be a list of sources, got {values!r}")
     data = _data(config, split)
     _require_data({split: data}, config, place)
+    pools = {NOISE: _NOISE, **(plain(OmegaConf.select(config, "modelpool.featcal.sources")) or {})}
+    several = {EACH: list(data), SOURCES: list(pools)}
     options = []
-    for label, source in _named_sources(values, config).items():
-        for head, one in [(task, task) for task in data] if source == EACH else [(label, source)]:
-            sets = {task: _source(one, task, data, f"{place}.{label}") for task in data}
-            changes: Changes = {} if one == OWN else {f"modelpool.{split}_datasets": sets}
-            options.append(Option({name: str(head)}, changes))
+    for source in (one for value in values for one in several.get(str(value), [value])):
+        sets = {task: _source(source, task, data, pools, place) for task in data}
+        changes: Changes = {} if source == OWN else {f"modelpool.{split}_datasets": sets}
+        options.append(Option({name: str(source)}, changes))
     return Axis(name, options, OWN)
 
 
-def _named_sources(values: Any, config: DictConfig) -> dict[str, Any]:
-    """Label -> source, with the pool's own sources; a label of null is left out."""
-    pools = plain(OmegaConf.select(config, "modelpool.featcal.sources")) or {}
-    if not isinstance(values, Mapping):
-        return {str(value): pools.get(value, value) for value in values}
-    return {k: v for k, v in {**values, **pools}.items() if values.get(k, k) is not None}
-
-
-def _source(source: Any, task: str, data: Mapping[str, Any], place: str) -> Any:
+def _source(
+    source: Any, task: str, data: Mapping[str, Any], pools: Mapping[str, Any], place: str
+) -> Any:
     """Config of the data that a task is calibrated on."""
-    if isinstance(source, Mapping) and "_target_" in source:
-        return dict(source)
-    if isinstance(source, str) and source in data:
-        return data[source]
-    if source == OWN:
-        return data[task]
-    if source in (MIXED, OTHERS):
-        names = [other for other in data if source == MIXED or other != task]
-        if not names:
-            raise ValueError(f"{place}: {OTHERS} needs a second task, and there is {task} alone")
-        sets = [data[other] for other in names]
-        return {"_target_": "fusion_bench_featcal.tasks.mixed", "data": sets}
-    known = (OWN, OTHERS, MIXED, EACH, *data)
-    raise ValueError(
-        f"{place} must be one of {', '.join(known)} or a data set's config with _target_, got "
-        f"{source!r}{nearest_hint(source, known)}"
-    )
+    known = (OWN, OTHERS, MIXED, EACH, SOURCES, *pools, *data)
+    if source not in known:
+        raise ValueError(
+            f"{place} must name sources out of {', '.join(known)} (others: as "
+            f"modelpool.featcal.sources.NAME), got {source!r}{nearest_hint(source, known)}"
+        )
+    if source in pools:
+        return pools[source]
+    if source not in (MIXED, OTHERS):
+        return data[task if source == OWN else source]
+    names = [other for other in data if source == MIXED or other != task]
+    if not names:
+        raise ValueError(f"{place}: {OTHERS} needs a second task, and there is {task} alone")
+    sets = [data[other] for other in names]
+    return {"_target_": "fusion_bench_featcal.tasks.mixed", "data": sets}
 
 
 def _data(config: DictConfig, split: str) -> dict[str, Any]:

@@ -87,14 +87,12 @@ def test_sources_name_the_data_of_other_tasks() -> None:
 def test_a_pool_may_have_sources_of_its_own() -> None:
     noise = {"_target_": "fusion_bench_featcal.tasks.NoiseImages", "size": 28}
     config = program(modelpool__featcal={"sources": {"noise": noise, "fonts": {"_target_": "x"}}})
-    mapping = {"own": "own", "noise": {"_target_": "other"}}
-    made = {str(o.labels["source"]): o for o in options("source", mapping, config)}
-    assert list(made) == ["own", "noise", "fonts"]
-    assert data_of(made["noise"]) == dict.fromkeys(TASKS, noise)
-    (listed,) = options("source", ["noise"], config)
-    assert data_of(listed) == dict.fromkeys(TASKS, noise)
-    left = options("source", {"own": "own", "noise": None}, config)
-    assert [option.labels["source"] for option in left] == ["own", "fonts"]
+    design = Design(axes={"source": ["own", "noise", "sources"]}, seeds=[1])
+    points = {str(point.labels["source"]): point.changes for point in design.points(config)}
+    assert list(points) == ["own", "noise", "fonts"]  # each of them once
+    assert points["noise"] == {"modelpool.train_datasets": dict.fromkeys(TASKS, noise)}
+    (plain_noise,) = options("source", ["noise"])
+    assert len(instantiate(OmegaConf.create(data_of(plain_noise)["mini_latin"]))) == 1000
 
 
 def test_hub_ids_and_folders_become_configs(tmp_path: Path) -> None:
@@ -121,8 +119,9 @@ def test_hub_ids_and_folders_become_configs(tmp_path: Path) -> None:
         ("corruption", {"kinds": "fog"}, r"corruption\.kinds must be a list, got 'fog'"),
         ("corruption", {"severities": 3}, r"corruption\.severities must be a list, got 3"),
         ("corruption", [["fog"]], r"must be one of gaussian_noise.*, got \['fog'\]"),
-        ("source", ["mini_latn"], r"axes\.source\.mini_latn must be .* \(nearest: 'mini_latin'\)"),
-        ("source", {"mine": {"path": "x"}}, r"axes\.source\.mine must be .* config with _target_"),
+        ("source", ["mini_latn"], r"axes\.source must name .* \(nearest: 'mini_latin'\)"),
+        ("source", [{"path": "x"}], r"axes\.source must name .*sources\.NAME\), got {'path'"),
+        ("source", {"mine": "own"}, r"axes\.source must be a list of sources, got {'mine'"),
     ],
 )
 def test_values_that_do_not_exist_are_refused(axis: str, values: Any, message: str) -> None:
