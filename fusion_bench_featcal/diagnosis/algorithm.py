@@ -170,11 +170,10 @@ class DiagnosedResults(RunResults):
 
     def finish(self) -> nn.Module:
         """Write the diagnosis beside the run's report."""
-        model = super().finish()
         self.diagnosis = self.collector.diagnosis(self.report, self.split)
         if self._log_dir is not None:
             write_diagnosis(self.diagnosis, self._log_dir)
-        return model
+        return super().finish()
 
     def _show(self) -> None:
         """Print the run's table, and where calibration helps."""
