@@ -88,19 +88,19 @@ def notebook_page(source: Path, config: Any) -> tuple[str, list[File]]:
 
 def repository_files(source: Path, config: Any) -> list[File]:
     """The page of a file outside docs/, with what belongs to it."""
-    name, more = source.relative_to(ROOT).as_posix(), []
-    if source.is_dir():
-        text = folder_page(source)
-        more = [f for page in source.rglob("*.md") for f in repository_files(page, config)]
-        more = [] if ROOT / "docs" in source.parents else more
-    elif source.suffix == ".ipynb":
+    more: list[File] = []
+    if source.suffix == ".ipynb":
         text, more = notebook_page(source, config)
+    elif source.is_dir():
+        text = UNSEARCHED + relinked(folder_page(source), source)
+        if ROOT / "docs" not in source.parents:
+            more = [f for page in source.rglob("*.md") for f in repository_files(page, config)]
+    elif source.suffix == ".md":
+        text = UNSEARCHED + relinked(source.read_text(encoding="utf-8"), source)
     else:
-        text = source.read_text(encoding="utf-8")
-    if source.is_file() and source.suffix not in (".md", ".ipynb"):
-        text = f"# {name}\n\n~~~~{LANGUAGES.get(source.suffix, 'text')}\n{text}\n~~~~\n"
-    elif source.suffix != ".ipynb":
-        text = UNSEARCHED + relinked(text, source)
+        name, language = source.relative_to(ROOT), LANGUAGES.get(source.suffix, "text")
+        content = source.read_text(encoding="utf-8")
+        text = f"{UNSEARCHED}# {name.as_posix()}\n\n~~~~{language}\n{content}\n~~~~\n"
     return [File.generated(config, site_path(source), content=text), *more]
 
 
