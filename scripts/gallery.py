@@ -27,7 +27,37 @@ CAPTIONS = {
         "Losses of the trained corrections over their steps",
         "baselines.md#on-the-bundled-image-suite",
     ),
+    "corruptions.png": (
+        "Gaussian noise, motion blur and fog at severities 1 to 5",
+        "tasks.md#corrupted-mixed-and-noise-data",
+    ),
+    "report.png": ("The page that featcal report --html writes", "report.md"),
 }
+# Folder -> end of a file's name -> caption; the suite is in the folder's or the file's name.
+_MANY = {
+    "diagnosis": {
+        "drift_depth": "Drift after each block on test items",
+        "drift_change": "Change of drift by calibration, by block and task",
+        "drift_split": "Drift split into local mismatch and upstream propagation",
+        "final_cosine": "Cosine of final features to the expert's, by task",
+        "classes": "Gain of that cosine by class",
+        "gains": "Gain of cosine against gain of accuracy",
+        "task_vectors": "Cosine of task vectors",
+        "pca": "Final features of the same items, projected by PCA",
+        "tsne": "Final features of the same items, projected by t-SNE",
+    },
+    "studies": {
+        "samples": "Accuracy by samples per task, beside the paper's curves",
+        "ablation": "Parts of FeatCal and FeatCal+ left out or added",
+        "sweep": "Accuracy along FeatCal's three strengths",
+        "tasks": "Accuracy by the number of merged tasks",
+        "cost": "Costs by samples per task",
+        "corruption": "Calibration on corrupted images, beside the paper's",
+        "severities": "Calibration on corrupted images by severity",
+        "transfer": "Calibration on other data",
+    },
+}
+_EXPLAINED = {"diagnosis": "diagnose.md", "studies": "studies.md"}
 
 
 def gallery() -> str:
@@ -36,13 +66,19 @@ def gallery() -> str:
     ordered = [name for name in CAPTIONS if name in files]
     parts = []
     for name in [*ordered, *(name for name in files if name not in CAPTIONS)]:
-        words, page = CAPTIONS.get(name, (_words(name), ""))
+        words, page = CAPTIONS.get(name) or _one_of_many(name)
         source = f" ([explained]({page}))" if page else ""
         parts.append(f"![{words}](figures/{name})\n\n*{words}*{source}")
     return "\n\n".join(parts)
 
 
-def _words(name: str) -> str:
-    """`studies/samples/clip.png` becomes `studies, samples: clip`."""
-    *folders, file = name.removesuffix(".png").replace("_", " ").split("/")
-    return ": ".join([", ".join(folders), file] if folders else [file])
+def _one_of_many(name: str) -> tuple[str, str]:
+    """Caption and page of a figure that is drawn for several suites."""
+    folder, _, rest = name.removesuffix(".png").partition("/")
+    stem = rest.replace("/", "-")
+    for end, caption in _MANY.get(folder, {}).items():
+        suite, found, more = stem.partition(f"-{end}")
+        if found:
+            panel = more.strip("-").replace("_", " ")
+            return f"{caption} ({', '.join(filter(None, (suite, panel)))})", _EXPLAINED[folder]
+    raise ValueError(f"docs/figures/{name} has no caption in scripts/gallery.py")
