@@ -53,7 +53,7 @@ _MANY = {
         "tasks": "Accuracy by the number of merged tasks",
         "cost": "Costs by samples per task",
         "corruption": "Calibration on corrupted images, beside the paper's",
-        "severities": "Calibration on corrupted images by severity",
+        "severity": "Calibration on corrupted images by severity",
         "transfer": "Calibration on other data",
     },
 }

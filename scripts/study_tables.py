@@ -11,6 +11,9 @@ from fusion_bench_featcal.results.study_page import study_grids
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results" / "studies"
 FIGURES = ROOT / "docs" / "figures" / "studies"
+NAMES = (
+    "samples", "ablation", "sweep", "tasks", "cost", "corruption", "severity", "transfer"
+)  # fmt: skip
 STUDIES = {
     f"{study}-{suite}": (suite, study)
     for suite in ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6")
@@ -21,7 +24,7 @@ STUDIES = {
         "tasks",
         "cost",
         "corruption",
-        "severities",
+        "severity",
         "transfer",
     )
 }

@@ -32,13 +32,12 @@ def data_figures(study: Study, merger: str, name: str) -> "dict[str, Figure] | N
     """Figures of a study that changes calibration data, by name; None for other studies."""
     if study.name == TRANSFER and SOURCE in study.labels:
         return {name: _transfer_figure(study, merger)}
-    if study.name != CORRUPTION or not {CORRUPTION, SEVERITY} <= set(study.labels):
-        return None
-    figures = {name: _kinds_figure(study, merger)}
-    every = by_corruption(merged_points(study))
-    if any(len(severities) > 1 for severities in every.values()):
-        figures[f"{name}-severity"] = _severity_figure(study, merger)
-    return figures
+    if {CORRUPTION, SEVERITY} <= set(study.labels):
+        if study.name == CORRUPTION:
+            return {name: _kinds_figure(study, merger)}
+        if study.name == SEVERITY:
+            return {name: _severity_figure(study, merger)}
+    return None
 
 
 def _kinds_figure(study: Study, merger: str) -> "Figure":

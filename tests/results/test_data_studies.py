@@ -31,14 +31,16 @@ def made(folder: Path, name: str, points: dict[Any, dict[str, Any]]) -> Study:
     return make_study(name, "toy", list(groups.values()), seeds=seeds, **options)
 
 
-def corruption_study(folder: Path, seeds: tuple[int, ...] = (42,)) -> Study:
+def corruption_study(
+    folder: Path, seeds: tuple[int, ...] = (42,), name: str = "corruption"
+) -> Study:
     points: dict[Any, Any] = {}
     for (kind, severity), level in LEVELS.items():
         for seed in seeds:
             levels = {"base": 0.3, "experts": 0.95, MERGER: 0.6, "featcal": level + seed / 1e3}
             labels = ("corruption", kind), ("severity", severity), seed
             points[labels] = {"levels": levels | {"surgery": 0.65}, "seed": seed}
-    return made(folder, "corruption", points)
+    return made(folder, name, points)
 
 
 def grids(study: Study) -> dict[str, Any]:
@@ -76,12 +78,12 @@ def texts_of(figure: Figure) -> list[str]:
 
 
 def test_figures_of_corruptions_show_ours_the_papers_and_severities(tmp_path: Path) -> None:
-    figures = drawn(corruption_study(tmp_path, (42, 43)))
-    assert list(figures) == ["corruption", "corruption-severity"]
+    figures = drawn(corruption_study(tmp_path / "one", (42, 43)))
+    figures |= drawn(corruption_study(tmp_path / "two", (42, 43), "severity"))
     ours, paper = figures["corruption"].axes
     assert "severity 3" in ours.get_title("left") and "Table 6" in paper.get_title("left")
     assert texts_of(figures["corruption"])[:3] == ["clean", "fog", "motion\nblur"]
-    fog, blur = figures["corruption-severity"].axes
+    fog, blur = figures["severity"].axes
     assert (fog.get_title("left"), blur.get_title("left")) == ("fog", "motion blur")
     heights = {round(float(y)) for line in fog.lines for y in np.asarray(line.get_ydata())}
     assert {54, 74, 89} <= set(heights)  # featcal at severities 3 and 1, and clean
