@@ -1,5 +1,7 @@
 """Sentences on the paper's observations, from data."""
 
+from typing import Any
+
 import pytest
 
 from fusion_bench_featcal.results import observations, study_figures
@@ -9,7 +11,7 @@ from fusion_bench_featcal.results.study import Group, Study, difference, seed_ha
 
 def group(n: int, **values: list[float]) -> Group:
     """A point with accuracies by row and seed."""
-    rows = {("ta", name): dict(enumerate(each)) for name, each in values.items()}
+    rows: Any = {("ta", name): dict(enumerate(each)) for name, each in values.items()}
     return Group({"samples_per_task": n}, by_seed=rows)
 
 

@@ -40,7 +40,7 @@ def test_samples_have_the_papers_panel_beside_them() -> None:
         for n in (8, 64, 512)
     ]
     (figure,) = study_figures(study("samples", points)).values()
-    own, paper = figure.axes
+    own, paper = list[Any](figure.axes)
     assert pytest.approx([80.08, 80.64, 85.12]) in [list(line.get_ydata()) for line in own.lines]
     assert {line.get_linestyle() for line in paper.lines if len(line.get_xdata()) == 7} == {"--"}
     assert "Table 12" in paper.get_title(loc="left")
@@ -100,7 +100,8 @@ def test_costs_have_a_panel_each() -> None:
     ]
     (figure,) = study_figures(study("cost", points)).values()
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["seconds", "memory, MiB"]
-    assert [1024.0, 1024.0] in [list(line.get_ydata()) for line in figure.axes[1].lines]
+    memory: Any = figure.axes[1]
+    assert [1024.0, 1024.0] in [list(line.get_ydata()) for line in memory.lines]
 
 
 def test_points_with_names_are_a_line_each() -> None:

@@ -28,12 +28,12 @@ KEYS: dict[str, Any] = {
 }
 
 
-def study(folder: Path, **keys: Any) -> StudyAlgorithm:
+def study(folder: Path, **keys: Any) -> Any:
     """The algorithm with its program, as FusionBench would set it up."""
     chosen = {**KEYS, "results_dir": str(folder), **keys}
     program: Any = FakeProgram(SignTaskPool())
     program.config = OmegaConf.create({"method": chosen, "modelpool": {}, "taskpool": {}})
-    algorithm = StudyAlgorithm(**OmegaConf.to_container(program.config.method, resolve=False))  # type: ignore[arg-type]
+    algorithm: Any = StudyAlgorithm(**OmegaConf.to_container(program.config.method, resolve=False))
     algorithm._program = program
     return algorithm
 
