@@ -11,7 +11,7 @@ import numpy as np
 from fusion_bench_featcal.files import ReportError
 
 from .columns import number
-from .items import LEVEL, Bootstrap, Interval, Scores
+from .items import LEVEL, Bootstrap, Interval, Scores, student_interval
 from .long_table import BASE, EXPERTS, RowKey
 from .tables import Grid
 
@@ -148,11 +148,10 @@ def over_suites(averages: Mapping[RowKey, float], name: str) -> list[OverSuites]
     for row in (row for row in rows if row != reference):
         found = {s: averages[(s, *row)] - averages[(s, *reference)] for s in suites}
         values = np.array([*found.values()])
-        mean, error = float(values.mean()), float(values.std(ddof=1)) / len(values) ** 0.5
-        margin = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)) * error
+        mean, error = float(values.mean()), float(stats.sem(values))
         ratio = abs(mean) / error if error > 0 else (np.inf if mean else 0.0)
         p = float(2 * stats.t.sf(ratio, len(values) - 1))
-        tested.append((row, found, Interval(mean, mean - margin, mean + margin), p))
+        tested.append((row, found, student_interval(values), p))
     adjusted = holm([p for *_, p in tested])
     return [
         OverSuites(row, found, interval, p, value)

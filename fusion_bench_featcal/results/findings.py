@@ -6,10 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .diagnosis import Diagnosis
-from .items import Interval, paired_difference
+from .items import LEVEL, Interval, paired_difference, student_interval
 from .tables import Grid
-
-LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def _task_vectors(diagnosis: Diagnosis, row: str) -> Iterator[Finding]:
         "task vectors are farther from the expert's (Fig. 2d)",
         "lower on 8 of 8 tasks",
         row,
-        f"lower on {lower} of {len(tasks)} tasks, {_signed(over_tasks(changes))}",
+        f"lower on {lower} of {len(tasks)} tasks, {_signed(student_interval(changes))}",
         lower == len(tasks),
     )
 
@@ -147,17 +145,6 @@ def gains_of(diagnosis: Diagnosis, row: str, other: str) -> dict[str, tuple[floa
         for task in diagnosis.tasks
         if task in accuracy.get(row, {}) and task in accuracy.get(other, {})
     }
-
-
-def over_tasks(values: np.ndarray) -> Interval:
-    """Mean over tasks with Student's interval; of one task without width."""
-    from scipy import stats  # slow to import
-
-    mean = float(values.mean())
-    if len(values) < 2:
-        return Interval(mean, mean, mean)
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values))
-    return Interval(mean, mean - reach, mean + reach)
 
 
 def _signed(interval: Interval) -> str:

@@ -125,6 +125,17 @@ class Interval:
     high: float
 
 
+def student_interval(values: Sequence[float] | NDArray[Any]) -> Interval:
+    """Mean of draws with Student's interval; of one value without width."""
+    from scipy import stats  # slow to import
+
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean, mean, mean)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values))
+    return Interval(mean, mean - half, mean + half)
+
+
 def paired_difference(row: Scores, other: Scores, *, resamples: int = RESAMPLES) -> Interval:
     """Accuracy of `row` minus that of `other`, averaged over tasks; seeds may differ in number."""
     gains = {task: gain[:, None] for task, gain in _differences(row, other).items()}

@@ -4,22 +4,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
 from fusion_bench_featcal.json_files import plain, read_json, sealed_json
 
 from .find import FailedCell
-from .items import Interval, Scores, paired_difference
+from .items import Interval, Scores, paired_difference, student_interval
 from .long_table import AVERAGE, CORRECT
 from .report import Report, csv_text
 from .schema import SCHEMA, STUDY, STUDY_FILE, STUDY_KIND, check_types
 from .summary import COMPARISON_SEED, Summary, SummaryRow, summarise
 
 TABLE_FILE, PAGE_FILE = "table.csv", "study.md"
-# Student's t for 95 % by degrees of freedom.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 _KEPT = (
     "upstream", "name", "accuracy", "gain", "recovered_gap", "worst_task", "worst_recovered_gap",
     "samples", "spread",
@@ -213,10 +211,8 @@ def make_study(
 
 def seed_half_width(values: Sequence[float]) -> float:
     """Half of the 95 % interval of a mean over draws, by Student's t; 0 for one."""
-    if len(values) < 2:
-        return 0.0
-    quantile = _T[len(values) - 2] if len(values) - 2 < len(_T) else 2.0
-    return quantile * stdev(values) / math.sqrt(len(values))
+    interval = student_interval(values)
+    return interval.high - interval.estimate
 
 
 def difference(

@@ -17,7 +17,8 @@ from fusion_bench_featcal.results.diagnosis_page import (
     write_diagnosis,
 )
 from fusion_bench_featcal.results.drawing import save_figures
-from fusion_bench_featcal.results.findings import findings, is_clear, over_tasks
+from fusion_bench_featcal.results.findings import findings, is_clear
+from fusion_bench_featcal.results.items import student_interval
 
 TASKS = ("toy_one", "toy_two", "toy_three")
 ITEMS = 12
@@ -135,10 +136,10 @@ def test_what_is_beyond_chance():
 
 
 def test_interval_over_tasks():
-    found = over_tasks(np.array([1.0, 2.0, 3.0]))
+    found = student_interval(np.array([1.0, 2.0, 3.0]))
     assert found.estimate == 2
     assert found.high - 2 == pytest.approx(4.302653 / np.sqrt(3), rel=1e-5)
-    assert over_tasks(np.array([1.0])).low == 1
+    assert student_interval(np.array([1.0])).low == 1
 
 
 def test_without_a_merged_model_there_is_nothing_to_compare_with():

@@ -33,7 +33,8 @@ def study(folder: Path, **keys: Any) -> Any:
     chosen = {**KEYS, "results_dir": str(folder), **keys}
     program: Any = FakeProgram(SignTaskPool())
     program.config = OmegaConf.create({"method": chosen, "modelpool": {}, "taskpool": {}})
-    algorithm: Any = StudyAlgorithm(**OmegaConf.to_container(program.config.method, resolve=False))
+    method: Any = OmegaConf.to_container(program.config.method, resolve=False)
+    algorithm: Any = StudyAlgorithm(**method)
     algorithm._program = program
     return algorithm
 
