@@ -85,7 +85,7 @@ def test_every_observation_of_a_study_can_be_read() -> None:
     assert {seen.study for seen in observations.OBSERVATIONS} >= {"samples", "sweep", "cost"}
     for seen in observations.OBSERVATIONS:
         assert seen.relation in ("above", "below", "level with"), seen
-        assert seen.source.startswith(("Table", "Fig", "Section")), seen
+        assert seen.source.startswith(("Table", "Fig", "text")), seen
 
 
 def test_the_papers_curve_agrees_with_its_observations() -> None:
