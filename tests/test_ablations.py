@@ -1,5 +1,6 @@
 """Settings that leave out one idea of the paper: the forward order, and the tasks' weights."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from tiny_models import Suite, clip_suite, t5_suite
 
 from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.core import LinearSystem
+from fusion_bench_featcal.core.grouped import GroupedSums, GroupedSystem
 from fusion_bench_featcal.core.moments import linear_moments
 
 
@@ -23,9 +25,13 @@ def test_without_forward_order_no_block_depends_on_another(
     make: Callable[[], Suite], blocks: list[str]
 ) -> None:
     suite = make()
-    whole = run_fast(suite, order="model").model
+    result = run_fast(suite, order="model")
+    whole = result.model
     in_order = run_fast(suite).model
     assert distance(whole, in_order) > 1e-6
+    records = result.log.of_kind("task")
+    assert records
+    assert all(record.get("relative_drift_after") is None for record in records)
     for pattern in blocks:
         own = dict(run_fast(suite, modules=[f"*{pattern}"]).model.named_parameters())
         merged = dict(suite.merged.named_parameters())
@@ -65,6 +71,22 @@ def test_equal_weights_change_nothing_where_tasks_are_alike() -> None:
     found = run_fast(alike, task_weights="equal").model
     # w_i is 2 (1 / |G|) / 2: only eps, which is not relative, differs
     assert_same(found, wanted, 1e-6)
+
+
+def test_equal_weights_of_groups_that_are_alike_are_those_of_the_paper() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(30, 3, generator=generator, dtype=torch.float64)
+    x = rows.repeat(1, 4)  # four groups with the same inputs
+    expert, anchor = torch.randn(2, 8, 3, generator=generator, dtype=torch.float64)
+    solved = []
+    for equal in (False, True):
+        sums = GroupedSums(x, groups=4, mix_alpha=0.0)
+        sums.add(x, None)
+        system = GroupedSystem("m", anchor, 4, eps=0.0, equal_weights=equal)
+        system.fold("a", sums.means(), {"m": expert}, {})
+        norm = float(system.gram_norms["a"]) / math.sqrt(system.groups)
+        solved.append(system.solve(0.5 * norm if equal else 0.5).weights["m"])
+    assert torch.allclose(*solved)
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def run_cell(
             "method.post_merging": _listed([] if alone else [cell]),
             "method.cells": "null",  # the older name of post_merging
             f"method.{SETTING}": "false",
-            "method.results_dir": _quoted(str(results_dir.resolve())),
-            "path.log_dir": _quoted(folder),
+            "method.results_dir": quoted(str(results_dir.resolve())),
+            "path.log_dir": quoted(folder),
         }
         words = [*words, *(f"{key}={value}" for key, value in chosen.items())]
         process = subprocess.Popen(
@@ -77,9 +77,9 @@ def run_cell(
 
 def _listed(names: list[str]) -> str:
     """A list in Hydra's grammar."""
-    return f"[{','.join(map(_quoted, names))}]"
+    return f"[{','.join(map(quoted, names))}]"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A text in Hydra's grammar."""
     return "'" + text.replace("'", "\\'") + "'"

@@ -208,6 +208,9 @@ def digest_rows(rows: Any, indices: Iterable[int] | None = None) -> str:
     if isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":
         rows = _undecoded(rows)
     digest = hashlib.sha256()
+    background = getattr(rows, "background", None)  # of transparent pictures
+    if background is not None:
+        digest.update(f"background {background}\n".encode())
     for index in range(len(rows)) if indices is None else indices:
         _add(digest, rows.read(index) if isinstance(rows, ImageItems) else rows[index], root)
     return digest.hexdigest()[:_LENGTH]

@@ -37,7 +37,8 @@ _OWN_FOLDER = Path(fusion_bench_featcal.__file__).resolve().parent
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
 # These read results, or start runs; they have no part in making a result.
 _NO_PART_IN_RESULTS = {
-    "results", "studies", "files.py", "json_files.py", "cli.py", "plan", "_hydra_plugin",
+    "results", "studies", "diagnosis", "report_verbs.py", "files.py",
+    "json_files.py", "cli.py", "plan", "_hydra_plugin",
     "setting_docs.py", "old_names.py", "example_files.py", "examples", "py.typed",
 }  # fmt: skip
 

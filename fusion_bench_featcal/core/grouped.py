@@ -140,6 +140,7 @@ class GroupedSystem:
     Attributes:
         task_weights: Mean over the groups of each folded task's `w_i`, scalars, for people.
         gram_norms: Frobenius norm of each folded task's mean grams, scalars.
+        groups: Number of groups.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class GroupedSystem:
         self._name, self._eps, self._rounding = name, eps, 0.0
         self._equal_weights = equal_weights
         anchor = anchor.to(solve_dtype(anchor.device))
+        self.groups = groups
         self._anchor = anchor.reshape(groups, -1, anchor.shape[-1])
         zeros, (_, outputs, width) = self._anchor.new_zeros, self._anchor.shape
         self._gram, self._right = zeros(groups, width, width), zeros(groups, outputs, width)

@@ -7,6 +7,7 @@ the same with whole statistics of every task.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -103,7 +104,10 @@ class LinearSystem:
     Attributes:
         task_weights: `w_i` of each folded task (Eq. 14), scalars.
         gram_norms: Frobenius norm of each folded task's mean gram, scalars.
+        groups: 1, as of modules that are no grouped convolution.
     """
+
+    groups: ClassVar = 1
 
     def __init__(
         self, anchors: Mapping[str, Tensor], *, eps: float, equal_weights: bool = False

@@ -1,5 +1,6 @@
 """One block: running sums over tasks, and the updates solved from them."""
 
+import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -187,9 +188,10 @@ class BlockSums:
             self._refuse_dead_tasks(names[0], norms)
             try:
                 strength = self._settings.ridge_lambda
+                system = self.linear.pop(names)
                 if self._equal:
-                    strength *= statistics.fmean(norms.values())
-                solved = self._solve_group(self.linear.pop(names), strength, updates)
+                    strength *= statistics.fmean(norms.values()) / math.sqrt(system.groups)
+                solved = self._solve_group(system, strength, updates)
             except UnsolvedError as error:
                 raise CalibrationError(
                     f"block {self.block}, module {error.module}: {error}. Raise "

@@ -188,7 +188,7 @@ class BlockLoop:
             hidden, batch.cal = self._rule.advance(block, batch)
             if visit is not None and batch.held:
                 visit.compare("after", hidden, batch)
-            elif visit is not None:
+            elif visit is not None and self._problem.settings.order != "model":  # as it was yet
                 visit.add_drift("after", hidden, batch)
             batch.exp_hidden = None
             batches[number] = self._activations.settled(batch)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.nearest_names import nearest_hint
@@ -41,6 +41,8 @@ def make_axis(name: str, values: Any, config: DictConfig) -> Axis:
         return AXES[name](name, values, config)
     if isinstance(values, Mapping):
         return _labelled(name, values)
+    if name == "seed":
+        raise ValueError(f"{place}: every point is run with each seed of method.seeds={values}")
     known = (*AXES, *_SHARED, *FeatCalSettings.names())
     if name not in known:
         raise ValueError(
@@ -52,6 +54,12 @@ def make_axis(name: str, values: Any, config: DictConfig) -> Axis:
 
 
 def _setting(name: str, values: Sequence[Any], config: DictConfig) -> Axis:
+    for value in values:
+        if isinstance(value, list | dict):
+            raise ValueError(
+                f"method.axes.{name}: {value!r} needs a label, as in method.axes.{name}={{mine: "
+                f"{{method.post_merging_methods.{FEATCAL}.{name}: {value}}}}}"
+            )
     for value in values if name in _SHARED else ():  # the grid checks FeatCal's own
         try:
             FeatCalSettings(**({"batch_size" if name == "steps" else name: value}))
@@ -61,12 +69,15 @@ def _setting(name: str, values: Sequence[Any], config: DictConfig) -> Axis:
     if name in _SHARED:
         key, default = f"method.{name}", None
     else:
-        key = f"method.post_merging_methods.{FEATCAL}.{name}"
-        default = getattr(FeatCalSettings, name)
-    holder = config.method if name in _SHARED else config.method.post_merging_methods[FEATCAL]
-    present = holder.get(name, default)
+        place, default = f"post_merging_methods.{FEATCAL}", getattr(FeatCalSettings, name)
+        # A pool's own changes of a method come after the method's.
+        of_pool = OmegaConf.select(config, f"modelpool.featcal.compare.{place}")
+        fixed = isinstance(of_pool, DictConfig) and name in of_pool
+        place = f"modelpool.featcal.compare.{place}" if fixed else f"method.{place}"
+        key = f"{place}.{name}"
+    present = OmegaConf.select(config, key, default=default)
     options = [Option({name: value}, {key: value}) for value in dict.fromkeys(values)]
-    return Axis(name, options, present)
+    return Axis(name, options, Option({name: present}, {}))
 
 
 def _labelled(name: str, values: Mapping[str, Any]) -> Axis:
@@ -78,7 +89,7 @@ def _labelled(name: str, values: Mapping[str, Any]) -> Axis:
                 f"{changes!r}"
             )
     options = [Option({name: str(label)}, dict(changes)) for label, changes in values.items()]
-    return Axis(name, options, next(iter(map(str, values))))
+    return Axis(name, options, options[0])
 
 
 def _task_subsets(name: str, values: Any, config: DictConfig) -> Axis:
@@ -122,6 +133,8 @@ def _keep_tasks(config: DictConfig, tasks: Sequence[str]) -> Changes:
         for key, entries in (config.get(pool) or {}).items():
             if key != "models" and not str(key).endswith("_datasets") and key != "tasks":
                 continue
+            if isinstance(entries, ListConfig):
+                changes[f"{pool}.{key}"] = [name for name in entries if name in tasks]
             if isinstance(entries, DictConfig):
                 changes[f"{pool}.{key}"] = {
                     name: entry

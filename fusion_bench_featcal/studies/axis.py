@@ -16,11 +16,11 @@ class Option(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """An axis; `centre` is the label of the config's own value, None where there is none."""
+    """An axis; `centre` is the option that other axes are varied at, None where there is none."""
 
     name: str
     options: list[Option]
-    centre: Any = None
+    centre: Option | None = None
 
 
 def unresolved(config: DictConfig) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def corruption_axis(name: str, values: Any, config: DictConfig) -> Axis:
                 if each and kind != CLEAN
             }
             options.append(Option({name: kind, "severity": severity}, changes))
-    return Axis(name, options, CLEAN)
+    return Axis(name, options, Option({name: CLEAN, "severity": 0}, {}))
 
 
 def _kinds_and_severities(values: Any, place: str) -> tuple[list[Any], list[Any]]:
@@ -94,7 +94,7 @@ def source_axis(name: str, values: Any, config: DictConfig) -> Axis:
         sets = {task: _source(source, task, data, pools, place) for task in data}
         changes: Changes = {} if source == OWN else {f"modelpool.{split}_datasets": sets}
         options.append(Option({name: str(source)}, changes))
-    return Axis(name, options, OWN)
+    return Axis(name, options, Option({name: OWN}, {}))
 
 
 def _source(
@@ -137,15 +137,17 @@ def _as_config(entry: Any, split: str) -> Any:
 
 def _require_data(data: Mapping[str, Any], config: DictConfig, place: str) -> None:
     """Refuse a pool that names no data for a task, which would stay as it is unnoticed."""
-    split, held = next(iter(data.items()))
     tasks = [str(name) for name in config.modelpool.get("models") or {}]
-    missing = [task for task in tasks if task not in held and not task.startswith("_")]
-    if missing or not held:
-        raise ValueError(
-            f"{place} changes calibration data, and the pool has none for "
-            f"{', '.join(missing) or 'any task'}: set modelpool.{split}_datasets."
-            f"{missing[0] if missing else 'TASK'} or method.calibration_split"
-        )
+    for place_of_split, (split, held) in enumerate(data.items()):
+        missing = [task for task in tasks if task not in held and not task.startswith("_")]
+        if place_of_split and not held:  # a pool without a test split
+            continue
+        if missing or not held:
+            raise ValueError(
+                f"{place} changes calibration data, and the pool has none for "
+                f"{', '.join(missing) or 'any task'}: set modelpool.{split}_datasets."
+                f"{missing[0] if missing else 'TASK'} or method.calibration_split"
+            )
 
 
 def _corrupted(entry: Any, corruption: str, severity: int, task: str) -> dict[str, Any]:

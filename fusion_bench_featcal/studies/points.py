@@ -5,8 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from fusion_bench_featcal.comparison.cell_process import quoted
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.studies.axes import make_axis
 from fusion_bench_featcal.studies.axis import Axis, Changes, Option, unresolved
@@ -47,7 +51,15 @@ class Point:
                     f"as the point {self} needs it: set it to false"
                 )
         named = {**self.changes, "method.seed": self.seed}
-        return [f"++{key}={value}" for key, value in named.items()]
+        words = [f"++{key}={_word(value)}" for key, value in named.items()]
+        try:
+            OverridesParser.create().parse_overrides(words)
+        except HydraException as error:
+            raise ValueError(
+                f"method.process_per_cell=true repeats the command, which cannot have the words of "
+                f"the point {self}: set it to false ({first_line(error)})"
+            ) from error
+        return words
 
     def __str__(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in {**self.labels, "seed": self.seed}.items())
@@ -110,17 +122,22 @@ class Design:
 
     def _around(self, axes: Sequence[Axis]) -> list[Option]:
         """Points on each axis through the centre, and on the plane of each pair."""
-        centres = {axis.name: axis.centre for axis in axes}
+        stays: dict[str, Axis] = {}
         for axis in axes:
             if axis.centre is None:
                 raise ValueError(
                     f"method.design=each: the axis {axis.name} has no present value to stay at; "
                     "use method.design=product"
                 )
-        lines = [[axis] for axis in axes]
-        planes = [[axis for axis in axes if axis.name in pair] for pair in self.pairs or ()]
-        moved = [option for group in [[], *lines, *planes] for option in _product(group)]
-        return [Option({**centres, **option.labels}, option.changes) for option in moved]
+            stays[axis.name] = Axis(axis.name, [axis.centre])
+        pairs = [tuple(pair) for pair in self.pairs or ()]
+        moving = [(), *((axis.name,) for axis in axes), *pairs]
+        groups = ([a if a.name in names else stays[a.name] for a in axes] for names in moving)
+        return [option for group in groups for option in _product(group)]
+
+
+def _word(value: Any) -> str:
+    return quoted(value) if isinstance(value, str) else str(value)
 
 
 def _product(axes: Iterable[Axis]) -> list[Option]:

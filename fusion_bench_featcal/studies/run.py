@@ -1,5 +1,6 @@
 """Running the points of a study, one after another, with what they share made once."""
 
+import hashlib
 import json
 import logging
 import re
@@ -28,6 +29,7 @@ from fusion_bench_featcal.studies.points import Point
 
 log = logging.getLogger(__name__)
 
+_LONGEST = 150  # characters of a point's folder
 _POOLS = ("modelpool", "taskpool")
 
 
@@ -173,5 +175,10 @@ class StudyRun:
 
 def folder_name(point: Point) -> str:
     """Name of a point's folder."""
-    words = [f"{key}-{value}" for key, value in {**point.labels, "seed": point.seed}.items()]
-    return re.sub(r"[^\w.+-]", "_", "_".join(words))[:200]
+    text = "_".join(f"{k}-{v}" for k, v in {**point.labels, "seed": point.seed}.items())
+    name = re.sub(r"[^\w.+-]", "_", text)
+    if name == text and len(name) <= _LONGEST:
+        return name
+    # Other labels must not have the same name.
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{name[:_LONGEST]}-{digest}"

@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from fusion_bench_featcal.studies.points import Design
+from fusion_bench_featcal.studies.points import Design, Point
+from fusion_bench_featcal.studies.run import folder_name
 
 
 def config(**method: Any) -> DictConfig:
@@ -87,6 +89,44 @@ def test_subsets_of_tasks_are_in_both_pools() -> None:
         assert point.labels["tasks"] == len(chosen)
 
 
+def test_a_task_pools_list_of_tasks_is_cut_as_well() -> None:
+    whole = config()
+    whole.taskpool.tasks = ["a", "b", "c"]
+    point, *_ = Design(axes={"tasks": [2]}, seeds=[1]).points(whole)
+    assert point.changed(whole).taskpool.tasks == ["a", "b"]
+
+
+def test_a_labelled_axis_stays_at_its_first_label() -> None:
+    axes = {"kind": {"one": {"method.x": 1}, "two": {"method.x": 2}}, "ridge_lambda": [1]}
+    points = Design(axes=axes, design="each", seeds=[1]).points(config())
+    found = [(p.labels["kind"], p.labels["ridge_lambda"], p.changes["method.x"]) for p in points]
+    assert found == [("one", 0.05, 1), ("two", 0.05, 2), ("one", 1, 1)]
+
+
+def test_corruptions_stay_clean_beside_other_axes() -> None:
+    axes = {"corruption": ["clean", "fog"], "ridge_lambda": [1]}
+    found = labels(Design(axes=axes, design="each", seeds=[1]))
+    assert [(e["corruption"], e["severity"], e["ridge_lambda"]) for e in found] == [
+        ("clean", 0, 0.05), ("fog", 3, 0.05), ("clean", 0, 1),
+    ]  # fmt: skip
+
+
+def test_an_axis_goes_before_what_the_pool_sets() -> None:
+    whole = config()
+    whole.modelpool.featcal = {"compare": {"post_merging_methods": {"featcal": {"mix_alpha": 1}}}}
+    present, moved = Design(axes={"mix_alpha": [0]}, design="each", seeds=[1]).points(whole)
+    assert (present.labels["mix_alpha"], moved.labels["mix_alpha"]) == (1, 0)
+    suite = moved.changed(whole).modelpool.featcal.compare
+    assert suite.post_merging_methods.featcal.mix_alpha == 0
+
+
+def test_points_have_folders_of_their_own() -> None:
+    subsets = ["+".join(f"long_task_name_{n}" for n in range(14) if n != out) for out in range(14)]
+    texts = [*subsets, "a/b", "a_b"]
+    points = [Point(labels={"of": t}, changes={}, seed=s) for t in texts for s in (1, 2)]
+    assert len({folder_name(point) for point in points}) == len(points)
+
+
 def test_a_sample_of_subsets_is_the_same_each_time() -> None:
     design = Design(axes={"tasks": [2, 3]}, seeds=[1])
     found = labels(design, subsets=3)
@@ -98,6 +138,16 @@ def test_a_sample_of_subsets_is_the_same_each_time() -> None:
 def test_a_cells_process_gets_the_points_words() -> None:
     point, *_ = Design(axes={"samples_per_task": [8]}, seeds=[7]).points(config())
     assert point.words == ["++method.samples_per_task=8", "++method.seed=7"]
+    texts = {"method.a": "/some path/b,c", "method.b": "!lm_head", "method.c": "1e5"}
+    words = Point(labels={}, changes=texts, seed=7).words
+    parsed = OverridesParser.create().parse_overrides(words)
+    assert {p.key_or_group: p.value() for p in parsed} == {**texts, "method.seed": 7}
+
+
+def test_words_that_no_command_can_have_are_refused() -> None:
+    point = Point(labels={}, changes={"method.post_merging_methods.featcal:plus.eps": 1}, seed=7)
+    with pytest.raises(ValueError, match="the words of the point seed=7: set it to false"):
+        _ = point.words
     point, *_ = Design(axes={"tasks": [2]}, seeds=[7]).points(config())
     with pytest.raises(ValueError, match=r"process_per_cell=true .* modelpool.models .*tasks=2"):
         _ = point.words
@@ -108,6 +158,8 @@ def test_a_cells_process_gets_the_points_words() -> None:
     [
         ({"axes": {"sample_per_task": [8]}}, r"sample_per_task is no axis.*'samples_per_task'"),
         ({"axes": {"samples_per_task": [8, 0]}}, r"samples_per_task must be an integer >= 1"),
+        ({"axes": {"seed": [1, 2]}}, r"with each seed of method.seeds=\[1, 2\]"),
+        ({"axes": {"modules": [["a"], ["b"]]}}, r"\['a'\] needs a label"),
         ({"axes": {"steps": [0]}}, r"method.steps must be an integer >= 1, got 0"),
         ({"axes": {"samples_per_task": 8}}, r"must be a list of values"),
         ({"axes": {"samples_per_task": []}}, r"must be a list of values"),
