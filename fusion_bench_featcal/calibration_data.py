@@ -19,7 +19,7 @@ from fusion_bench_featcal.fusionbench.own_data import data_setting
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import PLUS, CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,9 @@ def _warn_of_settings(
 ) -> None:
     """Warn of settings without effect on image models; of those for texts once for each pool."""
     names = ("calibration_targets", "generated_tokens", "max_length", "decoder_rows")
-    changed = [n for n in names if getattr(settings, n) != getattr(FeatCalSettings, n)]
+    # FeatCal+ is the same preset for all models.
+    usual = {n: (getattr(FeatCalSettings, n), PLUS.get(n)) for n in names}
+    changed = [n for n in names if getattr(settings, n) not in usual[n]]
     notes = _notes_of(modelpool)
     if changed and not notes.get(_TEXT_SETTINGS):
         notes[_TEXT_SETTINGS] = True

@@ -69,8 +69,9 @@ def open_items(
         if task not in available:
             raise CalibrationError(
                 f"task {task!r} has no items of the {split} split to diagnose: set "
-                f"modelpool.{split}_datasets.{task}, method.split, or method.tasks without it (the "
-                f"pool's {split}_datasets are: {', '.join(available) or 'none'})"
+                f"modelpool.{split}_datasets.{task} (the task pool's data are for its evaluation "
+                "alone), method.split, or method.tasks without it (the model pool's "
+                f"{split}_datasets are: {', '.join(available) or 'none'})"
             )
     wanted = settings.samples_per_task
     for task, used in samples_used(pool, tasks, wanted, split).items():
