@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 def report_command(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs, comparisons and studies from their files."""
-    from fusion_bench_featcal.results import ReportError
     from fusion_bench_featcal.results.find import find
     from fusion_bench_featcal.results.study_page import report_study
 
@@ -21,11 +20,7 @@ def report_command(options: argparse.Namespace) -> None:
         _write_html(options)
         return
     folders = find(options.runs)
-    if folders.studies and (folders.runs or options.against):
-        raise ReportError(
-            f"{folders.studies[0]} is a study: report it by itself, without runs or --against; "
-            "its points' folders, below points/, are runs"
-        )
+    folders.refuse_studies_with(folders.runs or options.against)
     places = _figure_folders(folders.studies, options.out)
     for study, out in zip(folders.studies, places, strict=True):
         report_study(study, out)

@@ -103,11 +103,9 @@ def comparison_suites() -> str:
 def diagnosis_part(pool: str, part: str) -> str:
     """A section of a diagnosis's page."""
     from fusion_bench_featcal.results.diagnosis import Diagnosis
-    from fusion_bench_featcal.results.diagnosis_page import SECTIONS
-    from fusion_bench_featcal.results.tables import bullets
+    from fusion_bench_featcal.results.diagnosis_page import SECTIONS, section_text
 
-    text = SECTIONS[DIAGNOSIS_PARTS[part]](Diagnosis.load(DIAGNOSES / pool))
-    return text if isinstance(text, str) else bullets(text)
+    return section_text(SECTIONS[DIAGNOSIS_PARTS[part]](Diagnosis.load(DIAGNOSES / pool)))
 
 
 def diagnosis_conditions() -> str:

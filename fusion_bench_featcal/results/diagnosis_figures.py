@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FEW_BLOCKS = 12  # of which each has its name below the axis
-_TERMS = {"drift": (INK, "-", "drift"), "mismatch": (PALETTE[4], "--", "local mismatch"),
+TERMS = {"drift": (INK, "-", "drift"), "mismatch": (PALETTE[4], "--", "local mismatch"),
           "propagation": (PALETTE[2], ":", "upstream propagation")}  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def _split_figure(diagnosis: Diagnosis) -> "Figure":
     heading = titled(diagnosis, "drift = local mismatch + upstream propagation, mean over tasks")
     figure, grid = panels(rows, (2.9, 2.5), ACROSS, heading, "block", sharey=True)
     for axes, row in zip(grid, rows, strict=True):
-        for measure, (colour, dashes, label) in _TERMS.items():
+        for measure, (colour, dashes, label) in TERMS.items():
             axes.plot(diagnosis.mean(row, measure), color=colour, linestyle=dashes, marker="o",
                       markersize=4, linewidth=2, label=label)  # fmt: skip
         _label_blocks(axes, diagnosis.blocks)

@@ -1,6 +1,6 @@
 """Page, tables and long table of a diagnosis."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,16 @@ from .diagnosis import MEASURES, Diagnosis
 from .findings import findings_grid, gains_of
 from .long_table import AVERAGE, EXPERTS
 from .report import csv_text
-from .tables import ABSENT, Grid, page, percent, short_blocks, short_names, with_unit
+from .tables import (
+    ABSENT,
+    Grid,
+    bullets,
+    page,
+    percent,
+    short_blocks,
+    short_names,
+    with_unit,
+)
 
 PAGE_FILE, TABLE_FILE = "diagnosis.md", "diagnosis.csv"
 _COLUMNS = ("suite", "merger", "row", "task", "class", "block", "metric", "value")
@@ -62,15 +71,23 @@ def long_lines(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
 def diagnosis_markdown(diagnosis: Diagnosis) -> str:
     """The page: tables, and links to figures that `featcal plot` draws beside it."""
     merged = f", merged by {diagnosis.upstream}" if diagnosis.upstream else ""
-    parts: list[Any] = [f"# Diagnosis of {diagnosis.suite}{merged}", _conditions(diagnosis)]
+    parts: list[Any] = [f"# Diagnosis of {diagnosis.suite}{merged}", conditions(diagnosis)]
     for title, make in SECTIONS.items():
-        if text := make(diagnosis):
-            parts += [f"## {title}", text]
+        if content := make(diagnosis):
+            parts += [f"## {title}", section_text(content)]
     parts += [["`featcal plot RUN` draws the figures from `diagnosis.json`"], diagnosis.notes]
     return page(*parts)
 
 
-def _conditions(diagnosis: Diagnosis) -> list[str]:
+def section_text(content: Sequence[str | Grid]) -> str:
+    """Markdown of a section: its sentences, then its tables."""
+    sentences = [part for part in content if isinstance(part, str)]
+    tables = [part.markdown() for part in content if isinstance(part, Grid)]
+    return "\n\n".join([*([bullets(sentences)] if sentences else []), *tables])
+
+
+def conditions(diagnosis: Diagnosis) -> list[str]:
+    """Sentences on the items and features that were compared."""
     names = short_names(diagnosis.tasks)
     counts = ", ".join(f"{names[task]} {count}" for task, count in diagnosis.items.items())
     return [
@@ -251,30 +268,24 @@ def _accuracies(diagnosis: Diagnosis) -> Grid | None:
     return Grid("accuracy, %", list(names.values()), lines).for_page() if lines else None
 
 
-def _table(make: Callable[[Diagnosis], Grid | None]) -> Callable[[Diagnosis], str]:
-    def text(diagnosis: Diagnosis) -> str:
-        grid = make(diagnosis)
-        return "" if grid is None or not grid.lines else grid.markdown()
-
-    return text
+def _grids(*made: Grid | None) -> list[Grid]:
+    return [grid for grid in made if grid is not None and grid.lines]
 
 
-def _tables(make: Callable[[Diagnosis], list[Grid]]) -> Callable[[Diagnosis], str]:
-    return lambda diagnosis: "\n\n".join(grid.markdown() for grid in make(diagnosis))
+def _task_vectors(diagnosis: Diagnosis) -> Grid | None:
+    return task_grid(diagnosis, "cosine to the expert's task vector", diagnosis.task_vectors)
 
 
-SECTIONS: Mapping[str, Callable[[Diagnosis], Any]] = {
+SECTIONS: Mapping[str, Callable[[Diagnosis], Sequence[str | Grid]]] = {
     "Where calibration helps": help_sentences,
-    "Observations of the paper": _table(findings_grid),
-    "Drift along the depth": _table(depth_grid),
-    "Change of relative drift by task": _table(change_grid),
-    "Local mismatch and upstream propagation": _tables(split_grids),
-    "Final features": _table(_cosines),
-    "Gains in cosine and accuracy": _table(gains_grid),
-    "Accuracy": _table(_accuracies),
-    "Task vectors": _table(
-        lambda d: task_grid(d, "cosine to the expert's task vector", d.task_vectors)
-    ),
-    "Classes": _table(class_grid),
+    "Observations of the paper": lambda d: _grids(findings_grid(d)),
+    "Drift along the depth": lambda d: _grids(depth_grid(d)),
+    "Change of relative drift by task": lambda d: _grids(change_grid(d)),
+    "Local mismatch and upstream propagation": split_grids,
+    "Final features": lambda d: _grids(_cosines(d)),
+    "Gains in cosine and accuracy": lambda d: _grids(gains_grid(d)),
+    "Accuracy": lambda d: _grids(_accuracies(d)),
+    "Task vectors": lambda d: _grids(_task_vectors(d)),
+    "Classes": lambda d: _grids(class_grid(d)),
 }
-"""Sections of the page, in order."""
+"""Sections of the page, in order: sentences or tables."""

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PAPER_FILE = Path(__file__).with_name("paper_studies.csv")
-_NAMES = {
+AXIS_NAMES = {
     "samples_per_task": "samples per task", "tasks": "tasks merged",
     "ridge_lambda": "ridge_lambda (\N{GREEK SMALL LETTER LAMDA})",
     "mix_alpha": "mix_alpha (\N{GREEK SMALL LETTER ALPHA})",
     "anchor_rho": "anchor_rho (\N{GREEK SMALL LETTER RHO})",
 }  # fmt: skip
-_COSTS = {
+COSTS = {
     "seconds": ("seconds", 1.0), "peak_rss_bytes": ("memory, MiB", 2.0**20),
     "gpu_energy_wh": ("GPU energy, Wh", 1.0),
 }  # fmt: skip
@@ -54,10 +54,7 @@ def plot_study(
 def study_figures(study: Study) -> "dict[str, Figure]":
     """The figures that fit a study's points, by name."""
     figures: dict[str, Figure] = {}
-    for merger in filter(None, study.mergers):
-        if set(study.names(merger)) <= {merger, BASE, EXPERTS}:
-            continue
-        name = study.name if len(study.mergers) == 1 else f"{study.name}-{merger}"
+    for merger, name in figure_names(study).items():
         lines = curves(study, merger)
         own = data_figures(study, merger, name)
         if own is not None:
@@ -73,6 +70,13 @@ def study_figures(study: Study) -> "dict[str, Figure]":
         for one, other in planes(study):
             figures[f"{name}-{one}-{other}"] = plane_figure(study, merger, one, other)
     return figures
+
+
+def figure_names(study: Study) -> dict[str, str]:
+    """Merger -> name of its figure, of mergers with a row to draw."""
+    mergers = (m for m in study.mergers if m and set(study.names(m)) - {m, BASE, EXPERTS})
+    one = len(study.mergers) == 1
+    return {merger: study.name if one else f"{study.name}-{merger}" for merger in mergers}
 
 
 def centre(study: Study) -> dict[str, Any]:
@@ -140,11 +144,12 @@ def curve_figure(study: Study, merger: str, lines: Mapping[str, Mapping[str, Cur
             _draw_published(grid[-1], published, looks, next(iter(lines)))
             own = next(iter(lines.values()))
             _gap_scale(grid[0], own, merger)
-        legend_below(figure, list(drawn.values()), list(drawn), _legend(study), 4)
+        legend_below(figure, list(drawn.values()), list(drawn), interval_note(study), 4)
     return figure
 
 
-def _legend(study: Study) -> str:
+def interval_note(study: Study) -> str:
+    """Meaning of a curve's bars."""
     if study.over:
         return f"bars: 95 % interval over {' and '.join(study.over)}"
     return _BARS if len(study.seeds) > 1 else "one seed: no interval"
@@ -176,7 +181,7 @@ def label_axis(axes: "Axes", axis: str, values: Sequence[float]) -> None:
     """Name an axis; logarithmic where values are of several magnitudes."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    axes.set_xlabel(_NAMES.get(axis, axis), fontsize=9)
+    axes.set_xlabel(AXIS_NAMES.get(axis, axis), fontsize=9)
     positive = [value for value in values if value > 0]
     if positive and max(positive) / min(positive) > 20:
         if len(positive) < len(values):
@@ -303,12 +308,12 @@ def plane_figure(study: Study, merger: str, one: str, other: str) -> "Figure":
     with style():
         size = (1.2 + 0.62 * len(ones), 0.6 + 0.42 * len(others))
         title = f"{study.suite}, over {merger}: {name}, average accuracy, %; bold: present settings"
-        figure, (axes,) = panels([""], size, 1, title, _NAMES.get(one, one))
+        figure, (axes,) = panels([""], size, 1, title, AXIS_NAMES.get(one, one))
         axes.grid(False)
         image = axes.imshow(table, cmap="cividis", aspect="auto", origin="lower")
         axes.set_xticks(range(len(ones)), [f"{value:g}" for value in ones])
         axes.set_yticks(range(len(others)), [f"{value:g}" for value in others])
-        axes.set_ylabel(_NAMES.get(other, other), fontsize=9)
+        axes.set_ylabel(AXIS_NAMES.get(other, other), fontsize=9)
         known = [value for value in values.values()]
         dark = (max(known) + min(known)) / 2
         for (x, y), value in values.items():
@@ -369,7 +374,7 @@ def label_figure(study: Study, merger: str) -> "Figure":
                     drawn[name] = axes.plot([value], [-place], linestyle="none", **looks[name])[0]
         heads = [", ".join(str(value) for value in labels.values()) for labels, _ in points]
         axes.set_yticks([-place for place in range(len(points))], heads, fontsize=9)
-        legend_below(figure, list(drawn.values()), list(drawn), _legend(study), 4)
+        legend_below(figure, list(drawn.values()), list(drawn), interval_note(study), 4)
     return figure
 
 
@@ -377,18 +382,18 @@ def cost_figure(study: Study, merger: str) -> "Figure":
     """Seconds, memory and, where there is a GPU, its energy, along the first axis."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    measured = {key: curves(study, merger, key) for key in _COSTS}
+    measured = {key: curves(study, merger, key) for key in COSTS}
     measured = {key: next(iter(lines.values())) for key, lines in measured.items() if lines}
     axis = next(iter(centre(study)))
     names = [n for n in study.names(merger) if n not in (BASE, EXPERTS, merger)]
     looks = marks([*names, merger], merger)
     with style():
-        titles = [f"{_COSTS[key][0]}" for key in measured]
+        titles = [f"{COSTS[key][0]}" for key in measured]
         heading = f"{study.name}: {study.suite}, over {merger}"
         figure, grid = panels(titles, (4.0, 3.2), 3, heading, "", sharex=False)
         drawn: dict[str, Any] = {}
         for axes, (key, rows) in zip(grid, measured.items(), strict=True):
-            unit = _COSTS[key][1]
+            unit = COSTS[key][1]
             for name in names:
                 if name in rows:
                     curve = Curve(rows[name].x, [y / unit for y in rows[name].y],

@@ -85,7 +85,7 @@ def accuracy_table(study: Study, merger: str) -> Grid:
         cells = [_cell(rows.get((merger, name)), name == merger) for _, rows in points]
         lines.append((_head(name, merger), cells))
     lines.sort(key=lambda line: line[0] == EXPERTS)
-    grid = Grid("average, %", [_title(labels) for labels, _ in points], lines)
+    grid = Grid("average, %", [point_title(labels) for labels, _ in points], lines)
     return grid if len(points) <= len(names) + 3 and len(points) < 10 else grid.transposed()
 
 
@@ -98,7 +98,7 @@ def cost_table(study: Study, merger: str, key: str) -> Grid:
         values = [ABSENT if row is None else _cost(row, key, unit, form) for row in rows]
         if set(values) != {ABSENT}:
             lines.append((_head(name, merger), values))
-    return Grid(head, [_title(labels) for labels, _ in points], lines)
+    return Grid(head, [point_title(labels) for labels, _ in points], lines)
 
 
 def _cost(row: Row, key: str, unit: float, form: str) -> str:
@@ -191,7 +191,8 @@ def _head(name: str, merger: str) -> str:
     return name if name in (merger, BASE, EXPERTS) else f"+ {name}"
 
 
-def _title(labels: Mapping[str, Any]) -> str:
+def point_title(labels: Mapping[str, Any]) -> str:
+    """A point's labels in words."""
     shown = {"samples_per_task": "n"}
     return ", ".join(f"{shown.get(key, key)} = {value}" for key, value in labels.items())
 
@@ -203,6 +204,11 @@ def sentences(study: Study) -> list[str]:
 
 def notes(study: Study) -> list[str]:
     """Sentences on what the numbers mean, and on what failed."""
+    return [*meanings(study), *failures(study), *(f"note: {note}" for note in study.notes)]
+
+
+def meanings(study: Study) -> list[str]:
+    """Sentences on what the numbers mean."""
     level = f"{100 * LEVEL:.0f} %"
     lines = [
         f"accuracy in per cent, mean over the seeds {', '.join(map(str, study.seeds))}"
@@ -219,12 +225,17 @@ def notes(study: Study) -> list[str]:
         )
     if len({line for line in _samples(study)}) == 1:
         lines.append(f"samples per task: {_samples(study)[0]}")
-    for point in study.points:
-        for cell in point["failed"]:
-            place = _title({**point["labels"], "seed": cell["seed"]})
-            lines.append(f"{place}: {cell['upstream'] or 'reference'}, {cell['name']} failed: "
-                         f"{cell['reason']}")  # fmt: skip
-    return [*lines, *(f"note: {note}" for note in study.notes)]
+    return lines
+
+
+def failures(study: Study) -> list[str]:
+    """A sentence for each cell that failed."""
+    return [
+        f"{point_title({**point['labels'], 'seed': cell['seed']})}: "
+        f"{cell['upstream'] or 'reference'}, {cell['name']} failed: {cell['reason']}"
+        for point in study.points
+        for cell in point["failed"]
+    ]
 
 
 def _samples(study: Study) -> list[str]:

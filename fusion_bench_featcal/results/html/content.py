@@ -1,14 +1,13 @@
 """Content of a page: what runs left, divided into sections."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.results.columns import accuracy_cells
+from fusion_bench_featcal.results.diagnosis import Diagnosis
 from fusion_bench_featcal.results.find import ResultFolders
 from fusion_bench_featcal.results.long_table import AVERAGE, FEATCAL
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
@@ -16,9 +15,11 @@ from fusion_bench_featcal.results.tables import ABSENT, WORST
 from fusion_bench_featcal.results.views import failures, sentences
 
 from . import tables
+from .diagnoses import diagnosis_sections
 from .figures import accuracy_figure, cost_figure, drift_figures, samples_figure
-from .groups import Group, folders_of, groups_of
+from .groups import Group, addresses, files_in, folders_of, groups_of
 from .parts import Card, Cards, Figure, Lines, Links, Page, Part, Section, Table
+from .studies import page_of_studies
 
 _CARDS = 3  # of a merger, where there are few mergers
 _MOST_CARDS = 12
@@ -29,7 +30,7 @@ _TABLES_ONLY = [
 
 
 def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) -> Page:
-    """Collect everything about runs and comparisons.
+    """Collect everything about runs and comparisons, about diagnoses, or about studies.
 
     Args:
         folders: Their folders.
@@ -37,38 +38,60 @@ def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) ->
         defaults: FeatCal's settings by name, which others are marked against.
 
     Raises:
-        ReportError: If a report is damaged, or runs that are averaged contradict one another.
+        ReportError: If a report is damaged, runs that are averaged contradict one another, or there
+            are studies and something else.
     """
+    folders.refuse_studies_with(folders.runs or folders.tables or folders.diagnoses)
+    if folders.studies:
+        page = page_of_studies(folders.studies, place, defaults)
+    else:
+        page = _page_of_runs(folders, place, defaults)
+    return replace(page, sections=[_without_empty_parts(section) for section in page.sections])
+
+
+def _page_of_runs(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) -> Page:
     groups = groups_of(folders)
-    if not groups:
+    diagnoses = [Diagnosis.load(folder) for folder in folders.diagnosed]
+    if not groups and not diagnoses:
         raise ReportError(f"no row to show in {', '.join(map(str, folders.tables))}")
     warnings = _warnings(groups, folders)
     sections = [
         Section("What was gained", [Cards(_cards(groups))]),
-        Section("Notes and warnings", [Lines(warnings, warning=True)] if warnings else []),
+        Section("Notes and warnings", [Lines(warnings, warning=True)]),
         Section("Accuracy", [tables.accuracy(group) for group in groups]),
         Section("Figures", _figures(groups)),
+        *diagnosis_sections(diagnoses),
         Section("Costs", [tables.costs(group) for group in groups]),
         Section("Settings", [tables.settings(group, defaults) for group in groups]),
         Section("Data", [tables.data(group) for group in groups]),
         Section("Loss", [tables.losses(group) for group in groups], folded=True),
         Section("All measurements", [tables.measured(g) for g in groups], folded=True),
         Section("Meaning of the columns", [Lines(_meanings(groups))], folded=True),
-        Section("Versions and device", [tables.environments(groups)], folded=True),
+        Section("Versions and device", _environments(groups, diagnoses), folded=True),
         Section("Files", [Links(_files(folders, place))], folded=len(folders.runs) > 3),
     ]
-    title = ", ".join(dict.fromkeys(group.suite for group in groups))
+    title = ", ".join(dict.fromkeys(one.suite for one in (*groups, *diagnoses)))
     mergers = dict.fromkeys(row.upstream for group in groups for row in group.rows if row.upstream)
+    mergers |= dict.fromkeys(one.upstream for one in diagnoses if one.upstream)
     subtitle = f"merged by {', '.join(mergers) or 'nobody'}"
     if runs := len(folders.runs):
         subtitle += f"; {runs} run{'s' * (runs != 1)}"
-    return Page(title, subtitle, [_without_empty_parts(section) for section in sections])
+    if count := len(diagnoses):
+        subtitle += f"; {count} diagnos{'ei'[count == 1]}s"
+    return Page(title, subtitle, sections)
+
+
+def _environments(groups: Sequence[Group], diagnoses: Sequence[Diagnosis]) -> list[Table]:
+    """Versions and devices of runs, and of diagnoses without them."""
+    if groups:
+        return [tables.environments(groups)]
+    return [tables.versions({one.suite: (one.versions, one.device) for one in diagnoses})]
 
 
 def _warnings(groups: Sequence[Group], folders: ResultFolders) -> list[str]:
     """Sentences on failed cells, and the runs' notes with the merger where there are several."""
     cells = [*folders.failed, *(cell for group in groups for cell in group.summary.failed)]
-    lines = [*failures(dict.fromkeys(cells)), *([] if folders.runs else _TABLES_ONLY)]
+    lines = [*failures(dict.fromkeys(cells)), *([] if folders.runs or not groups else _TABLES_ONLY)]
     reports = [report for group in groups for report in group.reports.values()]
     several = len({report.upstream for report in reports}) > 1
     noted = {note for report in reports for note in report.notes}
@@ -92,6 +115,8 @@ def _has_content(part: Part) -> bool:
             return bool(part.panels)
         case Cards():
             return bool(part.cards)
+        case Lines():
+            return bool(part.lines)
         case _:
             return True
 
@@ -151,11 +176,8 @@ def _meanings(groups: Sequence[Group]) -> list[str]:
 
 def _files(folders: ResultFolders, place: Path) -> dict[str, dict[str, str]]:
     """Folder -> file -> its address from the page."""
+    runs = [*(folders.runs or folders.tables), *folders.diagnoses]
     return {
-        str(folder): {
-            path.name: quote(Path(os.path.relpath(path.resolve(), place)).as_posix())
-            for path in sorted(folder.iterdir())
-            if path.is_file() and not path.name.startswith(".")
-        }
-        for folder in dict.fromkeys([*folders.comparisons, *(folders.runs or folders.tables)])
+        str(folder): addresses(files_in(folder), place)
+        for folder in dict.fromkeys([*folders.comparisons, *runs])
     }

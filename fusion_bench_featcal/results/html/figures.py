@@ -23,7 +23,7 @@ _MERGED = "merged model"
 _Records = Sequence[Mapping[str, Any]]
 
 
-class _Line(NamedTuple):
+class BlockLine(NamedTuple):
     """A line over blocks: its name, the key of its values in a record, and its look."""
 
     name: str
@@ -32,8 +32,8 @@ class _Line(NamedTuple):
 
 
 _HELD_OUT = (
-    _Line("merged", "held_out_drift_merged", {"color": MERGED, "marker": "s"}),
-    _Line("calibrated", "held_out_drift", {"color": CALIBRATED, "marker": "o"}),
+    BlockLine("merged", "held_out_drift_merged", {"color": MERGED, "marker": "s"}),
+    BlockLine("calibrated", "held_out_drift", {"color": CALIBRATED, "marker": "o"}),
 )
 
 
@@ -226,7 +226,7 @@ def drift_figures(runs: Sequence[Path]) -> list[Figure]:
         for row, records, later in calibration_logs(run):
             title = row if len(runs) == 1 else f"{label}: {row}"
             calibration += _drift_panels(title, records, len(runs) == 1)
-            held_out += _block_panels(title, later, _HELD_OUT, "drift / norm", len(runs) == 1)
+            held_out += block_panels(title, later, _HELD_OUT, "drift / norm", len(runs) == 1)
     figures = [
         Figure("Drift of each block's output, before and after its own calibration", calibration,
                "The distance to the expert's features on the calibration samples, divided by "
@@ -242,14 +242,14 @@ def _drift_panels(title: str, records: _Records, tasks: bool) -> list[Panel]:
     relative = all(record.get(key) is not None for record in records for key in keys)
     prefix, label = ("relative_drift", "drift / norm") if relative else ("drift", "drift, L2")
     lines = [
-        _Line(moment, f"{prefix}_{moment}", {"color": colour, "marker": shape})
+        BlockLine(moment, f"{prefix}_{moment}", {"color": colour, "marker": shape})
         for moment, colour, shape in zip(MOMENTS, (MERGED, CALIBRATED), "so", strict=True)
     ]
-    return _block_panels(title, records, lines, label, tasks)
+    return block_panels(title, records, lines, label, tasks)
 
 
-def _block_panels(
-    title: str, records: _Records, lines: Sequence[_Line], label: str, tasks: bool
+def block_panels(
+    title: str, records: _Records, lines: Sequence[BlockLine], label: str, tasks: bool
 ) -> list[Panel]:
     """A panel of the mean over tasks and, if asked for, one for each task, on the same axes."""
     if not records:
@@ -263,16 +263,16 @@ def _block_panels(
     if tasks and len(names) > 1:
         for task, name in names.items():
             panels[f"{title}, {name}"] = [r for r in records if r["task"] == task]
-    return [_block_panel(name, x, y, blocks, of, lines) for name, of in panels.items()]
+    return [block_panel(name, x, y, blocks, of, lines) for name, of in panels.items()]
 
 
-def _block_panel(
+def block_panel(
     title: str,
     x: Axis,
     y: Axis,
     blocks: Sequence[str],
     records: _Records,
-    lines: Sequence[_Line],
+    lines: Sequence[BlockLine],
 ) -> Panel:
     """Lines over blocks; of several records of a block their mean."""
     series, ends = [], []

@@ -1,10 +1,11 @@
 """Runs that a page shows together: of one suite, with as many samples per task."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from fusion_bench_featcal.results.differences import row_name
 from fusion_bench_featcal.results.find import ResultFolders
@@ -100,6 +101,22 @@ def _sample_numbers(content: Mapping[str, Any]) -> Iterator[int]:
 def folders_of(groups: Sequence[Group]) -> list[Path]:
     """Folders of all runs."""
     return [run for group in groups for run in group.reports]
+
+
+def files_in(folder: Path) -> list[Path]:
+    """A folder's own files in order, without hidden ones."""
+    files = (path for path in sorted(folder.iterdir()) if path.is_file())
+    return [path for path in files if not path.name.startswith(".")]
+
+
+def addresses(files: Iterable[Path], place: Path, folder: Path | None = None) -> dict[str, str]:
+    """Name (the path below `folder`, if there is one) -> address from a page in `place`."""
+    return {
+        path.relative_to(folder).as_posix() if folder else path.name: quote(
+            Path(os.path.relpath(path.resolve(), place)).as_posix()
+        )
+        for path in files
+    }
 
 
 def labels(runs: Sequence[Path]) -> dict[Path, str]:

@@ -3,6 +3,7 @@
 A section is data. To show something else on a page, add a `Section` to the list in `content.py`.
 """
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ class Cell:
 
     text: str
     value: float | None = None
-    kind: str = ""  # `best`, `changed` or `failed`
+    kind: str = ""  # `best`, `changed`, `failed` or `words`
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,21 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Image:
+    """A figure that was drawn before: an SVG file, which can run nothing on the page."""
+
+    kind: ClassVar[str] = "image"
+    title: str
+    svg: bytes
+    description: str
+
+    @property
+    def address(self) -> str:
+        """The file's content as an address."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
+
+
+@dataclass(frozen=True)
 class Lines:
     """Sentences; of many warnings the first are shown, and the others by a click."""
 
@@ -97,7 +113,7 @@ class Cards:
     cards: Sequence[Card]
 
 
-Part = Table | Figure | Lines | Links | Cards
+Part = Table | Figure | Image | Lines | Links | Cards
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ screen while its text keeps its size.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
@@ -18,6 +18,8 @@ _TOP, _BOTTOM = 22, 36
 _LETTER = 6.6  # pixels of a letter, about
 _NARROWEST = 200  # pixels between the ends of a horizontal axis on a phone
 _STEPS = (1, 2, 5)
+_ROOM = 1.25  # factor beyond the ends of a logarithmic axis
+_MAGNITUDES = 20  # ratio of values from which on an axis is logarithmic
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Axis:
     def share(self, value: float) -> float:
         """Place of a value: 0 at the low end, 1 at the high one."""
         if self.log:
+            value = max(value, self.low * _ROOM)  # zero has no place of its own
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
@@ -49,7 +52,7 @@ class Axis:
     def logarithmic(cls, values: Iterable[float], label: str = "") -> "Axis":
         """Span positive values."""
         numbers = list(values)
-        low, high = min(numbers) / 1.25, max(numbers) * 1.25
+        low, high = min(numbers) / _ROOM, max(numbers) * _ROOM
         if high / low < 10:
             return cls(low, high, _round_ticks(low, high), label, log=True)
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -57,6 +60,28 @@ class Axis:
         every = [step * 10.0**power for power in powers for step in steps]
         ticks = [(value, f"{value:g}") for value in every if low <= value <= high]
         return cls(low, high, ticks, label, log=True)
+
+    @classmethod
+    def settings(cls, values: Iterable[float], label: str = "") -> "Axis":
+        """Span a setting's values and name those with room; logarithmic where they differ much.
+
+        On a logarithmic axis zero stands a magnitude below the least positive value.
+        """
+        numbers = sorted(set(values))
+        positive = [value for value in numbers if value > 0]
+        if numbers[0] >= 0 and positive and positive[-1] > _MAGNITUDES * positive[0]:
+            axis = cls.logarithmic([*([positive[0] / 10] * (numbers[0] == 0)), *positive], label)
+        else:
+            axis = cls.linear(numbers, label)
+        ticks: list[tuple[float, str]] = []
+        end = -math.inf  # pixel at which the last text ends
+        for value in numbers:
+            text, place = f"{value:g}", _NARROWEST * axis.share(value)
+            half = _LETTER * len(text) / 2
+            if place - half > end:
+                ticks.append((value, text))
+                end = place + half + 4
+        return replace(axis, ticks=ticks)
 
     @classmethod
     def names(cls, names: Sequence[str], label: str = "") -> "Axis":

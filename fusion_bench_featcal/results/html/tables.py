@@ -26,6 +26,8 @@ from fusion_bench_featcal.results.tables import (
 from .groups import Group, folders_of, labels
 from .parts import Cell, Table
 
+_LONG = 40  # letters of a cell
+
 
 def accuracy(group: Group) -> Table:
     """Rows by tasks, average, gain and recovered gap, with failed cells at the end."""
@@ -76,21 +78,22 @@ def measured(group: Group) -> Table:
     """Every cost that runs recorded."""
     by_row = {group.name(row): row.cost for row in group.rows if row.cost}
     caption = f"{group.title}: costs as they were measured"
-    return _of_grid(mapping_grid(by_row).transposed(), caption, "row")
+    return of_grid(mapping_grid(by_row).transposed(), caption, "row")
 
 
 def losses(group: Group) -> Table:
     """Loss of each row by task; nothing where no row has one."""
     names = short_names(group.rows[0].tasks) | {AVERAGE: AVERAGE}
     lines = [
-        (group.name(row), [_number(row.loss.get(key), "{:.4f}") for key in names])
+        (group.name(row), [number(row.loss.get(key), "{:.4f}") for key in names])
         for row in group.rows
         if row.loss
     ]
     return Table(f"{group.title}: loss", "row", list(names.values()), lines)
 
 
-def _number(value: float | None, form: str) -> Cell:
+def number(value: float | None, form: str) -> Cell:
+    """A number that is shown in a format and sorted by itself."""
     return Cell(ABSENT if value is None else form.format(value), value)
 
 
@@ -188,9 +191,21 @@ def environments(groups: Sequence[Group]) -> Table:
         ", ".join(runs) if len(groups_of_runs) > 1 else "all runs": content
         for content, runs in groups_of_runs.values()
     }
-    return _of_grid(mapping_grid(columns), "Versions and device", "package, device")
+    return of_grid(mapping_grid(columns), "Versions and device", "package, device")
 
 
-def _of_grid(grid: Grid, caption: str, corner: str) -> Table:
-    lines = [(head, [Cell(text) for text in cells]) for head, cells in grid.lines]
-    return Table(caption, corner, grid.columns, lines)
+def versions(by_name: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Table:
+    """Versions and device of studies or diagnoses by name."""
+    columns = {name: {**of_name, **device} for name, (of_name, device) in by_name.items()}
+    return of_grid(mapping_grid(columns), "Versions and device", "package, device")
+
+
+def words(text: str) -> Cell:
+    """A cell whose text is broken into lines if it is long."""
+    return Cell(text, kind="words" if len(text) > _LONG else "")
+
+
+def of_grid(grid: Grid, caption: str, corner: str = "") -> Table:
+    """A page's table from one for the terminal; its corner is the grid's unless it is named."""
+    lines = [(head, [words(text) for text in cells]) for head, cells in grid.lines]
+    return Table(caption, corner or grid.corner, grid.columns, lines)

@@ -39,9 +39,21 @@ function keyOf(row, column) {
   return text === "-" || text === "" ? null : Number.isNaN(number) ? text.toLowerCase() : number;
 }
 
+// Numbers within texts, as in "n = 64", are compared as numbers.
+function compareTexts(one, two) {
+  const number = /(\d+(?:\.\d+)?(?:e[+-]?\d+)?)/;
+  const [a, b] = [one.split(number), two.split(number)];
+  const place = a.findIndex((part, at) => part !== b[at]);
+  if (place < 0) return a.length - b.length;
+  if (place >= b.length) return 1;
+  const difference = parseFloat(a[place]) - parseFloat(b[place]);
+  return place % 2 && difference ? difference : a[place] < b[place] ? -1 : 1;
+}
+
 function compare(one, two) {
-  if (typeof one === typeof two) return one < two ? -1 : one > two ? 1 : 0;
-  return typeof one === "number" ? -1 : 1;
+  if (typeof one !== typeof two) return typeof one === "number" ? -1 : 1;
+  if (typeof one === "string") return compareTexts(one, two);
+  return one < two ? -1 : one > two ? 1 : 0;
 }
 
 function sortBy(table, column) {
