@@ -75,7 +75,10 @@ _STUDY_ROW = {
         "low": NUMBER,
         "high": NUMBER,
     },
+    "against": str | None,
     "recovered_gap": NUMBER | None,
+    "worst_recovered_gap": NUMBER | None,
+    "spread": {"*": NUMBER},
     "cost": {"*": NUMBER},
 }
 STUDY = {
@@ -84,7 +87,11 @@ STUDY = {
     "suite": str,
     "seeds": [int],
     "over": [str],
+    "design": str,
+    "minutes": NUMBER | None,
     "notes": [str],
+    "versions": {"*": str},
+    "device": {},
     "points": [
         {
             "!": ("labels", "rows", "failed"),

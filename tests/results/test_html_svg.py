@@ -41,6 +41,21 @@ def test_a_logarithmic_axis_has_equal_ratios_at_equal_distances(values: list[flo
     assert axis.share(4 * axis.low) == pytest.approx(2 * step)
 
 
+def test_settings_of_several_magnitudes_are_logarithmic_with_a_place_for_zero():
+    axis = Axis.settings([10, 0, 0.01, 0.1, 1])
+    shares = [axis.share(value) for value in (0, 0.01, 0.1, 1, 10)]
+    steps = [two - one for one, two in zip(shares, shares[1:], strict=False)]
+    assert 0 < shares[0] and shares[-1] < 1 and steps == pytest.approx([steps[0]] * 4)
+    assert [text for _, text in axis.ticks] == ["0", "0.01", "0.1", "1", "10"]
+    assert not Axis.settings([0, 0.3, 1]).log and not Axis.settings([-1, 0, 50]).log
+    assert Axis.settings([0, 0]).ticks == [(0, "0")]
+
+
+def test_settings_without_room_have_no_name():
+    ticks = Axis.settings([float(value) for value in range(100, 130)]).ticks
+    assert ticks[0] == (100.0, "100") and 3 < len(ticks) < 9
+
+
 def test_names_of_places_are_thinned_where_they_would_overlap():
     axis = Axis.names([f"encoder.{n}" for n in range(32)])
     assert 1 < len(axis.ticks) < 8

@@ -3,35 +3,10 @@
 from typing import Any
 
 import pytest
+from made_studies import point, row, study, sweep_points
 
-from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.results.study_figures import curves, planes, study_figures
 from fusion_bench_featcal.results.study_page import merged_points, study_markdown
-
-ROWS = ("experts", "ta", "surgery", "featcal")
-
-
-def row(name: str, value: float, half: float = 0.01, **more: Any) -> dict[str, Any]:
-    gain = None if name == "experts" else {"estimate": value - 0.6, "low": -0.1, "high": 0.3}
-    return {
-        "upstream": "ta", "name": name, "accuracy": {"average": value, "a": value},
-        "half_width": half if name not in ("ta", "experts") else 0.0, "difference": gain,
-        "against": "ta", "recovered_gap": (value - 0.6) / 0.3, "worst_task": "a",
-        "worst_recovered_gap": 0.5, "samples": "", "spread": {}, "cost": {}, "seeds": 3, **more,
-    }  # fmt: skip
-
-
-def point(labels: dict[str, Any], **values: float) -> dict[str, Any]:
-    values = {"ta": 0.6, "experts": 0.9, **values}
-    return {
-        "labels": labels,
-        "rows": [row(n, values[n]) for n in ROWS if n in values],
-        "failed": [],
-    }
-
-
-def study(name: str, points: list[dict[str, Any]], **more: Any) -> Study:
-    return Study(name=name, suite="suite", points=points, seeds=[1, 2, 3], **more)
 
 
 def test_samples_have_the_papers_panel_beside_them() -> None:
@@ -48,14 +23,6 @@ def test_samples_have_the_papers_panel_beside_them() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         "surgery", "featcal", "ta", "experts",
     ]  # fmt: skip
-
-
-def sweep_points() -> list[dict[str, Any]]:
-    pairs = [(0.05, 0.3), (0.0, 0.3), (1.0, 0.3), (0.05, 0.0), (0.05, 1.0), (1.0, 1.0)]
-    return [
-        point({"ridge_lambda": ridge, "mix_alpha": mix}, featcal=0.7 + mix / 10 - ridge / 20)
-        for ridge, mix in pairs
-    ]
 
 
 def test_each_axis_has_a_panel_and_a_pair_a_heat_map() -> None:

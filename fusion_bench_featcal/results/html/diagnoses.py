@@ -60,7 +60,7 @@ def _drift_figure(diagnosis: Diagnosis) -> Figure:
     ]
     panels = block_panels("drift", records, lines, "drift / norm", tasks=True)
     note = "The distance to the expert's features at each block's output, divided by their norm."
-    return Figure(f"{diagnosis.suite}: drift of test items by block", panels, note)
+    return Figure(f"{diagnosis.suite}: drift of {diagnosis.split} items by block", panels, note)
 
 
 def _split_figure(diagnosis: Diagnosis) -> Figure:
@@ -86,7 +86,7 @@ def _split_figure(diagnosis: Diagnosis) -> Figure:
             for place, block in enumerate(diagnosis.blocks)
         ]
         panels.append(block_panel(row, *axes, diagnosis.blocks, records, lines))
-    note = "Local mismatch and upstream propagation add up to the drift of every item."
+    note = "As vectors both terms add up to the drift of every item; their norms need not."
     return Figure(f"{diagnosis.suite}: both terms of drift, mean over tasks", panels, note)
 
 
@@ -105,7 +105,7 @@ def _cosine_figure(diagnosis: Diagnosis) -> Figure:
         series.append(Series(row, look, points))
     means = ", ".join(f"{one.name} {one.points[-1].x:.3f}" for one in series)
     panel = Panel(
-        "mean over test items",
+        f"mean over {diagnosis.split} items",
         Axis.linear([point.x for one in series for point in one.points], "cosine to the expert's"),
         Axis.lines({label: heights[key] for key, label in names.items()}),
         series,

@@ -1,6 +1,6 @@
 """Content of a page on studies: what `featcal report` prints of them, their curves and files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,18 @@ def page_of_studies(folders: Sequence[Path], place: Path, defaults: Mapping[str,
     studies = {folder: Study.load(folder) for folder in folders}
     each = list(studies.values())
     figures = [part for folder, study in studies.items() for part in _figures(study, folder)]
-    warnings = [f"{_title(one)}: {text}" for one in each for text in (*failures(one), *one.notes)]
-    means = [f"{_title(study)}: {line}" for study in each for line in meanings(study)]
     versions = tables.versions({_title(one): (one.versions, one.device) for one in each})
     sections = [
         Section("What was gained", [Cards([card for one in each for card in _cards(one)])]),
-        Section("Observations of the paper", [_findings(one) for one in each]),
-        Section("Notes and warnings", [Lines(warnings, warning=True)]),
+        Section("Observations of the paper", [_lines(each, _findings)]),
+        Section(
+            "Notes and warnings",
+            [_lines(each, lambda one: [*failures(one), *one.notes], warning=True)],
+        ),
         Section("Figures", figures),
         Section("Tables", [table for one in each for table in _tables(one)]),
         Section("Settings", [t for f, one in studies.items() for t in _settings(one, f, defaults)]),
-        Section("Meaning of the numbers", [Lines(means)]),
+        Section("Meaning of the numbers", [_lines(each, meanings)]),
         Section("Versions and device", [versions], folded=True),
         Section("Files", [Links(_files(folders, place))], folded=True),
     ]
@@ -119,16 +120,28 @@ def _limits(gain: Mapping[str, float]) -> str:
     return f"[{100 * gain['low']:+.1f},\N{NO-BREAK SPACE}{100 * gain['high']:+.1f}]"
 
 
-def _findings(study: Study) -> Lines:
+def _lines(
+    studies: Sequence[Study], tell: Callable[[Study], Sequence[str]], *, warning: bool = False
+) -> Lines:
+    """Sentences on all studies, with a study's name where there are several."""
+    several = len(studies) > 1
+    lines = [f"{_title(s)}: {line}" if several else line for s in studies for line in tell(s)]
+    return Lines(lines, warning)
+
+
+def _findings(study: Study) -> list[str]:
     """The sentences after a count of their verdicts."""
     verdicts = [finding["verdict"] for finding in study.findings]
-    counts = ", ".join(f"{word}: {verdicts.count(word)}" for word in dict.fromkeys(verdicts))
-    head = [f"{_title(study)}, {len(verdicts)} observations: {counts}"] if verdicts else []
-    return Lines([*head, *(finding["text"] for finding in study.findings)])
+    counts = ", ".join(f"{word} ({verdicts.count(word)})" for word in dict.fromkeys(verdicts))
+    head = [f"of {len(verdicts)}: {counts}"] if verdicts else []
+    return [*head, *(finding["text"] for finding in study.findings)]
 
 
 def _tables(study: Study) -> list[Table]:
-    return [tables.of_grid(grid, f"{_title(study)}: {title}") for title, grid in study_grids(study)]
+    return [
+        tables.of_grid(grid, f"{_title(study)}: {title}", grid.corner or "point")
+        for title, grid in study_grids(study)
+    ]
 
 
 def _figures(study: Study, folder: Path) -> Iterator[Part]:
