@@ -93,8 +93,6 @@ class DriftParts(NamedTuple):
     """`|p|^2`."""
     product: float
     """`m . p`, so that `|e|^2 = |m|^2 + |p|^2 + 2 m . p`."""
-    left: float
-    """`|e - m - p|`, which is rounding."""
 
 
 def split_drift(features: Tensor, expert: Tensor, crossed: Tensor) -> Tensor:
@@ -109,7 +107,7 @@ def split_drift(features: Tensor, expert: Tensor, crossed: Tensor) -> Tensor:
         crossed: `f(x_exp)`, `[n, d]`.
 
     Returns:
-        `[n, 10]`, columns as `DriftParts`.
+        `[n, 9]`, columns as `DriftParts`.
     """
     dtype = moment_dtype(features.dtype)
     features, expert, crossed = (part.to(dtype) for part in (features, expert, crossed))
@@ -128,7 +126,6 @@ def split_drift(features: Tensor, expert: Tensor, crossed: Tensor) -> Tensor:
         "propagation": sizes["p"],
         "propagation_sq": sizes["p"].square(),
         "product": (mismatch * propagation).sum(1),
-        "left": torch.linalg.vector_norm(drift - mismatch - propagation, dim=1),
     }
     return torch.stack([columns[name] for name in DriftParts._fields], dim=1)
 

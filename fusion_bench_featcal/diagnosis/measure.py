@@ -29,7 +29,7 @@ class Measures:
 
     Attributes:
         blocks: Names of the blocks, in forward order.
-        drift: Means over each item's positions, `[blocks, items, 10]`, columns as `DriftParts`.
+        drift: Means over each item's positions, `[blocks, items, 9]`, columns as `DriftParts`.
         cosines: Cosine of the final features to the expert's, mean over each item's positions,
             `[items]`.
         features: Final features, mean over each item's positions, of norm 1, `[items, d]`.

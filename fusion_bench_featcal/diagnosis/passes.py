@@ -47,7 +47,7 @@ class Passes:
             batches: The items.
 
         Returns:
-            `[blocks, items, 10]` on the CPU, columns as `DriftParts`.
+            `[blocks, items, 9]` on the CPU, columns as `DriftParts`.
         """
         parts = []
         for batch in batches:

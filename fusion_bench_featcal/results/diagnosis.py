@@ -66,8 +66,6 @@ class Diagnosis:
     """Row -> other row -> task -> test items that only the row, and only the other, gets right."""
     projections: dict[str, dict[str, dict[str, list[list[float]]]]] = field(default_factory=dict)
     """`pca` or `tsne` -> task -> row -> two coordinates of each item."""
-    residual: float = 0.0
-    """Largest `|e - m - p| / |e|` of an item at a block: rounding."""
     versions: dict[str, str] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -128,8 +126,6 @@ class Diagnosis:
         self.cosines.setdefault(row, {})[task] = _rounded(cosines)
         if task_vector is not None:
             self.task_vectors.setdefault(row, {})[task] = task_vector
-        left = drift["left"] / np.maximum(drift["drift"], np.finfo(np.float32).tiny)
-        self.residual = max(self.residual, float(left.max()))
         of_task = self.classes.setdefault(row, {}).setdefault(task, {})
         for name in sorted(set(classes or ())):
             chosen = np.array([label == name for label in classes or ()])

@@ -95,8 +95,6 @@ def conditions(diagnosis: Diagnosis) -> list[str]:
         f"drift at blocks' outputs: {_POSITIONS[diagnosis.positions]}; mean over an item's "
         "positions, then over items",
         f"final features: {diagnosis.features}",
-        "local mismatch and upstream propagation add up to the drift of every item but for "
-        f"{diagnosis.residual:.0e} of it",
     ]
 
 

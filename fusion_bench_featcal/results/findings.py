@@ -8,6 +8,7 @@ import numpy as np
 from .diagnosis import Diagnosis
 from .items import LEVEL, Interval, paired_difference, student_interval
 from .tables import Grid
+from .verdicts import ABOVE, BELOW, FAILS, HOLDS, OPEN, verdict
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,7 @@ class Finding:
     paper: str  # its number there
     row: str
     ours: str
-    holds: bool
-
-    @property
-    def verdict(self) -> str:
-        """In words."""
-        return "holds here" if self.holds else "does not hold here"
+    verdict: str  # one of `results.verdicts`
 
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
@@ -61,7 +57,7 @@ def _last_drift(diagnosis: Diagnosis, row: str) -> Iterator[Finding]:
         "-46 % (Cars)",
         row,
         f"{100 * change.estimate:+.0f} % [{100 * change.low:+.0f}, {100 * change.high:+.0f}]",
-        change.high < 0,
+        verdict(change, BELOW),
     )
 
 
@@ -73,7 +69,7 @@ def _cosine(diagnosis: Diagnosis, row: str) -> Iterator[Finding]:
         ".60 to .84 (Cars)",
         row,
         f"{diagnosis.cosine(merged):.3f} to {diagnosis.cosine(row):.3f}, {_signed(gain)}",
-        gain.low > 0,
+        verdict(gain, ABOVE),
     )
 
 
@@ -84,13 +80,13 @@ def _task_vectors(diagnosis: Diagnosis, row: str) -> Iterator[Finding]:
     if not tasks:
         return
     changes = np.array([mine[task] - merged[task] for task in tasks])
-    lower = int((changes < 0).sum())
+    lower, change = int((changes < 0).sum()), student_interval(changes)
     yield Finding(
         "task vectors are farther from the expert's (Fig. 2d)",
         "lower on 8 of 8 tasks",
         row,
-        f"lower on {lower} of {len(tasks)} tasks, {_signed(student_interval(changes))}",
-        lower == len(tasks),
+        f"lower on {lower} of {len(tasks)} tasks, {_signed(change)}",
+        verdict(change, BELOW),
     )
 
 
@@ -116,7 +112,7 @@ def _gains(diagnosis: Diagnosis, row: str) -> Iterator[Finding]:
         "opposite signs on 3 of 8 tasks",
         row,
         f"opposite signs in {opposite} of {compared} clear differences of accuracy{rank}",
-        opposite > 0,
+        HOLDS if opposite else FAILS if compared else OPEN,
     )
 
 

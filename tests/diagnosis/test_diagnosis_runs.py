@@ -53,7 +53,6 @@ def test_rows_blocks_and_classes_of_an_image_pool():
     assert found.items == dict.fromkeys(image.ALPHABETS2, 40)
     assert found.features == "projected image features"
     assert len(found.blocks) == 4
-    assert found.residual < 1e-6  # float32
     for row in found.rows:
         for task in image.ALPHABETS2:
             assert set(found.drift[row][task]) == set(MEASURES)
@@ -90,7 +89,6 @@ def test_texts(kind: str, tmp_path: Path):
     assert found.rows == ["base", "task_arithmetic", "featcal"]
     assert found.features.startswith("hidden states")
     assert len(found.blocks) == (4 if kind == "seq2seq" else 2)
-    assert found.residual < 1e-5
 
 
 def test_positions_that_are_read_are_those_that_predict_a_target(tmp_path: Path):
