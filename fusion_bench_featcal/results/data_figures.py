@@ -1,25 +1,30 @@
 """Figures of studies that change calibration data: `corruption` and `transfer`."""
 
+import re
 from collections.abc import Mapping, Sequence
+from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 from .data_tables import (
     CLEAN,
     CORRUPTION,
     SEVERITY,
-    SOURCE,
     TRANSFER,
+    Points,
     Rows,
     by_corruption,
     corrected,
     gains,
+    kind_of,
+    parts,
     shown,
+    tasks_of,
 )
 from .drawing import INK, MERGED, legend_below, marks, panels, style
 from .long_table import AVERAGE, EXPERTS
 from .published import corrupted_average
-from .study import Study
-from .study_page import merged_points
+from .study import Study, label_text
+from .study_page import bars, merged_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,24 +34,31 @@ _ACCURACY = "average accuracy on clean images, %"
 
 
 def data_figures(study: Study, merger: str, name: str) -> "dict[str, Figure] | None":
-    """Figures of a study that changes calibration data, by name; None for other studies."""
-    if study.name == TRANSFER and SOURCE in study.labels:
-        return {name: _transfer_figure(study, merger)}
-    if {CORRUPTION, SEVERITY} <= set(study.labels):
-        if study.name == CORRUPTION:
-            return {name: _kinds_figure(study, merger)}
-        if study.name == SEVERITY:
-            return {name: _severity_figure(study, merger)}
-    return None
+    """Figures of a study that changes calibration data, by name; None for other studies.
+
+    Each value of the points' other labels has a figure; without a panel there is none.
+    """
+    makers = {CORRUPTION: _kinds_figure, SEVERITY: _severity_figure, TRANSFER: _transfer_figure}
+    kind = kind_of(study)
+    if kind is None:
+        return None
+    figures: dict[str, Figure] = {}
+    for others, part in parts(study, merged_points(study)):
+        heading = f"over {merger}" + (f" ({label_text(others)})" if others else "")
+        figure = makers[kind](study, merger, part, heading)
+        if figure is not None:
+            places = (f"{key}-{value}" for key, value in others.items())
+            figures[re.sub(r"[^\w.+-]", "_", "-".join([name, *places]))] = figure
+    return figures
 
 
-def _kinds_figure(study: Study, merger: str) -> "Figure":
+def _kinds_figure(study: Study, merger: str, points: Points, heading: str) -> "Figure":
     """Accuracy by corruption at one severity, and the paper's."""
-    every, names = by_corruption(merged_points(study)), corrected(study, merger)
+    every, names = by_corruption(points), corrected(study, merger)
     severity, looks = max(shown(s)[0] for s in every.values()), marks(names, merger)
     with style():
         titles = [f"{study.suite}, severity {severity}", "the paper, ViT-B/32, Table 6"]
-        heading = f"calibration on corrupted images, over {merger}"
+        heading = f"calibration on corrupted images, {heading}"
         published = any(corrupted_average(merger, name, CLEAN) for name in names)
         figure, grid = panels(titles[: 1 + published], (4.2, 3.4), 2, heading, "", sharex=False)
         drawn: dict[str, Any] = {}
@@ -61,7 +73,7 @@ def _kinds_figure(study: Study, merger: str) -> "Figure":
         for axes in grid:
             axes.set_xticks(range(len(every)), [kind.replace("_", "\n") for kind in every])
         grid[0].set_ylabel(_ACCURACY, fontsize=9)
-        legend_below(figure, list(drawn.values()), list(drawn), _legend(study), 4)
+        legend_below(figure, list(drawn.values()), list(drawn), bars(study), 4)
     return figure
 
 
@@ -77,13 +89,15 @@ def _draw_published(
         axes.axhline(100 * merged.value, color=MERGED, linewidth=1.1)
 
 
-def _severity_figure(study: Study, merger: str) -> "Figure":
-    """Accuracy by severity, a panel for each corruption."""
-    every, names = by_corruption(merged_points(study)), corrected(study, merger)
+def _severity_figure(study: Study, merger: str, points: Points, heading: str) -> "Figure | None":
+    """Accuracy by severity, a panel for each corruption; None with clean images alone."""
+    every, names = by_corruption(points), corrected(study, merger)
     clean, looks = every.pop(CLEAN), marks(names, merger)
+    if not every:
+        return None
     with style():
         titles = [kind.replace("_", " ") for kind in every]
-        heading = f"calibration on corrupted images: {study.suite}, over {merger}"
+        heading = f"calibration on corrupted images: {study.suite}, {heading}"
         label = "severity (0: clean)"
         figure, grid = panels(titles, (3.0, 3.0), 3, heading, label, sharey=True)
         drawn: dict[str, Any] = {}
@@ -95,12 +109,8 @@ def _severity_figure(study: Study, merger: str) -> "Figure":
             drawn |= _levels(axes, clean[0], merger)
             axes.set_xticks(list(along))
         grid[0].set_ylabel(_ACCURACY, fontsize=9)
-        legend_below(figure, list(drawn.values()), list(drawn), _legend(study), 4)
+        legend_below(figure, list(drawn.values()), list(drawn), bars(study), 4)
     return figure
-
-
-def _legend(study: Study) -> str:
-    return "bars: 95 % interval over seeds" if len(study.seeds) > 1 else "one seed: no interval"
 
 
 def _line(axes: "Axes", x: Sequence[float], rows: Sequence[Any], look: Mapping[str, Any]) -> Any:
@@ -124,22 +134,23 @@ def _levels(axes: "Axes", rows: Rows, merger: str) -> dict[str, Any]:
     }
 
 
-def _transfer_figure(study: Study, merger: str) -> "Figure":
-    """Gain over the merged model by source and task, a panel for each row."""
-    points, names = merged_points(study), corrected(study, merger)
-    tables = {name: gains(points, merger, name) for name in names}
-    sources = list(next(iter(tables.values())))
-    tasks = list(tables[names[0]][sources[0]])
-    most = max(
-        abs(v) for table in tables.values() for line in table.values() for v in line.values()
-    )
+def _transfer_figure(study: Study, merger: str, points: Points, heading: str) -> "Figure | None":
+    """Gain over the merged model by source and task, a panel for each row; None without gains."""
+    tables = {name: gains(points, merger, name) for name in corrected(study, merger)}
+    tables = {name: table for name, table in tables.items() if table}
+    if not tables:
+        return None
+    sources = list(dict.fromkeys(source for table in tables.values() for source in table))
+    lines = [line for table in tables.values() for line in table.values()]
+    tasks = tasks_of(lines)
+    most = max(abs(value) for line in lines for value in line.values())
     with style():
         size = (1.2 + 0.56 * len(tasks), 0.9 + 0.34 * len(sources))
-        heading = f"{study.suite}: gain over {merger}, points, by what all tasks are calibrated on"
-        figure, grid = panels([f"+ {name}" for name in names], size, 2, heading, "evaluated on")
+        heading = f"{study.suite}: gain {heading}, points, by what all tasks are calibrated on"
+        figure, grid = panels([f"+ {name}" for name in tables], size, 2, heading, "evaluated on")
         image: Any = None
         for axes, table in zip(grid, tables.values(), strict=True):
-            values = [[table[source][task] for task in tasks] for source in sources]
+            values = [[table.get(source, {}).get(t, nan) for t in tasks] for source in sources]
             image = axes.imshow(values, cmap="PuOr", vmin=-most, vmax=most, aspect="auto")
             axes.grid(False)
             axes.set_xticks(range(len(tasks)), tasks, rotation=40, ha="right", fontsize=8)
@@ -156,6 +167,8 @@ def _write_values(
     """Write numbers on a heat map; a task's own data are bold."""
     for y, line in enumerate(values):
         for x, value in enumerate(line):
+            if isnan(value):
+                continue
             weight = "bold" if sources[y] in (tasks[x], "own") else "normal"
             colour = "white" if abs(value) > 0.6 * most else "black"
             axes.text(x, y, f"{value:+.1f}", ha="center", va="center", fontsize=7, color=colour,

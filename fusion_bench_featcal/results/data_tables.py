@@ -5,11 +5,14 @@ from typing import Any
 
 from .long_table import AVERAGE, BASE, EXPERTS
 from .published import corrupted_average
-from .study import Study
+from .study import Study, label_text
 from .tables import ABSENT, Grid
 
 CORRUPTION, TRANSFER = "corruption", "transfer"
 CLEAN, SEVERITY, SOURCE = "clean", "severity", "source"
+_AXES = {
+    CORRUPTION: (CORRUPTION, SEVERITY), SEVERITY: (CORRUPTION, SEVERITY), TRANSFER: (SOURCE,),
+}  # fmt: skip
 _PUBLISHED_SEVERITY = 3
 
 Rows = Mapping[tuple[str, str], Mapping[str, Any]]
@@ -19,14 +22,32 @@ Points = Sequence[tuple[Mapping[str, Any], Rows]]
 
 def data_grids(study: Study, merger: str, points: Points) -> list[tuple[str, Grid]]:
     """Further tables, with their titles, of a study that changes calibration data."""
-    names, labels = corrected(study, merger), study.labels
-    if study.name == CORRUPTION and {CORRUPTION, SEVERITY} <= set(labels):
-        title = f"change by corrupted calibration images over {merger}"
-        return [(title, _falls_table(points, merger, names))]
-    if study.name == TRANSFER and SOURCE in labels:
-        title = "over {}: gain of {} by task, points"
-        return [(title.format(merger, n), _gains_table(points, merger, n)) for n in names]
-    return []
+    names, kind = corrected(study, merger), kind_of(study)
+    grids: list[tuple[str, Grid]] = []
+    for others, part in parts(study, points):
+        behind = f"; {label_text(others)}" if others else ""
+        if kind == CORRUPTION:
+            title = f"change by corrupted calibration images over {merger}{behind}"
+            grids.append((title, _falls_table(part, merger, names, others)))
+        elif kind == TRANSFER:
+            title = f"over {merger}: gain of {{}} by task, points{behind}"
+            grids += [(title.format(n), _gains_table(part, merger, n, others)) for n in names]
+    return [(title, grid) for title, grid in grids if grid.columns]
+
+
+def kind_of(study: Study) -> str | None:
+    """`corruption`, `severity` or `transfer`; None for a study without such tables and figures."""
+    axes = _AXES.get(study.name)
+    return study.name if axes and set(axes) <= set(study.labels) else None
+
+
+def parts(study: Study, points: Points) -> list[tuple[dict[str, Any], Points]]:
+    """Points by the labels that are not the study's own, which have a table or figure each."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for labels, rows in points:
+        others = {k: v for k, v in labels.items() if k not in _AXES.get(study.name, ())}
+        found.setdefault(tuple(others.items()), []).append((labels, rows))
+    return [(dict(others), part) for others, part in found.items()]
 
 
 def corrected(study: Study, merger: str) -> list[str]:
@@ -61,7 +82,9 @@ def gains(points: Points, merger: str, name: str) -> dict[str, dict[str, float]]
     return found
 
 
-def _falls_table(points: Points, merger: str, names: Sequence[str]) -> Grid:
+def _falls_table(
+    points: Points, merger: str, names: Sequence[str], others: Mapping[str, Any]
+) -> Grid:
     """Change of every row from clean to corrupted images, ours beside the paper's."""
     every = by_corruption(points)
     clean = every.pop(CLEAN)[0]
@@ -75,7 +98,11 @@ def _falls_table(points: Points, merger: str, names: Sequence[str]) -> Grid:
             cells.append(ours + (f" (paper {paper:+.1f})" if paper is not None else ""))
         lines.append((f"+ {name}", cells))
     heads = [f"{kind.replace('_', ' ')} {severity}" for kind, (severity, _) in columns.items()]
-    return Grid("change from clean, points", heads, lines)
+    return Grid(_corner("change from clean, points", others), heads, lines)
+
+
+def _corner(text: str, others: Mapping[str, Any]) -> str:
+    return f"{text}; {label_text(others)}" if others else text
 
 
 def _difference(row: Mapping[str, Any] | None, clean: Mapping[str, Any] | None) -> str:
@@ -91,8 +118,17 @@ def _published_change(merger: str, name: str, kind: str, severity: int) -> float
     return 100 * (corrupted.value - clean.value)
 
 
-def _gains_table(points: Points, merger: str, name: str) -> Grid:
+def _gains_table(points: Points, merger: str, name: str, others: Mapping[str, Any]) -> Grid:
     table = gains(points, merger, name)
-    tasks = list(next(iter(table.values())))
-    lines = [(source, [f"{line[t]:+.1f}" for t in tasks]) for source, line in table.items()]
-    return Grid("calibrated on", tasks, lines)
+    tasks = tasks_of([*table.values()])
+    lines = [
+        (source, [f"{line[t]:+.1f}" if t in line else ABSENT for t in tasks])
+        for source, line in table.items()
+    ]
+    return Grid(_corner("calibrated on", others), tasks, lines)
+
+
+def tasks_of(lines: Sequence[Mapping[str, float]]) -> list[str]:
+    """Tasks of all sources' gains in order; the average last."""
+    tasks = dict.fromkeys(task for line in lines for task in line if task != AVERAGE)
+    return [*tasks, AVERAGE] if lines else []

@@ -6,12 +6,10 @@ from typing import Any
 
 from .items import Interval
 from .long_table import FEATCAL
-from .study import Group, Study, difference
+from .study import Group, Study, difference, label_text
+from .verdicts import ABOVE, BELOW, FAILS, HOLDS, LEVEL, verdict
 
-HOLDS, FAILS, OPEN = "holds", "does not hold", "is not decided"
 MERGED = "the merged model"
-_SHORT = {"samples_per_task": "n"}
-_ABOVE, _BELOW, _LEVEL = "above", "below", "level with"
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,7 @@ class At:
     labels: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        places = (f"{_SHORT.get(key, key)} = {value}" for key, value in self.labels.items())
-        return f"{self.row} ({', '.join(places)})" if self.labels else self.row
+        return f"{self.row} ({label_text(self.labels)})" if self.labels else self.row
 
 
 @dataclass(frozen=True)
@@ -77,31 +74,31 @@ def _of_corruptions() -> Iterator[Observation]:
     ):
         labels = {"corruption": corruption, "severity": 3}
         here, source = At(FEATCAL, labels), "Table 6"
-        yield Observation("corruption", here, _BELOW, clean, source, fall)
+        yield Observation("corruption", here, BELOW, clean, source, fall)
         for row, gain in zip((MERGED, "surgery", "prob_surgery"), over, strict=True):
-            yield Observation("corruption", here, _ABOVE, At(row, labels), source, gain)
+            yield Observation("corruption", here, ABOVE, At(row, labels), source, gain)
 
 
 _N256, _N512 = {"samples_per_task": 256}, {"samples_per_task": 512}
 OBSERVATIONS = (
-    Observation("samples", _few(FEATCAL), _ABOVE, _few(MERGED), "Table 12", 15.4),
-    Observation("samples", _few("surgery"), _BELOW, _few(MERGED), "Table 12", -1.3),
-    Observation("samples", _few("prob_surgery"), _BELOW, _few(MERGED), "Table 12", -4.1),
-    Observation("samples", _few(FEATCAL), _ABOVE, _few("surgery"), "Table 12", 16.7),
-    Observation("samples", _few(FEATCAL), _ABOVE, _few("prob_surgery"), "Table 12", 19.5),
-    Observation("samples", _few(FEATCAL), _ABOVE, At("surgery", _N512), "Table 12", 5.1),
-    Observation("samples", _few(FEATCAL), _ABOVE, At("prob_surgery", _N512), "Table 12", 2.2),
-    Observation("samples", At(FEATCAL, _N512), _ABOVE, At("surgery", _N512), "Table 12", 7.7),
-    Observation("samples", At(FEATCAL, _N512), _ABOVE, At("prob_surgery", _N512), "Table 12", 4.8),
-    Observation("samples", At(FEATCAL, _N512), _ABOVE, _few(FEATCAL), "Table 12", 2.6),
-    Observation("sweep", _set(ridge_lambda=0.01), _LEVEL, _set(ridge_lambda=0.05), "Fig. 5"),
-    Observation("sweep", _set(ridge_lambda=10), _BELOW, _set(ridge_lambda=0.05), "Fig. 5"),
-    Observation("sweep", _set(mix_alpha=1), _BELOW, _set(mix_alpha=0.3), "Fig. 5"),
-    Observation("sweep", _set(mix_alpha=0.3), _ABOVE, _set(mix_alpha=0), "Fig. 5"),
-    Observation("sweep", _set(anchor_rho=2), _ABOVE, _set(anchor_rho=1), "Fig. 5"),
-    Observation("sweep", _set(anchor_rho=4), _BELOW, _set(anchor_rho=2), "Fig. 5"),
+    Observation("samples", _few(FEATCAL), ABOVE, _few(MERGED), "Table 12", 15.4),
+    Observation("samples", _few("surgery"), BELOW, _few(MERGED), "Table 12", -1.3),
+    Observation("samples", _few("prob_surgery"), BELOW, _few(MERGED), "Table 12", -4.1),
+    Observation("samples", _few(FEATCAL), ABOVE, _few("surgery"), "Table 12", 16.7),
+    Observation("samples", _few(FEATCAL), ABOVE, _few("prob_surgery"), "Table 12", 19.5),
+    Observation("samples", _few(FEATCAL), ABOVE, At("surgery", _N512), "Table 12", 5.1),
+    Observation("samples", _few(FEATCAL), ABOVE, At("prob_surgery", _N512), "Table 12", 2.2),
+    Observation("samples", At(FEATCAL, _N512), ABOVE, At("surgery", _N512), "Table 12", 7.7),
+    Observation("samples", At(FEATCAL, _N512), ABOVE, At("prob_surgery", _N512), "Table 12", 4.8),
+    Observation("samples", At(FEATCAL, _N512), ABOVE, _few(FEATCAL), "Table 12", 2.6),
+    Observation("sweep", _set(ridge_lambda=0.01), LEVEL, _set(ridge_lambda=0.05), "Fig. 5"),
+    Observation("sweep", _set(ridge_lambda=10), BELOW, _set(ridge_lambda=0.05), "Fig. 5"),
+    Observation("sweep", _set(mix_alpha=1), BELOW, _set(mix_alpha=0.3), "Fig. 5"),
+    Observation("sweep", _set(mix_alpha=0.3), ABOVE, _set(mix_alpha=0), "Fig. 5"),
+    Observation("sweep", _set(anchor_rho=2), ABOVE, _set(anchor_rho=1), "Fig. 5"),
+    Observation("sweep", _set(anchor_rho=4), BELOW, _set(anchor_rho=2), "Fig. 5"),
     *(
-        Observation("cost", At(FEATCAL, _N256), _BELOW, At(row, _N256), "Table 5", ratio, cost=cost)
+        Observation("cost", At(FEATCAL, _N256), BELOW, At(row, _N256), "Table 5", ratio, cost=cost)
         for name, cost, ratio in (
             ("surgery", "seconds", 53 / 217),
             ("prob_surgery", "seconds", 53 / 224),
@@ -112,7 +109,7 @@ OBSERVATIONS = (
     ),
     *_of_corruptions(),
     # "less than 0.5 points"
-    Observation("ablation", At("featcal:no_bias_no_norm"), _LEVEL, At(FEATCAL), "text", margin=0.5),
+    Observation("ablation", At("featcal:no_bias_no_norm"), LEVEL, At(FEATCAL), "text", margin=0.5),
 )  # fmt: skip
 
 
@@ -154,13 +151,13 @@ def _finding(seen: Observation, merger: str, groups: Sequence[Group]) -> Finding
     value = _ratio(*rows, seen.cost) if seen.cost else difference(*rows)
     if value is None:
         return None
-    verdict = _verdict(seen, value)
+    said = _verdict(seen, value)
     shown = _shown(value, seen.cost)
     paper = ""
     if seen.published is not None:
         number = f"{seen.published:.2f} times" if seen.cost else f"{seen.published:+.1f}"
         paper = f"; paper {number}"
-    return Finding(f"{head}: {verdict}, {shown}{unit} ({seen.source}{paper})", verdict, seen.source)
+    return Finding(f"{head}: {said}, {shown}{unit} ({seen.source}{paper})", said, seen.source)
 
 
 def _shown(value: Interval, cost: str | None) -> str:
@@ -172,16 +169,9 @@ def _shown(value: Interval, cost: str | None) -> str:
 
 def _verdict(seen: Observation, value: Interval) -> str:
     if seen.cost:
-        is_true = value.estimate < 1 if seen.relation == _BELOW else value.estimate > 1
+        is_true = value.estimate < 1 if seen.relation == BELOW else value.estimate > 1
         return HOLDS if is_true else FAILS
-    low, high = 100 * value.low, 100 * value.high
-    if seen.relation == _LEVEL:
-        if -seen.margin <= low and high <= seen.margin:
-            return HOLDS
-        return FAILS if low > seen.margin or high < -seen.margin else OPEN
-    if seen.relation == _BELOW:
-        low, high = -high, -low
-    return HOLDS if low > 0 else FAILS if high < 0 else OPEN
+    return verdict(value, seen.relation, seen.margin / 100)
 
 
 def group_of(at: At, groups: Sequence[Group]) -> Group | None:

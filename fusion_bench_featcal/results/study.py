@@ -1,11 +1,14 @@
 """Results of a study: comparisons by their points' labels, as `study.json` and a long table."""
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
 from fusion_bench_featcal.json_files import plain, read_json, sealed_json
@@ -17,7 +20,11 @@ from .report import Report, csv_text
 from .schema import SCHEMA, STUDY, STUDY_FILE, STUDY_KIND, check_types
 from .summary import COMPARISON_SEED, Summary, SummaryRow, summarise
 
+log = logging.getLogger(__name__)
+
 TABLE_FILE, PAGE_FILE = "table.csv", "study.md"
+_UNDRAWN = "not all figures were drawn"
+_SHORT = {"samples_per_task": "n"}
 _KEPT = (
     "upstream", "name", "accuracy", "gain", "recovered_gap", "worst_task", "worst_recovered_gap",
     "samples", "spread",
@@ -39,6 +46,7 @@ class Group:
     failed: list[FailedCell] = field(default_factory=list)
     summary: Summary | None = None
     by_seed: dict[tuple[str | None, str], dict[int, float]] = field(default_factory=dict)
+    flags: dict[tuple[str | None, str], dict[int, Scores]] = field(default_factory=dict)
 
     def add(self, runs: Sequence[Path], failed: Sequence[FailedCell]) -> None:
         """Add what one seed gave."""
@@ -51,22 +59,24 @@ class Group:
             return
         self.summary = summarise(self.runs, self.failed)
         for report in map(Report.load, self.runs):
+            seed = report.seeds.get(COMPARISON_SEED) or 0
             for name, row in report.rows.items():
-                seeds = self.by_seed.setdefault((report.upstream, name), {})
-                seeds[report.seeds.get(COMPARISON_SEED) or 0] = row[AVERAGE]
+                key = report.upstream, name
+                self.by_seed.setdefault(key, {})[seed] = row[AVERAGE]
+                if set(report.items.get(name, ())) == set(row) - {AVERAGE}:
+                    self.flags.setdefault(key, {})[seed] = report.items[name]
 
     def row(self, merger: str | None, name: str) -> SummaryRow | None:
         """The row of a name on a merger."""
         rows = self.summary.rows if self.summary else []
         return next((row for row in rows if (row.upstream, row.name) == (merger, name)), None)
 
-    def scores(self, merger: str | None, name: str) -> Scores | None:
-        """Flags per test item of a row."""
-        if self.summary is None:
+    def scores(self, merger: str | None, name: str, seeds: Sequence[int]) -> Scores | None:
+        """Flags of a row, task -> `[seeds, items]`; None where a seed has none."""
+        known = self.flags.get((merger, name), {})
+        if not set(seeds) <= set(known):
             return None
-        keys = ((key[1], key[2]) for key in self.summary.scores)
-        by_row = dict(zip(keys, self.summary.scores.values(), strict=True))
-        return by_row.get((merger, name)) or by_row.get((None, name))
+        return {task: np.stack([known[seed][task] for seed in seeds]) for task in known[seeds[0]]}
 
 
 @dataclass(kw_only=True)
@@ -114,27 +124,35 @@ class Study:
         return list(dict.fromkeys(row["name"] for row in rows if row["upstream"] == merger))
 
     def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
-        """Write table, page, figures and, last, `study.json`; return the last one's path.
+        """Write figures, table, page and, last, `study.json`; return the last one's path.
 
         Raises:
             ReportError: If the folder cannot be written.
         """
-        from .study_figures import plot_study
         from .study_page import study_markdown
 
         directory = prepare_directory(directory, setting)
+        self._draw(directory, setting)
         if self.lines:
             text = csv_text(self.lines[0], self.lines)
             write_atomic(directory / TABLE_FILE, text, setting)
         write_atomic(directory / PAGE_FILE, study_markdown(self), setting)
         content = {"kind": STUDY_KIND, "schema": SCHEMA, **plain(asdict(self), "study")}
         del content["lines"]
-        path = write_atomic(directory / STUDY_FILE, sealed_json(content), setting)
+        return write_atomic(directory / STUDY_FILE, sealed_json(content), setting)
+
+    def _draw(self, directory: Path, setting: str) -> None:
+        """Draw the figures; a note tells of what prevents it."""
+        from .study_figures import draw_study
+
+        self.notes = [note for note in self.notes if not note.startswith(_UNDRAWN)]
         try:
-            plot_study(directory)
+            draw_study(self, directory, setting)
         except ReportError as error:
-            self.notes.append(f"not all figures were drawn: {error}")
-        return path
+            self.notes.append(f"{_UNDRAWN}: {error}")
+        except Exception as error:  # hours of cells reach the tables whatever a drawing raises
+            log.warning("%s", _UNDRAWN, exc_info=True)
+            self.notes.append(f"{_UNDRAWN}: {error!r}")
 
     @classmethod
     def load(cls, directory: str | Path) -> "Study":
@@ -209,6 +227,11 @@ def make_study(
     return study
 
 
+def label_text(labels: Mapping[str, Any]) -> str:
+    """Labels of a point in words."""
+    return ", ".join(f"{_SHORT.get(key, key)} = {value}" for key, value in labels.items())
+
+
 def seed_half_width(values: Sequence[float]) -> float:
     """Half of the 95 % interval of a mean over draws, by Student's t; 0 for one."""
     interval = student_interval(values)
@@ -220,20 +243,21 @@ def difference(
 ) -> Interval | None:
     """Accuracy of a row minus that of another, which may be of another point, and its interval.
 
-    The interval's half-width is the root of the sum of squares of two: over test items (paired
-    bootstrap, given the seeds), and over seeds (Student's t). None where a row is missing.
+    Both are those of the seeds that the two sides have in common. The interval's half-width is the
+    root of the sum of squares of two: over test items (paired bootstrap, given the seeds), and over
+    seeds (Student's t). None where a row is missing, or the sides have no seed in common.
     """
-    first, second = (group.by_seed.get((merger, name)) for group, merger, name in (one, other))
-    if not first or not second:
+    first, second = (group.by_seed.get((merger, name), {}) for group, merger, name in (one, other))
+    seeds = [seed for seed in first if seed in second]
+    if not seeds:
         return None
-    gains = [first[seed] - second[seed] for seed in first if seed in second]
-    gains = gains or [fmean(first.values()) - fmean(second.values())]
+    gains = [first[seed] - second[seed] for seed in seeds]
     estimate, half = fmean(gains), seed_half_width(gains)
-    flags = [group.scores(merger, name) for group, merger, name in (one, other)]
-    if flags[0] is None or flags[1] is None:
+    mine, others = (group.scores(merger, name, seeds) for group, merger, name in (one, other))
+    if mine is None or others is None:
         return Interval(estimate, estimate - half, estimate + half)
     try:
-        items = paired_difference(flags[0], flags[1])
+        items = paired_difference(mine, others)
     except ReportError:  # other tasks or test items
         return Interval(estimate, estimate - half, estimate + half)
     low, high = items.estimate - items.low, items.high - items.estimate

@@ -1,26 +1,30 @@
 """A study as text: tables for the terminal, and the page `study.md`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from .data_tables import data_grids
-from .items import LEVEL
+from .items import LEVEL, student_interval
 from .long_table import AVERAGE, BASE, EXPERTS
 from .schema import STUDY_FILE
-from .study import Study, seed_half_width
+from .study import Study, label_text
 from .tables import ABSENT, Grid, console, page, print_page, titled
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 Row = dict[str, Any]
-_COSTS = {
+COSTS = {
     "seconds": ("seconds", 1.0, "{:.1f}"),
     "peak_rss_bytes": ("memory, MiB", 2**20, "{:.0f}"),
     "gpu_energy_wh": ("GPU energy, Wh", 1.0, "{:.2f}"),
 }
+"""Cost -> head, size of its unit, format."""
+_AVERAGE = "average, %"
+_WORST_GAP = " (worst gap)"
 
 
 def show_study(study: Study, folder: Path | None = None) -> None:
@@ -63,12 +67,15 @@ def study_grids(study: Study) -> list[tuple[str, Grid]]:
     for merger in study.mergers:
         if merger is None:
             continue
-        grids.append((f"accuracy over {merger}, %", accuracy_table(study, merger)))
+        accuracies = accuracy_table(study, merger)
+        # A table that is transposed to fit has no corner: its title tells as well.
+        worst = _WORST_GAP * accuracies.corner.endswith(_WORST_GAP)
+        grids.append((f"accuracy over {merger}, %{worst}", accuracies))
         grids += data_grids(study, merger, merged_points(study))
         if study.name == "cost":
             grids += [
                 (f"{head} over {merger}", cost_table(study, merger, key))
-                for key, (head, _, _) in _COSTS.items()
+                for key, (head, _, _) in COSTS.items()
                 if any(key in row["cost"] for row, _ in rows_of(study, merger))
             ]
     return grids
@@ -85,20 +92,24 @@ def accuracy_table(study: Study, merger: str) -> Grid:
         cells = [_cell(rows.get((merger, name)), name == merger) for _, rows in points]
         lines.append((_head(name, merger), cells))
     lines.sort(key=lambda line: line[0] == EXPERTS)
-    grid = Grid("average, %", [point_title(labels) for labels, _ in points], lines)
-    return grid if len(points) <= len(names) + 3 and len(points) < 10 else grid.transposed()
+    has_bracket = any("(" in cell for _, cells in lines for cell in cells)
+    corner = _AVERAGE + _WORST_GAP * has_bracket
+    grid = Grid(corner, [label_text(labels) for labels, _ in points], lines)
+    if len(points) <= len(names) + 3 and len(points) < 10:
+        return grid
+    return replace(grid.transposed(), corner=corner)
 
 
 def cost_table(study: Study, merger: str, key: str) -> Grid:
     """A cost of every row at every point."""
-    points, (head, unit, form) = merged_points(study), _COSTS[key]
+    points, (head, unit, form) = merged_points(study), COSTS[key]
     lines = []
     for name in study.names(merger):
         rows = [rows.get((merger, name)) for _, rows in points]
         values = [ABSENT if row is None else _cost(row, key, unit, form) for row in rows]
         if set(values) != {ABSENT}:
             lines.append((_head(name, merger), values))
-    return Grid(head, [point_title(labels) for labels, _ in points], lines)
+    return Grid(head, [label_text(labels) for labels, _ in points], lines)
 
 
 def _cost(row: Row, key: str, unit: float, form: str) -> str:
@@ -121,9 +132,9 @@ def _differences(study: Study, merger: str) -> Grid:
         worst = row.get("worst_recovered_gap")
         share = ABSENT if worst is None else f"{row['worst_task']}, {100 * worst:.0f} %"
         beside = ABSENT if shown == ABSENT else ("merged" if other == merger else str(other))
-        cells = [_accuracy(row), shown, beside, share, row["samples"] or ABSENT]
+        cells = [_accuracy(row), shown, beside, share, row.get("samples") or ABSENT]
         lines.append((_head(name, merger), cells))
-    columns = ["average, %", "difference", "from", "worst task, gap recovered", "samples"]
+    columns = [_AVERAGE, "difference", "from", "worst task, gap recovered", "samples"]
     return Grid("row", columns, lines)
 
 
@@ -133,28 +144,38 @@ def merged_points(study: Study) -> list[tuple[dict[str, Any], dict[tuple[str, st
     for point in study.points:
         labels = {k: v for k, v in point["labels"].items() if k not in study.over}
         by_labels.setdefault(tuple(labels.items()), []).append(point)
-    return [(dict(labels), _merged_rows(points)) for labels, points in by_labels.items()]
+    return [
+        (dict(labels), _merged_rows(points, is_mean=bool(study.over)))
+        for labels, points in by_labels.items()
+    ]
 
 
-def _merged_rows(points: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Row]:
+def _merged_rows(points: Sequence[Mapping[str, Any]], is_mean: bool) -> dict[tuple[str, str], Row]:
     rows: dict[tuple[str, str], list[Row]] = {}
     for point in points:
         for row in point["rows"]:
             rows.setdefault((row["upstream"], row["name"]), []).append(row)
-    return {key: each[0] if len(each) == 1 else _mean_row(each) for key, each in rows.items()}
+    return {key: _mean_row(each) if is_mean else each[0] for key, each in rows.items()}
 
 
 def _mean_row(rows: Sequence[Row]) -> Row:
-    """Mean of a row over several points; the half-width is over these."""
+    """Mean of a row over several points, without what has no mean.
+
+    The half-width is the standard deviation over the points, which may overlap as subsets of tasks
+    do; one point has none.
+    """
     values = [row["accuracy"][AVERAGE] for row in rows]
+    gains = [row["difference"]["estimate"] for row in rows if row["difference"] is not None]
     shares = [row["recovered_gap"] for row in rows if row.get("recovered_gap") is not None]
     worst = [r for r in rows if r.get("worst_recovered_gap") is not None]
     least = min(worst, key=lambda row: row["worst_recovered_gap"], default=rows[0])
     keys = set.intersection(*(set(row["cost"]) for row in rows))
+    difference = asdict(student_interval(gains)) if len(gains) > 1 else None
     return {
-        **rows[0],
+        **{key: rows[0].get(key) for key in ("upstream", "name", "against")},
         "accuracy": {AVERAGE: fmean(values)},
-        "half_width": seed_half_width(values),
+        "half_width": stdev(values) if len(values) > 1 else 0.0,
+        "difference": rows[0]["difference"] if len(rows) == 1 else difference,
         "recovered_gap": fmean(shares) if shares else None,
         "worst_task": least.get("worst_task"),
         "worst_recovered_gap": least.get("worst_recovered_gap"),
@@ -162,6 +183,14 @@ def _mean_row(rows: Sequence[Row]) -> Row:
         "points": len(rows),
         "values": values,
     }
+
+
+def bars(study: Study) -> str:
+    """Tell what bars of accuracies show, for a figure's legend."""
+    if study.over:
+        return f"bars: standard deviation over {' and '.join(study.over)}"
+    several = f"bars: {100 * LEVEL:.0f} % interval over seeds"
+    return several if len(study.seeds) > 1 else "one seed: no interval"
 
 
 def rows_of(study: Study, merger: str) -> list[tuple[Row, dict[str, Any]]]:
@@ -191,12 +220,6 @@ def _head(name: str, merger: str) -> str:
     return name if name in (merger, BASE, EXPERTS) else f"+ {name}"
 
 
-def point_title(labels: Mapping[str, Any]) -> str:
-    """A point's labels in words."""
-    shown = {"samples_per_task": "n"}
-    return ", ".join(f"{shown.get(key, key)} = {value}" for key, value in labels.items())
-
-
 def sentences(study: Study) -> list[str]:
     """Findings on the paper's observations, then what the numbers mean."""
     return [f"paper: {finding['text']}" for finding in study.findings] + notes(study)
@@ -210,19 +233,21 @@ def notes(study: Study) -> list[str]:
 def meanings(study: Study) -> list[str]:
     """Sentences on what the numbers mean."""
     level = f"{100 * LEVEL:.0f} %"
+    over = " and ".join(study.over)
+    if over:
+        average = f"mean over {over} and seeds; ± the standard deviation over {over}"
+        interval = f"over {over} (Student's t, as if these did not overlap)"
+    else:
+        average = f"mean over the seeds {', '.join(map(str, study.seeds))}"
+        average += f"; ± half of the {level} interval over them" * (len(study.seeds) > 1)
+        interval = "over test items (paired bootstrap) and, where there are several, seeds"
+        interval += " (Student's t)"
     lines = [
-        f"accuracy in per cent, mean over the seeds {', '.join(map(str, study.seeds))}"
-        + (f"; ± half of the {level} interval over them" if len(study.seeds) > 1 else ""),
-        "in brackets, behind an accuracy: the least share of the gap from merger to expert that a "
-        "task recovers",
-        f"differences: in brackets their {level} interval, over test items (paired bootstrap) and, "
-        "where there are several, seeds (Student's t)",
+        f"accuracy in per cent, {average}",
+        "in brackets, behind an accuracy (worst gap): the least share of the gap from merger to "
+        "expert that a task recovers",
+        f"differences: in brackets their {level} interval, {interval}",
     ]
-    if study.over:
-        lines[0] = (
-            f"accuracy in per cent, mean over {' and '.join(study.over)} and seeds; ± half of the "
-            f"{level} interval over {' and '.join(study.over)}"
-        )
     if len({line for line in _samples(study)}) == 1:
         lines.append(f"samples per task: {_samples(study)[0]}")
     return lines
@@ -231,7 +256,7 @@ def meanings(study: Study) -> list[str]:
 def failures(study: Study) -> list[str]:
     """A sentence for each cell that failed."""
     return [
-        f"{point_title({**point['labels'], 'seed': cell['seed']})}: "
+        f"{label_text({**point['labels'], 'seed': cell['seed']})}: "
         f"{cell['upstream'] or 'reference'}, {cell['name']} failed: {cell['reason']}"
         for point in study.points
         for cell in point["failed"]

@@ -19,7 +19,7 @@ def parts_of(scale: float, seed: int, blocks: int = 3) -> dict[str, np.ndarray]:
         "drift": norm(e), "drift_sq": norm(e) ** 2, "expert_sq": norm(expert) ** 2,
         "cosine": (expert * (expert + e)).sum(2) / norm(expert) / norm(expert + e),
         "mismatch": norm(m), "mismatch_sq": norm(m) ** 2, "propagation": norm(p),
-        "propagation_sq": norm(p) ** 2, "product": (m * p).sum(2), "left": 0 * norm(m),
+        "propagation_sq": norm(p) ** 2, "product": (m * p).sum(2),
     }  # fmt: skip
 
 

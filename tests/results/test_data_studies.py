@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from synthetic import make_report
 
+from fusion_bench_featcal.results import ReportError, study_figures
 from fusion_bench_featcal.results.data_figures import data_figures
 from fusion_bench_featcal.results.data_tables import data_grids
 from fusion_bench_featcal.results.study import Group, Study, make_study
@@ -128,6 +129,74 @@ def test_a_study_with_one_missing_cell_is_drawn(tmp_path: Path) -> None:
     ((_, grid),) = grids(study).items()
     assert dict(grid.lines)["+ featcal"][0].startswith("-")
     drawn(study)
+
+
+def test_each_value_of_other_labels_has_a_table_and_a_figure(tmp_path: Path) -> None:
+    levels = {"base": 0.3, "experts": 0.95, MERGER: 0.6}
+    few, many = ("samples_per_task", 8), ("samples_per_task", 64)
+    values = {few: (0.8, 0.7), many: (0.85, 0.8)}
+    corruptions, sources = {}, {}
+    for number, pair in values.items():
+        for (kind, severity), level in zip((("clean", 0), ("fog", 3)), pair, strict=True):
+            labels = ("corruption", kind), ("severity", severity), number, 42
+            corruptions[labels] = {"levels": levels | {"featcal": level}}
+        for source, level in zip(("own", "noise"), pair, strict=True):
+            sources[("source", source), number, 42] = {"levels": levels | {"featcal": level}}
+    found = {
+        kind: made(tmp_path / kind, kind, points)
+        for kind, points in {"corruption": corruptions, "transfer": sources}.items()
+    }
+    falls, moved = (grids(study) for study in found.values())
+    assert [dict(grid.lines)["+ featcal"][0][:5] for grid in falls.values()] == ["-10.0", "-5.0 "]
+    assert [dict(grid.lines)["noise"][-1] for grid in moved.values()] == ["+10.0", "+20.0"]
+    for tables in (falls, moved):
+        assert [title.partition("; ")[2] for title in tables] == ["n = 8", "n = 64"]
+        assert all(grid.corner.endswith(f"; n = {n}") for grid, n in zip(
+            tables.values(), (8, 64), strict=True))  # fmt: skip
+    names = {f"{kind}-samples_per_task-{n}" for kind in found for n in (8, 64)}
+    figures = {name: f for study in found.values() for name, f in drawn(study).items()}
+    assert set(figures) == names
+    for name, figure in figures.items():
+        assert f"(n = {name.rpartition('-')[2]})" in figure.get_suptitle()
+
+
+def test_absent_cells_and_panels_do_not_end_a_study(tmp_path: Path) -> None:
+    levels = {"base": 0.3, "experts": 0.95, MERGER: 0.6}
+    clean = {(("corruption", "clean"), ("severity", 0), 42): {"levels": levels | {"featcal": 0.8}}}
+    for kind in ("severity", "corruption"):
+        study = made(tmp_path / f"{kind}-runs", kind, clean)
+        study.write(tmp_path / kind)
+        assert not any("drawn" in note for note in study.notes)
+    assert not list((tmp_path / "severity").glob("*.png"))  # no corruption, no panel
+    points = {
+        (("source", "own"), 42): {"levels": levels | {"featcal": 0.8, "surgery": 0.7}},
+        (("source", "noise"), 42): {"levels": levels | {"surgery": 0.5}},
+    }
+    study = made(tmp_path / "transfer-runs", "transfer", points)
+    figure = drawn(study)["transfer"]
+    written = [[text.get_text() for text in axes.texts] for axes in figure.axes[:2]]
+    assert sorted(map(len, written)) == [3, 6]  # featcal has one source, surgery two
+
+
+@pytest.mark.parametrize("error", [ReportError("no matplotlib"), KeyError("fog")])
+def test_a_note_tells_of_missing_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    study = transfer_study(tmp_path / "runs")
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        patch.setattr(study_figures, "draw_study", fail)
+        study.write(tmp_path / "study")
+    place = tmp_path / "study"
+    loaded = Study.load(place)
+    for text in (*loaded.notes[-1:], (place / "study.md").read_text()):
+        assert "not all figures were drawn: " in text
+        assert "no matplotlib" in text or "KeyError('fog')" in text
+    loaded.write(tmp_path / "again")  # now they are
+    assert not any("drawn" in note for note in Study.load(tmp_path / "again").notes)
 
 
 @pytest.mark.parametrize("kind", ["corruption", "transfer"])

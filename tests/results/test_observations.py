@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fusion_bench_featcal.results import observations, study_figures
-from fusion_bench_featcal.results.observations import FAILS, HOLDS, MERGED, OPEN, At, Observation
+from fusion_bench_featcal.results import observations, paper_curves
+from fusion_bench_featcal.results.observations import MERGED, At, Observation
 from fusion_bench_featcal.results.study import Group, Study, difference, seed_half_width
+from fusion_bench_featcal.results.verdicts import FAILS, HOLDS, OPEN
 
 
 def group(n: int, **values: list[float]) -> Group:
@@ -73,6 +75,32 @@ def test_differences_pair_seeds() -> None:
     assert difference((groups[0], "ta", "z"), (groups[0], "ta", "ta")) is None
 
 
+def with_flags(values: dict[str, dict[int, list[int]]]) -> Group:
+    """A point with flags by row and seed, of one task."""
+    made = Group({})
+    for name, seeds in values.items():
+        made.by_seed["ta", name] = {seed: sum(f) / len(f) for seed, f in seeds.items()}
+        made.flags["ta", name] = {seed: {"t": np.array(f, bool)} for seed, f in seeds.items()}
+    return made
+
+
+def test_sides_without_a_common_seed_have_no_difference() -> None:
+    one = Group({}, by_seed={("ta", "a"): {1: 0.7, 2: 0.8}, ("ta", "b"): {3: 0.5}})
+    assert difference((one, "ta", "a"), (one, "ta", "b")) is None
+
+
+def test_only_common_seeds_count_in_estimate_and_interval() -> None:
+    few = {1: [1, 1, 0, 0], 2: [1, 1, 1, 0]}
+    more = few | {3: [0, 0, 0, 0]}  # of a seed that the other side lacks
+    merged = {1: [1, 0, 0, 0], 2: [0, 0, 1, 0]}
+    values = [
+        difference((made, "ta", "a"), (made, "ta", "ta"))
+        for made in (with_flags({"a": each, "ta": merged}) for each in (few, more))
+    ]
+    assert values[0] == values[1] is not None
+    assert values[0].high - values[0].low > 0.25  # over items and the two seeds
+
+
 def test_half_widths_are_students() -> None:
     assert seed_half_width([0.5]) == 0
     assert seed_half_width([0.0, 2.0]) == pytest.approx(
@@ -89,9 +117,9 @@ def test_every_observation_of_a_study_can_be_read() -> None:
 
 
 def test_the_papers_curve_agrees_with_its_observations() -> None:
-    published = study_figures.paper_curves("samples")
+    published = paper_curves.paper_curves("samples")
     assert published is not None and set(published.rows) == {"surgery", "prob_surgery", "featcal"}
-    assert study_figures.paper_curves("tasks") is None
+    assert paper_curves.paper_curves("tasks") is None
 
     def value(at: At) -> float:
         if at.row == MERGED:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from made_studies import point, row, study, sweep_points
 
-from fusion_bench_featcal.results.study_figures import curves, planes, study_figures
+from fusion_bench_featcal.results.study_curves import curves
+from fusion_bench_featcal.results.study_figures import planes, study_figures
 from fusion_bench_featcal.results.study_page import merged_points, study_markdown
 
 
@@ -55,8 +56,40 @@ def test_labels_in_over_are_averaged() -> None:
     (two, rows), (three, _) = merged_points(made)
     assert (two, three) == ({"tasks": 2}, {"tasks": 3})
     assert rows["ta", "featcal"]["accuracy"]["average"] == pytest.approx(0.8)
-    assert rows["ta", "featcal"]["half_width"] == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)
-    assert curves(made, "ta")["tasks"]["featcal"].y == pytest.approx([80.0, 75.0])
+    line = curves(made, "ta")["tasks"]["featcal"]
+    assert line.y == pytest.approx([80.0, 75.0])
+    # Subsets overlap, so that their spread is no interval; one subset has none.
+    assert line.half == pytest.approx([10.0, 0.0])
+    (figure,) = study_figures(made).values()
+    assert figure.legends[0].get_title().get_text() == "bars: standard deviation over subset"
+    assert "± the standard deviation over subset" in study_markdown(made)
+
+
+def test_a_mean_over_subsets_has_the_mean_difference() -> None:
+    points = [
+        point({"tasks": 2, "subset": str(place)}, featcal=0.6 + gain)
+        for place, gain in enumerate((0.1, 0.2, 0.3))
+    ]
+    made = study("tasks", points, over=["subset"])
+    ((_, rows),) = merged_points(made)
+    mean = rows["ta", "featcal"]
+    half = 4.3027 * 0.1 / 3**0.5
+    assert mean["difference"] == pytest.approx(
+        {"estimate": 0.2, "low": 0.2 - half, "high": 0.2 + half}, rel=1e-4
+    )
+    assert not {"gain", "seeds", "samples", "spread"} & set(mean)
+    assert "| + featcal | 80.0 ± 10.0 | +20.0 [-4.8, +44.8] | merged |" in study_markdown(made)
+
+
+def test_brackets_behind_accuracies_have_a_head() -> None:
+    points = [point({"n": n}, featcal=0.8) for n in range(3)]
+    assert "| average, % (worst gap) | n = 0 |" in study_markdown(study("a", points))
+    long = [point({"n": n}, featcal=0.8) for n in range(12)]
+    assert "| average, % (worst gap) | ta | + featcal |" in study_markdown(study("a", long))
+    for each in points:
+        for line in each["rows"]:
+            line["worst_recovered_gap"] = None
+    assert "| average, % | n = 0 |" in study_markdown(study("a", points))
 
 
 def test_costs_have_a_panel_each() -> None:
@@ -75,3 +108,30 @@ def test_points_with_names_are_a_line_each() -> None:
     points = [point({"source": name}, featcal=value) for name, value in (("x", 0.7), ("y", 0.8))]
     (figure,) = study_figures(study("transfer", points)).values()
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["x", "y"]
+
+
+def test_points_without_costs_or_values_have_no_figure() -> None:
+    labelled = [point({"split": name}, featcal=0.8) for name in ("train", "test")]
+    for each in labelled:
+        for line in each["rows"]:
+            line["cost"] = {"seconds": 2.0}
+    assert study_figures(study("cost", labelled)) == {}
+    bare = [point({"samples_per_task": n}, featcal=0.8) for n in (8, 64)]
+    assert study_figures(study("cost", bare)) == {}
+    alone = {"labels": {}, "rows": [row("ta", 0.6), row("featcal", 0.8)], "failed": []}
+    for line in alone["rows"]:
+        line["difference"] = None
+    assert study_figures(study("ablation", [alone])) == {}
+
+
+def test_costs_are_drawn_along_the_first_axis_of_numbers() -> None:
+    points = [
+        point({"split": split, "samples_per_task": n}, featcal=0.8)
+        for split in ("train", "test")
+        for n in (8, 64)
+    ]
+    for each in points:
+        for line in each["rows"]:
+            line["cost"] = {"seconds": float(each["labels"]["samples_per_task"])}
+    (figure,) = study_figures(study("cost", points)).values()
+    assert figure.axes[0].get_xlabel() == "samples per task"

@@ -147,7 +147,7 @@ def test_report_and_plot_read_the_studys_folder(
 def test_a_damaged_study_is_refused(
     change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study_figures, "plot_study", lambda folder: [])
+    monkeypatch.setattr(study_figures, "draw_study", lambda *_: [])
     study(tmp_path, seeds=[1]).run(model_pool())
     content = json.loads((tmp_path / "study.json").read_text())
     content = {key: value for key, value in content.items() if key != "digest"} | change

@@ -8,22 +8,15 @@ from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.results.drawing import marks
 from fusion_bench_featcal.results.find import ResultFolders, find
 from fusion_bench_featcal.results.long_table import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.results.study import Study
-from fusion_bench_featcal.results.study_figures import (
-    AXIS_NAMES,
-    COSTS,
-    Curve,
-    centre,
-    curves,
-    figure_names,
-    interval_note,
-    paper_curves,
-    planes,
-)
+from fusion_bench_featcal.results.paper_curves import Curve, paper_curves
+from fusion_bench_featcal.results.study import Study, label_text
+from fusion_bench_featcal.results.study_curves import AXIS_NAMES, centre, curves
+from fusion_bench_featcal.results.study_figures import figure_names, planes
 from fusion_bench_featcal.results.study_page import (
+    COSTS,
+    bars,
     failures,
     meanings,
-    point_title,
     rows_of,
     study_grids,
 )
@@ -95,7 +88,7 @@ def _cards(study: Study) -> Iterator[Card]:
             if row["difference"] and row.get("against") == merger and row["name"] not in (
                 merger, BASE, EXPERTS,
             ):  # fmt: skip
-                gains.setdefault(row["name"], []).append((row["difference"], point_title(labels)))
+                gains.setdefault(row["name"], []).append((row["difference"], label_text(labels)))
         featcal = [name for name in gains if name.startswith(FEATCAL)]
         for name in (featcal or list(gains))[:_CARDS]:
             yield _card(name, f"{_title(study)}, over {merger}", gains[name])
@@ -188,9 +181,9 @@ def _curve_figure(study: Study, merger: str) -> Figure:
         }
         title = f"the paper, ViT-B/32, {published.source}"
         panels.append(_panel(title, axis, {**levels, **published.rows}, label, merger))
-    note = interval_note(study)
+    note = bars(study)
     if study.design == "each":
-        note += f". Along each axis the other settings are {point_title(centre(study))}"
+        note += f". Along each axis the other settings are {label_text(centre(study))}"
     return Figure(
         f"{_title(study)}: accuracy over {merger}", panels, note[0].upper() + note[1:] + "."
     )
@@ -199,7 +192,7 @@ def _curve_figure(study: Study, merger: str) -> Figure:
 def _cost_figure(study: Study, merger: str) -> Figure:
     """A panel for each cost along the first axis."""
     panels = []
-    for key, (label, unit) in COSTS.items():
+    for key, (label, unit, _) in COSTS.items():
         for axis, rows in list(curves(study, merger, key).items())[:1]:
             scaled = {
                 name: Curve(x, [value / unit for value in y], [value / unit for value in half])

@@ -1,0 +1,174 @@
+"""Curves of a study along its axes, beside the paper's."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .drawing import GREY, INK, MERGED, legend_below, marks, panels, style
+from .long_table import AVERAGE, BASE, EXPERTS
+from .paper_curves import Curve, Published, paper_curves
+from .study import Study
+from .study_page import Row, bars, merged_points
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+AXIS_NAMES = {
+    "samples_per_task": "samples per task", "tasks": "tasks merged",
+    "ridge_lambda": "ridge_lambda (\N{GREEK SMALL LETTER LAMDA})",
+    "mix_alpha": "mix_alpha (\N{GREEK SMALL LETTER ALPHA})",
+    "anchor_rho": "anchor_rho (\N{GREEK SMALL LETTER RHO})",
+}  # fmt: skip
+_LABELS_APART = 4  # ratio of neighbours
+
+
+def centre(study: Study) -> dict[str, Any]:
+    """Labels of the present settings: the first point, where each axis varies by itself."""
+    return merged_points(study)[0][0]
+
+
+def curves(study: Study, merger: str, cost: str | None = None) -> dict[str, dict[str, Curve]]:
+    """Axis -> row -> curve along the axis, all other labels being those of the first point."""
+    points, middle = merged_points(study), centre(study)
+    lines: dict[str, dict[str, Curve]] = {}
+    for axis in middle:
+        along = [
+            (labels[axis], rows)
+            for labels, rows in points
+            if all(labels[key] == middle[key] for key in middle if key != axis)
+            and isinstance(labels[axis], int | float)
+        ]
+        if len(along) < 2:
+            continue
+        along.sort(key=lambda point: point[0])
+        for name in study.names(merger):
+            line = [(x, rows[merger, name]) for x, rows in along if (merger, name) in rows]
+            line = [(x, row) for x, row in line if cost is None or cost in row["cost"]]
+            if line:
+                lines.setdefault(axis, {})[name] = _curve(line, cost)
+    return lines
+
+
+def _curve(line: Sequence[tuple[float, Row]], cost: str | None) -> Curve:
+    if cost:
+        values = [row["cost"][cost] for _, row in line]
+        spread = [row.get("spread", {}).get(cost, 0.0) for _, row in line]
+        return Curve([x for x, _ in line], values, spread)
+    values = [100 * row["accuracy"][AVERAGE] for _, row in line]
+    return Curve([x for x, _ in line], values, [100 * row["half_width"] for _, row in line])
+
+
+def curve_figure(study: Study, merger: str, lines: Mapping[str, Mapping[str, Curve]]) -> "Figure":
+    """Accuracy along every axis, a panel each; beside them the paper's curve where it has one."""
+    published = paper_curves(study.name)
+    with style():
+        titles = [f"{study.suite}, over {merger}"] * len(lines) + ["the paper, ViT-B/32"] * bool(
+            published
+        )
+        if len(lines) > 1:
+            titles = ["" for _ in titles]
+        wide = (3.6 if len(lines) > 1 else 4.4, 3.4)
+        heading = f"{study.name}: {study.suite}, over {merger}" if len(lines) > 1 else study.name
+        figure, grid = panels(titles, wide, 3, heading, "", sharex=False)
+        every = [name for name in study.names(merger) if name not in (BASE, EXPERTS, merger)]
+        looks = marks([*every, merger], merger)
+        drawn: dict[str, Any] = {}
+        for axes, (axis, rows) in zip(grid, lines.items(), strict=False):
+            for name in every:
+                if name in rows:
+                    drawn[name] = draw_curve(axes, rows[name], looks[name])
+            _levels(axes, rows, merger, drawn)
+            label_axis(axes, axis, rows[next(iter(rows))].x)
+            if study.design == "each":
+                mark = axes.axvline(centre(study)[axis], color=GREY, linestyle=":")
+                drawn["the present setting"] = mark
+        grid[0].set_ylabel("average accuracy, %", fontsize=9)
+        if published:
+            _draw_published(grid[-1], published, looks, next(iter(lines)))
+            own = next(iter(lines.values()))
+            _gap_scale(grid[0], own, merger)
+        legend_below(figure, list(drawn.values()), list(drawn), bars(study), 4)
+    return figure
+
+
+def draw_curve(axes: "Axes", curve: Curve, look: Mapping[str, Any], **more: Any) -> Any:
+    """Draw a line with its bars; return the line."""
+    colour = look["color"]
+    if any(curve.half):
+        axes.errorbar(curve.x, curve.y, yerr=curve.half, fmt="none", ecolor=colour, elinewidth=1.1,
+                      alpha=0.7)  # fmt: skip
+    smaller = {**look, "markersize": 0.75 * look["markersize"]}
+    return axes.plot(curve.x, curve.y, linewidth=1.2, **{**smaller, **more})[0]
+
+
+def _levels(axes: "Axes", rows: Mapping[str, Curve], merger: str, drawn: dict[str, Any]) -> None:
+    """Merger and experts: level lines where they do not change along the axis, else curves."""
+    for name, colour in ((merger, MERGED), (EXPERTS, INK)):
+        curve = rows.get(name)
+        if curve is None:
+            continue
+        if max(curve.y) - min(curve.y) < 0.05:
+            drawn[name] = axes.axhline(curve.y[0], linewidth=1.1, color=colour)
+        else:
+            drawn[name] = axes.plot(curve.x, curve.y, linewidth=1.1, color=colour)[0]
+
+
+def label_axis(axes: "Axes", axis: str, values: Sequence[float]) -> None:
+    """Name an axis; logarithmic where values are of several magnitudes."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axes.set_xlabel(AXIS_NAMES.get(axis, axis), fontsize=9)
+    positive = [value for value in values if value > 0]
+    if positive and max(positive) / min(positive) > 20:
+        if len(positive) < len(values):
+            axes.set_xscale("symlog", linthresh=min(positive), linscale=0.6)
+            axes.set_xlim(-0.2 * min(positive), 1.6 * max(positive))
+        else:
+            axes.set_xscale("log")
+        values = _apart(values)
+    axes.xaxis.set_major_locator(FixedLocator(list(values)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if len(values) > 9:
+        axes.tick_params(axis="x", labelrotation=60)
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Values of a logarithmic axis that are far enough apart for their labels."""
+    shown: list[float] = []
+    for value in sorted(values):
+        last = shown[-1] if shown else 0.0
+        if last <= 0 or len(values) < 8 or value >= _LABELS_APART * last:
+            shown.append(value)
+    return shown
+
+
+def _draw_published(
+    axes: "Axes", published: Published, looks: Mapping[str, Any], axis: str
+) -> None:
+    """Draw the paper's curves, dashed."""
+    for row, curve in published.rows.items():
+        look = looks.get(row) or marks([row], None)[row]
+        draw_curve(axes, curve, look, linestyle="--")
+    axes.axhline(published.merged, linewidth=1.1, color=MERGED, linestyle="--")
+    axes.axhline(published.experts, linewidth=1.1, color=INK, linestyle="--")
+    label_axis(axes, axis, next(iter(published.rows.values())).x)
+    axes.set_title(f"the paper (dashed), {published.source}", fontsize=10)
+    _second_scale(axes, published.merged, published.experts)
+
+
+def _gap_scale(axes: "Axes", rows: Mapping[str, Curve], merger: str) -> None:
+    if merger in rows and EXPERTS in rows:
+        _second_scale(axes, rows[merger].y[0], rows[EXPERTS].y[0])
+
+
+def _second_scale(axes: "Axes", merged: float, experts: float) -> None:
+    """Scale on the right: share of the gap from merged model to experts, alike in all suites."""
+    gap = experts - merged
+    if gap <= 0:
+        return
+    to_share: Any = lambda y: 100 * (y - merged) / gap  # noqa: E731
+    from_share: Any = lambda share: merged + share * gap / 100  # noqa: E731
+    right = axes.secondary_yaxis("right", functions=(to_share, from_share))
+    right.set_ylabel("gap recovered, %", fontsize=8)
+    right.tick_params(labelsize=8)
