@@ -1,9 +1,10 @@
 """Sentences on the paper's observations, from data."""
 
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from synthetic import make_report
 
 from fusion_bench_featcal.results import observations, paper_curves
 from fusion_bench_featcal.results.observations import MERGED, At, Observation
@@ -75,30 +76,31 @@ def test_differences_pair_seeds() -> None:
     assert difference((groups[0], "ta", "z"), (groups[0], "ta", "ta")) is None
 
 
-def with_flags(values: dict[str, dict[int, list[int]]]) -> Group:
-    """A point with flags by row and seed, of one task."""
-    made = Group({})
-    for name, seeds in values.items():
-        made.by_seed["ta", name] = {seed: sum(f) / len(f) for seed, f in seeds.items()}
-        made.flags["ta", name] = {seed: {"t": np.array(f, bool)} for seed, f in seeds.items()}
-    return made
-
-
 def test_sides_without_a_common_seed_have_no_difference() -> None:
     one = Group({}, by_seed={("ta", "a"): {1: 0.7, 2: 0.8}, ("ta", "b"): {3: 0.5}})
     assert difference((one, "ta", "a"), (one, "ta", "b")) is None
 
 
-def test_only_common_seeds_count_in_estimate_and_interval() -> None:
-    few = {1: [1, 1, 0, 0], 2: [1, 1, 1, 0]}
-    more = few | {3: [0, 0, 0, 0]}  # of a seed that the other side lacks
-    merged = {1: [1, 0, 0, 0], 2: [0, 0, 1, 0]}
-    values = [
-        difference((made, "ta", "a"), (made, "ta", "ta"))
-        for made in (with_flags({"a": each, "ta": merged}) for each in (few, more))
-    ]
+def test_only_common_seeds_count_in_estimate_and_interval(tmp_path: Path) -> None:
+    levels: Any = {
+        1: {"featcal": 0.7, "surgery": 0.5},
+        2: {"featcal": 0.8, "surgery": 0.55},
+        3: {"featcal": 0.1},  # of surgery this seed's cell failed
+    }
+    for seed, of_seed in levels.items():
+        made = make_report({"base": 0.3, "experts": 0.9, "ta": 0.6, **of_seed}, upstream="ta",
+                           seed=seed)  # fmt: skip
+        made.seeds["comparison"] = seed
+        made.write(tmp_path / str(seed))
+    values = []
+    for seeds in ((1, 2), (1, 2, 3)):
+        group = Group({}, [tmp_path / str(seed) for seed in seeds])
+        group.load()
+        values.append(difference((group, "ta", "featcal"), (group, "ta", "surgery")))
     assert values[0] == values[1] is not None
-    assert values[0].high - values[0].low > 0.25  # over items and the two seeds
+    assert values[0].estimate == pytest.approx(0.225)
+    # wider than Student's interval over the two seeds alone: over items, too
+    assert values[0].high - values[0].estimate > seed_half_width([0.2, 0.25])
 
 
 def test_half_widths_are_students() -> None:
