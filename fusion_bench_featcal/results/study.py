@@ -1,6 +1,5 @@
 """Results of a study: comparisons by their points' labels, as `study.json` and a long table."""
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,8 +18,6 @@ from .long_table import AVERAGE, CORRECT
 from .report import Report, csv_text
 from .schema import SCHEMA, STUDY, STUDY_FILE, STUDY_KIND, check_types
 from .summary import COMPARISON_SEED, Summary, SummaryRow, summarise
-
-log = logging.getLogger(__name__)
 
 TABLE_FILE, PAGE_FILE = "table.csv", "study.md"
 _UNDRAWN = "not all figures were drawn"
@@ -148,11 +145,9 @@ class Study:
         self.notes = [note for note in self.notes if not note.startswith(_UNDRAWN)]
         try:
             draw_study(self, directory, setting)
-        except ReportError as error:
-            self.notes.append(f"{_UNDRAWN}: {error}")
         except Exception as error:  # hours of cells reach the tables whatever a drawing raises
-            log.warning("%s", _UNDRAWN, exc_info=True)
-            self.notes.append(f"{_UNDRAWN}: {error!r}")
+            reason = error if isinstance(error, ReportError) else repr(error)
+            self.notes.append(f"{_UNDRAWN}: {reason}")
 
     @classmethod
     def load(cls, directory: str | Path) -> "Study":
