@@ -1,8 +1,8 @@
 """Axes, marks and panels of the HTML page's figures."""
 
-import itertools
 import math
 import re
+from itertools import pairwise
 
 import pytest
 from html_pages import Reader
@@ -45,7 +45,7 @@ def test_a_logarithmic_axis_has_equal_ratios_at_equal_distances(values: list[flo
 def test_settings_of_several_magnitudes_are_logarithmic_with_a_place_for_zero():
     axis = Axis.settings([10, 0, 0.01, 0.1, 1])
     shares = [axis.share(value) for value in (0, 0.01, 0.1, 1, 10)]
-    steps = [two - one for one, two in itertools.pairwise(shares)]
+    steps = [two - one for one, two in pairwise(shares)]
     assert shares[0] > 0 and shares[-1] < 1 and steps == pytest.approx([steps[0]] * 4)
     assert [text for _, text in axis.ticks] == ["0", "0.01", "0.1", "1", "10"]
     assert not Axis.settings([0, 0.3, 1]).log and not Axis.settings([-1, 0, 50]).log
