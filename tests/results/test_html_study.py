@@ -92,7 +92,7 @@ def test_every_axis_has_a_panel_and_zero_a_place(tmp_path: Path) -> None:
     assert places == sorted(places) and len(set(places)) == 3
     (missing,) = [line for line in page.texts("li") if "featcal plot" in line]
     assert missing.startswith(f"sweep-ridge_lambda-mix_alpha.svg: `featcal plot {folder}`")
-    assert "ridge_lambda = 1.0, mix_alpha = 1.0" in page.table("accuracy over ta, %")["+ featcal"]
+    assert "ridge_lambda = 1.0, mix_alpha = 1.0" in page.table("accuracy over ta, % (worst gap)")["+ featcal"]
 
 
 def test_drawn_figures_are_part_of_the_page(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_names_are_text_and_failed_cells_are_told(tmp_path: Path) -> None:
     lines = page.texts("li")
     assert f"source = other, seed = 3: ta, x failed: {TRICKY}" in lines
     assert lines.count(TRICKY) == 2
-    assert f"source = {TRICKY}" in page.table("accuracy over ta, %")["+ featcal"]
+    assert f"source = {TRICKY}" in page.table("accuracy over ta, % (worst gap)")["+ featcal"]
 
 
 def test_several_studies_share_a_page(tmp_path: Path) -> None:
