@@ -117,6 +117,10 @@ def test_several_diagnoses_are_told_apart(tmp_path: Path) -> None:
     page = Reader(page_text(tmp_path / "all"))
     assert page.texts("h1") == ["toy, <other>"]
     assert page.table("toy: classes") and page.table("<other>: classes")
+    leave(tmp_path / "all" / "c")
+    page = Reader(page_text(tmp_path / "all"))
+    assert page.texts("h1") == ["toy (a), <other>, toy (c)"]
+    assert page.table("toy (a): classes") and page.table("toy (c): classes")
 
 
 def test_a_damaged_diagnosis_is_refused(tmp_path: Path, capsys) -> None:

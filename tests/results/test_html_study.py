@@ -159,6 +159,15 @@ def test_several_studies_share_a_page(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
+def test_studies_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for name in "ab":
+        leave(samples_study(), tmp_path / "all" / name)
+    page = Reader(page_text(tmp_path / "all"))
+    assert page.texts("h1") == ["suite (a), samples, suite (b), samples"]
+    versions = page.table("Versions and device")["torch"]
+    assert list(versions) == ["suite (a), samples", "suite (b), samples"]
+
+
 def error_of(words: list[Path], page: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line on stderr; no page is written."""
     assert main(["report", *map(str, words), "--html", str(page)]) == 2

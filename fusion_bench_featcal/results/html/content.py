@@ -17,7 +17,7 @@ from fusion_bench_featcal.results.views import failures, sentences
 from . import tables
 from .diagnoses import diagnosis_sections
 from .figures import accuracy_figure, cost_figure, drift_figures, samples_figure
-from .groups import Group, addresses, files_in, folders_of, groups_of
+from .groups import Group, addresses, files_in, folders_of, groups_of, told_apart
 from .parts import Card, Cards, Figure, Lines, Links, Page, Part, Section, Table
 from .studies import page_of_studies
 
@@ -51,7 +51,8 @@ def page_of(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) ->
 
 def _page_of_runs(folders: ResultFolders, place: Path, defaults: Mapping[str, Any]) -> Page:
     groups = groups_of(folders)
-    diagnoses = [Diagnosis.load(folder) for folder in folders.diagnosed]
+    loaded = {folder: Diagnosis.load(folder) for folder in folders.diagnosed}
+    diagnoses = [*told_apart(loaded, lambda one: one.suite).values()]
     if not groups and not diagnoses:
         raise ReportError(f"no row to show in {', '.join(map(str, folders.tables))}")
     warnings = _warnings(groups, folders)
@@ -76,8 +77,8 @@ def _page_of_runs(folders: ResultFolders, place: Path, defaults: Mapping[str, An
     subtitle = f"merged by {', '.join(mergers) or 'nobody'}"
     if runs := len(folders.runs):
         subtitle += f"; {runs} run{'s' * (runs != 1)}"
-    if count := len(diagnoses):
-        subtitle += f"; {count} diagnos{'ei'[count == 1]}s"
+    if diagnoses:
+        subtitle += f"; {len(diagnoses)} {'diagnosis' if len(diagnoses) == 1 else 'diagnoses'}"
     return Page(title, subtitle, sections)
 
 

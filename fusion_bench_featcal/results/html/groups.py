@@ -1,19 +1,22 @@
 """Runs that a page shows together: of one suite, with as many samples per task."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
+from fusion_bench_featcal.results.diagnosis import Diagnosis
 from fusion_bench_featcal.results.differences import row_name
 from fusion_bench_featcal.results.find import ResultFolders
 from fusion_bench_featcal.results.report import Report
+from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.results.summary import Summary, SummaryRow, summarise
 from fusion_bench_featcal.results.written import load_table
 
 _SAMPLES = "samples_per_task"
+_One = TypeVar("_One", Diagnosis, Study)
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,17 @@ def addresses(files: Iterable[Path], place: Path, folder: Path | None = None) ->
             Path(os.path.relpath(path.resolve(), place)).as_posix()
         )
         for path in files
+    }
+
+
+def told_apart(loaded: Mapping[Path, _One], name: Callable[[_One], str]) -> dict[Path, _One]:
+    """What was read from folders; where names are alike, with the folder behind the suite."""
+    names, places = [name(one) for one in loaded.values()], labels(list(loaded))
+    return {
+        folder: replace(one, suite=f"{one.suite} ({places[folder]})")
+        if names.count(name(one)) > 1
+        else one
+        for folder, one in loaded.items()
     }
 
 

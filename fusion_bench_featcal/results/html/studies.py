@@ -23,7 +23,7 @@ from fusion_bench_featcal.results.study_page import (
 from fusion_bench_featcal.results.tables import ABSENT
 
 from . import tables
-from .groups import addresses, files_in, groups_of
+from .groups import addresses, files_in, groups_of, told_apart
 from .parts import (
     Card,
     Cards,
@@ -54,7 +54,7 @@ def page_of_studies(folders: Sequence[Path], place: Path, defaults: Mapping[str,
     Raises:
         ReportError: If a study, or the report of a point that is shown, is damaged.
     """
-    studies = {folder: Study.load(folder) for folder in folders}
+    studies = told_apart({folder: Study.load(folder) for folder in folders}, _title)
     each = list(studies.values())
     figures = [part for folder, study in studies.items() for part in _figures(study, folder)]
     versions = tables.versions({_title(one): (one.versions, one.device) for one in each})
@@ -73,7 +73,7 @@ def page_of_studies(folders: Sequence[Path], place: Path, defaults: Mapping[str,
         Section("Files", [Links(_files(folders, place))], folded=True),
     ]
     title = ", ".join(map(_title, each))
-    return Page(title, f"stud{'y' if len(each) == 1 else 'ies'} of FeatCal", sections)
+    return Page(title, f"{'study' if len(each) == 1 else 'studies'} of FeatCal", sections)
 
 
 def _title(study: Study) -> str:
