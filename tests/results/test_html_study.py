@@ -92,7 +92,8 @@ def test_every_axis_has_a_panel_and_zero_a_place(tmp_path: Path) -> None:
     assert places == sorted(places) and len(set(places)) == 3
     (missing,) = [line for line in page.texts("li") if "featcal plot" in line]
     assert missing.startswith(f"sweep-ridge_lambda-mix_alpha.svg: `featcal plot {folder}`")
-    assert "ridge_lambda = 1.0, mix_alpha = 1.0" in page.table("accuracy over ta, % (worst gap)")["+ featcal"]
+    cells = page.table("accuracy over ta, % (worst gap)")["+ featcal"]
+    assert "ridge_lambda = 1.0, mix_alpha = 1.0" in cells
 
 
 def test_drawn_figures_are_part_of_the_page(tmp_path: Path) -> None:
