@@ -53,8 +53,8 @@ MUTATIONS = [
         "methods/test_post_merging.py",
     ),
     Mutation(
-        "intervals over trainings are those of the normal distribution",
-        "results/differences.py",
+        "intervals over draws and trainings are those of the normal distribution",
+        "results/items.py",
         "stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)",
         "stats.norm.ppf((1 + LEVEL) / 2)",
         "results/test_differences.py",

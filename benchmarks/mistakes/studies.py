@@ -1,0 +1,90 @@
+"""Mistakes in studies, diagnoses and corrupted data."""
+
+from mistakes.entry import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "local mismatch is the whole drift",
+        "core/drift.py",
+        "features - expert, crossed - expert, features - crossed",
+        "features - expert, features - expert, features - crossed",
+        "core/test_split_drift.py",
+    ),
+    Mutation(
+        "PCA is not of centred features",
+        "core/drift.py",
+        "features.double() - features.double().mean(0)",
+        "features.double()",
+        "core/test_split_drift.py",
+    ),
+    Mutation(
+        "a severity has the noise of the one before",
+        "data/corruptions.py",
+        "scale=_NOISE[severity - 1]",
+        "scale=_NOISE[severity - 2]",
+        "data/test_corruptions.py",
+    ),
+    Mutation(
+        "motion blur changes the brightness",
+        "data/corruptions.py",
+        "return kernel / kernel.sum()",
+        "return kernel / kernel.max()",
+        "data/test_corruptions.py",
+    ),
+    Mutation(
+        "all images have the same noise",
+        "data/corruptions.py",
+        'f"{seed}:{task}:{position}"',
+        'f"{seed}:{task}"',
+        "data/test_corruptions.py",
+    ),
+    Mutation(
+        "blocks change before the others are solved, without forward order",
+        "engine/loop.py",
+        'if self._problem.settings.order == "model":',
+        'if self._problem.settings.order == "never":',
+        "test_ablations.py",
+    ),
+    Mutation(
+        "equal weights leave lambda as it is",
+        "engine/block.py",
+        "strength *= statistics.fmean(norms.values()) / math.sqrt(system.groups)",
+        "strength *= 1.0",
+        "test_ablations.py",
+    ),
+    Mutation(
+        "a subset of tasks is evaluated on all",
+        "studies/axes.py",
+        'for pool in ("modelpool", "taskpool"):',
+        'for pool in ("modelpool",):',
+        "studies/test_points.py",
+    ),
+    Mutation(
+        "points of a study share a folder",
+        "studies/run.py",
+        'return f"{name[:_LONGEST]}-{digest}"',
+        "return name[:_LONGEST]",
+        "studies/test_points.py",
+    ),
+    Mutation(
+        "axes are varied around other settings than the first label's",
+        "studies/axes.py",
+        "return Axis(name, options, options[0])",
+        "return Axis(name, options, Option(options[0].labels, {}))",
+        "studies/test_points.py",
+    ),
+    Mutation(
+        "pictures on another background count as the same",
+        "comparison/data.py",
+        "if background is not None:",
+        "if background is None:",
+        "comparison/test_fingerprint.py",
+    ),
+    Mutation(
+        "an interval across 0 decides",
+        "results/verdicts.py",
+        "return HOLDS if low > 0 else FAILS if high < 0 else OPEN",
+        "return HOLDS if low > 0 else FAILS",
+        "results/test_observations.py",
+    ),
+)
