@@ -112,7 +112,7 @@ ELSEWHERE := engine results comparison checkpoints reads plan packaging test_res
 	$(addprefix data/test_,image_cache.py load_images.py pictures.py read_ahead.py labels.py)
 
 # Slow ones that run real commands and their models.
-COMMANDS := test_plus_command.py test_screen.py test_calibrate_decoders.py tasks golden comparison
+COMMANDS := test_plus_command.py test_screen.py test_stock_pools.py test_calibrate_decoders.py tasks golden comparison
 
 test-newest-quick: $(NEWEST)/.installed ## test-newest without what no transformers release touches, and with few slow tests
 	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow' $(ELSEWHERE:%=--ignore=tests/%)

@@ -36,6 +36,7 @@ def test_a_method_of_one_s_own_needs_one_file_in_the_folder_of_the_run(tmp_path:
     assert set(rows) == {"base", "experts", "task_arithmetic", "scaled", "featcal"}
 
 
+@pytest.mark.slow
 def test_a_family_of_one_s_own_is_named_in_yaml(tmp_path: Path, monkeypatch: Any, capsys: Any):
     folder = tmp_path / "run"
     shutil.copytree(EXAMPLES / "own_family", folder)

@@ -18,11 +18,14 @@ from stock_pools.running import NAMES, as_hydra_job, composed, redirected, run
 from stock_pools.stand_ins import StandIns
 
 LAST = {expected_of(name).pattern: name for name in NAMES}
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:ModelPoolFactory.create_modelpool:DeprecationWarning",
-    "ignore:`is_gradient_checkpointing`:FutureWarning",  # PEFT asks transformers 5 for it
-    "ignore:Input and output embeddings are no longer tied:UserWarning",  # says PEFT
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:ModelPoolFactory.create_modelpool:DeprecationWarning",
+        "ignore:`is_gradient_checkpointing`:FutureWarning",  # PEFT asks transformers 5 for it
+        "ignore:Input and output embeddings are no longer tied:UserWarning",  # says PEFT
+    ),
+]
 
 
 def marked(names: Sequence[str]) -> list[Any]:

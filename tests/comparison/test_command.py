@@ -13,6 +13,7 @@ from fusion_bench_featcal.comparison import cell_process
 from fusion_bench_featcal.results import Report
 
 
+@pytest.mark.slow
 def test_command_compares_and_leaves_reports(tmp_path: Path) -> None:
     result = fusion_bench(
         [

@@ -81,6 +81,7 @@ def rows_of(names: Any) -> set[str]:
     return {known[name.split("--")[1].rpartition("-")[0]] for name in names} - {"none"}
 
 
+@pytest.mark.slow
 def test_only_what_is_missing_or_depends_on_what_changed_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_command_merges_subsets_of_tasks_and_measures_cells_apart(tmp_path: Path
     assert row["samples"] == "4 train"
 
 
+@pytest.mark.slow
 def test_command_refuses_bad_points_in_one_line(tmp_path: Path) -> None:
     words = [*WORDS, "method.axes.samples_per_task=[0]"]
     done = fusion_bench(words, tmp_path, check=False)

@@ -87,6 +87,7 @@ def test_experts_are_good_and_plain_merges_lose() -> None:
         assert rows[merge] <= rows["experts"] - 0.05
 
 
+@pytest.mark.slow
 def test_the_command_repairs_the_merged_network(tmp_path: Path) -> None:
     words = ["method=featcal", f"modelpool={NAME}", "method.samples_per_task=64"]
     run = fusion_bench([*words, f"path.log_dir={tmp_path}/log"], tmp_path)
