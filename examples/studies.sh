@@ -10,16 +10,15 @@ study() { # pool, study, words
   fusion_bench "method=study/$name" "modelpool=$pool" "path.log_dir=$folder/$pool/$name" "$@"
 }
 
-study clip-vit-mini_TA6 samples 'method.axes.samples_per_task=[8,32,128,512]'
+study clip-vit-mini_TA6 samples
 study clip-vit-mini_TA6 sweep 'method.seeds=[42]'
-study clip-vit-mini_TA6 ablation 'method.seeds=[42,43]'
-study clip-vit-mini_TA6 tasks method.subsets=2
+study clip-vit-mini_TA6 ablation
+study clip-vit-mini_TA6 tasks method.subsets=4
 study clip-vit-mini_TA6 cost
-study clip-vit-mini_TA6 corruption 'method.post_merging=[surgery,prob_surgery,featcal]'
-study clip-vit-mini_TA6 severity 'method.seeds=[42]' 'method.post_merging=[featcal]' \
-  'method.axes.corruption.severities=[1,3,5]'
-study clip-vit-mini_TA6 transfer 'method.seeds=[42]' 'method.post_merging=[featcal]'
+study clip-vit-mini_TA6 corruption 'method.post_merging=[surgery,prob_surgery,featcal,featcal:plus]'
+study clip-vit-mini_TA6 severity 'method.seeds=[42]' 'method.post_merging=[featcal,featcal:plus]'
+study clip-vit-mini_TA6 transfer 'method.seeds=[42]' 'method.post_merging=[surgery:calibration,featcal,featcal:plus]'
 for pool in flan-t5-mini_TA6 llama-mini_TA6; do
-  study "$pool" samples 'method.seeds=[42]' 'method.axes.samples_per_task=[8,64]'
+  study "$pool" samples 'method.axes.samples_per_task=[8,32,128,512]'
   study "$pool" ablation 'method.seeds=[42]'
 done
