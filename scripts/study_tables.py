@@ -7,26 +7,25 @@ from pathlib import Path
 
 from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.results.study_page import study_grids
+from fusion_bench_featcal.results.verdicts import FAILS, HOLDS, OPEN
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results" / "studies"
 FIGURES = ROOT / "docs" / "figures" / "studies"
-NAMES = (
-    "samples", "ablation", "sweep", "tasks", "cost", "corruption", "severity", "transfer"
-)  # fmt: skip
+IMAGES, TEXTS = "clip-vit-mini_TA6", ("flan-t5-mini_TA6", "llama-mini_TA6")
 STUDIES = {
     f"{study}-{suite}": (suite, study)
-    for suite in ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6")
-    for study in (
-        "samples",
-        "ablation",
-        "sweep",
-        "tasks",
-        "cost",
-        "corruption",
-        "severity",
-        "transfer",
-    )
+    for study, suites in {
+        "samples": (IMAGES, *TEXTS),
+        "ablation": (IMAGES, *TEXTS),
+        "sweep": (IMAGES,),
+        "tasks": ("clip-vit-mini_all8",),
+        "cost": (IMAGES,),
+        "corruption": (IMAGES,),
+        "severity": (IMAGES,),
+        "transfer": (IMAGES,),
+    }.items()
+    for suite in suites
 }
 """Part -> suite and study."""
 
@@ -91,7 +90,7 @@ def study_summary() -> str:
         if (folder / "study.json").is_file():
             study = Study.load(folder)
             verdicts = [finding["verdict"] for finding in study.findings]
-            counts = [verdicts.count(v) for v in ("holds", "does not hold", "is not decided")]
+            counts = [verdicts.count(v) for v in (HOLDS, FAILS, OPEN)]
             minutes = "-" if study.minutes is None else f"{study.minutes:.0f}"
             cells = [suite, name, str(len(verdicts)), *map(str, counts), minutes]
             lines.append(f"| {' | '.join(cells)} |")
