@@ -20,6 +20,7 @@ AXIS_NAMES = {
     "anchor_rho": "anchor_rho (\N{GREEK SMALL LETTER RHO})",
 }  # fmt: skip
 _LABELS_APART = 4  # ratio of neighbours
+_SHIFT = 2.5  # points between neighbouring rows' bars
 
 
 def centre(study: Study) -> dict[str, Any]:
@@ -62,9 +63,7 @@ def curve_figure(study: Study, merger: str, lines: Mapping[str, Mapping[str, Cur
     """Accuracy along every axis, a panel each; beside them the paper's curve where it has one."""
     published = paper_curves(study.name)
     with style():
-        titles = [f"{study.suite}, over {merger}"] * len(lines) + ["the paper, ViT-B/32"] * bool(
-            published
-        )
+        titles = [f"{study.suite}, over {merger}"] * len(lines) + ["the paper"] * bool(published)
         if len(lines) > 1:
             titles = ["" for _ in titles]
         wide = (3.6 if len(lines) > 1 else 4.4, 3.4)
@@ -74,9 +73,9 @@ def curve_figure(study: Study, merger: str, lines: Mapping[str, Mapping[str, Cur
         looks = marks([*every, merger], merger)
         drawn: dict[str, Any] = {}
         for axes, (axis, rows) in zip(grid, lines.items(), strict=False):
-            for name in every:
-                if name in rows:
-                    drawn[name] = draw_curve(axes, rows[name], looks[name])
+            moved = shifts({name: rows[name] for name in every if name in rows})
+            for name, shift in moved.items():
+                drawn[name] = draw_curve(axes, rows[name], looks[name], shift)
             _levels(axes, rows, merger, drawn)
             label_axis(axes, axis, rows[next(iter(rows))].x)
             if study.design == "each":
@@ -84,21 +83,39 @@ def curve_figure(study: Study, merger: str, lines: Mapping[str, Mapping[str, Cur
                 drawn["the present setting"] = mark
         grid[0].set_ylabel("average accuracy, %", fontsize=9)
         if published:
-            _draw_published(grid[-1], published, looks, next(iter(lines)))
+            of_paper = _draw_published(grid[-1], published, looks, next(iter(lines)))
+            drawn |= {row: line for row, line in of_paper.items() if row not in drawn}
             own = next(iter(lines.values()))
             _gap_scale(grid[0], own, merger)
-        legend_below(figure, list(drawn.values()), list(drawn), bars(study), 4)
+        legend = bars(study) + ("; the paper's: standard deviation" if published else "")
+        legend_below(figure, list(drawn.values()), list(drawn), legend, 4)
     return figure
 
 
-def draw_curve(axes: "Axes", curve: Curve, look: Mapping[str, Any], **more: Any) -> Any:
-    """Draw a line with its bars; return the line."""
-    colour = look["color"]
+def draw_curve(
+    axes: "Axes", curve: Curve, look: Mapping[str, Any], shift: float = 0.0, **more: Any
+) -> Any:
+    """Draw a line with its bars, moved to the right by some points; return the line."""
+    from matplotlib.transforms import ScaledTranslation
+
+    move = ScaledTranslation(shift / 72, 0, axes.figure.dpi_scale_trans)
+    place: dict[str, Any] = {"transform": axes.transData + move}
+    low, high = ([y + sign * half for y, half in zip(curve.y, curve.half, strict=True)]
+                 for sign in (-1, 1))  # fmt: skip
+    # Limits come from what is drawn in the axes' own units only.
+    axes.update_datalim([*zip(curve.x, low, strict=True), *zip(curve.x, high, strict=True)])
+    axes.autoscale_view()
     if any(curve.half):
-        axes.errorbar(curve.x, curve.y, yerr=curve.half, fmt="none", ecolor=colour, elinewidth=1.1,
-                      alpha=0.7)  # fmt: skip
+        axes.vlines(curve.x, low, high, color=look["color"], linewidth=1.1, alpha=0.7, **place)
     smaller = {**look, "markersize": 0.75 * look["markersize"]}
-    return axes.plot(curve.x, curve.y, linewidth=1.2, **{**smaller, **more})[0]
+    return axes.plot(curve.x, curve.y, linewidth=1.2, **{**smaller, **place, **more})[0]
+
+
+def shifts(rows: Mapping[str, Curve]) -> dict[str, float]:
+    """Shift of each row in points, so that bars at the same value stand side by side."""
+    if not any(any(curve.half) for curve in rows.values()):
+        return dict.fromkeys(rows, 0.0)
+    return {name: _SHIFT * (place - (len(rows) - 1) / 2) for place, name in enumerate(rows)}
 
 
 def _levels(axes: "Axes", rows: Mapping[str, Curve], merger: str, drawn: dict[str, Any]) -> None:
@@ -145,16 +162,18 @@ def _apart(values: Sequence[float]) -> list[float]:
 
 def _draw_published(
     axes: "Axes", published: Published, looks: Mapping[str, Any], axis: str
-) -> None:
-    """Draw the paper's curves, dashed."""
+) -> dict[str, Any]:
+    """Draw the paper's curves, dashed; return the line of each row."""
+    lines, moved = {}, shifts(published.rows)
     for row, curve in published.rows.items():
         look = looks.get(row) or marks([row], None)[row]
-        draw_curve(axes, curve, look, linestyle="--")
+        lines[row] = draw_curve(axes, curve, look, moved[row], linestyle="--")
     axes.axhline(published.merged, linewidth=1.1, color=MERGED, linestyle="--")
     axes.axhline(published.experts, linewidth=1.1, color=INK, linestyle="--")
     label_axis(axes, axis, next(iter(published.rows.values())).x)
-    axes.set_title(f"the paper (dashed), {published.source}", fontsize=10)
+    axes.set_title(f"the paper (dashed), ViT-B/32, {published.source}", fontsize=10)
     _second_scale(axes, published.merged, published.experts)
+    return lines
 
 
 def _gap_scale(axes: "Axes", rows: Mapping[str, Curve], merger: str) -> None:

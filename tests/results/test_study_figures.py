@@ -22,8 +22,25 @@ def test_samples_have_the_papers_panel_beside_them() -> None:
     assert "Table 12" in paper.get_title(loc="left")
     assert own.get_xscale() == "log" and own.get_xlabel() == "samples per task"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "surgery", "featcal", "ta", "experts",
+        "surgery", "featcal", "ta", "experts", "prob_surgery",
     ]  # fmt: skip
+
+
+def test_bars_at_the_same_value_stand_side_by_side() -> None:
+    points = [point({"samples_per_task": n}, featcal=0.8, surgery=0.8) for n in (8, 64)]
+    (figure,) = study_figures(study("samples", points)).values()
+    figure.canvas.draw()
+    own = list[Any](figure.axes)[0]
+    one, other = own.collections
+    assert [path.vertices.tolist() for path in one.get_paths()] == [
+        [[8, 79], [8, 81]], [[64, 79], [64, 81]],
+    ]  # fmt: skip
+    ends = [bars.get_transform().transform(bars.get_paths()[0].vertices) for bars in (one, other)]
+    assert 1 < abs(ends[1][0][0] - ends[0][0][0]) < 10  # pixels
+    low, high = own.get_ylim()
+    assert low < 79 and high > 81
+    left, right = own.get_xlim()
+    assert left < 8 and right > 64
 
 
 def test_each_axis_has_a_panel_and_a_pair_a_heat_map() -> None:
