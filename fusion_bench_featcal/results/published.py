@@ -1,6 +1,7 @@
 """Averages that the FeatCal paper (arXiv 2605.13030) prints, with what is known against them."""
 
 import csv
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -57,9 +58,11 @@ def published_average(
 ) -> Published | None:
     """Return the paper's average for a row that was made as the paper's was in all its runs.
 
-    None where the paper has no such row, or the row has other settings or another number of samples
-    than the paper's. A row `featcal:<preset>` is one of `featcal`.
+    None where the paper has no such row, or the row has other settings, another number of samples
+    or of tasks than the paper's. A row `featcal:<preset>` is one of `featcal`.
     """
+    if any(len(report.tasks) != _number_of_tasks(suite) for report in reports):
+        return None
     if name in (BASE, EXPERTS):
         return _averages().get((suite, "", name))
     method = FEATCAL if name.startswith(f"{FEATCAL}:") else name
@@ -101,6 +104,16 @@ def _is_papers(report: Report, suite: str, name: str, method: str) -> bool:
 
 def _agree(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     return all(key in settings and settings[key] == value for key, value in expected.items())
+
+
+@cache
+def _number_of_tasks(suite: str) -> int:
+    """Tasks of a pool of the paper: the number at the end of its name, or those of its table."""
+    if number := re.search(r"\d+$", suite):
+        return int(number[0])
+    with _FILE.open(encoding="utf-8", newline="") as lines:
+        metrics = {row["metric"] for row in csv.DictReader(lines) if row["setting"] == suite}
+    return len(metrics - {AVERAGE})
 
 
 @cache

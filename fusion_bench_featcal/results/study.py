@@ -208,7 +208,7 @@ def make_study(
         seeds=seeds,
         over=over,
         design=design,
-        lines=[line for group in groups for line in _lines(name, group)],
+        lines=[line for group in groups for line in _lines(name, suite, group)],
     )
     if len(seeds) == 1:
         study.notes.append(
@@ -282,7 +282,7 @@ def _point(group: Group, against: Mapping[str, Sequence[str]]) -> dict[str, Any]
     return {"labels": group.labels, "rows": rows, "failed": failed}
 
 
-def _lines(study: str, group: Group) -> Iterator[dict[str, Any]]:
+def _lines(study: str, suite: str, group: Group) -> Iterator[dict[str, Any]]:
     """The group's part of the long table."""
     for path in group.runs:
         report = Report.load(path)
@@ -290,7 +290,7 @@ def _lines(study: str, group: Group) -> Iterator[dict[str, Any]]:
         for entry in report.entries():
             if entry.metric == CORRECT or not isinstance(entry.value, int | float):
                 continue
-            place = {"study": study, "suite": entry.suite, **group.labels}
+            place = {"study": study, "suite": suite, **group.labels}
             yield place | {
                 "merger": entry.merger, "row": entry.row, "task": entry.task, "seed": seed,
                 "metric": entry.metric, "value": f"{entry.value:.6g}",

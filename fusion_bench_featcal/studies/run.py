@@ -144,7 +144,8 @@ class StudyRun:
         self._conditions = run.conditions
         run.run()
         place = folder / folder_name(task.point)
-        return write_merger_reports(place, suite, run, task.comparison.notes), run.failed
+        name = pool_name(suite, task.point)
+        return write_merger_reports(place, name, run, task.comparison.notes), run.failed
 
     def _group(self, labels: dict[str, Any]) -> Group:
         for group in self.groups:
@@ -162,15 +163,24 @@ class StudyRun:
                 self._taskpool = program.taskpool
             if self._inputs is not None:
                 self._inputs.images.close()
-            unchanged = not any(key.split(".")[0] in _POOLS for key in task.point.changes)
             pools = [self.modelpool, self._taskpool]
-            if not unchanged:
+            if _changes_pools(task.point):
                 configs = (OmegaConf.create(plain(task.config[pool])) for pool in _POOLS)
                 pools = [program._instantiate_and_setup(config) for config in configs]
             self._inputs, self._pools = shared_inputs(self.algorithm, *pools), task.pools
             # Mergers and checks may ask the program for its task pool.
             program.modelpool, program.taskpool = pools
         return self._inputs
+
+
+def _changes_pools(point: Point) -> bool:
+    return any(key.split(".")[0] in _POOLS for key in point.changes)
+
+
+def pool_name(suite: str, point: Point) -> str:
+    """Name of a point's pools in its reports; others than the suite's must not share its name."""
+    labels = ", ".join(f"{key}={value}" for key, value in point.labels.items())
+    return f"{suite} ({labels})" if _changes_pools(point) else suite
 
 
 def folder_name(point: Point) -> str:

@@ -33,9 +33,10 @@ MADE = {
 
 
 def reports(
-    name: str, settings: Any = None, samples: int = 256, upstream: Any = None
+    name: str, settings: Any = None, samples: int = 256, upstream: Any = None, tasks: int = 8
 ) -> list[Report]:
     made = Report(upstream="task_arithmetic")
+    made.rows["base"] = dict.fromkeys([*map(str, range(tasks)), "average"], 0.5)
     made.settings = MADE | {name: MADE.get(name, {}) if settings is None else settings}
     if upstream is not None:
         made.settings["task_arithmetic"] = upstream
@@ -75,13 +76,15 @@ def test_rows_that_the_paper_lacks_have_none(suite: str, upstream: str | None, n
     assert published_average(suite, upstream, name, reports(name)) is None
 
 
-@pytest.mark.parametrize("suite", [B32, FLAN, LLAMA_8B])
-def test_only_the_papers_settings_stand_beside_its_numbers(suite: str) -> None:
-    own = reports("featcal", featcal(suite))
+@pytest.mark.parametrize(("suite", "tasks"), [(B32, 8), (FLAN, 8), (LLAMA_8B, 6)])
+def test_only_the_papers_settings_stand_beside_its_numbers(suite: str, tasks: int) -> None:
+    own = reports("featcal", featcal(suite), tasks=tasks)
     published = published_average(suite, "task_arithmetic", "featcal", own)
     assert published is not None
     row = "featcal:paper"
-    preset = published_average(suite, "task_arithmetic", row, reports(row, featcal(suite)))
+    preset = published_average(
+        suite, "task_arithmetic", row, reports(row, featcal(suite), tasks=tasks)
+    )
     assert preset == published
     for changes in (
         {"ridge_lambda": 0.07},
@@ -91,15 +94,15 @@ def test_only_the_papers_settings_stand_beside_its_numbers(suite: str) -> None:
         {"token_weights": "demo_last_block"},
         {"expert_read_budget": "50%"},
     ):
-        other = reports("featcal", featcal(suite, **changes))
+        other = reports("featcal", featcal(suite, **changes), tasks=tasks)
         assert published_average(suite, "task_arithmetic", "featcal", other) is None, changes
-    few = reports("featcal", featcal(suite), samples=8)
+    few = reports("featcal", featcal(suite), samples=8, tasks=tasks)
     assert published_average(suite, "task_arithmetic", "featcal", few) is None
     # One of two runs is not the paper's: nor is their mean.
     assert published_average(suite, "task_arithmetic", "featcal", own + few) is None
-    scaled = reports("featcal", featcal(suite), upstream={"scaling_factor": 0.4})
+    scaled = reports("featcal", featcal(suite), upstream={"scaling_factor": 0.4}, tasks=tasks)
     assert published_average(suite, "task_arithmetic", "featcal", scaled) is None
-    merger = reports("task_arithmetic", {"scaling_factor": 0.4})
+    merger = reports("task_arithmetic", {"scaling_factor": 0.4}, tasks=tasks)
     assert published_average(suite, "task_arithmetic", "task_arithmetic", merger) is None
 
 
@@ -111,9 +114,19 @@ def test_baselines_with_other_settings_have_no_number_beside_them(name: str) -> 
     assert published_average(B32, "wudi", name, reports(name, samples=8)) is None
 
 
+def test_fewer_tasks_have_no_number_beside_them() -> None:
+    for name in ("base", "experts", "task_arithmetic", "featcal"):
+        assert published_average(B32, "task_arithmetic", name, reports(name)) is not None
+        assert published_average(B32, "task_arithmetic", name, reports(name, tasks=7)) is None
+    many = "clip-vit-large-patch14_TALL20"
+    assert published_average(many, None, "experts", reports("experts", tasks=20)) is not None
+    assert published_average(many, None, "experts", reports("experts", tasks=14)) is None
+
+
 def test_clip_settings_on_other_pools_have_no_number_beside_them() -> None:
     for suite in (FLAN, "flan-t5-large_glue_lora", LLAMA_8B, "mergebench_llama-3.2-3b-instruct"):
-        row = reports("featcal", featcal(B32))
+        tasks = 6 if suite.startswith("mergebench") else 8
+        row = reports("featcal", featcal(B32), tasks=tasks)
         assert published_average(suite, "task_arithmetic", "featcal", row) is None
 
 
@@ -148,7 +161,7 @@ def test_clip_settings_are_the_defaults() -> None:
 
 def test_doubtful_entry_has_its_note() -> None:
     suite = "clip-vit-base-patch32_TALL20"
-    published = published_average(suite, "simple_average", "featcal", reports("featcal"))
+    published = published_average(suite, "simple_average", "featcal", reports("featcal", tasks=20))
     assert published is not None
     assert published.value == pytest.approx(0.7315)
     assert "prints 87.3" in published.note

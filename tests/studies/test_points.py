@@ -7,7 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from fusion_bench_featcal.studies.points import Design, Point
-from fusion_bench_featcal.studies.run import folder_name
+from fusion_bench_featcal.studies.run import folder_name, pool_name
 
 
 def config(**method: Any) -> DictConfig:
@@ -125,6 +125,13 @@ def test_points_have_folders_of_their_own() -> None:
     texts = [*subsets, "a/b", "a_b"]
     points = [Point(labels={"of": t}, changes={}, seed=s) for t in texts for s in (1, 2)]
     assert len({folder_name(point) for point in points}) == len(points)
+
+
+def test_reports_of_other_pools_have_another_name() -> None:
+    settings = Point(labels={"n": 8}, changes={"method.samples_per_task": 8}, seed=1)
+    assert pool_name("clip-vit-base-patch32_TA8", settings) == "clip-vit-base-patch32_TA8"
+    fewer = Point(labels={"tasks": 2, "subset": "a+b"}, changes={"modelpool.models": {}}, seed=1)
+    assert pool_name("clip", fewer) == "clip (tasks=2, subset=a+b)"
 
 
 def test_a_sample_of_subsets_is_the_same_each_time() -> None:
