@@ -4,7 +4,7 @@ The images are an alphabet of the bundled suite that its six default tasks do no
 
     python examples/own_task/make_task.py my_alphabet
 
-writes `my_alphabet/train` (images), `my_alphabet/test` (a folder of images per class) and
+writes `my_alphabet/train` and `my_alphabet/test` (a folder of images per class each) and
 `my_alphabet/expert` (a CLIP vision model). docs/tasks.md goes on from there.
 """
 
@@ -20,13 +20,11 @@ TASK = "mini_balinese"
 def write_task(folder: Path) -> None:
     """Write the task; `folder` must not exist yet."""
     classnames = image.load_arrays(TASK).classnames
-    (folder / "train").mkdir(parents=True)
-    for number, item in enumerate(image.load_split(TASK, "train")):
-        item["image"].save(folder / "train" / f"{number:04d}.png")
-    for number, item in enumerate(image.load_split(TASK, "test")):
-        of_class = folder / "test" / classnames[item["label"]]
-        of_class.mkdir(parents=True, exist_ok=True)
-        item["image"].save(of_class / f"{number:04d}.png")
+    for split in ("train", "test"):
+        for number, item in enumerate(image.load_split(TASK, split)):
+            of_class = folder / split / classnames[item["label"]]
+            of_class.mkdir(parents=True, exist_ok=True)
+            item["image"].save(of_class / f"{number:04d}.png")
     shutil.copytree(image.path(TASK), folder / "expert")
 
 

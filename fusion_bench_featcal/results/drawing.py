@@ -5,6 +5,7 @@ matplotlib comes with the extra `plots` and is imported only to draw.
 
 import io
 import textwrap
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,13 @@ MERGED, CALIBRATED = "#d55e00", "#0072b2"
 PALETTE = (CALIBRATED, MERGED, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195")
 _METHODS = {
     FEATCAL: (CALIBRATED, "o"),
+    f"{FEATCAL}:plus": (PALETTE[5], ">"),
+    # The bundled pools' other presets.
+    f"{FEATCAL}:paper_flan_t5": ("#009e73", "p"),
+    f"{FEATCAL}:paper_flan_t5-targets": ("#e69f00", "d"),
+    f"{FEATCAL}:paper_llama_3b": ("#cc79a7", "h"),
+    f"{FEATCAL}:paper_llama_3b-targets": ("#7a5195", "<"),
+    f"{FEATCAL}:batch_norm_only": ("#8c6d31", "h"),
     f"{FEATCAL}+ridge_surgery": (CALIBRATED, "*"),
     "surgery": ("#009e73", "D"),
     "prob_surgery": ("#cc79a7", "^"),
@@ -39,8 +47,9 @@ _REFERENCES: dict[str, dict[str, Any]] = {
     EXPERTS: {"color": INK, "marker": "|", "markersize": 14, "markeredgecolor": INK,
               "markeredgewidth": 2.2},
 }  # fmt: skip
-_PRESETS = ("o", "D", "^", "v", "P", "X", "<", ">")
-_OTHERS = ("<", ">", "h", "p", "d")
+# Of rows without a look of their own.
+_COLOURS = (*PALETTE[2:5], PALETTE[6], "#8c6d31")
+_SHAPES = ("<", "h", "p", "d", "v", "^", "D", "P", "X")
 # These shapes look smaller than they are.
 _SIZES = {"*": 12, "P": 9.5, "X": 9}
 # The same method on the images that FeatCal draws: the same mark, hollow.
@@ -62,24 +71,22 @@ _STYLE: dict[Any, Any] = {
 
 
 def marks(names: Sequence[str], upstream: str | None) -> dict[str, dict[str, Any]]:
-    """Colour and shape of each row, as keywords of `Axes.plot`: the same in every figure."""
-    presets = [name for name in names if name.startswith(f"{FEATCAL}:")]
-    listed = (BASE, EXPERTS, upstream, *presets)
-    others = [n for n in names if n.removesuffix(_HOLLOW) not in _METHODS and n not in listed]
+    """Colour and shape of each row, as keywords of `Axes.plot`: the same in every figure.
+
+    A method that is not known here has the colour and shape of its name. Only where another such
+    method of `names` has the same colour does it take the next one.
+    """
+    pairs = dict(_METHODS)
 
     def look(name: str) -> dict[str, Any]:
         if name == upstream:
             return {"color": MERGED, "marker": "s"}
         if name in _REFERENCES:
             return _REFERENCES[name]
-        if name in presets:
-            return {"color": PALETTE[5], "marker": _PRESETS[presets.index(name) % len(_PRESETS)]}
-        if name in others:
-            place, colours = others.index(name), PALETTE[2:]
-            # A colour comes back with another shape.
-            shape = _OTHERS[(place + place // len(colours)) % len(_OTHERS)]
-            return {"color": colours[place % len(colours)], "marker": shape}
-        colour, shape = _METHODS[name.removesuffix(_HOLLOW)]
+        method = name.removesuffix(_HOLLOW)
+        if method not in pairs:
+            pairs[method] = _free_pair(method, list(pairs.values()))
+        colour, shape = pairs[method]
         hollow = {"markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.5,
                   "markersize": 6.5}  # fmt: skip
         return {"color": colour, "marker": shape, **(hollow if name.endswith(_HOLLOW) else {})}
@@ -87,6 +94,17 @@ def marks(names: Sequence[str], upstream: str | None) -> dict[str, dict[str, Any
     common = {"markeredgecolor": "white", "markeredgewidth": 0.8}
     looks = {name: look(name) for name in names}
     return {n: {"markersize": _SIZES.get(x["marker"], 8), **common, **x} for n, x in looks.items()}
+
+
+def _free_pair(name: str, taken: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Colour and shape that a name chooses, of those that are least taken."""
+    number = zlib.crc32(name.encode())
+    # Colours of other names of the figure count; those of the methods above come with other shapes.
+    used = [colour for colour, _ in taken[len(_METHODS) :]]
+    turns = [_COLOURS[(number + turn) % len(_COLOURS)] for turn in range(len(_COLOURS))]
+    colour = min(turns, key=used.count)
+    shapes = [_SHAPES[(number + turn) % len(_SHAPES)] for turn in range(len(_SHAPES))]
+    return colour, min(shapes, key=lambda shape: taken.count((colour, shape)))
 
 
 def style() -> Any:

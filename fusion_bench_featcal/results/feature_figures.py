@@ -8,11 +8,8 @@ import numpy as np
 from .diagnosis import Diagnosis
 from .diagnosis_page import class_gains
 from .drawing import (
-    CALIBRATED,
     GREY,
     INK,
-    MERGED,
-    PALETTE,
     RULE,
     legend_below,
     marks,
@@ -20,7 +17,7 @@ from .drawing import (
     panels,
 )
 from .findings import gains_of
-from .long_table import EXPERTS, FEATCAL
+from .long_table import EXPERTS
 from .tables import short_names
 
 if TYPE_CHECKING:
@@ -30,9 +27,7 @@ if TYPE_CHECKING:
 ACROSS = 3
 """Panels side by side."""
 _LETTERS = 12  # an inch of a legend
-_PRESETS = (PALETTE[5], PALETTE[2], PALETTE[3], PALETTE[4], PALETTE[6])
 _KINDS = {"pca": "PCA", "tsne": "t-SNE"}
-_REPAIRED = {"color": CALIBRATED, "marker": "^"}
 
 
 def titled(diagnosis: Diagnosis, text: str) -> str:
@@ -41,12 +36,8 @@ def titled(diagnosis: Diagnosis, text: str) -> str:
 
 
 def looks_of(diagnosis: Diagnosis) -> dict[str, dict[str, Any]]:
-    """Marks of the rows; of presets, whose lines lie close together, with colours of their own."""
-    looks = marks(diagnosis.rows, diagnosis.upstream)
-    presets = [row for row in diagnosis.rows if row.startswith(f"{FEATCAL}:")]
-    for place, row in enumerate(presets):
-        looks[row] |= {"color": _PRESETS[place % len(_PRESETS)]}
-    return looks
+    """Marks of a diagnosis's rows."""
+    return marks(diagnosis.rows, diagnosis.upstream)
 
 
 def row_legend(figure: "Figure", axes: "Axes", title: str) -> None:
@@ -191,16 +182,15 @@ def plane_figure(
     figure, grid = panels(
         [names[task] for task in planes], (2.5, 2.3), ACROSS, heading, "", sharex=False
     )
-    looks: dict[str, dict[str, Any]] = {EXPERTS: {"color": INK, "marker": "."}}
+    looks = looks_of(diagnosis) | {EXPERTS: {"color": INK, "marker": "."}}
     for axes, rows in zip(grid, planes.values(), strict=True):
         for row, points in rows.items():
             if row != EXPERTS:  # from each item's place at the expert to its place in the row
                 pairs = zip(rows[EXPERTS], points, strict=True)
-                colour = MERGED if row == diagnosis.upstream else CALIBRATED
+                colour = looks[row]["color"]
                 axes.add_collection(LineCollection(list(pairs), colors=colour, linewidths=0.6,
                                                    alpha=0.4, zorder=0))  # fmt: skip
-            merged = {"color": MERGED, "marker": "s"}
-            look = looks.get(row, merged if row == diagnosis.upstream else _REPAIRED)
+            look = looks[row]
             across, up = zip(*points, strict=True)
             axes.scatter(across, up, s=13 if row == EXPERTS else 11, linewidths=0.8, alpha=0.7,
                          label="experts" if row == EXPERTS else row, marker=look["marker"],

@@ -143,11 +143,9 @@ def depth_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "
     first = next(iter(rows.values()), ())
     if not first:
         raise ReportError("there is no drift to draw: the run was made with held_out=0")
-    colours = [CALIBRATED, *PALETTE[2:]]
     lines = [("merged", first, "held_out_drift_merged", MERGED, "s")]
-    for number, (name, records) in enumerate(rows.items()):
-        colour = colours[number % len(colours)]
-        lines.append((name, records, "held_out_drift", colour, "o"))
+    for name, look in marks(list(rows), None).items():
+        lines.append((name, rows[name], "held_out_drift", look["color"], look["marker"]))
     legend = "after each block, held-out samples (bold: mean over tasks)"
     return _block_figure(lines, title, "drift / expert's norm", legend)
 

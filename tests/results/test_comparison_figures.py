@@ -126,6 +126,11 @@ def test_a_method_looks_the_same_everywhere_and_like_no_other() -> None:
     }
     assert len(shown) == len(names)
     assert marks(["featcal", "wudi"], "wudi")["featcal"] == looks["featcal"]
+    # of its name, not of its place
+    for name in ("featcal:plus", "surgery", "featcal:b", "own"):
+        alone = marks([name], None)[name]
+        assert marks(["ties", name, "featcal"], "ties")[name] == alone
+    assert looks["own"]["color"] == looks["own:calibration"]["color"]
 
 
 def test_figures_are_reproducible_and_drawn_by_the_command(

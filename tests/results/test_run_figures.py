@@ -17,6 +17,7 @@ from fusion_bench_featcal.results.curves import (
     load_curves,
     write_curves,
 )
+from fusion_bench_featcal.results.drawing import marks
 from fusion_bench_featcal.results.figures import (
     accuracy_figure,
     convergence_figure,
@@ -88,6 +89,9 @@ def test_depth_shows_the_merged_model_and_all_rows(tmp_path: Path):
     assert curves(axes, "merged") == pytest.approx([2, 4, 6])
     assert curves(axes, "featcal") == pytest.approx([1, 2, 3])
     assert curves(axes, "featcal:paper") == pytest.approx([1.6, 3.2, 4.8])
+    colours = {line.get_label(): line.get_color() for line in axes.lines}
+    for row in ("featcal", "featcal:paper"):
+        assert colours[row] == marks([row], None)[row]["color"]
     run = leave_run(tmp_path)
     lines = "".join(json.dumps(line) + "\n" for line in held_out(0.5))
     (run / "calibration_log.jsonl").write_text(lines)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -85,6 +86,30 @@ def test_runs_as_it_stands(workplace):
     assert rows["experts"]["my_alphabet"] == pytest.approx(expert, abs=1.5 / 144)
     left = {path.name for path in (workplace / "run").glob("report*")}
     assert left == {"report.json", "report.csv", "report.md"}
+
+
+@pytest.mark.slow
+def test_an_expert_trained_as_printed_takes_the_bundled_one_s_place(workplace, tmp_path):
+    folder = shutil.copytree(workplace, tmp_path / "trained")
+    shutil.rmtree(folder / "my_alphabet/expert")
+    page = (REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^python (train_expert.py .*)$", page, re.MULTILINE)
+    run = [sys.executable, *command.split()]
+    subprocess.run(run, cwd=folder, check=True, capture_output=True)
+    done = fusion_bench(
+        folder,
+        "method=featcal",
+        "modelpool=my_pool",
+        "method.samples_per_task=4",
+        "method.compare_with=[base,experts]",
+        "method.presets={}",
+        "fast_dev_run=true",
+        "path.log_dir=run",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((folder / "run/report.json").read_text(encoding="utf-8"))["rows"]
+    accuracy = {name: row["my_alphabet"] for name, row in rows.items()}
+    assert accuracy["experts"] > 0.4 > accuracy["base"]
 
 
 @pytest.mark.slow

@@ -31,10 +31,7 @@ class BlockLine(NamedTuple):
     look: Mapping[str, Any]
 
 
-_HELD_OUT = (
-    BlockLine("merged", "held_out_drift_merged", {"color": MERGED, "marker": "s"}),
-    BlockLine("calibrated", "held_out_drift", {"color": CALIBRATED, "marker": "o"}),
-)
+_UNREPAIRED = BlockLine("merged", "held_out_drift_merged", {"color": MERGED, "marker": "s"})
 
 
 def by_merger(rows: Iterable[SummaryRow]) -> dict[str, list[SummaryRow]]:
@@ -226,7 +223,8 @@ def drift_figures(runs: Sequence[Path]) -> list[Figure]:
         for row, records, later in calibration_logs(run):
             title = row if len(runs) == 1 else f"{label}: {row}"
             calibration += _drift_panels(title, records, len(runs) == 1)
-            held_out += block_panels(title, later, _HELD_OUT, "drift / norm", len(runs) == 1)
+            lines = [_UNREPAIRED, BlockLine(row, "held_out_drift", marks([row], None)[row])]
+            held_out += block_panels(title, later, lines, "drift / norm", len(runs) == 1)
     figures = [
         Figure("Drift of each block's output, before and after its own calibration", calibration,
                "The distance to the expert's features on the calibration samples, divided by "
