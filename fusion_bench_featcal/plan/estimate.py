@@ -54,6 +54,10 @@ class Request:
     neighbours: int = 1  # processes on one machine
 
 
+WORTH = 0.02
+"""Least share by which a lever must lower something to be listed."""
+
+
 @dataclass(frozen=True)
 class Lever:
     """Another setting, and the estimate with it, as in `Plan`."""

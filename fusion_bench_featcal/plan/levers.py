@@ -3,12 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fusion_bench_featcal.plan.estimate import Lever, Plan, Request, estimate
+from fusion_bench_featcal.plan.estimate import WORTH, Lever, Plan, Request, estimate
 from fusion_bench_featcal.plan.probe import Rate
 from fusion_bench_featcal.settings import CalibrationError
-
-WORTH = 0.02
-"""Least share by which a lever must lower something to be listed."""
 
 
 def with_levers(request: Request, plan: Plan, rate: Rate | None = None) -> Plan:
@@ -22,9 +19,9 @@ def with_levers(request: Request, plan: Plan, rate: Rate | None = None) -> Plan:
         if any(
             new < (1 - WORTH) * old for new, old in zip(_costs(other), _costs(plan), strict=True)
         ):
-            found.append(
-                Lever(setting, other.seconds, other.host, other.gpu, other.read, same_model)
-            )
+            # This process grows while it estimates, which the settings do not change.
+            host = other.host - other.own + plan.own
+            found.append(Lever(setting, other.seconds, host, other.gpu, other.read, same_model))
     found.sort(key=lambda lever: (lever.gpu or 0) + lever.host)
     return replace(plan, levers=tuple(found))
 

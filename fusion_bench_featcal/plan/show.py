@@ -1,10 +1,12 @@
 """A plan for people to read: tables, or one line."""
 
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.table import Table
 
 from fusion_bench_featcal.plan.advice import LABELS, advice, size
-from fusion_bench_featcal.plan.estimate import Plan
+from fusion_bench_featcal.plan.estimate import WORTH, Plan
 
 _STEPS = {
     "stem": "up to the first block",
@@ -106,13 +108,26 @@ def _memory_table(plan: Plan) -> Table:
 
 def _lever_table(plan: Plan) -> Table:
     gpu = ["GPU"] if plan.gpu is not None else []
-    table = _table("what lowers what", "method.", ["time", "host", *gpu, "read", "model"])
-    table.caption, table.caption_justify = "memory at its fullest; model: to rounding", "left"
+    table = _table("what changes what", "method.", ["time", "host", *gpu, "read", "model"])
+    table.caption, table.caption_justify = (
+        "changes; memory at its fullest; =: within 2 %; model: to rounding", "left"
+    )  # fmt: skip
+    host = plan.host - plan.own  # of which a setting may lower something
     for lever in plan.levers:
-        sizes = [lever.host, *([lever.gpu or 0] if gpu else []), lever.read]
-        same = "the same" if lever.same_model else "another"
-        table.add_row(lever.setting, duration(lever.seconds), *map(size, sizes), same)
+        changes = [_change(lever.seconds - plan.seconds, plan.seconds, duration)]
+        changes.append(_change(lever.host - plan.host, host, size))
+        if plan.gpu is not None:
+            changes.append(_change((lever.gpu or 0) - plan.gpu, plan.gpu, size))
+        changes.append(_change(lever.read - plan.read, plan.read, size))
+        table.add_row(lever.setting, *changes, "the same" if lever.same_model else "another")
     return table
+
+
+def _change(change: float, old: float, text: Callable[[float], str]) -> str:
+    """A change with its sign, as text of its unit."""
+    if abs(change) <= WORTH * old:
+        return "="
+    return f"{'+' if change > 0 else '-'}{text(abs(change))}"
 
 
 def _table(title: str, first: str, others: list[str]) -> Table:

@@ -167,11 +167,15 @@ def legend_below(
 
 
 def save_figures(
-    figures: "Mapping[str, Figure]", default: Path, out: str | Path | None, setting: str
+    figures: "Mapping[str, Figure]",
+    default: Path,
+    out: str | Path | None,
+    setting: str,
+    source: str | None = None,
 ) -> list[Path]:
     """Write figures in every format into `out` (chosen by `setting`), or else into `default`.
 
-    The same data give the same bytes.
+    The same data give the same bytes. An SVG names its `source` in its metadata.
     """
     setting = setting if out else LOG_DIR_SETTING
     folder = prepare_directory(out or default, setting)
@@ -180,7 +184,7 @@ def save_figures(
         for kind in FORMATS:
             buffer = io.BytesIO()
             # A date would make every SVG differ.
-            metadata = {"Date": None} if kind == "svg" else {}
+            metadata = {"Date": None, "Source": source} if kind == "svg" else {}
             with style():
                 figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
             paths.append(write_atomic(folder / f"{name}.{kind}", buffer.getvalue(), setting))

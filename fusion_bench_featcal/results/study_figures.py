@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fusion_bench_featcal.json_files import digest_json, plain
+
 from .data_figures import data_figures
 from .drawing import GREY, INK, legend_below, marks, panels, save_figures, style
 from .long_table import AVERAGE, BASE, EXPERTS
@@ -30,7 +32,13 @@ def draw_study(
     study: Study, folder: Path, setting: str, out: str | Path | None = None
 ) -> list[Path]:
     """Draw a study's figures into `out` (chosen by `setting`), or else into `folder`."""
-    return save_figures(study_figures(study), folder, out, setting)
+    return save_figures(study_figures(study), folder, out, setting, source_of(study))
+
+
+def source_of(study: Study) -> str:
+    """What a study's figures name as their source: a digest of all that they show."""
+    shown = (study.name, study.suite, study.points, study.seeds, study.over, study.design)
+    return f"study {digest_json(plain(shown, 'study'))}"
 
 
 def study_figures(study: Study) -> "dict[str, Figure]":

@@ -73,9 +73,19 @@ class StudyRun:
         for task in first.values():
             task.comparison.check_cells(task.grid, self._inputs_of(task))
 
+    @property
+    def size(self) -> str:
+        """A phrase with the numbers of points and of their cells."""
+        labels = {json.dumps(task.point.labels, sort_keys=True, default=str) for task in self.tasks}
+        seeds = {task.point.seed for task in self.tasks}
+        cells = sum(len(task.grid) for task in self.tasks)
+        size = f"points: {len(labels)}, seeds: {len(seeds)}, cells: {cells}"
+        return f"{size}; finished cells, and those that points share, are not run again"
+
     def run(self, store: ResultStore, folder: Path, suite: str) -> None:
         """Run what is not finished, and write each point's reports below `folder`."""
         start = time.perf_counter()
+        log.info("%s: %s", self.algorithm.study, self.size)
         for task in track(self.tasks, "points"):
             log.info("point %s", task.point)
             runs: list[Path] = []

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,10 +198,35 @@ def test_levers_lower_something_and_are_shown():
     show_plan(plan, console)
     shown = console.export_text()
     for words in ("roughly", "stage 1", "solving", "features of all samples (device)",
-                  "read from experts", "what lowers what"):  # fmt: skip
+                  "read from experts", "what changes what"):  # fmt: skip
         assert words in shown
     assert "of host memory" in one_line(plan)
     assert json.loads(json.dumps(plan.as_dict()))["seconds"] == pytest.approx(plan.seconds)
+
+
+def test_a_process_that_grows_while_it_estimates_raises_no_setting_s_memory(
+    clip: Request, monkeypatch: pytest.MonkeyPatch
+):
+    grown = iter(range(10**9, 10**12, 10**8))
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=next(grown)))
+    monkeypatch.setattr("fusion_bench_featcal.plan.estimate.psutil.Process", lambda: process)
+    request = replace(clip, tasks=3, fused=True)
+    plan = with_levers(request, estimate(request, rate), rate)
+    found = {lever.setting: lever.host for lever in plan.levers}
+    assert max(found.values()) <= plan.host
+    assert found["fuse_merge=false"] < plan.host
+    console = Console(width=120, record=True, file=io.StringIO())
+    show_plan(plan, console)
+    cells = {
+        row[0]: row[1:]
+        for line in console.export_text().partition("what changes what")[2].splitlines()
+        if len(row := [cell.strip() for cell in line.strip("│").split("│")]) > 1
+    }
+    time, host, read, model = cells["samples_per_task=16"]
+    assert (time[0], host, read, model) == ("-", "=", "=", "another")
+    assert cells["fuse_merge=false"][1][0] == "-"
+    assert cells["expert_read_budget=50%"][2][0] == "-"
+    assert not any(host.startswith("+") for _, host, _, _ in cells.values())
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from synthetic import leave_run
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.json_files import sealed_json
 from fusion_bench_featcal.results.study import Study
+from fusion_bench_featcal.results.study_figures import plot_study, source_of
 from fusion_bench_featcal.results.study_page import study_grids
 
 TRICKY = '<b>"it\'s" & </script><script>x()</script>'
@@ -99,7 +100,8 @@ def test_every_axis_has_a_panel_and_zero_a_place(tmp_path: Path) -> None:
 def test_drawn_figures_are_part_of_the_page(tmp_path: Path) -> None:
     rows = [row("ta", 0.6), row("featcal", 0.8), row("featcal:x", 0.7, against="featcal")]
     folder = leave(study("ablation", [{"labels": {}, "rows": rows, "failed": []}]), tmp_path / "s")
-    svg = b'<svg xmlns="http://www.w3.org/2000/svg"><script>x()</script></svg>'
+    source = source_of(Study.load(folder))
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg"><script>{source}</script></svg>'.encode()
     (folder / "ablation.svg").write_bytes(svg)
     text = page_text(folder)
     page = Reader(text)
@@ -113,6 +115,22 @@ def test_drawn_figures_are_part_of_the_page(tmp_path: Path) -> None:
     assert card.startswith("featcal ") and card.endswith("model [-10.0, +30.0]")
     (folder / "ablation.svg").unlink()
     assert not Reader(page_text(folder)).all("img")
+
+
+def test_figures_of_other_results_are_left_out_and_named(tmp_path: Path) -> None:
+    points = [point({"source": name}, featcal=0.7) for name in "ab"]
+    folder = study("own", points).write(tmp_path / "s").parent
+    drawn = (folder / "own.svg").read_bytes()
+    (image,) = Reader(page_text(folder)).all("img")
+    assert base64.b64decode(image["src"].partition(",")[2]) == drawn
+    points[1]["rows"][-1]["accuracy"]["average"] -= 0.1
+    leave(study("own", points), folder)
+    page = Reader(page_text(folder))
+    assert not page.all("img")
+    (line,) = [line for line in page.texts("li") if "featcal plot" in line]
+    assert line.startswith("left out, drawn from other results: own.svg. `featcal plot")
+    plot_study(folder)
+    assert len(Reader(page_text(folder)).all("img")) == 1
 
 
 def test_costs_have_a_panel_each(tmp_path: Path) -> None:

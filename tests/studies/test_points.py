@@ -1,8 +1,10 @@
 """Points of a study: what its axes make of the config, and what they refuse."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
@@ -199,3 +201,27 @@ def test_a_study_of_tasks_needs_two_experts() -> None:
 def test_numbers_of_subsets_are_checked() -> None:
     with pytest.raises(ValueError, match=r"method.subsets must be null \(all\) or an integer >= 1"):
         Design(axes={"tasks": [2]}, seeds=[1]).points(config(subsets=0))
+
+
+def test_every_variant_of_the_ablation_is_feat_cal_plus_but_for_its_part() -> None:
+    config = Path(__file__).resolve().parents[2] / "config"
+    plus = yaml.safe_load((config / "featcal_settings/plus.yaml").read_text(encoding="utf-8"))
+    page = yaml.safe_load((config / "method/study/ablation.yaml").read_text(encoding="utf-8"))
+    draw = {"_target_", "samples_per_task", "calibration_split", "seed"}
+    changed = {}
+    for name, settings in page["post_merging_methods"].items():
+        if name.startswith("plus:"):
+            assert draw < set(settings)
+            keys = {*plus, *settings} - draw
+            changed[name] = {key for key in keys if plus.get(key) != settings.get(key)}
+    assert changed == {
+        "plus:no_module_order": {"order"},
+        "plus:no_residual_target": {"target"},
+        "plus:no_chosen_ridge": {"ridge", "stages"},
+        "plus:no_first_stage": {"stages"},
+        "plus:no_far_anchor": {"anchor_rho"},
+        "plus:no_drift_weights": {"task_weights"},
+        "plus:no_row_weights": {"row_weights"},
+        "plus:no_copies": {"augment"},
+        "plus:no_trials": {"trials"},
+    }

@@ -79,6 +79,17 @@ def test_the_points_change_what_their_labels_say(tmp_path: Path) -> None:
     assert gain["low"] <= gain["estimate"] <= gain["high"]
 
 
+def test_the_log_says_beforehand_how_much_there_is_to_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "fusion_bench_featcal.studies.run"):
+        study(tmp_path).run(model_pool())
+    # base, experts, the merger and its scaled model, at two points with two seeds each
+    own = [r.getMessage() for r in caplog.records if r.name == "fusion_bench_featcal.studies.run"]
+    assert own[0].startswith("factors: points: 2, seeds: 2, cells: 16; finished cells")
+    assert own[1].startswith("point ")
+
+
 def test_a_finished_study_runs_nothing_again(tmp_path: Path) -> None:
     study(tmp_path).run(model_pool())
     before = Study.load(tmp_path)

@@ -11,7 +11,7 @@ from fusion_bench_featcal.results.long_table import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.results.paper_curves import Curve, paper_curves
 from fusion_bench_featcal.results.study import Study, label_text
 from fusion_bench_featcal.results.study_curves import AXIS_NAMES, centre, curves
-from fusion_bench_featcal.results.study_figures import figure_names, planes
+from fusion_bench_featcal.results.study_figures import figure_names, planes, source_of
 from fusion_bench_featcal.results.study_page import (
     COSTS,
     bars,
@@ -139,7 +139,7 @@ def _tables(study: Study) -> list[Table]:
 
 def _figures(study: Study, folder: Path) -> Iterator[Part]:
     """Curves along axes; figures of another kind as `featcal plot` has drawn them."""
-    missing = []
+    missing, stale = [], []
     for merger, name in figure_names(study).items():
         figure = (
             _cost_figure(study, merger) if study.name == "cost" else _curve_figure(study, merger)
@@ -149,19 +149,24 @@ def _figures(study: Study, folder: Path) -> Iterator[Part]:
         drawn = [] if figure.panels else [name]
         drawn += [f"{name}-{one}-{other}" for one, other in planes(study)]
         for file in (folder / f"{each}.svg" for each in drawn):
-            if file.is_file():
-                yield _image(study, merger, file)
-            else:
+            drawing = _read(file) if file.is_file() else None
+            if drawing is None:
                 missing.append(file.name)
+            elif source_of(study).encode() not in drawing:
+                stale.append(file.name)
+            else:
+                text = f"{_title(study)}, over {merger}: {file.stem}"
+                yield Image(text, drawing, f"{text}. Its values are in the tables.")
+    again = f"`featcal plot {folder}` draws them beside study.json; write this page again after it"
     if missing:
-        yield Lines([f"{', '.join(missing)}: `featcal plot {folder}` draws them beside study.json; "
-                     "write this page again after it"])  # fmt: skip
+        yield Lines([f"{', '.join(missing)}: {again}"])
+    if stale:
+        yield Lines([f"left out, drawn from other results: {', '.join(stale)}. {again}"])
 
 
-def _image(study: Study, merger: str, file: Path) -> Image:
-    text = f"{_title(study)}, over {merger}: {file.stem}"
+def _read(file: Path) -> bytes:
     try:
-        return Image(text, file.read_bytes(), f"{text}. Its values are in the tables.")
+        return file.read_bytes()
     except OSError as error:
         raise ReportError(f"cannot read {file}: {error.strerror or error}") from error
 
