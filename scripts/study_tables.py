@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from fusion_bench_featcal.results.study import Study
-from fusion_bench_featcal.results.study_page import study_grids
+from fusion_bench_featcal.results.study_page import fewer_samples, study_grids
 from fusion_bench_featcal.results.verdicts import FAILS, HOLDS, OPEN
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,8 +61,8 @@ def study_part(name: str) -> str:
         return f"Not run: `fusion_bench method=study/{study_name} modelpool={suite}`."
     study = Study.load(RESULTS / suite / study_name)
     parts = [grid.for_page().markdown() for _, grid in study_grids(study)]
-    if study.findings:
-        parts.append("\n".join(f"- {finding['text']}" for finding in study.findings))
+    if lines := [finding["text"] for finding in study.findings] + fewer_samples(study):
+        parts.append("\n".join(f"- {line}" for line in lines))
     figures = sorted(FIGURES.glob(f"{suite}-{study_name}*.png"))
     parts += [f"![{study_name} on {suite}](figures/studies/{path.name})" for path in figures]
     return "\n\n".join([*parts, provenance(study)])

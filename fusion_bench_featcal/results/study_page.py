@@ -250,7 +250,22 @@ def meanings(study: Study) -> list[str]:
     ]
     if len({line for line in _samples(study)}) == 1:
         lines.append(f"samples per task: {_samples(study)[0]}")
-    return lines
+    return lines + fewer_samples(study)
+
+
+def fewer_samples(study: Study) -> list[str]:
+    """A sentence for each number of samples that some tasks do not have."""
+    found: dict[int, dict[str, None]] = {}
+    for point in study.points:
+        number = point["labels"].get("samples_per_task")
+        for text in (row["samples"] for row in point["rows"] if number and row["samples"]):
+            if text.split()[0] != str(number):
+                found.setdefault(number, {})[text] = None
+    return [
+        f"{label_text({'samples_per_task': number})}: tasks with fewer samples give all of them "
+        f"({', '.join(texts)})"
+        for number, texts in found.items()
+    ]
 
 
 def failures(study: Study) -> list[str]:

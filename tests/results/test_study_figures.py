@@ -43,6 +43,14 @@ def test_bars_at_the_same_value_stand_side_by_side() -> None:
     assert left < 8 and right > 64
 
 
+def test_tasks_with_fewer_samples_are_told() -> None:
+    few, many = (point({"samples_per_task": n}, featcal=0.8) for n in (8, 512))
+    few["rows"][-1]["samples"], many["rows"][-1]["samples"] = "8 train", "256 to 512 train"
+    page = study_markdown(study("samples", [few, many]))
+    assert "n = 512: tasks with fewer samples give all of them (256 to 512 train)" in page
+    assert "n = 8:" not in page
+
+
 def test_each_axis_has_a_panel_and_a_pair_a_heat_map() -> None:
     made = study("sweep", sweep_points(), design="each")
     lines = curves(made, "ta")
