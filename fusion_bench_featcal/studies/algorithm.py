@@ -58,7 +58,7 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         study: str = "study",
         over: Any = (),
         subsets: int | None = None,
-        against: str | None = None,
+        against: Mapping[str, Any] | None = None,
         **choices: Any,
     ) -> None:
         """Keep the choices; they are checked with the pools' configs in `run`.
@@ -67,16 +67,18 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
             study: Name of the study, which chooses its observations and figures.
             over: Labels that are averaged over, as seeds are.
             subsets: Most subsets for each number of tasks; None: all.
-            against: Row that the others are compared with; None: each row's merger.
+            against: Row -> rows that are compared with it; all others are with their merger.
             **choices: Fields of `Design`, and the keys of `method=compare`.
 
         Raises:
-            ValueError: If a key of the comparison is unknown or out of range.
+            ValueError: If a key is unknown, or its value is none that it can have.
         """
         self._meta = take_fusion_bench_keys(choices)
         unknown = [key for key in choices if key not in self._KEYS]
         refuse_unknown_settings(unknown, self._KEYS, owner=study)
-        self.study, self.over, self.against = study, list(over or ()), against
+        self.study, self.over, self.against = study, plain(over) or [], plain(against) or {}
+        _check_names("method.over", self.over)
+        _check_rows(self.against)
         self.design = Design(**{key: plain(choices[key]) for key in _DESIGN if key in choices})
         comparison = self._comparison({k: v for k, v in choices.items() if k not in _DESIGN})
         self.results_dir, self.process_per_cell = (
@@ -104,7 +106,6 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         tasks = [self._task(point, config) for point in self.design.points(config)]
         if self.process_per_cell:
             check_command()
-            _ = [task.point.words for task in tasks]
         run = StudyRun(self, modelpool, tasks)
         run.check()
         store = ResultStore(self.results_dir or default_folder(suite))
@@ -145,6 +146,21 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 f"{len(failed)} cells or points of the study failed; the others are finished and "
                 f"stay so when the command is repeated. {'; '.join(failed[:5])}"
             )
+
+
+def _check_names(key: str, names: Any) -> None:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key} must be a list of names, got {names!r}")
+
+
+def _check_rows(against: Any) -> None:
+    if not isinstance(against, dict):
+        raise ValueError(
+            "method.against must map a row to the rows that are compared with it, as in "
+            f"{{featcal: ['featcal:plus']}}, got {against!r}"
+        )
+    for row, others in against.items():
+        _check_names(f"method.against.{row}", others)
 
 
 def program_config(program: Any) -> DictConfig:

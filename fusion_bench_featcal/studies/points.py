@@ -39,27 +39,28 @@ class Point:
 
     @property
     def words(self) -> list[str]:
-        """The changes as words of a command, for a cell in a process of its own.
+        """The changes as words of a command, for a cell in a process of its own."""
+        return [f"++{k}={_word(v)}" for k, v in {**self.changes, "method.seed": self.seed}.items()]
+
+    def check_words(self) -> None:
+        """Check that a command can have the words.
 
         Raises:
-            ValueError: If one has no such form.
+            ValueError: If it cannot.
         """
+        refused = "method.process_per_cell=true repeats the command, which cannot"
         for key, value in self.changes.items():
             if not isinstance(value, bool | int | float | str):
                 raise ValueError(
-                    f"method.process_per_cell=true repeats the command, which cannot change {key} "
-                    f"as the point {self} needs it: set it to false"
+                    f"{refused} change {key} as the point {self} needs it: set it to false"
                 )
-        named = {**self.changes, "method.seed": self.seed}
-        words = [f"++{key}={_word(value)}" for key, value in named.items()]
         try:
-            OverridesParser.create().parse_overrides(words)
+            OverridesParser.create().parse_overrides(self.words)
         except HydraException as error:
             raise ValueError(
-                f"method.process_per_cell=true repeats the command, which cannot have the words of "
-                f"the point {self}: set it to false ({first_line(error)})"
+                f"{refused} have the words of the point {self}: set it to false "
+                f"({first_line(error)})"
             ) from error
-        return words
 
     def __str__(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in {**self.labels, "seed": self.seed}.items())

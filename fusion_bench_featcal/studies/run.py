@@ -63,12 +63,23 @@ class StudyRun:
     _taskpool: Any = None  # the program's, likewise
 
     def check(self) -> None:
-        """Check the first point on each pair of pools, before anything is loaded.
+        """Check labels, words of commands and the first point on each pair of pools.
+
+        Nothing is loaded yet.
 
         Raises:
             ValueError: If a setting does not fit.
             CalibrationError: If the pools do not fit.
         """
+        labels = {name for task in self.tasks for name in task.point.labels}
+        for name in set(self.algorithm.over) - labels:
+            raise ValueError(
+                f"method.over: {name!r} is no label of this study's points: "
+                f"{', '.join(sorted(labels)) or 'they have none'}"
+            )
+        if self.algorithm.process_per_cell:
+            for task in self.tasks:
+                task.point.check_words()
         first = {task.pools: task for task in reversed(self.tasks)}
         for task in first.values():
             task.comparison.check_cells(task.grid, self._inputs_of(task))
@@ -143,7 +154,7 @@ class StudyRun:
         words: list[str] = []
         if task.comparison.process_per_cell:  # a study of one point, which is this one
             words = [*task.point.words, *(f"method.{key}=null" for key in ("axes", "seeds"))]
-            words.append("method.pairs=[]")
+            words += [f"method.{key}=[]" for key in ("pairs", "over")]
         run = task.comparison.grid_run(
             task.grid,
             inputs,

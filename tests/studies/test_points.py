@@ -156,10 +156,10 @@ def test_a_cells_process_gets_the_points_words() -> None:
 def test_words_that_no_command_can_have_are_refused() -> None:
     point = Point(labels={}, changes={"method.post_merging_methods.featcal:plus.eps": 1}, seed=7)
     with pytest.raises(ValueError, match="the words of the point seed=7: set it to false"):
-        _ = point.words
+        point.check_words()
     point, *_ = Design(axes={"tasks": [2]}, seeds=[7]).points(config())
     with pytest.raises(ValueError, match=r"process_per_cell=true .* modelpool.models .*tasks=2"):
-        _ = point.words
+        point.check_words()
 
 
 @pytest.mark.parametrize(

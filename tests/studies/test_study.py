@@ -173,6 +173,7 @@ def test_a_damaged_study_is_refused(
         ({"axes": {"factr": [1]}}, "method.axes.factr is no axis"),
         ({"post_merging": ["scal"]}, r"'scal' is unknown.*nearest is 'scale'"),
         ({"axes": {"f": {"x": {SCALE.replace("factor", "fctor"): 1}}}}, r"fctor.*at the point f=x"),
+        ({"over": ["subst"]}, "method.over: 'subst' is no label of this study's points: factor"),
         ({"process_per_cell": True}, "process_per_cell=true starts the command again"),
     ],
 )
@@ -187,6 +188,19 @@ def test_bad_input_leaves_nothing_behind(keys: dict, message: str, tmp_path: Pat
 def test_unknown_keys_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"method.axs is no setting of x.*axes"):
         StudyAlgorithm(study="x", axs={})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"over": "subset"}, "method.over must be a list of names, got 'subset'"),
+        ({"against": "featcal"}, r"method.against must map a row .* got 'featcal'"),
+        ({"against": {"featcal": "x"}}, "method.against.featcal must be a list of names, got 'x'"),
+    ],
+)
+def test_keys_of_the_report_are_checked_before_anything_runs(keys: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StudyAlgorithm(study="x", **keys)
 
 
 def test_a_study_needs_a_task_pool(tmp_path: Path) -> None:
