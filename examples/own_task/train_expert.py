@@ -7,6 +7,7 @@ starts from the bundled base. For a task of your own change the three constants.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -33,7 +34,8 @@ def moved(pixels: Tensor) -> Tensor:
 def train(images: Path, expert: Path) -> None:
     """Write a vision tower that tells the classes of `images` apart to the folder `expert`."""
     torch.manual_seed(42)
-    clip, processor = CLIPModel.from_pretrained(BASE), CLIPProcessor.from_pretrained(BASE)
+    processor: Any = CLIPProcessor.from_pretrained(BASE)
+    clip = CLIPModel.from_pretrained(BASE)
     tower = CLIPVisionModel.from_pretrained(BASE)
     classes, files = sorted(path.name for path in images.iterdir()), sorted(images.glob("*/*"))
     labels = torch.tensor([classes.index(file.parent.name) for file in files])
