@@ -51,7 +51,7 @@ _REFERENCES: dict[str, dict[str, Any]] = {
 _COLOURS = (*PALETTE[2:5], PALETTE[6], "#8c6d31")
 _SHAPES = ("<", "h", "p", "d", "v", "^", "D", "P", "X")
 # These shapes look smaller than they are.
-_SIZES = {"*": 12, "P": 9.5, "X": 9}
+_SIZES = {"*": 12, "P": 9.5, "X": 9, ">": 9.5}
 # The same method on the images that FeatCal draws: the same mark, hollow.
 _HOLLOW = ":calibration"
 _STYLE: dict[Any, Any] = {
