@@ -7,11 +7,13 @@ FIGURES = ROOT / "docs" / "figures"
 # File below docs/figures -> caption, page that explains it.
 CAPTIONS = {
     "depth.png": (
-        "Drift after each block on held-out images: merged, the paper's settings, FeatCal+",
+        "Drift after each block, class token of held-out calibration images: merged, the paper's "
+        "settings, FeatCal+",
         "plus.md#held-out-samples",
     ),
     "drift.png": (
-        "Relative drift of each block before and after its own update, from a run's log",
+        "Relative drift of each block before and after its own update, all tokens of the "
+        "calibration images, from a run's log",
         "suites.md#results",
     ),
     "accuracy.png": (
@@ -36,15 +38,16 @@ CAPTIONS = {
 # Folder -> end of a file's name -> caption; the suite is in the folder's or the file's name.
 _MANY = {
     "diagnosis": {
-        "drift_depth": "Drift after each block on test items",
-        "drift_change": "Change of drift by calibration, by block and task",
-        "drift_split": "Drift split into local mismatch and upstream propagation",
-        "final_cosine": "Cosine of final features to the expert's, by task",
+        "drift_depth": "Drift after each block, all tokens of test items",
+        "drift_change": "Change of drift, by block and task, all tokens of test items",
+        "drift_split": "Local mismatch and upstream propagation, all tokens of test items",
+        "final_cosine": "Cosine of final features to the expert's, by task, test items",
         "classes": "Gain of that cosine by class",
+        "class_gains": "Gain of that cosine against gain of accuracy, by class",
         "gains": "Gain of cosine against gain of accuracy",
         "task_vectors": "Cosine of task vectors",
-        "pca": "Final features of the same items, projected by PCA",
-        "tsne": "Final features of the same items, projected by t-SNE",
+        "pca": "Final features of the same test items in every row, projected by PCA",
+        "tsne": "Final features of the same test items in every row, projected by t-SNE",
     },
     "studies": {
         "samples": "Accuracy by samples per task, beside the paper's curves",

@@ -40,6 +40,7 @@ DIAGNOSIS_PARTS = {
     "depth": "Drift along the depth",
     "split": "Local mismatch and upstream propagation",
     "final": "Final features",
+    "classes": "Accuracy by class",
 }
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PART = re.compile(

@@ -170,7 +170,8 @@ class DiagnosedResults(RunResults):
 
     def finish(self) -> nn.Module:
         """Write the diagnosis beside the run's report."""
-        self.diagnosis = self.collector.diagnosis(self.report, self.split)
+        classes = getattr(self._taskpool, "item_classes", None)
+        self.diagnosis = self.collector.diagnosis(self.report, self.split, classes)
         if self._log_dir is not None:
             write_diagnosis(self.diagnosis, self._log_dir)
         return super().finish()

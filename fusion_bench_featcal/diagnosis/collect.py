@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.drift import DriftParts, principal_plane
+from fusion_bench_featcal.diagnosis.class_counts import count_classes
 from fusion_bench_featcal.diagnosis.items import TaskItems
 from fusion_bench_featcal.diagnosis.measure import Measures, Projection, measure
 from fusion_bench_featcal.engine.family_check import checked_family
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 PROJECTIONS = ("pca", "tsne")
 _PERPLEXITY = 30.0
-_DRAWN = 64  # items of a task whose coordinates are kept
+_DRAWN = 64  # most items of a task that are projected
 _NO_TSNE = "no t-SNE: scikit-learn is not installed (pip install 'fusion-bench-featcal[plots]')"
 
 
@@ -92,12 +93,15 @@ class Collector:
             except CalibrationError as error:
                 raise CalibrationError(f"row {row}: {error}") from error
 
-    def diagnosis(self, report: Report, split: str) -> Diagnosis:
+    def diagnosis(
+        self, report: Report, split: str, classes: Mapping[str, Sequence[str]] | None = None
+    ) -> Diagnosis:
         """Gather everything.
 
         Args:
-            report: The run's report: names and accuracies.
+            report: The run's report: names, accuracies and flags per test item.
             split: Split of the items.
+            classes: Task -> class of each test item of the task pool; None: not known.
         """
         first = next(iter(next(iter(self._measured.values())).values()))
         made = Diagnosis(
@@ -117,9 +121,10 @@ class Collector:
             for task, found in self._measured[row].items():
                 drift = found.drift.permute(2, 0, 1).numpy()
                 parts = dict(zip(DriftParts._fields, drift, strict=True))
-                cosines, classes = found.cosines.numpy(), self._items[task].classes
-                made.add(row, task, parts, cosines, classes, found.task_vector)
+                cosines, own = found.cosines.numpy(), self._items[task].classes
+                made.add(row, task, parts, cosines, own, found.task_vector)
         made.flips = _flips(report, made)
+        self.notes += count_classes(made, report, classes)
         for kind in self._projections:
             if planes := self._planes(kind, made):
                 made.projections[kind] = planes
@@ -127,19 +132,20 @@ class Collector:
         return made
 
     def _planes(self, kind: str, made: Diagnosis) -> dict[str, dict[str, list[list[float]]]]:
-        """Project features of expert, merged model and first calibrated row, fitted jointly."""
-        rows = [*([made.merged] if made.merged else []), *made.repairs[:1]]
+        """Project features of expert, merged model and calibrated rows into one plane a task."""
+        rows = [*([made.merged] if made.merged else []), *made.repairs]
         planes: dict[str, dict[str, list[list[float]]]] = {}
         for task in made.tasks if rows else ():
             sides = {EXPERTS: self._measured[rows[0]][task].expert_features}
             sides |= {row: self._measured[row][task].features for row in rows}
-            plane = projected(kind, torch.cat(list(sides.values())), self._settings.seed)
+            drawn = [features[:_DRAWN] for features in sides.values()]
+            plane = projected(kind, torch.cat(drawn), self._settings.seed)
             if plane is None:
                 self.notes.append(_NO_TSNE)
                 log.warning(_NO_TSNE)
                 return {}
-            parts = zip(sides, plane.split(made.items[task]), strict=True)
-            planes[task] = {row: _short(part[:_DRAWN]) for row, part in parts}
+            parts = zip(sides, plane.split(len(drawn[0])), strict=True)
+            planes[task] = {row: _short(part) for row, part in parts}
         return planes
 
     def _check_match(self, row: str, model: nn.Module) -> None:

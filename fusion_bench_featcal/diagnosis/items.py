@@ -99,9 +99,12 @@ def _classes(inputs: MethodInputs, task: str, batches: Any) -> list[str] | None:
             for batch in batches
             for labels in batch["labels"]
         ]
-    if classes is None or len(set(classes)) > max(LEAST, len(classes) // 2):
-        return None
-    return classes
+    return classes if classes is not None and are_shared(classes) else None
+
+
+def are_shared(classes: Sequence[str]) -> bool:
+    """Tell classes of items from free texts, of which hardly any two are equal."""
+    return len(set(classes)) <= max(LEAST, len(classes) // 2)
 
 
 def _image_classes(modelpool: Any, task: str, batches: TaskBatches) -> list[str] | None:

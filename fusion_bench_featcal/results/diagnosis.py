@@ -24,6 +24,8 @@ MEASURES = {
     "between": "cosine of local mismatch and upstream propagation",
     "share": "share of upstream propagation in the squared drift, p . e / |e|^2",
 }
+POSITIONS = {"all": "all positions", "read": "only positions that the head reads"}
+"""Positions at which drift was measured, for headings."""
 _DIGITS = 6
 
 
@@ -64,6 +66,12 @@ class Diagnosis:
     """Row -> task -> accuracy of the task pool, over its whole test set, and the experts'."""
     flips: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
     """Row -> other row -> task -> test items that only the row, and only the other, gets right."""
+    class_accuracy: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
+    """Row -> task -> class -> test items of the task pool that the row gets right, and all; and
+    the experts'."""
+    class_flips: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
+    """Calibrated row -> task -> class -> test items that only the row, and only the merged model,
+    gets right."""
     projections: dict[str, dict[str, dict[str, list[list[float]]]]] = field(default_factory=dict)
     """`pca` or `tsne` -> task -> row -> two coordinates of each item."""
     versions: dict[str, str] = field(default_factory=dict)

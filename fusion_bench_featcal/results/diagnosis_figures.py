@@ -11,22 +11,22 @@ from .drawing import (
     INK,
     PALETTE,
     legend_below,
-    new_figure,
     panels,
     style,
 )
 from .feature_figures import (
     ACROSS,
     class_figure,
+    class_gains_figure,
     cosine_figure,
     gains_figure,
     items_figure,
     looks_of,
-    plane_figure,
     row_legend,
-    titled,
     vector_figure,
+    with_positions,
 )
+from .projection_figures import plane_figure
 from .tables import short_blocks, short_names
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FEW_BLOCKS = 12  # of which each has its name below the axis
+_WIDEST = 8.0  # of panels side by side, in inches
 TERMS = {"drift": (INK, "-", "drift"), "mismatch": (PALETTE[4], "--", "local mismatch"),
           "propagation": (PALETTE[2], ":", "upstream propagation")}  # fmt: skip
 
@@ -69,7 +70,11 @@ def _depth_figure(diagnosis: Diagnosis) -> "Figure":
         "cosine": "cosine to the expert",
     }
     figure, grid = panels(
-        list(measures.values()), (2.9, 2.6), 3, titled(diagnosis, "drift, mean over tasks"), "block"
+        list(measures.values()),
+        (2.9, 2.6),
+        3,
+        with_positions(diagnosis, "drift, mean over tasks"),
+        "block",
     )
     for axes, measure in zip(grid, measures, strict=True):
         _lines(axes, diagnosis, {row: diagnosis.mean(row, measure) for row in diagnosis.rows})
@@ -82,7 +87,7 @@ def _depth_figure(diagnosis: Diagnosis) -> "Figure":
 def _tasks_figure(diagnosis: Diagnosis) -> "Figure":
     titles = list(short_names(diagnosis.tasks).values())
     figure, grid = panels(
-        titles, (2.7, 2.1), ACROSS, titled(diagnosis, "drift by task"), "block", sharey=True
+        titles, (2.7, 2.1), ACROSS, with_positions(diagnosis, "drift by task"), "block", sharey=True
     )
     for axes, task in zip(grid, diagnosis.tasks, strict=True):
         _lines(axes, diagnosis, {r: diagnosis.drift[r][task]["relative"] for r in diagnosis.rows})
@@ -95,7 +100,9 @@ def _tasks_figure(diagnosis: Diagnosis) -> "Figure":
 def _split_figure(diagnosis: Diagnosis) -> "Figure":
     rows = [*([diagnosis.merged] if diagnosis.merged else []), *diagnosis.repairs]
     rows = rows or diagnosis.rows
-    heading = titled(diagnosis, "drift = local mismatch + upstream propagation, mean over tasks")
+    heading = with_positions(
+        diagnosis, "drift = local mismatch + upstream propagation, mean over tasks"
+    )
     figure, grid = panels(rows, (2.9, 2.5), ACROSS, heading, "block", sharey=True)
     for axes, row in zip(grid, rows, strict=True):
         for measure, (colour, dashes, label) in TERMS.items():
@@ -109,28 +116,30 @@ def _split_figure(diagnosis: Diagnosis) -> "Figure":
 
 
 def _change_figure(diagnosis: Diagnosis) -> "Figure | None":
-    """Tasks down, blocks across: change of relative drift by the first calibrated row."""
-    if diagnosis.merged is None or not diagnosis.repairs:
+    """Change of relative drift: a panel for each calibrated row, tasks down, blocks across."""
+    rows = diagnosis.repairs if diagnosis.merged else []
+    if not rows:
         return None
-    row = diagnosis.repairs[0]
-    change = drift_change(diagnosis, row)
-    table = 100 * np.array(list(change.values()))
-    blocks = short_blocks(diagnosis.blocks)
-    figure = new_figure(2.6 + 0.62 * max(len(blocks), 6), 1.5 + 0.36 * len(table))
-    axes = figure.subplots()
-    reach = max(abs(table).max(), 1e-9)
-    axes.pcolormesh(table, cmap="PuOr_r", vmin=-reach, vmax=reach, edgecolors="white")
-    for (line, column), value in np.ndenumerate(table):
-        strong = abs(value) > 0.6 * reach
-        axes.text(column + 0.5, line + 0.5, f"{value:+.0f}", ha="center", va="center", fontsize=9,
-                  color="white" if strong else INK)  # fmt: skip
-    names = short_names(diagnosis.tasks)
-    axes.set_yticks(np.arange(len(table)) + 0.5, [names[task] for task in change])
-    axes.set_xticks(np.arange(len(blocks)) + 0.5, blocks)
-    axes.invert_yaxis()
-    axes.tick_params(length=0)
-    axes.set_xlabel("block")
-    axes.set_title(titled(diagnosis, f"change of drift, {row}\nagainst {diagnosis.merged}, %"))
+    tables = [100 * np.array(list(drift_change(diagnosis, row).values())) for row in rows]
+    names, blocks = list(short_names(diagnosis.tasks).values()), short_blocks(diagnosis.blocks)
+    heading = with_positions(diagnosis, f"change of drift against {diagnosis.merged}, %")
+    size = (0.4 + 0.56 * max(len(blocks), 4), 0.7 + 0.32 * len(names))
+    across = max(1, int(_WIDEST / size[0]))
+    figure, grid = panels(rows, size, across, heading, "block", sharey=True)
+    reach = max(abs(table).max() for table in tables) or 1.0
+    for axes, table in zip(grid, tables, strict=True):
+        axes.grid(visible=False)
+        axes.pcolormesh(table, cmap="PuOr_r", vmin=-reach, vmax=reach, edgecolors="white")
+        for (line, column), value in np.ndenumerate(table):
+            strong = abs(value) > 0.5 * reach
+            axes.text(column + 0.5, line + 0.5, f"{value:+.0f}", ha="center", va="center",
+                      fontsize=8.5, color="white" if strong else INK)  # fmt: skip
+        axes.set_xticks(np.arange(len(blocks)) + 0.5, blocks)
+        if max(map(len, blocks)) > 3:
+            axes.tick_params(axis="x", labelrotation=60)
+        axes.tick_params(length=0)
+    grid[0].set_yticks(np.arange(len(names)) + 0.5, names)
+    grid[0].invert_yaxis()  # all panels share it
     return figure
 
 
@@ -144,4 +153,5 @@ _FIGURES: "Mapping[str, Callable[[Diagnosis], Figure | None]]" = {
     "gains": gains_figure,
     "task_vectors": vector_figure,
     "classes": class_figure,
+    "class_gains": class_gains_figure,
 }

@@ -8,6 +8,14 @@ import numpy as np
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, write_atomic
 
+from .class_gains import (
+    LEAST_ITEMS,
+    accuracy_grids,
+    by_cosine,
+    class_gains,
+    class_sentence,
+    cosine_grids,
+)
 from .diagnosis import MEASURES, Diagnosis
 from .findings import findings_grid, gains_of
 from .long_table import AVERAGE, EXPERTS
@@ -66,6 +74,11 @@ def long_lines(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
     for row, values in diagnosis.accuracy.items():
         for task, value in values.items():
             yield line(row, task, "accuracy", value)
+    for row, tasks in diagnosis.class_accuracy.items():
+        for task, classes in tasks.items():
+            for name, (right, items) in classes.items():
+                yield line(row, task, "accuracy", right / items, **{"class": name})
+                yield line(row, task, "test_items", items, **{"class": name})
 
 
 def diagnosis_markdown(diagnosis: Diagnosis) -> str:
@@ -90,11 +103,13 @@ def conditions(diagnosis: Diagnosis) -> list[str]:
     """Sentences on the items and features that were compared."""
     names = short_names(diagnosis.tasks)
     counts = ", ".join(f"{names[task]} {count}" for task, count in diagnosis.items.items())
+    tested = ["accuracy by class: all test items of the task pool"]
     return [
         f"items of the {diagnosis.split} split (seed {diagnosis.seed}): {counts}",
         f"drift at blocks' outputs: {_POSITIONS[diagnosis.positions]}; mean over an item's "
         "positions, then over items",
         f"final features: {diagnosis.features}",
+        *(tested if diagnosis.class_accuracy else []),
     ]
 
 
@@ -121,26 +136,17 @@ def help_sentences(diagnosis: Diagnosis) -> list[str]:
             f"({100 * change[worst]:+.0f} %); final features gain most on {names[most]} "
             f"({gains[most]:+.3f}), least on {names[least]} ({gains[least]:+.3f})"
         )
-        by_class = class_gains(diagnosis, row)
-        if by_class:
-            (first, gain), (last, loss) = by_class[0], by_class[-1]
-            sentence += (
-                f"; of all classes most on {names[first[0]]}: {first[1]} ({gain:+.3f}), least on "
-                f"{names[last[0]]}: {last[1]} ({loss:+.3f})"
+        ordered = by_cosine(class_gains(diagnosis, row))
+        if ordered := [gain for gain in ordered if gain.diagnosed >= LEAST_ITEMS]:
+            first, last = (
+                f"{names[g.task]}: {g.name} ({g.cosine:+.3f}, n = {g.diagnosed})"
+                for g in (ordered[0], ordered[-1])
             )
+            sentence += f"; of all classes most on {first}, least on {last}"
         sentences.append(sentence)
+        if by_class := class_sentence(diagnosis, row):
+            sentences.append(by_class)
     return sentences
-
-
-def class_gains(diagnosis: Diagnosis, row: str) -> list[tuple[tuple[str, str], float]]:
-    """(Task, class) and gain in final cosine over the merged model, largest first."""
-    before = diagnosis.classes[diagnosis.merged or ""]
-    gains = {
-        (task, name): values["cosine"] - before[task][name]["cosine"]
-        for task, classes in diagnosis.classes[row].items()
-        for name, values in classes.items()
-    }
-    return sorted(gains.items(), key=lambda entry: -entry[1])
 
 
 def depth_grid(diagnosis: Diagnosis) -> Grid:
@@ -176,18 +182,17 @@ def split_grids(diagnosis: Diagnosis) -> list[Grid]:
     return grids
 
 
-def change_grid(diagnosis: Diagnosis) -> Grid | None:
-    """Change of relative drift from merged to the first calibrated row: tasks across."""
-    if diagnosis.merged is None or not diagnosis.repairs:
-        return None
-    change = drift_change(diagnosis, diagnosis.repairs[0])
-    lines = [
-        (block, [f"{100 * values[place]:+.0f}" for values in change.values()])
-        for place, block in enumerate(short_blocks(diagnosis.blocks))
-    ]
-    names = short_names(diagnosis.tasks)
-    head = f"block: {diagnosis.repairs[0]}, %"
-    return Grid(head, [names[task] for task in change], lines)
+def change_grids(diagnosis: Diagnosis) -> list[Grid]:
+    """Change of relative drift from merged to each calibrated row: blocks down, tasks across."""
+    names, grids = short_names(diagnosis.tasks), []
+    for row in diagnosis.repairs if diagnosis.merged else ():
+        change = drift_change(diagnosis, row)
+        lines = [
+            (block, [f"{100 * values[place]:+.0f}" for values in change.values()])
+            for place, block in enumerate(short_blocks(diagnosis.blocks))
+        ]
+        grids.append(Grid(f"block: {row}, %", [names[task] for task in change], lines))
+    return grids
 
 
 def drift_change(diagnosis: Diagnosis, row: str) -> dict[str, list[float]]:
@@ -235,22 +240,6 @@ def gains_grid(diagnosis: Diagnosis) -> Grid | None:
     return Grid("gain over merged", list(names.values()), lines).for_page()
 
 
-def class_grid(diagnosis: Diagnosis) -> Grid | None:
-    """Classes whose final features the first calibrated row helps most and least, by task."""
-    if diagnosis.merged is None or not diagnosis.repairs:
-        return None
-    row, names, lines = diagnosis.repairs[0], short_names(diagnosis.tasks), []
-    ordered = class_gains(diagnosis, row)
-    for task in diagnosis.tasks:
-        own = [(name, gain) for (place, name), gain in ordered if place == task]
-        if own:
-            worse = sum(gain < 0 for _, gain in own)
-            ends = [f"{name} ({gain:+.3f})" for name, gain in (own[0], own[-1])]
-            lines.append((names[task], [str(len(own)), *ends, str(worse)]))
-    heads = ["classes", "helped most", "helped least", "classes that lose"]
-    return Grid(f"{row}: gain in cosine", heads, lines) if lines else None
-
-
 def _cosines(diagnosis: Diagnosis) -> Grid | None:
     values = {
         row: {task: diagnosis.cosine(row, task) for task in diagnosis.tasks}
@@ -278,12 +267,13 @@ SECTIONS: Mapping[str, Callable[[Diagnosis], Sequence[str | Grid]]] = {
     "Where calibration helps": help_sentences,
     "Observations of the paper": lambda d: _grids(findings_grid(d)),
     "Drift along the depth": lambda d: _grids(depth_grid(d)),
-    "Change of relative drift by task": lambda d: _grids(change_grid(d)),
+    "Change of relative drift by task": change_grids,
     "Local mismatch and upstream propagation": split_grids,
     "Final features": lambda d: _grids(_cosines(d)),
     "Gains in cosine and accuracy": lambda d: _grids(gains_grid(d)),
     "Accuracy": lambda d: _grids(_accuracies(d)),
     "Task vectors": lambda d: _grids(_task_vectors(d)),
-    "Classes": lambda d: _grids(class_grid(d)),
+    "Classes": cosine_grids,
+    "Accuracy by class": accuracy_grids,
 }
 """Sections of the page, in order: sentences or tables."""

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .diagnosis import Diagnosis
-from .diagnosis_page import class_gains
+from .class_gains import LEAST_ITEMS, by_cosine, class_gains, correlated
+from .diagnosis import POSITIONS, Diagnosis
 from .drawing import (
     GREY,
     INK,
+    PALETTE,
     RULE,
     legend_below,
     marks,
@@ -17,7 +18,6 @@ from .drawing import (
     panels,
 )
 from .findings import gains_of
-from .long_table import EXPERTS
 from .tables import short_names
 
 if TYPE_CHECKING:
@@ -27,12 +27,24 @@ if TYPE_CHECKING:
 ACROSS = 3
 """Panels side by side."""
 _LETTERS = 12  # an inch of a legend
-_KINDS = {"pca": "PCA", "tsne": "t-SNE"}
+_TASKS = "osD^vPX"
 
 
 def titled(diagnosis: Diagnosis, text: str) -> str:
     """Put the suite before a heading."""
     return f"{diagnosis.suite}: {text}"
+
+
+def with_items(diagnosis: Diagnosis, text: str) -> str:
+    """Put the suite before a heading, and below it the items."""
+    counts = sorted({min(diagnosis.items.values()), max(diagnosis.items.values())})
+    items = "-".join(map(str, counts))
+    return f"{titled(diagnosis, text)}\n({items} {diagnosis.split} items of each task)"
+
+
+def with_positions(diagnosis: Diagnosis, text: str) -> str:
+    """Put the suite before a heading on drift, and below it items and positions."""
+    return f"{with_items(diagnosis, text)[:-1]}, {POSITIONS[diagnosis.positions]})"
 
 
 def looks_of(diagnosis: Diagnosis) -> dict[str, dict[str, Any]]:
@@ -71,7 +83,7 @@ def _dots(
     axes.spines["left"].set_visible(False)
     axes.grid()
     axes.set_xlabel(label)
-    axes.set_title(titled(diagnosis, title))
+    axes.set_title(title)
     row_legend(figure, axes, "row (mean over tasks)")
     return figure
 
@@ -79,19 +91,20 @@ def _dots(
 def cosine_figure(diagnosis: Diagnosis) -> "Figure | None":
     """Mean cosine of final features to the expert's, by task."""
     values = {r: {t: diagnosis.cosine(r, t) for t in diagnosis.tasks} for r in diagnosis.rows}
-    return _dots(diagnosis, values, "mean cosine to the expert's", "final features by task")
+    title = with_items(diagnosis, "final features by task")
+    return _dots(diagnosis, values, "mean cosine to the expert's", title)
 
 
 def vector_figure(diagnosis: Diagnosis) -> "Figure | None":
     """Cosine to the expert's task vector, by task; None without a base."""
     label = "cosine of model - base and expert - base"
-    return _dots(diagnosis, diagnosis.task_vectors, label, "task vectors")
+    return _dots(diagnosis, diagnosis.task_vectors, label, titled(diagnosis, "task vectors"))
 
 
 def items_figure(diagnosis: Diagnosis) -> "Figure":
     """Share of items whose final cosine is at most a value, by task."""
     titles = list(short_names(diagnosis.tasks).values())
-    heading = titled(diagnosis, "final features by item")
+    heading = with_items(diagnosis, "final features by item")
     label = "cosine to the expert's"
     figure, grid = panels(titles, (2.7, 2.1), ACROSS, heading, label, sharey=True, sharex=False)
     for axes, task in zip(grid, diagnosis.tasks, strict=True):
@@ -148,19 +161,19 @@ def _label_points(axes: "Axes", points: Mapping[str, tuple[float, float]]) -> No
 
 def class_figure(diagnosis: Diagnosis) -> "Figure | None":
     """One line for each task, one mark for each class: gain in final cosine."""
-    rows = [row for row in diagnosis.repairs if diagnosis.merged and class_gains(diagnosis, row)]
+    gains = {row: by_cosine(class_gains(diagnosis, row)) for row in diagnosis.repairs}
+    rows = [row for row, known in gains.items() if known]
     if not rows:
         return None
     names = short_names(diagnosis.tasks)
-    heading = titled(diagnosis, f"gain over {diagnosis.merged} by class")
+    heading = with_items(diagnosis, f"gain over {diagnosis.merged} by class")
     label = "gain of final cosine (line: mean over classes)"
-    figure, grid = panels(rows[:2], (3.2, 0.7 + 0.34 * len(names)), 2, heading, label, sharey=True)
-    for axes, row in zip(grid, rows, strict=False):
+    figure, grid = panels(rows, (3.2, 0.7 + 0.34 * len(names)), 2, heading, label, sharey=True)
+    for axes, row in zip(grid, rows, strict=True):
         look = looks_of(diagnosis)[row]
-        gains = class_gains(diagnosis, row)
         axes.axvline(0, color=GREY, linewidth=0.8)
         for place, task in enumerate(diagnosis.tasks):
-            values = [gain for (name, _), gain in gains if name == task]
+            values = [gain.cosine or 0.0 for gain in gains[row] if gain.task == task]
             axes.plot(values, [-place] * len(values), linestyle="none", alpha=0.55,
                       **{**look, "markersize": 5})  # fmt: skip
             if values:
@@ -170,41 +183,32 @@ def class_figure(diagnosis: Diagnosis) -> "Figure | None":
     return figure
 
 
-def plane_figure(
-    diagnosis: Diagnosis, kind: str, planes: Mapping[str, Mapping[str, Any]]
-) -> "Figure":
-    """Two-dimensional projection of the same items' final features in several rows, by task."""
-    from matplotlib.collections import LineCollection
-
+def class_gains_figure(diagnosis: Diagnosis) -> "Figure | None":
+    """Gain of cosine against gain of accuracy: a panel for each calibrated row, a mark a class."""
+    pairs = {row: correlated(class_gains(diagnosis, row)) for row in diagnosis.repairs}
+    rows = [row for row, known in pairs.items() if known]
+    if not rows:
+        return None
+    items = max(diagnosis.items.values())
+    heading = titled(
+        diagnosis,
+        f"gains over {diagnosis.merged}, by class\n"
+        f"(cosine: up to {items} {diagnosis.split} items of each task; accuracy: all test items)",
+    )
+    label = "gain of final cosine"
+    figure, grid = panels(rows, (3.4, 2.8), 2, heading, label, sharey=True, sharex=False)
     names = short_names(diagnosis.tasks)
-    name = _KINDS[kind]
-    heading = titled(diagnosis, f"final features, {name} fitted to each task's rows together")
-    figure, grid = panels(
-        [names[task] for task in planes], (2.5, 2.3), ACROSS, heading, "", sharex=False
-    )
-    looks = looks_of(diagnosis) | {EXPERTS: {"color": INK, "marker": "."}}
-    for axes, rows in zip(grid, planes.values(), strict=True):
-        for row, points in rows.items():
-            if row != EXPERTS:  # from each item's place at the expert to its place in the row
-                pairs = zip(rows[EXPERTS], points, strict=True)
-                colour = looks[row]["color"]
-                axes.add_collection(LineCollection(list(pairs), colors=colour, linewidths=0.6,
-                                                   alpha=0.4, zorder=0))  # fmt: skip
-            look = looks[row]
-            across, up = zip(*points, strict=True)
-            axes.scatter(across, up, s=13 if row == EXPERTS else 11, linewidths=0.8, alpha=0.7,
-                         label="experts" if row == EXPERTS else row, marker=look["marker"],
-                         facecolors="none" if row == diagnosis.upstream else look["color"],
-                         edgecolors=look["color"])  # fmt: skip
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.grid(visible=False)
-        for side in axes.spines.values():
-            side.set_visible(True)
-            side.set_color(RULE)
-    legend_below(
-        figure,
-        *grid[0].get_legend_handles_labels(),
-        "same items of each row; lines lead to the expert's features",
-    )
+    for axes, row in zip(grid, rows, strict=True):
+        axes.axhline(0, color=GREY, linewidth=0.8)
+        axes.axvline(0, color=GREY, linewidth=0.8)
+        for place, task in enumerate(diagnosis.tasks):
+            own = [gain for gain in pairs[row] if gain.task == task]
+            across = [gain.cosine or 0.0 for gain in own]
+            up = [100 * (gain.accuracy or 0.0) for gain in own]
+            axes.plot(across, up, linestyle="none", marker=_TASKS[place % len(_TASKS)],
+                      color=PALETTE[place % len(PALETTE)], markersize=5.5, markeredgewidth=0,
+                      alpha=0.75, label=names[task])  # fmt: skip
+    figure.supylabel("gain of accuracy, points", fontsize=10)
+    title = f"a mark is a class with {LEAST_ITEMS} items or more; task:"
+    legend_below(figure, *grid[0].get_legend_handles_labels(), title)
     return figure

@@ -129,7 +129,7 @@ def drift_figure(records: Sequence[Mapping[str, Any]], title: str = "") -> "Figu
         [(name, records, f"{prefix}_{name}", colour, mark) for name, colour, mark in looks],
         title,
         "drift / expert's norm" if relative else "drift, L2",
-        "each block's own calibration (bold: mean over tasks)",
+        "each block's own calibration; calibration samples, all positions (bold: mean over tasks)",
     )
 
 
@@ -146,7 +146,10 @@ def depth_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "
     lines = [("merged", first, "held_out_drift_merged", MERGED, "s")]
     for name, look in marks(list(rows), None).items():
         lines.append((name, rows[name], "held_out_drift", look["color"], look["marker"]))
-    legend = "after each block, held-out samples (bold: mean over tasks)"
+    legend = (
+        "after each block; held-out calibration samples, at the positions that the head reads "
+        "(bold: mean over tasks)"
+    )
     return _block_figure(lines, title, "drift / expert's norm", legend)
 
 

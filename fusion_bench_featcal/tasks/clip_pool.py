@@ -59,6 +59,7 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
     Attributes:
         item_correct: Of the last `evaluate` call: task name -> bool tensor `[test items]`, in the
             order of the data set, on the CPU. Its mean is the accuracy.
+        item_classes: Task name -> class of each test item, of the tasks evaluated so far.
     """
 
     # set by FusionBench's constructor, which declares neither
@@ -123,6 +124,7 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
         self.base_model = base_model
         self.pixel_cache_mb = pixel_cache_mb
         self.item_correct: dict[str, Tensor] = {}
+        self.item_classes: dict[str, list[str]] = {}
         self._pixel_cache = PixelCache(pixel_cache_mb)
         self._heads: dict[str, Tensor] = {}
         self._open_tasks = self._open_defined_tasks(parse_tasks(tasks))
@@ -209,6 +211,9 @@ class ClipTaskPool(CLIPVisionModelTaskPool):
         self.item_correct = {}
         scores = self._scores(model)
         self.item_correct = {task: result.correct for task, result in scores.items()}
+        for task, result in scores.items():
+            names = self._open_tasks[task].classnames
+            self.item_classes[task] = [names[label] for label in result.labels.tolist()]
         measured = {t: {"accuracy": r.accuracy, "loss": r.loss} for t, r in scores.items()}
         report = evaluation_report(model, name, measured)
         log.debug("evaluation result: %s", report)

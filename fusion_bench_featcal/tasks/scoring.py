@@ -113,6 +113,7 @@ class Score(NamedTuple):
     accuracy: float  # 0 to 1
     loss: float  # mean cross-entropy
     correct: Tensor  # bool [items], on the CPU
+    labels: Tensor  # int64 [items], on the CPU
 
 
 @torch.no_grad()
@@ -128,6 +129,7 @@ def score(
         CalibrationError: If a logit is not finite, or there are no items.
     """
     correct: list[Tensor] = []
+    known: list[Tensor] = []
     loss_sum = 0.0
     for pixels, labels in batches:
         output = classifier(
@@ -142,9 +144,10 @@ def score(
         targets = to_device(labels)
         loss_sum += functional.cross_entropy(logits, targets, reduction="sum").item()
         correct.append((logits.argmax(dim=-1) == targets).cpu())
+        known.append(labels.cpu())
     if not correct:
         raise CalibrationError(
             f"task {task!r} has no test items. Check taskpool.tasks.{task}.data."
         )
     right = torch.cat(correct)
-    return Score(right.double().mean().item(), loss_sum / len(right), right)
+    return Score(right.double().mean().item(), loss_sum / len(right), right, torch.cat(known))

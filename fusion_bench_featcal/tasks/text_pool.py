@@ -69,6 +69,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
     Attributes:
         item_correct: Of the last `evaluate` call: task name -> bool tensor `[test rows]`, in the
             order of the data set; tasks scored by rank correlation have none.
+        item_classes: Task name -> target of each test row, of the tasks evaluated so far.
         test_dataloaders: Task name -> its rows; `evaluate` takes those that are in it.
     """
 
@@ -130,6 +131,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
         self.max_length = max_length
         self.fast_dev_run = fast_dev_run
         self.item_correct: dict[str, Tensor] = {}
+        self.item_classes: dict[str, list[str]] = {}
         self.test_dataloaders: dict[str, Sequence[Mapping[str, Any]]] = {}
         self._tokenised: dict[tuple[str, str], TokenisedTask] = {}
         self._is_setup = False
@@ -196,6 +198,7 @@ class TextTaskPool(LightningFabricMixin, BaseTaskPool):
             return {"accuracy": spearman(answers, task.targets), "loss": loss}
         correct = torch.tensor(exact_matches(answers, task.targets))
         self.item_correct[name] = correct
+        self.item_classes[name] = [target.strip() for target in task.targets]
         return {"accuracy": correct.double().mean().item(), "loss": loss}
 
     def _task(self, encoder: TextEncoder, name: str) -> TokenisedTask:

@@ -1,11 +1,13 @@
 """Runs of the diagnosis on pools in Python, what it refuses, and the real command."""
 
 import csv
+import gc
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cli_runs import fusion_bench
@@ -16,6 +18,8 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.diagnosis import DiagnosisAlgorithm
+from fusion_bench_featcal.diagnosis.class_counts import NOT_EVALUATED
+from fusion_bench_featcal.diagnosis.passes import Passes
 from fusion_bench_featcal.results.diagnosis import MEASURES, Diagnosis
 from fusion_bench_featcal.suites import image
 
@@ -59,6 +63,41 @@ def test_rows_blocks_and_classes_of_an_image_pool():
             assert len(found.cosines[row][task]) == len(found.last_drift[row][task]) == 40
     assert "base" not in found.task_vectors
     assert set(found.projections["pca"]["mini_korean"]) == {"experts", "task_arithmetic", "featcal"}
+
+
+def test_all_rows_lie_in_one_projection(tmp_path: Path):
+    for task in image.ALPHABETS2:
+        expert = CLIPVisionModel.from_pretrained(image.path(task))
+        expert.save_pretrained(tmp_path / task)
+    pool = image_pool()
+    rows = {task: str(tmp_path / task) for task in image.ALPHABETS2}
+    found = diagnosed(pool, rows=rows, items=70)
+    for task, points in found.projections["pca"].items():
+        assert list(points) == ["experts", "task_arithmetic", *rows]
+        assert {len(own) for own in points.values()} == {64}
+        assert points[task] == points["experts"]  # the same features lie in the same place
+        others = [np.array(points[row]) for row in points if row not in (task, "experts")]
+        assert all(abs(own - np.array(points[task])).max() > 1e-3 for own in others)
+
+
+def test_one_row_and_one_expert_besides_the_kept_models(monkeypatch: pytest.MonkeyPatch):
+    whole: list[int] = []
+    drift = Passes.drift
+
+    def counted(self: Passes, task: str, expert: Any, batches: Any) -> Any:
+        gc.collect()
+        models = [one for one in gc.get_objects() if type(one) is CLIPVisionModel]
+        whole.append(sum(next(one.parameters()).device.type != "meta" for one in models))
+        return drift(self, task, expert, batches)
+
+    monkeypatch.setattr(Passes, "drift", counted)
+    few = {"ridge_lambda": 0.5}
+    found = diagnosed(image_pool(), presets={"one": few, "two": few})
+    assert [len(found.drift[row]) for row in found.repairs] == [2, 2, 2]
+    before = whole[: 2 * len(found.repairs)]
+    # The row, the expert, the merged model and the one that is returned, which is the first row.
+    assert before == [3, 3, 4, 4, 4, 4], whole
+    assert max(whole) <= 4
 
 
 def test_classes_are_the_items_labels():
@@ -180,7 +219,8 @@ def test_missing_scikit_learn_is_a_note(monkeypatch: pytest.MonkeyPatch):
     found = diagnosed(image_pool(), projections=["pca", "tsne"])
     assert list(found.projections) == ["pca"]
     assert found.notes == [
-        "no t-SNE: scikit-learn is not installed (pip install 'fusion-bench-featcal[plots]')"
+        NOT_EVALUATED,
+        "no t-SNE: scikit-learn is not installed (pip install 'fusion-bench-featcal[plots]')",
     ]
 
 
@@ -204,6 +244,12 @@ def test_the_command(tmp_path: Path):
     assert found.rows == ["base", "task_arithmetic", "featcal", "featcal:plus"]
     assert set(found.accuracy) == {*found.rows, "experts"}
     assert found.cosine("featcal") > found.cosine("task_arithmetic")
+    for row, tasks in found.class_accuracy.items():  # both pools name the same classes
+        for task in image.ALPHABETS2:
+            right, items = np.sum(list(tasks[task].values()), axis=0)
+            assert right / items == pytest.approx(found.accuracy[row][task])
+            assert set(found.classes["featcal"][task]) <= set(tasks[task])
+    assert set(found.class_accuracy) == set(found.accuracy)
     for row in ("task_arithmetic", "featcal"):  # the report's runs are those that were diagnosed
         report = json.loads((tmp_path / "log" / "report.json").read_text())
         assert found.accuracy[row] == report["rows"][row]

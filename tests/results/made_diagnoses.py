@@ -39,8 +39,17 @@ def made(sizes: dict[str, float] = SIZES) -> Diagnosis:
             vector = None if row == "base" else 0.2 * size
             found.add(row, task, parts_of(size, 7 * place), cosines, classes, vector)
         found.accuracy[row] = {task: 0.5 + 0.1 * number for task in TASKS}
+        right = {"early": [4 + number, 20], "late": [4 + 5 * number, 20]}
+        found.class_accuracy[row] = dict.fromkeys(TASKS, right)
     found.accuracy["experts"] = dict.fromkeys(TASKS, 0.95)
+    found.class_accuracy["experts"] = {
+        task: {"early": [19, 20], "late": [20, 20]} for task in TASKS
+    }
+    for row in found.repairs if found.merged else ():
+        counts = [found.class_accuracy[side][TASKS[0]] for side in (row, found.merged or "")]
+        flips = {name: [counts[0][name][0] - counts[1][name][0] + 1, 1] for name in counts[0]}
+        found.class_flips[row] = dict.fromkeys(TASKS, flips)
     plane = [[float(item), float(item % 3)] for item in range(ITEMS)]
-    rows = ("experts", "merger", "featcal")
+    rows = ("experts", "merger", "featcal", "featcal:plus")
     found.projections = {"pca": {task: dict.fromkeys(rows, plane) for task in TASKS}}
     return found

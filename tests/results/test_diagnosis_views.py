@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from made_diagnoses import SIZES, TASKS, made, parts_of
+from made_diagnoses import ITEMS, SIZES, TASKS, made, parts_of
 
 from fusion_bench_featcal.results import ReportError
+from fusion_bench_featcal.results.class_gains import by_cosine, class_gains
 from fusion_bench_featcal.results.diagnosis import DIAGNOSIS_FILE, MEASURES, Diagnosis, measures
 from fusion_bench_featcal.results.diagnosis_figures import diagnosis_figures
 from fusion_bench_featcal.results.diagnosis_page import (
-    class_gains,
+    change_grids,
     diagnosis_markdown,
     help_sentences,
     long_lines,
@@ -132,10 +134,25 @@ def test_without_a_merged_model_there_is_nothing_to_compare_with():
 
 
 def test_classes_are_ordered_by_their_gain():
-    gains = class_gains(made(), "featcal")
-    assert gains[0][0] == ("toy_three", "late")
-    assert gains[-1][0] == ("toy_one", "early")
+    gains = [(gain.task, gain.name) for gain in by_cosine(class_gains(made(), "featcal"))]
+    assert gains[0] == ("toy_three", "late")
+    assert gains[-1] == ("toy_one", "early")
     assert "most on three: late" in help_sentences(made())[0]
+
+
+def test_change_of_drift_has_a_table_for_each_calibrated_row():
+    grids = {grid.corner: dict(grid.lines) for grid in change_grids(made())}
+    assert list(grids) == ["block: featcal, %", "block: featcal:plus, %"]
+    found = made()
+    for row in found.repairs:
+        for place in range(3):
+            cells = [
+                f"{100 * (found.drift[row][t]['relative'][place] / before - 1):+.0f}"
+                for t in TASKS
+                for before in [found.drift["merger"][t]["relative"][place]]
+            ]
+            assert grids[f"block: {row}, %"][str(place)] == cells
+    assert change_grids(made({"mine": 1.0})) == []
 
 
 def test_long_table_has_every_number_once():
@@ -153,16 +170,55 @@ def test_every_figure_is_drawn(tmp_path: Path):
     figures = diagnosis_figures(made())
     assert set(figures) == {
         "drift_depth", "drift_tasks", "drift_split", "drift_change", "final_cosine",
-        "final_cosine_items", "gains", "task_vectors", "classes", "pca",
+        "final_cosine_items", "gains", "task_vectors", "classes", "class_gains", "pca",
     }  # fmt: skip
     paths = save_figures(figures, tmp_path, None, "--out")
     assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def texts_of(figure: Any) -> str:
+    import matplotlib.text
+
+    return "\n".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
+
+
+def titles_of(panels: Any) -> list[str]:
+    return [axes.get_title(loc="left") for axes in panels]
+
+
+def test_figures_have_a_panel_for_every_calibrated_row():
+    pytest.importorskip("matplotlib")
+    figures = diagnosis_figures(made())
+    for name in ("drift_change", "classes", "class_gains"):
+        assert titles_of(figures[name].axes) == ["featcal", "featcal:plus"]
+    panels = figures["pca"].axes
+    assert titles_of(panels[:3]) == ["merger", "featcal", "featcal:\nplus"]
+    assert len(panels) == 3 * len(TASKS)
+    for line in range(len(TASKS)):  # rows compare where a task's panels have one scale
+        own = panels[3 * line : 3 * line + 3]
+        assert len({(axes.get_xlim(), axes.get_ylim()) for axes in own}) == 1
+
+
+@pytest.mark.parametrize(
+    ("positions", "words"),
+    [("all", "all positions"), ("read", "only positions that the head reads")],
+)
+def test_figures_of_drift_say_on_which_items_and_positions(positions: str, words: str):
+    pytest.importorskip("matplotlib")
+    found = made()
+    found.positions = positions
+    figures = diagnosis_figures(found)
+    for name in ("drift_depth", "drift_tasks", "drift_split", "drift_change"):
+        assert f"({ITEMS} test items of each task, {words})" in texts_of(figures[name])
+    found.items["toy_one"] = 5
+    assert f"(5-{ITEMS} test items of each task)" in texts_of(diagnosis_figures(found)["classes"])
 
 
 def test_figures_without_a_merged_model_or_accuracies(tmp_path: Path):
     pytest.importorskip("matplotlib")
     found = made({"mine": 2.0})
     found.accuracy, found.task_vectors, found.projections = {}, {}, {}
+    found.class_accuracy = {}
     figures = diagnosis_figures(found)
     assert set(figures) == {
         "drift_depth", "drift_tasks", "drift_split", "final_cosine", "final_cosine_items"

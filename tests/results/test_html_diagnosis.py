@@ -88,6 +88,29 @@ def test_cosines_by_task_and_class(tmp_path: Path) -> None:
     assert gain == pytest.approx(values["featcal"] - values["merger"])
 
 
+def test_accuracy_by_class(tmp_path: Path) -> None:
+    page = Reader(page_text(leave(tmp_path / "alone")))
+    table = page.table("toy: accuracy by class in per cent")
+    assert list(table) == [
+        f"{task}: {c}" for task in ("one", "two", "three") for c in ("early", "late")
+    ]
+    late = table["two: late"]
+    assert late["test items"]["text"] == "20"
+    shown = {row: late[row]["text"] for row in (*SIZES, "experts")}
+    assert shown == {
+        "base": "20.0", "merger": "45.0", "featcal": "70.0", "featcal:plus": "95.0",
+        "experts": "100.0",
+    }  # fmt: skip
+    assert late["gain of featcal:plus"]["text"] == "+50.0"
+
+
+def test_without_accuracies_by_class_there_is_no_table(tmp_path: Path) -> None:
+    found = made()
+    found.class_accuracy, found.class_flips = {}, {}
+    page = page_text(leave(tmp_path / "alone", found))
+    assert "accuracy by class" not in page
+
+
 def test_a_runs_page_has_its_diagnosis(tmp_path: Path) -> None:
     run = leave(leave_run(tmp_path / "run"))
     page = Reader(page_text(run))
@@ -102,7 +125,7 @@ def test_a_runs_page_has_its_diagnosis(tmp_path: Path) -> None:
 
 def test_without_a_merged_model_there_are_figures_all_the_same() -> None:
     found = made({"mine": 2.0})
-    found.accuracy, found.task_vectors = {}, {}
+    found.accuracy, found.task_vectors, found.class_accuracy = {}, {}, {}
     sections = {section.title: section.parts for section in diagnosis_sections([found])}
     assert not any(isinstance(part, Table) for part in sections["Where calibration helps"])
     drawn = [p for parts in sections.values() for p in parts if isinstance(p, Figure)]
@@ -116,11 +139,11 @@ def test_several_diagnoses_are_told_apart(tmp_path: Path) -> None:
     leave(tmp_path / "all" / "b", other)
     page = Reader(page_text(tmp_path / "all"))
     assert page.texts("h1") == ["toy, <other>"]
-    assert page.table("toy: classes") and page.table("<other>: classes")
+    assert page.table("toy: accuracy") and page.table("<other>: accuracy")
     leave(tmp_path / "all" / "c")
     page = Reader(page_text(tmp_path / "all"))
     assert page.texts("h1") == ["toy (a), <other>, toy (c)"]
-    assert page.table("toy (a): classes") and page.table("toy (c): classes")
+    assert page.table("toy (a): accuracy") and page.table("toy (c): accuracy")
 
 
 def test_a_damaged_diagnosis_is_refused(tmp_path: Path, capsys) -> None:

@@ -64,6 +64,8 @@ def test_same_accuracies_as_fusion_benchs_own_pool_item_by_item(make_pool, two_t
             known = predictions(clip_folder, model, processor, items[task], task)
             labels = torch.tensor([items[task][index]["label"] for index in range(len(correct))])
             assert torch.equal(correct, known == labels)
+            names = items[task].classnames
+            assert names and ours.item_classes[task] == [names[label] for label in labels]
         assert report["average"]["accuracy"] == pytest.approx(expected["average"]["accuracy"])
         assert report["model_info"] == expected["model_info"] | {"name": "model"}
     assert len(seen) > 2 and seen - {0.0, 1.0}  # the comparison was not of trivial numbers

@@ -130,7 +130,10 @@ def test_the_experts_own_answers_match_on_the_tasks_asked_for(suite, expert, tok
     pool = TextTaskPool({TASK: own, "wrong": wrong}, tokenizer=tokenizer)
     found = evaluate(pool, expert, name="expert", tasks=[TASK])
     assert found.accuracy == {TASK: written} and set(found.correct or {}) == {TASK}
+    assert set(pool.item_classes) == {TASK}
     assert evaluate(pool, expert, name="expert").accuracy == {TASK: written, "wrong": 0}
+    evaluate(pool, expert, name="expert", tasks=[TASK])
+    assert set(pool.item_classes) == {TASK, "wrong"}  # classes do not depend on the model
 
 
 def test_tokenised_rows_score_like_their_texts(suite, expert, tokenizer, rows):
@@ -149,6 +152,8 @@ def test_tokenised_rows_score_like_their_texts(suite, expert, tokenizer, rows):
     report = pool.evaluate(expert)
     assert report["tokens"] == pytest.approx(report["text"])
     assert torch.equal(pool.item_correct["tokens"], pool.item_correct["text"])
+    assert pool.item_classes["tokens"] == pool.item_classes["text"]
+    assert pool.item_classes["text"] == [target.strip() for target in rows["target"]]
 
 
 def test_numbers_are_scored_by_rank(suite, expert, tokenizer):
@@ -159,7 +164,7 @@ def test_numbers_are_scored_by_rank(suite, expert, tokenizer):
     report = pool.evaluate(expert)
     assert report["numbers"]["accuracy"] == 0  # words, each of which counts as 0
     assert math.isfinite(report["numbers"]["loss"])
-    assert pool.item_correct == {}
+    assert pool.item_correct == {} == pool.item_classes
 
 
 def test_a_trial_run_takes_few_rows(suite, expert, tokenizer, rows):

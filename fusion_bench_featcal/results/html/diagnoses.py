@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fusion_bench_featcal.results.diagnosis import Diagnosis
+from fusion_bench_featcal.results.class_gains import class_gains
+from fusion_bench_featcal.results.diagnosis import POSITIONS, Diagnosis
 from fusion_bench_featcal.results.diagnosis_figures import TERMS
 from fusion_bench_featcal.results.diagnosis_page import SECTIONS, conditions
 from fusion_bench_featcal.results.feature_figures import looks_of
@@ -19,7 +20,8 @@ _SECTIONS = {
     "Drift along the depth": ("Drift along the depth", "Change of relative drift by task"),
     "Mismatch and propagation": ("Local mismatch and upstream propagation",),
     "Final features": (
-        "Final features", "Classes", "Gains in cosine and accuracy", "Accuracy", "Task vectors",
+        "Final features", "Classes", "Gains in cosine and accuracy", "Accuracy",
+        "Accuracy by class", "Task vectors",
     ),
 }  # fmt: skip
 """Section of the page -> parts of `diagnosis.md`, whose headings are the tables' captions."""
@@ -45,8 +47,9 @@ def _parts(diagnosis: Diagnosis, name: str) -> list[Part]:
     caption = f"{diagnosis.suite}: {name[0].lower()}{name[1:]}"
     captions = [caption if len(grids) == 1 else f"{caption}, {grid.corner}" for grid in grids]
     drawn = [_FIGURES[name](diagnosis)] if name in _FIGURES else []
-    more = [_classes(diagnosis)] if name == "Classes" else []
-    return [*drawn, Lines(sentences), *map(of_grid, grids, captions), *more]
+    more = [_TABLES[name](diagnosis)] if name in _TABLES else []
+    tables = [*map(of_grid, grids, captions), *(table for table in more if table.rows)]
+    return [*drawn, Lines(sentences), *tables]
 
 
 def _drift_figure(diagnosis: Diagnosis) -> Figure:
@@ -59,7 +62,10 @@ def _drift_figure(diagnosis: Diagnosis) -> Figure:
         for task in diagnosis.tasks
     ]
     panels = block_panels("drift", records, lines, "drift / norm", tasks=True)
-    note = "The distance to the expert's features at each block's output, divided by their norm."
+    note = (
+        "The distance to the expert's features at each block's output, divided by their norm; "
+        f"{POSITIONS[diagnosis.positions]}."
+    )
     return Figure(f"{diagnosis.suite}: drift of {diagnosis.split} items by block", panels, note)
 
 
@@ -86,7 +92,10 @@ def _split_figure(diagnosis: Diagnosis) -> Figure:
             for place, block in enumerate(diagnosis.blocks)
         ]
         panels.append(block_panel(row, *axes, diagnosis.blocks, records, lines))
-    note = "As vectors both terms add up to the drift of every item; their norms need not."
+    note = (
+        f"{diagnosis.split.capitalize()} items, {POSITIONS[diagnosis.positions]}. As vectors both "
+        "terms add up to the drift of every item; their norms need not."
+    )
     return Figure(f"{diagnosis.suite}: both terms of drift, mean over tasks", panels, note)
 
 
@@ -136,6 +145,30 @@ def _classes(diagnosis: Diagnosis) -> Table:
     return Table(caption, "task: class", heads, lines)
 
 
+def _class_accuracy(diagnosis: Diagnosis) -> Table:
+    """Accuracy by class of every row and the experts, and the calibrated rows' gains in points."""
+    names, known = short_names(diagnosis.tasks), diagnosis.class_accuracy
+    gains = {row: class_gains(diagnosis, row) for row in diagnosis.repairs if row in known}
+    points = {
+        (row, gain.task, gain.name): 100 * (gain.accuracy or 0.0)
+        for row, own in gains.items()
+        for gain in own
+    }
+    lines = []
+    for task, classes in next(iter(known.values()), {}).items():
+        for name, (_, items) in classes.items():
+            counts = [tasks[task][name] for tasks in known.values()]
+            cells = [number(items, "{}"), *(number(100 * r / n, "{:.1f}") for r, n in counts)]
+            cells += [number(points[row, task, name], "{:+.1f}") for row in gains]
+            lines.append((f"{names[task]}: {name}", cells))
+    heads = ["test items", *known, *(f"gain of {row}" for row in gains)]
+    return Table(f"{diagnosis.suite}: accuracy by class in per cent", "task: class", heads, lines)
+
+
+_TABLES: Mapping[str, Callable[[Diagnosis], Table]] = {
+    "Classes": _classes,
+    "Accuracy by class": _class_accuracy,
+}
 _FIGURES: Mapping[str, Callable[[Diagnosis], Figure]] = {
     "Drift along the depth": _drift_figure,
     "Local mismatch and upstream propagation": _split_figure,

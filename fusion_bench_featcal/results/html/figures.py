@@ -227,10 +227,12 @@ def drift_figures(runs: Sequence[Path]) -> list[Figure]:
             held_out += block_panels(title, later, lines, "drift / norm", len(runs) == 1)
     figures = [
         Figure("Drift of each block's output, before and after its own calibration", calibration,
-               "The distance to the expert's features on the calibration samples, divided by "
-               "their norm where the log has it. All blocks before are calibrated."),
+               "The distance to the expert's features on the calibration samples, at all "
+               "positions, divided by their norm where the log has it. All blocks before are "
+               "calibrated."),
         Figure("Drift of held-out samples after each block", held_out,
-               "The distance to the expert's features, divided by their norm."),
+               "The distance to the expert's features at the positions that the head reads, "
+               "divided by their norm."),
     ]  # fmt: skip
     return [figure for figure in figures if figure.panels]
 
