@@ -1,6 +1,6 @@
 """Correct answers by class, counted from the flags per test item that a run keeps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -37,33 +37,24 @@ def count_classes(
         return [NO_CLASSES]
     rows = [row for row in (*made.rows, EXPERTS) if row in report.items]
     usable, notes = _usable(made, report, classes)
-    for row in rows:
-        for task, names in usable.items():
-            right = np.asarray(report.items[row][task])
-            made.class_accuracy.setdefault(row, {})[task] = {
-                name: [int(right[chosen].sum()), int(chosen.sum())]
-                for name, chosen in _places(names)
-            }
-    for row in made.repairs:
-        if row not in rows or made.merged not in rows:
-            continue
-        for task, names in usable.items():
-            mine, other = (np.asarray(report.items[side][task]) for side in (row, made.merged))
-            made.class_flips.setdefault(row, {})[task] = {
-                name: [int((mine & ~other)[chosen].sum()), int((other & ~mine)[chosen].sum())]
-                for name, chosen in _places(names)
-            }
+    for task, names in usable.items():
+        right = {row: np.asarray(report.items[row][task]) for row in rows}
+        for row, mine in right.items():
+            of_row = made.class_accuracy.setdefault(row, {})
+            of_row[task] = _sums(names, mine, np.ones_like(mine))
+            if row in made.repairs and made.merged in right:
+                other, of_row = right[made.merged], made.class_flips.setdefault(row, {})
+                of_row[task] = _sums(names, mine & ~other, other & ~mine)
     missing = [row for row in made.rows if row not in rows]
     if missing:
         notes.append(f"no accuracy by class of {', '.join(missing)}: not evaluated item by item")
     return notes
 
 
-def _places(names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each class and which items belong to it."""
+def _sums(names: Sequence[str], *flags: np.ndarray) -> dict[str, list[int]]:
+    """Class -> number of its items that have each flag."""
     array = np.array(names)
-    for name in sorted(set(names)):
-        yield name, array == name
+    return {name: [int(one[array == name].sum()) for one in flags] for name in sorted(set(names))}
 
 
 def _usable(
