@@ -4,15 +4,19 @@
 set -euo pipefail
 
 folder="${1:-outputs/studies}"
-study() { # pool, study, words
+study() { # pool, study, words; $as: another folder than the study's name
   local pool="$1" name="$2"
   shift 2
-  fusion_bench "method=study/$name" "modelpool=$pool" "path.log_dir=$folder/$pool/$name" "$@"
+  fusion_bench "method=study/$name" "modelpool=$pool" "path.log_dir=$folder/$pool/${as:-$name}" "$@"
 }
 
 study clip-vit-mini_TA6 samples
 study clip-vit-mini_TA6 sweep 'method.seeds=[42]' 'method.pairs=[[ridge_lambda,mix_alpha]]'
 study clip-vit-mini_TA6 ablation
+as=ablation_fog study clip-vit-mini_TA6 ablation method.study=ablation_fog \
+  '+method.axes.corruption={kinds: [fog], severities: [3]}' \
+  "method.post_merging=[featcal,featcal:with_chosen_ridge,featcal:plus,plus:no_module_order,\
+plus:no_residual_target,plus:no_chosen_ridge,plus:no_first_stage,plus:no_far_anchor,plus:no_copies]"
 study clip-vit-mini_all8 tasks method.subsets=4
 study clip-vit-mini_TA6 cost
 study clip-vit-mini_TA6 corruption 'method.post_merging=[surgery,prob_surgery,featcal,featcal:plus]'

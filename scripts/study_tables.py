@@ -18,6 +18,7 @@ STUDIES = {
     for study, suites in {
         "samples": (IMAGES, *TEXTS),
         "ablation": (IMAGES, *TEXTS),
+        "ablation_fog": (IMAGES,),
         "sweep": (IMAGES,),
         "tasks": ("clip-vit-mini_all8",),
         "cost": (IMAGES,),
@@ -63,7 +64,8 @@ def study_part(name: str) -> str:
     parts = [grid.for_page().markdown() for _, grid in study_grids(study)]
     if lines := [finding["text"] for finding in study.findings] + fewer_samples(study):
         parts.append("\n".join(f"- {line}" for line in lines))
-    figures = sorted(FIGURES.glob(f"{suite}-{study_name}*.png"))
+    start = f"{suite}-{study_name}"
+    figures = [*FIGURES.glob(f"{start}.png"), *sorted(FIGURES.glob(f"{start}-*.png"))]
     parts += [f"![{study_name} on {suite}](figures/studies/{path.name})" for path in figures]
     return "\n\n".join([*parts, provenance(study)])
 

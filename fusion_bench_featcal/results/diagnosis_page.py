@@ -115,38 +115,57 @@ def conditions(diagnosis: Diagnosis) -> list[str]:
 
 def help_sentences(diagnosis: Diagnosis) -> list[str]:
     """Say of each calibrated row where it helps most and least: block, task, class."""
-    merged = diagnosis.merged
-    if merged is None:
+    if diagnosis.merged is None:
         return []
-    names = short_names(diagnosis.tasks)
     sentences = []
     for row in diagnosis.repairs:
-        before, after = (diagnosis.mean(name, "relative") for name in (merged, row))
-        change = after / np.maximum(before, 1e-30) - 1
-        best, worst = int(change.argmin()), int(change.argmax())
-        blocks = short_blocks(diagnosis.blocks)
-        gains = {
-            task: diagnosis.cosine(row, task) - diagnosis.cosine(merged, task)
-            for task in diagnosis.tasks
-        }
-        most, least = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
-        sentence = (
-            f"{row}: relative drift changes most for the better at block {blocks[best]} "
-            f"({100 * change[best]:+.0f} %), least at block {blocks[worst]} "
-            f"({100 * change[worst]:+.0f} %); final features gain most on {names[most]} "
-            f"({gains[most]:+.3f}), least on {names[least]} ({gains[least]:+.3f})"
+        sentences += [
+            _farther(diagnosis, row),
+            _change(diagnosis, row),
+            class_sentence(diagnosis, row),
+        ]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _farther(diagnosis: Diagnosis, row: str) -> str | None:
+    """Warn of a row that calibration has moved away from the experts."""
+    after, before = (
+        np.mean([diagnosis.cosine(name, task) for task in diagnosis.tasks])
+        for name in (row, diagnosis.merged or "")
+    )
+    if after >= before:
+        return None
+    return (
+        f"{row}: final features are farther from the experts' than the merged model's (mean "
+        f"cosine {after:.3f}, merged {before:.3f}). Are the calibration samples like these items?"
+    )
+
+
+def _change(diagnosis: Diagnosis, row: str) -> str:
+    """The blocks, tasks and classes with the best and the worst change."""
+    merged, names = diagnosis.merged or "", short_names(diagnosis.tasks)
+    before, after = (diagnosis.mean(name, "relative") for name in (merged, row))
+    change = after / np.maximum(before, 1e-30) - 1
+    best, worst = int(change.argmin()), int(change.argmax())
+    blocks = short_blocks(diagnosis.blocks)
+    gains = {
+        task: diagnosis.cosine(row, task) - diagnosis.cosine(merged, task)
+        for task in diagnosis.tasks
+    }
+    most, least = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
+    sentence = (
+        f"{row}: change of relative drift from {100 * change[best]:+.0f} % at block {blocks[best]} "
+        f"(best) to {100 * change[worst]:+.0f} % at block {blocks[worst]}; of the final features' "
+        f"cosine from {gains[most]:+.3f} on {names[most]} to {gains[least]:+.3f} on {names[least]}"
+    )
+    ordered = by_cosine(class_gains(diagnosis, row))
+    if ordered := [gain for gain in ordered if gain.diagnosed >= LEAST_ITEMS]:
+        first, last = (
+            f"{g.cosine:+.3f} on {names[g.task]}: {g.name} (n = {g.diagnosed})"
+            for g in (ordered[0], ordered[-1])
         )
-        ordered = by_cosine(class_gains(diagnosis, row))
-        if ordered := [gain for gain in ordered if gain.diagnosed >= LEAST_ITEMS]:
-            first, last = (
-                f"{names[g.task]}: {g.name} ({g.cosine:+.3f}, n = {g.diagnosed})"
-                for g in (ordered[0], ordered[-1])
-            )
-            sentence += f"; of all classes most on {first}, least on {last}"
-        sentences.append(sentence)
-        if by_class := class_sentence(diagnosis, row):
-            sentences.append(by_class)
-    return sentences
+        sentence += f"; by class from {first} to {last}"
+    return sentence
 
 
 def depth_grid(diagnosis: Diagnosis) -> Grid:

@@ -1,6 +1,7 @@
 """Pages, tables, figures and findings of a diagnosis, from numbers that were made up."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,20 @@ def test_classes_are_ordered_by_their_gain():
     gains = [(gain.task, gain.name) for gain in by_cosine(class_gains(made(), "featcal"))]
     assert gains[0] == ("toy_three", "late")
     assert gains[-1] == ("toy_one", "early")
-    assert "most on three: late" in help_sentences(made())[0]
+    assert re.search(r"by class from \+\S+ on three: late", help_sentences(made())[0])
+
+
+def test_a_row_that_ends_farther_from_the_experts_is_named():
+    found = made({"base": 3.0, "merger": 1.0, "featcal": 2.0})
+    warning, change, *_ = help_sentences(found)
+    means = [np.mean([found.cosine(row, task) for task in TASKS]) for row in ("featcal", "merger")]
+    assert warning == (
+        "featcal: final features are farther from the experts' than the merged model's (mean "
+        f"cosine {means[0]:.3f}, merged {means[1]:.3f}). "
+        "Are the calibration samples like these items?"
+    )
+    assert change.startswith("featcal: change of relative drift from +100 % at block")
+    assert not any("farther" in line for line in help_sentences(made()))
 
 
 def test_change_of_drift_has_a_table_for_each_calibrated_row():
