@@ -197,4 +197,4 @@ def accuracy_grids(diagnosis: Diagnosis) -> list[Grid]:
 
 
 def _points(gain: ClassGain) -> str:
-    return f"{gain.name} ({100 * (gain.accuracy or 0.0):+.1f} points, n = {gain.tested})"
+    return f"{gain.name} ({100 * (gain.accuracy or 0.0):+z.1f} points, n = {gain.tested})"

@@ -121,15 +121,15 @@ def _gain_text(row: SummaryRow) -> str:
     """Gain over the upstream merger in points, with its interval; a dash for the merger itself."""
     if row.gain is None or not row.is_repair:
         return ABSENT
-    text, limits = f"{100 * row.gain:+.1f}", row.gain_interval
-    return text + (f" [{100 * limits.low:+.1f}, {100 * limits.high:+.1f}]" if limits else "")
+    text, limits = f"{100 * row.gain:+z.1f}", row.gain_interval
+    return text + (f" [{100 * limits.low:+z.1f}, {100 * limits.high:+z.1f}]" if limits else "")
 
 
 def _unseen_text(row: SummaryRow) -> str:
     """Average on test items that the row was not trained on, gain over the merger, and tasks."""
     average, gain, tasks = (row.cost.get(key) for key in (UNSEEN, UNSEEN_GAIN, UNSEEN_TASKS))
     if isinstance(average, float) and isinstance(gain, float):
-        return f"{percent(average)} ({100 * gain:+.1f}, {tasks:.0f})"
+        return f"{percent(average)} ({100 * gain:+z.1f}, {tasks:.0f})"
     return ABSENT if tasks is None else "none left"
 
 

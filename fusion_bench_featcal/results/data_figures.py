@@ -171,5 +171,5 @@ def _write_values(
                 continue
             weight = "bold" if sources[y] in (tasks[x], "own") else "normal"
             colour = "white" if abs(value) > 0.6 * most else "black"
-            axes.text(x, y, f"{value:+.1f}", ha="center", va="center", fontsize=7, color=colour,
+            axes.text(x, y, f"{value:+z.1f}", ha="center", va="center", fontsize=7, color=colour,
                       weight=weight)  # fmt: skip

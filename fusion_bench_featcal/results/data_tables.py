@@ -95,7 +95,7 @@ def _falls_table(
         for kind, (severity, rows) in columns.items():
             ours = _difference(rows.get((merger, name)), clean.get((merger, name)))
             paper = _published_change(merger, name, kind, severity)
-            cells.append(ours + (f" (paper {paper:+.1f})" if paper is not None else ""))
+            cells.append(ours + (f" (paper {paper:+z.1f})" if paper is not None else ""))
         lines.append((f"+ {name}", cells))
     heads = [f"{kind.replace('_', ' ')} {severity}" for kind, (severity, _) in columns.items()]
     return Grid(_corner("change from clean, points", others), heads, lines)
@@ -108,7 +108,7 @@ def _corner(text: str, others: Mapping[str, Any]) -> str:
 def _difference(row: Mapping[str, Any] | None, clean: Mapping[str, Any] | None) -> str:
     if row is None or clean is None:
         return ABSENT
-    return f"{100 * (row['accuracy'][AVERAGE] - clean['accuracy'][AVERAGE]):+.1f}"
+    return f"{100 * (row['accuracy'][AVERAGE] - clean['accuracy'][AVERAGE]):+z.1f}"
 
 
 def _published_change(merger: str, name: str, kind: str, severity: int) -> float | None:
@@ -122,7 +122,7 @@ def _gains_table(points: Points, merger: str, name: str, others: Mapping[str, An
     table = gains(points, merger, name)
     tasks = tasks_of([*table.values()])
     lines = [
-        (source, [f"{line[t]:+.1f}" if t in line else ABSENT for t in tasks])
+        (source, [f"{line[t]:+z.1f}" if t in line else ABSENT for t in tasks])
         for source, line in table.items()
     ]
     return Grid(_corner("calibrated on", others), tasks, lines)

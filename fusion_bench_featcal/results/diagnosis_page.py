@@ -16,7 +16,7 @@ from .class_gains import (
     class_sentence,
     cosine_grids,
 )
-from .diagnosis import MEASURES, Diagnosis
+from .diagnosis import MEASURES, POSITIONS, Diagnosis
 from .findings import findings_grid, gains_of
 from .long_table import AVERAGE, EXPERTS
 from .report import csv_text
@@ -104,10 +104,12 @@ def conditions(diagnosis: Diagnosis) -> list[str]:
     names = short_names(diagnosis.tasks)
     counts = ", ".join(f"{names[task]} {count}" for task, count in diagnosis.items.items())
     tested = ["accuracy by class: all test items of the task pool"]
+    last = ["a head reads some of the last block's positions: method.positions=read compares these"]
     return [
         f"items of the {diagnosis.split} split (seed {diagnosis.seed}): {counts}",
         f"drift at blocks' outputs: {_POSITIONS[diagnosis.positions]}; mean over an item's "
         "positions, then over items",
+        *(last if diagnosis.positions == "all" else []),
         f"final features: {diagnosis.features}",
         *(tested if diagnosis.class_accuracy else []),
     ]
@@ -153,10 +155,12 @@ def _change(diagnosis: Diagnosis, row: str) -> str:
         for task in diagnosis.tasks
     }
     most, least = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
+    left = min(diagnosis.tasks, key=lambda task: diagnosis.cosine(row, task))
     sentence = (
-        f"{row}: change of relative drift from {100 * change[best]:+.0f} % at block {blocks[best]} "
+        f"{row}: change of relative drift ({POSITIONS[diagnosis.positions]}) from {100 * change[best]:+.0f} % at block {blocks[best]} "
         f"(best) to {100 * change[worst]:+.0f} % at block {blocks[worst]}; of the final features' "
-        f"cosine from {gains[most]:+.3f} on {names[most]} to {gains[least]:+.3f} on {names[least]}"
+        f"cosine from {gains[most]:+.3f} on {names[most]} to {gains[least]:+.3f} on {names[least]}; "
+        f"farthest from its expert remains {names[left]} ({diagnosis.cosine(row, left):.3f})"
     )
     ordered = by_cosine(class_gains(diagnosis, row))
     if ordered := [gain for gain in ordered if gain.diagnosed >= LEAST_ITEMS]:
@@ -249,7 +253,7 @@ def gains_grid(diagnosis: Diagnosis) -> Grid | None:
     names = short_names(diagnosis.tasks)
     lines = [
         (f"{row}: {head}", [
-            (f"{gains[task][place]:+.3f}" if place == 0 else f"{100 * gains[task][place]:+.1f}")
+            (f"{gains[task][place]:+.3f}" if place == 0 else f"{100 * gains[task][place]:+z.1f}")
             if task in gains else ABSENT
             for task in names
         ])

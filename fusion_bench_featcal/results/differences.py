@@ -167,7 +167,7 @@ def over_suites_grid(found: Iterable[OverSuites], reference: str) -> Grid:
             row_name(("", *each.row)),
             [
                 *_interval_cells(each.interval, each.adjusted),
-                *(f"{100 * value:+.1f}" for value in each.by_suite.values()),
+                *(f"{100 * value:+z.1f}" for value in each.by_suite.values()),
             ],
         )
         for each in found
@@ -217,8 +217,8 @@ _INTERVAL_COLUMNS = ("points", "95 % interval", "p (Holm)")
 
 def _interval_cells(interval: Interval, adjusted: float) -> list[str]:
     return [
-        f"{100 * interval.estimate:+.1f}",
-        f"{100 * interval.low:+.1f} to {100 * interval.high:+.1f}",
+        f"{100 * interval.estimate:+z.1f}",
+        f"{100 * interval.low:+z.1f} to {100 * interval.high:+z.1f}",
         f"{adjusted:.2g}",
     ]
 

@@ -155,7 +155,7 @@ def _finding(seen: Observation, merger: str, groups: Sequence[Group]) -> Finding
     shown = _shown(value, seen.cost)
     paper = ""
     if seen.published is not None:
-        number = f"{seen.published:.2f} times" if seen.cost else f"{seen.published:+.1f}"
+        number = f"{seen.published:.2f} times" if seen.cost else f"{seen.published:+z.1f}"
         paper = f"; paper {number}"
     return Finding(f"{head}: {said}, {shown}{unit} ({seen.source}{paper})", said, seen.source)
 
@@ -164,7 +164,7 @@ def _shown(value: Interval, cost: str | None) -> str:
     if cost:
         return f"{value.estimate:.2f} times"
     low, high = 100 * value.low, 100 * value.high
-    return f"{100 * value.estimate:+.1f} [{low:+.1f}, {high:+.1f}]"
+    return f"{100 * value.estimate:+z.1f} [{low:+z.1f}, {high:+z.1f}]"
 
 
 def _verdict(seen: Observation, value: Interval) -> str:

@@ -25,7 +25,7 @@ def tasks_below_merged(report: Report) -> list[str]:
     lines = []
     for task in report.tasks:
         shown = [
-            f"{name} {100 * drop:+.1f}"
+            f"{name} {100 * drop:+z.1f}"
             for name, row in report.rows.items()
             if (drop := row[task] - merged[task]) <= -_SHOWN and name not in (BASE, EXPERTS)
         ]

@@ -11,7 +11,7 @@ from .items import LEVEL, student_interval
 from .long_table import AVERAGE, BASE, EXPERTS
 from .schema import STUDY_FILE
 from .study import Study, label_text
-from .tables import ABSENT, Grid, console, page, print_page, titled
+from .tables import ABSENT, Grid, console, page, percent, print_page, short_names, titled
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,7 +54,7 @@ def report_study(folder: Path, out: Path | None = None) -> None:
 def study_markdown(study: Study) -> str:
     """The page of a study."""
     parts: list[str | Sequence[str]] = []
-    for title, grid in study_grids(study):
+    for title, grid in [*study_grids(study), *task_grids(study)]:
         parts += [f"## {title.capitalize()}", grid.for_page().markdown()]
     findings = [finding["text"] for finding in study.findings]
     heads = ["## The paper's observations", findings] if findings else []
@@ -78,6 +78,23 @@ def study_grids(study: Study) -> list[tuple[str, Grid]]:
                 for key, (head, _, _) in COSTS.items()
                 if any(key in row["cost"] for row, _ in rows_of(study, merger))
             ]
+    return grids
+
+
+def task_grids(study: Study) -> list[tuple[str, Grid]]:
+    """For every merger the accuracy of each task, by point and row; none of means over subsets."""
+    grids = []
+    for merger in (merger for merger in study.mergers if merger and not study.over):
+        lines, tasks = [], dict[str, None]()
+        for labels, rows in merged_points(study):
+            place = f"{label_text(labels)}: " if labels else ""
+            for (upstream, name), row in rows.items():
+                if upstream == merger and name != BASE:
+                    tasks |= dict.fromkeys(task for task in row["accuracy"] if task != AVERAGE)
+                    lines.append((place + _head(name, merger), row["accuracy"]))
+        names = short_names([*tasks])
+        cells = [(head, [percent(row.get(task)) for task in tasks]) for head, row in lines]
+        grids.append((f"accuracy by task over {merger}, %", Grid("row", [*names.values()], cells)))
     return grids
 
 
@@ -126,7 +143,7 @@ def _differences(study: Study, merger: str) -> Grid:
         gain, other = row["difference"], row.get("against")
         shown = ABSENT
         if gain is not None and other not in (None, name):
-            shown = "{:+.1f} [{:+.1f}, {:+.1f}]".format(
+            shown = "{:+z.1f} [{:+z.1f}, {:+z.1f}]".format(
                 *(100 * gain[key] for key in ("estimate", "low", "high"))
             )
         worst = row.get("worst_recovered_gap")

@@ -150,7 +150,8 @@ def test_a_row_that_ends_farther_from_the_experts_is_named():
         f"cosine {means[0]:.3f}, merged {means[1]:.3f}). "
         "Are the calibration samples like these items?"
     )
-    assert change.startswith("featcal: change of relative drift from +100 % at block")
+    assert change.startswith("featcal: change of relative drift (all positions) from +100 % at")
+    assert "; farthest from its expert remains three (" in change
     assert not any("farther" in line for line in help_sentences(made()))
 
 

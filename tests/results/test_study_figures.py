@@ -48,7 +48,8 @@ def test_tasks_with_fewer_samples_are_told() -> None:
     few["rows"][-1]["samples"], many["rows"][-1]["samples"] = "8 train", "256 to 512 train"
     page = study_markdown(study("samples", [few, many]))
     assert "n = 512: tasks with fewer samples give all of them (256 to 512 train)" in page
-    assert "n = 8:" not in page
+    assert "n = 8: tasks" not in page
+    assert "| n = 8: + featcal | 80.0 |" in page and "| n = 512: experts | 90.0 |" in page
 
 
 def test_each_axis_has_a_panel_and_a_pair_a_heat_map() -> None:

@@ -159,7 +159,7 @@ def _class_accuracy(diagnosis: Diagnosis) -> Table:
         for name, (_, items) in classes.items():
             counts = [tasks[task][name] for tasks in known.values()]
             cells = [number(items, "{}"), *(number(100 * r / n, "{:.1f}") for r, n in counts)]
-            cells += [number(points[row, task, name], "{:+.1f}") for row in gains]
+            cells += [number(points[row, task, name], "{:+z.1f}") for row in gains]
             lines.append((f"{names[task]}: {name}", cells))
     heads = ["test items", *known, *(f"gain of {row}" for row in gains)]
     return Table(f"{diagnosis.suite}: accuracy by class in per cent", "task: class", heads, lines)

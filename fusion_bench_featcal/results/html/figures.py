@@ -134,7 +134,7 @@ def _accuracy_point(
         limits = paired_difference({t: one[t] for t in chosen}, {t: other[t] for t in chosen})
         gain = limits.estimate
         bar = (100 * (value + limits.low - gain), 100 * (value + limits.high - gain))
-        tip += f"; {100 * gain:+.1f} [{100 * limits.low:+.1f}, {100 * limits.high:+.1f}] points"
+        tip += f"; {100 * gain:+z.1f} [{100 * limits.low:+z.1f}, {100 * limits.high:+z.1f}] points"
         tip += " over the merged model"
     return Point(100 * value, height, tip, bar)
 
@@ -172,8 +172,9 @@ def _timed(row: SummaryRow) -> bool:
 def _cost_point(row: SummaryRow) -> Point:
     seconds, gain, limits = row.cost["seconds"], 100 * (row.gain or 0.0), row.gain_interval
     bar = (100 * limits.low, 100 * limits.high) if limits else None
-    brackets = f" [{bar[0]:+.1f}, {bar[1]:+.1f}]" if bar else ""
-    return Point(seconds, gain, f"{row.name}: {gain:+.1f}{brackets} points in {seconds:.3g} s", bar)
+    brackets = f" [{bar[0]:+z.1f}, {bar[1]:+z.1f}]" if bar else ""
+    tip = f"{row.name}: {gain:+z.1f}{brackets} points in {seconds:.3g} s"
+    return Point(seconds, gain, tip, bar)
 
 
 def samples_figure(groups: Sequence[Group]) -> Figure:

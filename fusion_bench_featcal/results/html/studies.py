@@ -96,7 +96,7 @@ def _cards(study: Study) -> Iterator[Card]:
 
 def _card(name: str, subtitle: str, gains: Sequence[tuple[Mapping[str, float], str]]) -> Card:
     ordered = sorted(gains, key=lambda gain: gain[0]["estimate"])
-    ends = [f"{100 * gain['estimate']:+.1f}" for gain, _ in (ordered[0], ordered[-1])]
+    ends = [f"{100 * gain['estimate']:+z.1f}" for gain, _ in (ordered[0], ordered[-1])]
     if len(gains) == 1:
         return Card(
             name, subtitle, ends[0], [f"points over the merged model {_limits(gains[0][0])}"]
@@ -110,7 +110,7 @@ def _card(name: str, subtitle: str, gains: Sequence[tuple[Mapping[str, float], s
 
 
 def _limits(gain: Mapping[str, float]) -> str:
-    return f"[{100 * gain['low']:+.1f},\N{NO-BREAK SPACE}{100 * gain['high']:+.1f}]"
+    return f"[{100 * gain['low']:+z.1f},\N{NO-BREAK SPACE}{100 * gain['high']:+z.1f}]"
 
 
 def _lines(
