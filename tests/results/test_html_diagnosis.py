@@ -125,11 +125,23 @@ def test_a_runs_page_has_its_diagnosis(tmp_path: Path) -> None:
 
 def test_without_a_merged_model_there_are_figures_all_the_same() -> None:
     found = made({"mine": 2.0})
-    found.accuracy, found.task_vectors, found.class_accuracy = {}, {}, {}
+    found.accuracy, found.task_vectors = {}, {}
     sections = {section.title: section.parts for section in diagnosis_sections([found])}
     assert not any(isinstance(part, Table) for part in sections["Where calibration helps"])
     drawn = [p for parts in sections.values() for p in parts if isinstance(p, Figure)]
     assert len(drawn) == 3 and all(figure.panels for figure in drawn)
+    (table,) = [p for p in sections["Final features"] if isinstance(p, Table) and "acc" in p.caption]
+    assert table.columns == ["test items", "mine", "experts"]  # and no gain
+
+
+def test_gains_over_a_merged_model_that_was_not_evaluated_are_left_out() -> None:
+    found = made()
+    del found.class_accuracy["merger"]
+    found.class_flips = {}
+    sections = {section.title: section.parts for section in diagnosis_sections([found])}
+    tables = [part for part in sections["Final features"] if isinstance(part, Table)]
+    (table,) = [table for table in tables if "accuracy by class" in table.caption]
+    assert table.columns == ["test items", "base", "featcal", "featcal:plus", "experts"]
 
 
 def test_several_diagnoses_are_told_apart(tmp_path: Path) -> None:

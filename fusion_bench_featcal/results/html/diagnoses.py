@@ -148,7 +148,7 @@ def _classes(diagnosis: Diagnosis) -> Table:
 def _class_accuracy(diagnosis: Diagnosis) -> Table:
     """Accuracy by class of every row and the experts, and the calibrated rows' gains in points."""
     names, known = short_names(diagnosis.tasks), diagnosis.class_accuracy
-    gains = {row: class_gains(diagnosis, row) for row in diagnosis.repairs if row in known}
+    gains = {row: class_gains(diagnosis, row) for row in diagnosis.class_flips}
     points = {
         (row, gain.task, gain.name): 100 * (gain.accuracy or 0.0)
         for row, own in gains.items()
