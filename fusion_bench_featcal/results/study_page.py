@@ -275,8 +275,10 @@ def fewer_samples(study: Study) -> list[str]:
     found: dict[int, dict[str, None]] = {}
     for point in study.points:
         number = point["labels"].get("samples_per_task")
-        for text in (row["samples"] for row in point["rows"] if number and row["samples"]):
-            if text.split()[0] != str(number):
+        if not isinstance(number, int):  # a name for other changes
+            continue
+        for text in (row["samples"] for row in point["rows"] if row["samples"]):
+            if int(text.split()[0]) < number:  # a row may have a number of its own
                 found.setdefault(number, {})[text] = None
     return [
         f"{label_text({'samples_per_task': number})}: tasks with fewer samples give all of them "

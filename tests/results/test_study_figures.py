@@ -52,6 +52,13 @@ def test_tasks_with_fewer_samples_are_told() -> None:
     assert "| n = 8: + featcal | 80.0 |" in page and "| n = 512: experts | 90.0 |" in page
 
 
+def test_points_and_rows_with_other_numbers_of_samples_have_no_such_sentence() -> None:
+    few, named = (point({"samples_per_task": n}, featcal=0.8) for n in (8, "few"))
+    few["rows"][-1]["samples"], named["rows"][-1]["samples"] = "256 train", "8 train"
+    assert "fewer samples" not in study_markdown(study("samples", [few]))
+    assert "fewer samples" not in study_markdown(study("samples", [named]))
+
+
 def test_each_axis_has_a_panel_and_a_pair_a_heat_map() -> None:
     made = study("sweep", sweep_points(), design="each")
     lines = curves(made, "ta")
