@@ -76,8 +76,9 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._meta = take_fusion_bench_keys(choices)
         unknown = [key for key in choices if key not in self._KEYS]
         refuse_unknown_settings(unknown, self._KEYS, owner=study)
-        self.study, self.over, self.against = study, plain(over) or [], plain(against) or {}
-        _check_names("method.over", self.over)
+        over, self.against = plain(over) or [], plain(against) or {}
+        _check_names("method.over", over)
+        self.study, self.over = study, list(over)
         _check_rows(self.against)
         self.design = Design(**{key: plain(choices[key]) for key in _DESIGN if key in choices})
         comparison = self._comparison({k: v for k, v in choices.items() if k not in _DESIGN})
@@ -149,7 +150,7 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
 
 def _check_names(key: str, names: Any) -> None:
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{key} must be a list of names, got {names!r}")
 
 
