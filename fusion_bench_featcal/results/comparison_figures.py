@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
 
-from .drawing import GREY, INK, MERGED, legend_below, marks, panels, save_figures, style
+from .drawing import (
+    GREY,
+    INK,
+    MERGED,
+    legend_below,
+    marks,
+    panel_marks,
+    panels,
+    save_figures,
+    style,
+)
 from .long_table import AVERAGE, BASE, EXPERTS
 from .report import REPORT_FILE
 from .schema import check_comparison
@@ -61,15 +71,15 @@ def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":
         dict.fromkeys(line for name in groups if name != _ALONE for line in groups[name])
     )
     most = max(len(methods), *map(len, groups.values()))
-    floor = _floor([_percent(row) for row in _all(groups)])
+    floor, looks = _floor([_percent(row) for row in _all(groups)]), _looks(groups)
     with style():
         size, label = (1.55, 0.8 + 0.23 * most), "accuracy, %"
         figure, grid = panels(list(groups), size, _ACROSS, title, label)
         for place, (axes, name) in enumerate(zip(grid, groups, strict=True)):
             lines = methods if name != _ALONE else list(groups[name])
             heights = {line: -number for number, line in enumerate(lines)}
-            for line, look in _looks(name, groups[name]).items():
-                _draw_accuracy(axes, groups[name][line], heights[line], look, floor)
+            for line, row in groups[name].items():
+                _draw_accuracy(axes, row, heights[line], looks[name][line], floor)
             first = place % _ACROSS == 0
             axes.set_yticks(list(heights.values()))
             axes.set_yticklabels(lines if first or name == _ALONE else [""] * len(lines))
@@ -85,15 +95,15 @@ def comparison_figure(rows: Sequence[Row], title: str = "") -> "Figure":
 def cost_figure(rows: Sequence[Row], title: str = "") -> "Figure":
     """Gain over the merger, with its 95 % interval, against the method's own seconds."""
     groups = _panels([row for row in rows if _timed(row)])
-    floor = _floor([100 * row["gain"] for row in _all(groups)])
+    floor, looks = _floor([100 * row["gain"] for row in _all(groups)]), _looks(_panels(rows))
     with style():
         label = "seconds, without evaluation"
         figure, grid = panels(list(groups), (3.0, 2.8), 3, title, label, sharey=True)
         seen: dict[str, Any] = {}
         for axes, (name, group) in zip(grid, groups.items(), strict=True):
             axes.axhline(0, **_MERGER)
-            for line, look in _looks(name, group).items():
-                seen[line] = _draw_cost(axes, group[line], look, floor)
+            for line, row in group.items():
+                seen[line] = _draw_cost(axes, row, looks[name][line], floor)
             axes.set_xscale("log")
             axes.margins(x=0.08)
             _write_seconds(axes)
@@ -132,12 +142,15 @@ def _all(groups: _Groups) -> list[Row]:
     return [row for group in groups.values() for row in group.values()]
 
 
-def _looks(title: str, group: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
-    """Line -> keywords of `Axes.plot`."""
-    if title == _ALONE:
-        return {line: marks([line], line)[line] for line in group}
-    looks = marks([row["name"] for row in group.values()], title)
-    return {line: looks[row["name"]] for line, row in group.items()}
+def _looks(groups: _Groups) -> dict[str, dict[str, dict[str, Any]]]:
+    """Panel -> line -> keywords of `Axes.plot`."""
+    merged = {name: group for name, group in groups.items() if name != _ALONE}
+    marked = panel_marks({m: [row["name"] for row in g.values()] for m, g in merged.items()})
+    alone = {line: marks([line], line)[line] for line in groups.get(_ALONE, ())}
+    return {_ALONE: alone} | {
+        merger: {line: marked[merger][row["name"]] for line, row in group.items()}
+        for merger, group in merged.items()
+    }
 
 
 def _floor(values: Sequence[float]) -> float:

@@ -96,6 +96,19 @@ def marks(names: Sequence[str], upstream: str | None) -> dict[str, dict[str, Any
     return {n: {"markersize": _SIZES.get(x["marker"], 8), **common, **x} for n, x in looks.items()}
 
 
+def panel_marks(panels: Mapping[str, Sequence[str]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Marks of a figure with a panel for each merger: a row has one look in all of them.
+
+    Args:
+        panels: Merger -> names of its rows.
+
+    Returns:
+        Merger -> row of any panel -> look, as in `marks`.
+    """
+    rows = [name for merger, names in panels.items() for name in names if name != merger]
+    return {merger: marks([*dict.fromkeys(rows), merger], merger) for merger in panels}
+
+
 def _free_pair(name: str, taken: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """Colour and shape that a name chooses, of those that are least taken."""
     number = zlib.crc32(name.encode())

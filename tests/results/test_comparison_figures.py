@@ -13,7 +13,7 @@ from fusion_bench_featcal.results.comparison_figures import (
     cost_figure,
     plot_comparison,
 )
-from fusion_bench_featcal.results.drawing import marks
+from fusion_bench_featcal.results.drawing import MERGED, marks
 
 METHODS = ["featcal", "surgery", "surgery:calibration"]
 
@@ -131,6 +131,25 @@ def test_a_method_looks_the_same_everywhere_and_like_no_other() -> None:
         alone = marks([name], None)[name]
         assert marks(["ties", name, "featcal"], "ties")[name] == alone
     assert looks["own"]["color"] == looks["own:calibration"]["color"]
+
+
+def test_a_method_looks_the_same_in_panels_that_lack_others() -> None:
+    names = ("featcal:a", "featcal:c")  # of which both choose one colour
+    assert len({marks([name], None)[name]["color"] for name in names}) == 1
+    cells = [row(name, 0.9, gain=0.1, cost={"seconds": 3.1}) for name in names]
+    cells.append(row("featcal:c", 0.9, "wudi", gain=0.1, cost={"seconds": 3.1}))
+    cells += [row(merger, 0.8, merger) for merger in ("ties", "wudi")]
+    for figure in (comparison_figure(cells), cost_figure(cells)):
+        looks = [
+            {
+                (line.get_color(), line.get_marker())
+                for line in axes.lines
+                if len(line.get_xdata()) == 1
+            }
+            for axes in list[Any](figure.axes)
+        ]
+        both, alone = (own - {(MERGED, "s")} for own in looks)
+        assert len(both) == 2 and len(alone) == 1 and alone < both
 
 
 def test_figures_are_reproducible_and_drawn_by_the_command(

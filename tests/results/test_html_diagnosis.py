@@ -130,7 +130,9 @@ def test_without_a_merged_model_there_are_figures_all_the_same() -> None:
     assert not any(isinstance(part, Table) for part in sections["Where calibration helps"])
     drawn = [p for parts in sections.values() for p in parts if isinstance(p, Figure)]
     assert len(drawn) == 3 and all(figure.panels for figure in drawn)
-    (table,) = [p for p in sections["Final features"] if isinstance(p, Table) and "acc" in p.caption]
+    (table,) = [
+        p for p in sections["Final features"] if isinstance(p, Table) and "acc" in p.caption
+    ]
     assert table.columns == ["test items", "mine", "experts"]  # and no gain
 
 

@@ -12,6 +12,8 @@ from synthetic import LEVELS, SIX, leave_run, leave_seeds, make_report
 from fusion_bench_featcal.results import Report, ReportError
 from fusion_bench_featcal.results.find import FailedCell, find
 from fusion_bench_featcal.results.html import write_page
+from fusion_bench_featcal.results.html.figures import accuracy_figure, cost_figure
+from fusion_bench_featcal.results.html.groups import groups_of
 from fusion_bench_featcal.results.summary import summarise
 from fusion_bench_featcal.results.views import write_side_by_side
 
@@ -190,6 +192,23 @@ def test_what_a_run_lacks_is_left_out(tmp_path: Path):
     assert "Cost against accuracy" not in " ".join(page.texts("h3"))
     assert "no merged model to compare with" in page.texts("article")[0]
     assert list(page.table("accuracy in per cent")["featcal"]) == ["average", "cars", "dtd"]
+
+
+def test_a_method_looks_the_same_in_panels_that_lack_others(tmp_path: Path):
+    ends, of_one = {"base": 0.3, "experts": 0.9}, {"task_arithmetic": 0.6, "featcal:a": 0.75}
+    own = {"featcal:c": 0.7}  # chooses the colour of `featcal:a`, which the other merger lacks
+    make_report(ends | of_one | own).write(tmp_path / "one")
+    make_report(ends | {"ties": 0.6} | own, upstream="ties").write(tmp_path / "two")
+    (group,) = groups_of(find([tmp_path]))
+    for figure in (accuracy_figure(group), cost_figure(group)):
+        assert len(figure.panels) == 2
+        looks = {
+            (series.name, series.look["color"], series.look["marker"])
+            for panel in figure.panels
+            for series in panel.series
+            if series.name.startswith("featcal")
+        }
+        assert len(looks) == len({color for _, color, _ in looks}) == 2
 
 
 def test_rows_without_seconds_are_not_drawn_at_zero(tmp_path: Path):

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from fusion_bench_featcal.results.curves import MOMENTS
-from fusion_bench_featcal.results.drawing import CALIBRATED, MERGED, marks
+from fusion_bench_featcal.results.drawing import CALIBRATED, MERGED, marks, panel_marks
 from fusion_bench_featcal.results.figures import calibration_logs
 from fusion_bench_featcal.results.items import paired_difference
 from fusion_bench_featcal.results.long_table import AVERAGE, BASE, EXPERTS, is_repair
@@ -52,8 +52,9 @@ def by_merger(rows: Iterable[SummaryRow]) -> dict[str, list[SummaryRow]]:
 
 def accuracy_figure(group: Group) -> Figure:
     """A panel for each merger: a line for each task, a mark for each row."""
+    looks = _looks(group.rows)
     panels = [
-        _accuracy_panel(merger, rows, group.summary)
+        _accuracy_panel(merger, rows, group.summary, looks[merger])
         for merger, rows in by_merger(group.rows).items()
     ]
     bars = any(p.bar for panel in panels for series in panel.series for p in series.points)
@@ -66,18 +67,24 @@ def accuracy_figure(group: Group) -> Figure:
     return Figure("Accuracy per task", panels, note)
 
 
-def _accuracy_panel(merger: str, rows: Sequence[SummaryRow], summary: Summary) -> Panel:
+def _looks(rows: Iterable[SummaryRow]) -> dict[str, dict[str, dict[str, Any]]]:
+    return panel_marks({m: [row.name for row in own] for m, own in by_merger(rows).items()})
+
+
+def _accuracy_panel(
+    merger: str, rows: Sequence[SummaryRow], summary: Summary, looks: Mapping[str, Any]
+) -> Panel:
     names = short_names(rows[0].tasks) | {AVERAGE: AVERAGE}
     # The average stands apart, below the tasks.
     heights = {key: line + 0.5 * (key == AVERAGE) for line, key in enumerate(names)}
     by_name = {row.name: row for row in rows}
     shifts = _shifts([name for name in by_name if is_repair(name, merger)])
     series = _without_far_base([
-        Series(_MERGED if name == merger else name, look, [
+        Series(_MERGED if name == merger else name, looks[name], [
             _accuracy_point(by_name[name], key, height + shifts.get(name, 0.0), names[key], summary)
             for key, height in heights.items()
         ])
-        for name, look in marks(list(by_name), merger).items()
+        for name in by_name
     ])  # fmt: skip
     spans = []
     if merger in by_name and EXPERTS in by_name:
@@ -141,12 +148,10 @@ def _accuracy_point(
 
 def cost_figure(group: Group) -> Figure:
     """Gain over the merger against the method's own seconds, a panel for each merger."""
-    panels = []
+    panels, looks = [], _looks(group.rows)
     for merger, rows in by_merger(group.rows).items():
-        looks = marks([row.name for row in rows], merger)
-        series = [
-            Series(row.name, looks[row.name], [_cost_point(row)]) for row in rows if _timed(row)
-        ]
+        timed = [row for row in rows if _timed(row)]
+        series = [Series(row.name, looks[merger][row.name], [_cost_point(row)]) for row in timed]
         points = [series.points[0] for series in series]
         if not points:
             continue
@@ -180,7 +185,7 @@ def _cost_point(row: SummaryRow) -> Point:
 def samples_figure(groups: Sequence[Group]) -> Figure:
     """Average accuracy against samples per task, of groups of one suite that differ in them."""
     by_samples = {group.samples: by_merger(group.rows) for group in groups if group.samples}
-    panels = []
+    panels, looks = [], _looks(row for group in groups for row in group.rows)
     for merger in dict.fromkeys(m for mergers in by_samples.values() for m in mergers):
         rows: dict[str, dict[int, SummaryRow]] = {}
         for samples, mergers in sorted(by_samples.items()):
@@ -188,22 +193,24 @@ def samples_figure(groups: Sequence[Group]) -> Figure:
                 rows.setdefault(row.name, {})[samples] = row
         rows = {name: of for name, of in rows.items() if len(of) > 1 and name != BASE}
         if rows:
-            panels.append(_samples_panel(merger, rows))
+            panels.append(_samples_panel(merger, rows, looks[merger]))
     note = "Bars: standard deviation over runs."
     return Figure("Sample efficiency", panels, note)
 
 
-def _samples_panel(merger: str, rows: Mapping[str, Mapping[int, SummaryRow]]) -> Panel:
+def _samples_panel(
+    merger: str, rows: Mapping[str, Mapping[int, SummaryRow]], looks: Mapping[str, Any]
+) -> Panel:
     series = []
-    for name, look in marks(list(rows), merger).items():
+    for name, of in rows.items():
         points = []
-        for samples, row in rows[name].items():
+        for samples, row in of.items():
             value, spread = 100 * row.accuracy[AVERAGE], (row.deviation or {}).get(AVERAGE, 0.0)
             bar = (value - 100 * spread, value + 100 * spread) if spread else None
             more = f" ± {percent(spread)}" if spread else ""
             tip = f"{name}, {samples} samples per task: {value:.1f}{more} %"
             points.append(Point(samples, value, tip, bar))
-        series.append(Series(_MERGED if name == merger else name, look, points, joined=True))
+        series.append(Series(_MERGED if name == merger else name, looks[name], points, joined=True))
     points = [point for one in series for point in one.points]
     x = Axis.logarithmic([point.x for point in points], "samples per task")
     numbers = sorted({point.x for point in points})
