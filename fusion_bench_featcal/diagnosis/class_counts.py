@@ -11,7 +11,7 @@ from fusion_bench_featcal.results.diagnosis import Diagnosis
 NOT_EVALUATED = "no accuracy by class: no task pool evaluated the rows"
 NO_ITEMS = (
     "no accuracy by class: the task pool does not tell which test items a row gets right "
-    "(FusionBench's own pools do not, and no pool does for tasks scored by a correlation)"
+    "(FusionBench's own pools do not, and no pool does where a task is scored by a correlation)"
 )
 NO_CLASSES = "no accuracy by class: the task pool does not name its test items' classes"
 
@@ -77,4 +77,11 @@ def _usable(
             notes.append(f"no accuracy by class of {task}: hardly any two test items share a class")
         else:
             usable[task] = names
+            diagnosed = {name for tasks in made.classes.values() for name in tasks.get(task, {})}
+            if diagnosed and diagnosed.isdisjoint(names):
+                notes.append(
+                    f"gains of {task}'s classes in cosine and accuracy are not compared: the model "
+                    f"pool's data name other classes ({min(diagnosed)!r}) than the task pool "
+                    f"({min(names)!r})"
+                )
     return usable, notes

@@ -95,6 +95,16 @@ def test_what_is_not_known_is_said(report: Report, classes: Any, notes: list[str
     assert tasks == ({"one"} if "of two" in notes[0] else set())
 
 
+def test_classes_that_the_pools_name_differently_are_told():
+    made, counts = diagnosis_of(), {"items": 5, "cosine": 0.5}
+    made.classes = {"featcal": {"one": {"a": counts, "z": counts}, "two": {"X": counts}}}
+    assert count_classes(made, report_with(), CLASSES) == [
+        "gains of two's classes in cosine and accuracy are not compared: the model pool's data "
+        "name other classes ('X') than the task pool ('x')"
+    ]
+    assert set(made.class_accuracy["featcal"]) == {"one", "two"}  # counted all the same
+
+
 def test_a_row_that_is_not_evaluated_is_named():
     made = diagnosis_of(("base", "merger", "featcal"))
     notes = ["no accuracy by class of base: not evaluated item by item"]
