@@ -47,7 +47,8 @@ def plane_figure(
         for axes in grid[0]
         for pair in zip(*reversed(axes.get_legend_handles_labels()), strict=True)
     )
-    count = len(next(iter(planes.values()))[EXPERTS])
+    counts = [len(points[EXPERTS]) for points in planes.values()]
+    count = "-".join(map(str, sorted({min(counts), max(counts)})))
     title = f"{count} {diagnosis.split} items; lines lead to the same item in the expert"
     legend_below(figure, list(drawn.values()), list(drawn), title, 4 if width > 7 else 2)
     return figure

@@ -214,6 +214,15 @@ def test_figures_have_a_panel_for_every_calibrated_row():
         assert len({(axes.get_xlim(), axes.get_ylim()) for axes in own}) == 1
 
 
+def test_projections_tell_the_fewest_and_the_most_items():
+    pytest.importorskip("matplotlib")
+    found = made()
+    assert f"\n{ITEMS} test items;" in texts_of(diagnosis_figures(found)["pca"])
+    few = {row: points[:5] for row, points in found.projections["pca"]["toy_two"].items()}
+    found.projections["pca"]["toy_two"] = few
+    assert f"\n5-{ITEMS} test items;" in texts_of(diagnosis_figures(found)["pca"])
+
+
 @pytest.mark.parametrize(
     ("positions", "words"),
     [("all", "all positions"), ("read", "only positions that the head reads")],
