@@ -157,9 +157,10 @@ def _change(diagnosis: Diagnosis, row: str) -> str:
     most, least = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
     left = min(diagnosis.tasks, key=lambda task: diagnosis.cosine(row, task))
     sentence = (
-        f"{row}: change of relative drift ({POSITIONS[diagnosis.positions]}) from {100 * change[best]:+.0f} % at block {blocks[best]} "
-        f"(best) to {100 * change[worst]:+.0f} % at block {blocks[worst]}; of the final features' "
-        f"cosine from {gains[most]:+.3f} on {names[most]} to {gains[least]:+.3f} on {names[least]}; "
+        f"{row}: change of relative drift ({POSITIONS[diagnosis.positions]}) from "
+        f"{100 * change[best]:+.0f} % at block {blocks[best]} (best) to "
+        f"{100 * change[worst]:+.0f} % at block {blocks[worst]}; of the final features' cosine "
+        f"from {gains[most]:+.3f} on {names[most]} to {gains[least]:+.3f} on {names[least]}; "
         f"farthest from its expert remains {names[left]} ({diagnosis.cosine(row, left):.3f})"
     )
     ordered = by_cosine(class_gains(diagnosis, row))
