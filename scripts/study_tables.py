@@ -61,7 +61,10 @@ def study_part(name: str) -> str:
     if not (RESULTS / suite / study_name / "study.json").is_file():
         return f"Not run: `fusion_bench method=study/{study_name} modelpool={suite}`."
     study = Study.load(RESULTS / suite / study_name)
-    parts = [grid.for_page().markdown() for _, grid in study_grids(study)]
+    first, *others = study_grids(study)
+    parts = [first[1].for_page().markdown()]
+    for title, grid in others:
+        parts += [f"{title[0].upper()}{title[1:]}:", grid.for_page().markdown()]
     if lines := [finding["text"] for finding in study.findings] + fewer_samples(study):
         parts.append("\n".join(f"- {line}" for line in lines))
     start = f"{suite}-{study_name}"
