@@ -81,6 +81,26 @@ def costs_table(folder: Path) -> str:
     return Grid("", heads, table).markdown()
 
 
+def seconds_table(folders: Mapping[str, Path], pairs: Sequence[tuple[str, str]]) -> str:
+    """How many times the seconds of one row another takes, by comparison, and both seconds.
+
+    Args:
+        folders: Head of a line -> its comparison; of several mergers task arithmetic is shown.
+        pairs: The rows that are compared: post-merging methods or mergers by themselves.
+    """
+    table = []
+    for title, folder in folders.items():
+        seconds = {
+            row["name"]: row["cost"].get("seconds")
+            for row in comparison_rows(folder)
+            if row["upstream"] in ("task_arithmetic", row["name"])
+        }
+        taken = [(seconds.get(row), seconds.get(other)) for row, other in pairs]
+        cells = [f"{s / o:.1f} ({s:.1f} / {o:.1f})" if s and o else "-" for s, o in taken]
+        table.append((title, cells))
+    return Grid("times the seconds", [f"{row} / {other}" for row, other in pairs], table).markdown()
+
+
 def _number(value: Any, form: str, unit: float = 1) -> str:
     return form.format(value / unit) if isinstance(value, int | float) else "-"
 

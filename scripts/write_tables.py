@@ -23,6 +23,7 @@ from comparison_tables import (
     columns_table,
     costs_table,
     grid_table,
+    seconds_table,
     tasks_table,
 )
 from gallery import gallery
@@ -101,6 +102,22 @@ def comparison_suites() -> str:
     return f"{columns_table(folders, README_ROWS)}\n\n- {measured}"
 
 
+def comparison_seconds() -> str:
+    """Seconds of FeatCal+ and of trained methods in every comparison that has FeatCal+."""
+    sizes = (8, 64, 256)
+    folders = {f"{suite}, n = {n}": f"draws-{suite}-n{n}" for suite in SUITES for n in sizes} | {
+        "clip-vit-mini_TA6, n = 64, the table above": "costs",
+        "clip-vit-mini_TA6, n = 64, the field": "field",
+        "clip-vit-mini_TA6, n = 256, every merger": "grid",
+        "flan-t5-mini_TA6, n = 256, two mergers": "flan-t5-mini",
+        "llama-mini_TA6, n = 256, two mergers": "llama-mini",
+    }
+    plus = "featcal:plus"
+    trained = ("distillation", "surgery_v2:calibration", "prodistill")
+    pairs = [(plus, "featcal"), *((name, plus) for name in trained)]
+    return seconds_table({title: COMPARISON / name for title, name in folders.items()}, pairs)
+
+
 def diagnosis_part(pool: str, part: str) -> str:
     """A section of a diagnosis's page."""
     from fusion_bench_featcal.results.diagnosis import Diagnosis
@@ -126,6 +143,7 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "comparison-suites": comparison_suites,
     "comparison-costs": lambda: costs_table(COMPARISON / "costs"),
+    "comparison-seconds": comparison_seconds,
     "trainings": lambda: (ROOT / "benchmarks/results/trainings.md").read_text("utf-8").strip(),
     **{f"draws-{suite}": partial(draws, suite) for suite in SUITES},
     "studies": study_summary,

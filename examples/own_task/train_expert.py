@@ -1,8 +1,9 @@
 """Fine-tunes the vision tower of a CLIP on a folder of images per class; the text tower stays.
 
-    python train_expert.py my_alphabet/train my_alphabet/expert
+    python train_expert.py my_alphabet/train my_alphabet/expert my_alphabet/test
 
-starts from the bundled base. For a task of your own change the three constants.
+starts from the bundled base. At the end it prints how many images of the last folder (optional)
+base and expert get right. For a task of your own change the constants.
 """
 
 import sys
@@ -31,16 +32,39 @@ def moved(pixels: Tensor) -> Tensor:
     return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
 
 
-def train(images: Path, expert: Path) -> None:
+def load(folder: Path, processor: Any, classes: list[str]) -> tuple[Tensor, Tensor]:
+    """Pixels and labels of the images in `folder`, whose folders are named as in `classes`."""
+    files = sorted(folder.glob("*/*"))
+    unknown = sorted({file.parent.name for file in files} - set(classes))
+    if unknown or not files:
+        wrong = f"no training images of {', '.join(unknown)}" if unknown else "no images"
+        sys.exit(f"{folder}: {wrong}; expected a folder of images for each class")
+    pictures = [Image.open(file).convert("RGB") for file in files]
+    labels = torch.tensor([classes.index(file.parent.name) for file in files])
+    return processor(images=pictures, return_tensors="pt")["pixel_values"], labels
+
+
+def logits(clip: Any, tower: Any, pixels: Tensor, head: Tensor) -> Tensor:
+    """Scores `[images, classes]` of images."""
+    return F.normalize(clip.visual_projection(tower(pixels).pooler_output), dim=-1) @ head.T
+
+
+def accuracy(clip: Any, tower: Any, head: Tensor, pixels: Tensor, labels: Tensor) -> float:
+    """Share in percent of the images whose class has the highest score."""
+    with torch.no_grad():
+        found = torch.cat([logits(clip, tower, p, head).argmax(1) for p in pixels.split(BATCH)])
+    return 100 * (found == labels).float().mean().item()
+
+
+def train(images: Path, expert: Path, test: Path | None = None) -> None:
     """Write a vision tower that tells the classes of `images` apart to the folder `expert`."""
     torch.manual_seed(42)
     processor: Any = CLIPProcessor.from_pretrained(BASE)
-    clip = CLIPModel.from_pretrained(BASE)
-    tower = CLIPVisionModel.from_pretrained(BASE)
-    classes, files = sorted(path.name for path in images.iterdir()), sorted(images.glob("*/*"))
-    labels = torch.tensor([classes.index(file.parent.name) for file in files])
-    pictures = [Image.open(file).convert("RGB") for file in files]
-    pixels = processor(images=pictures, return_tensors="pt")["pixel_values"]
+    clip: Any = CLIPModel.from_pretrained(BASE)
+    tower: Any = CLIPVisionModel.from_pretrained(BASE)
+    classes = sorted(path.name for path in images.iterdir())
+    pixels, labels = load(images, processor, classes)
+    held_out = load(test, processor, classes) if test else None
     prompts = processor(text=[PROMPT.format(c) for c in classes], padding=True, return_tensors="pt")
     with torch.no_grad():  # one embedding a class: the zero-shot head, which is not trained
         words = clip.text_projection(clip.text_model(**prompts).pooler_output)
@@ -48,9 +72,8 @@ def train(images: Path, expert: Path) -> None:
     optimizer = torch.optim.AdamW(tower.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for step in range(1, STEPS + 1):
-        rows = torch.randint(len(files), (BATCH,))
-        features = clip.visual_projection(tower(moved(pixels[rows])).pooler_output)
-        loss = F.cross_entropy(F.normalize(features, dim=-1) @ head.T, labels[rows])
+        rows = torch.randint(len(labels), (BATCH,))
+        loss = F.cross_entropy(logits(clip, tower, moved(pixels[rows]), head), labels[rows])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -58,9 +81,13 @@ def train(images: Path, expert: Path) -> None:
         if step % 50 == 0:
             print(f"step {step} of {STEPS}: loss {loss.item():.2f}")
     tower.save_pretrained(expert)
+    if held_out:
+        for name, folder in (("base", BASE), ("expert", expert)):
+            saved = CLIPVisionModel.from_pretrained(folder)
+            print(f"{name}: {accuracy(clip, saved, head, *held_out):.1f} % of {test} right")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: train_expert.py IMAGES EXPERT (a folder of images per class, a folder)")
-    train(Path(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) not in (3, 4):
+        sys.exit("usage: train_expert.py IMAGES EXPERT [TEST] (TEST: images as in IMAGES)")
+    train(*map(Path, sys.argv[1:]))

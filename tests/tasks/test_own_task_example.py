@@ -95,7 +95,9 @@ def test_an_expert_trained_as_printed_takes_the_bundled_one_s_place(workplace, t
     page = (REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^python (train_expert.py .*)$", page, re.MULTILINE)
     run = [sys.executable, *command.split()]
-    subprocess.run(run, cwd=folder, check=True, capture_output=True)
+    trained = subprocess.run(run, cwd=folder, check=True, capture_output=True, text=True)
+    line = re.compile(r"^(\w+): ([\d.]+) % of my_alphabet/test right$", re.MULTILINE)
+    printed = dict(line.findall(trained.stdout))
     done = fusion_bench(
         folder,
         "method=featcal",
@@ -110,6 +112,20 @@ def test_an_expert_trained_as_printed_takes_the_bundled_one_s_place(workplace, t
     rows = json.loads((folder / "run/report.json").read_text(encoding="utf-8"))["rows"]
     accuracy = {name: row["my_alphabet"] for name, row in rows.items()}
     assert accuracy["experts"] > 0.4 > accuracy["base"]
+    # the script's zero-shot head is the task pool's; an image or two may differ by rounding
+    one_image = 100 / 144
+    assert float(printed["expert"]) == pytest.approx(100 * accuracy["experts"], abs=2 * one_image)
+    assert float(printed["base"]) == pytest.approx(100 * accuracy["base"], abs=2 * one_image)
+
+
+def test_an_expert_is_tested_on_the_classes_it_was_trained_on(workplace, tmp_path):
+    for folder in ("train/a", "test/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        shutil.copy(next((workplace / "my_alphabet/test").glob("*/*")), tmp_path / folder)
+    script = runpy.run_path(str(workplace / "train_expert.py"))
+    with pytest.raises(SystemExit, match="test: no training images of b; expected a folder"):
+        script["train"](tmp_path / "train", tmp_path / "expert", tmp_path / "test")
+    assert not (tmp_path / "expert").exists()
 
 
 @pytest.mark.slow
