@@ -54,6 +54,20 @@ def test_citation_has_the_version_of_the_package():
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", str(citation["date-released"]))
 
 
+def test_bibtex_of_the_page_says_what_the_citation_file_says():
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    page = (REPOSITORY / "docs/index.md").read_text(encoding="utf-8")
+    paper, software = re.findall(r"^@\w+\{.*?^\}", page, re.MULTILINE | re.DOTALL)
+    (reference,) = citation["references"]
+    authors = [f"{a['family-names']}, {a['given-names']}" for a in reference["authors"]]
+    plain = [re.sub(r"[{}\\]", "", " ".join(entry.split())) for entry in (paper, software)]
+    for said in (" and ".join(authors), reference["title"], str(reference["year"])):
+        assert said in plain[0]
+    assert reference["identifiers"][0]["value"] in plain[0]
+    for said in (citation["title"], citation["version"], str(citation["date-released"])):
+        assert said in plain[1]
+
+
 def test_every_licence_of_the_expression_has_its_text(metadata):
     names = set(metadata.license_expression.split(" AND "))
     texts = {file.removeprefix("LICENSES/").removesuffix(".txt") for file in metadata.license_files}
