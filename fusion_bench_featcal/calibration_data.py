@@ -230,8 +230,8 @@ def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = N
         raise CalibrationError(f"{setting}: {error}") from error
     # what data sets raise when a path, a split, a column or the network is missing
     except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = offline_hint() if isinstance(error, OSError) else ""
-        raise CalibrationError(f"{setting} cannot be loaded: {error}.{hint}") from error
+        hint, reason = offline_hint() if isinstance(error, OSError) else "", str(error).rstrip(".")
+        raise CalibrationError(f"{setting} cannot be loaded: {reason}.{hint}") from error
 
 
 def _at_path(modelpool: Any, task: str, split: str, *, is_text: bool) -> Any:

@@ -182,6 +182,7 @@ LOAD = "fusion_bench_featcal.tasks.load_images"
     [
         ({"_target_": LOAD, "path": "./nowhere"}, "cannot be loaded: data './nowhere' does not"),
         ({"_target_": LOAD, "path": "./nowhere", "splitt": "x"}, "cannot be loaded: .*'splitt'"),
+        ({"_target_": LOAD, "path": "who/what"}, r"correct the path, .*train or test\)\.$"),
         ({"_target_": LOAD, "path": "who/what", "split": "train"}, "data 'who/what'.*HF_HUB_OFFL"),
         (
             {"_target_": "datasets.load_dataset", "path": "who/what"},

@@ -150,6 +150,25 @@ def test_unexpected_error_is_a_short_block(tmp_path: Path, capsys, monkeypatch):
         main(["report", str(run)])
 
 
+@pytest.mark.parametrize(
+    ("word", "near", "listed"),
+    [
+        ("method=study/sample", "study/samples", "method/study has ablation, corruption, cost, sa"),
+        ("method=studdy/cots", "study/cost", "method/study has ablation"),
+        ("method=featcal_baselines/regmen", "featcal_baselines/regmean", "has anchor_only, "),
+        ("modelpool=CLIPVisionModelPool/clip-vit-base-patch32_TA88",
+         "CLIPVisionModelPool/clip-vit-base-patch32_TA8", "modelpool/CLIPVisionModelPool has "),
+    ],
+)  # fmt: skip
+def test_misspelt_config_in_a_folder_gets_the_nearest_name_and_the_folder(
+    capsys, word, near, listed
+):
+    assert main(["plan", word]) == 2
+    line, missing = error_of(capsys), word.replace("=", "/")
+    assert line.startswith(f"featcal: error: there is no config {missing} (nearest: {near!r}); ")
+    assert listed in line
+
+
 def test_misspelt_setting_of_a_plan_gets_the_nearest_name(capsys):
     words = ["modelpool=clip-vit-mini_TA6", "method.ridge_lamda=1"]
     assert main(["plan", *words]) == 2

@@ -277,6 +277,25 @@ def test_expert_whose_file_goes_away_is_named_with_it(tmp_path):
         expert.tensor(name)
 
 
+@pytest.mark.parametrize("place", ["no/folder/of/mine", "who/what"])
+def test_model_that_is_not_there_is_told_before_the_words_of_the_hub(place, tmp_path):
+    pool = clip_pool(towers(tmp_path) | {"two": place})
+    with pytest.raises(CalibrationError) as caught:
+        load_pool_model(pool, "two")
+    ours, words, hub = str(caught.value).partition("The hub's client: ")
+    assert ours.startswith(f"model 'two': there is no folder {place!r} here")
+    assert "Correct modelpool.models.two" in ours
+    assert words and hub and "\n" not in hub and "Could not resolve" not in hub
+    assert str(caught.value) == refusal(pool)
+
+
+def test_folder_without_a_config_is_told_when_it_is_loaded(tmp_path):
+    (tmp_path / "empty").mkdir()
+    pool = clip_pool(towers(tmp_path) | {"two": str(tmp_path / "empty")})
+    with pytest.raises(CalibrationError, match=r"no config\.json in .*empty\. Check modelpool\.mo"):
+        load_pool_model(pool, "two")
+
+
 def test_loader_that_fails_in_its_own_way_is_named():
     pool: Any = BaseModelPool({"one": {"_target_": "builtins.divmod", "_args_": [1, 0]}})  # type: ignore[arg-type]
     with pytest.raises(CalibrationError, match=r"model 'one' .*zero.*modelpool\.models\.one"):

@@ -50,6 +50,14 @@ def test_mistake_in_other_methods(tmp_path: Path, method: str) -> None:
     assert "method.seed must be" in seen.text
 
 
+def test_misspelt_study_is_answered_by_the_studies(tmp_path: Path) -> None:
+    seen = screen(["method=study/sample", POOL], tmp_path)
+    assert seen.code == 1
+    text = " ".join(line.strip() for line in seen.block)
+    assert "method/study/sample (nearest: 'study/samples'); method/study has ablation," in text
+    assert len(seen.block) <= 10 and "Available options" not in seen.text
+
+
 @pytest.mark.parametrize("switch", ["method.debug=true", "HYDRA_FULL_ERROR"])
 def test_everything_is_shown_to_who_asks(tmp_path: Path, switch: str) -> None:
     asked = {switch: "1"} if switch.isupper() else {}

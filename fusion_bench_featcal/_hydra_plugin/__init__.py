@@ -51,6 +51,7 @@ class FeatCalSearchPath(SearchPathPlugin):
         if not _of_fusion_bench(search_path):
             return
         OmegaConf.register_new_resolver("featcal_suite", _suite_path, replace=True)
+        primary = _primary_folders(search_path)
         folders = (
             # The source tree's folder comes first: an editable install holds a stale copy.
             _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config"),
@@ -65,17 +66,21 @@ class FeatCalSearchPath(SearchPathPlugin):
         if folders[0] is not None and PROGRAMS[0] in (_main_module(), *sys.modules):
             from fusion_bench_featcal.fusionbench.console import explain_config_errors
 
-            explain_config_errors(sys.argv[1:], folders[0] / "method")
+            others = [folder for folder in (folders[1], *primary) if folder is not None]
+            explain_config_errors(sys.argv[1:], folders[0] / "method", others)
 
 
 def _of_fusion_bench(search_path: ConfigSearchPath) -> bool:
     """Tell FusionBench's programs from others by the primary config folder, or by the program."""
-    primary = [entry.path for entry in search_path.get_path() if entry.provider == "main"]
-    folders = (Path(path.removeprefix("file://")) for path in primary if path is not None)
-    markers = (OUR_MARKER, THEIR_MARKER)
+    folders, markers = _primary_folders(search_path), (OUR_MARKER, THEIR_MARKER)
     if any((folder / marker).is_file() for folder in folders for marker in markers):
         return True
     return any(name in (_main_module(), *sys.modules) for name in PROGRAMS)
+
+
+def _primary_folders(search_path: ConfigSearchPath) -> list[Path]:
+    primary = [entry.path for entry in search_path.get_path() if entry.provider == "main"]
+    return [Path(path.removeprefix("file://")) for path in primary if path is not None]
 
 
 def _main_module() -> str:

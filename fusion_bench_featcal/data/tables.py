@@ -103,9 +103,10 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
             f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
         )
     if split is None:
+        correct = "correct the path" if "/" in name else "give a path that exists"
         raise ValueError(
-            f"data {name!r} is neither a file nor a folder here, so it is taken as the id of a hub "
-            "data set, and a split is needed: set split (often train or test)."
+            f"data {name!r} is neither a file nor a folder at {source.absolute()}: {correct}, or, "
+            "if it is the id of a hub data set, set split (often train or test)"
         )
     try:
         loaded = datasets.load_dataset(name, split=split)

@@ -4,15 +4,20 @@ Hydra calls `Console`, which the methods' YAMLs bring. Other methods run as they
 """
 
 import copy
+import difflib
 import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException, MissingConfigException
 from hydra.experimental.callback import Callback
@@ -201,21 +206,21 @@ def _more() -> str:
 
 
 _FULL = "HYDRA_FULL_ERROR"
+_MORE_FOLDERS = ("--config-dir", "-cd", "hydra.searchpath")
 _MORE = f"all of Hydra's message: {_FULL}=1"
 _explaining = False
 
 
-def explain_config_errors(words: Sequence[str], methods: Path) -> None:
+def explain_config_errors(words: Sequence[str], methods: Path, others: Sequence[Path] = ()) -> None:
     """Explain errors of a command that runs one of our methods, until the run starts.
 
     Args:
         words: Words of the command line.
         methods: Folder of our methods' YAMLs.
+        others: Other folders that have configs of methods, in `method`.
     """
     global _explaining
-    names = [word.removeprefix("method=") for word in words if word.startswith("method=")]
-    ours = bool(names) and (methods / f"{names[-1]}.yaml").is_file()
-    if not ours or _FULL in os.environ or _explaining:
+    if not runs_ours(words, methods, others) or _FULL in os.environ or _explaining:
         return
     _explaining = True
     os.environ[_FULL] = "1"
@@ -231,6 +236,19 @@ def explain_config_errors(words: Sequence[str], methods: Path) -> None:
             before(kind, error, place)
 
     sys.excepthook = explain
+
+
+def runs_ours(words: Sequence[str], methods: Path, others: Sequence[Path]) -> bool:
+    """Tell whether the words name a method of ours, or misspell one such as `study/samples`."""
+    name = next((w.removeprefix("method=") for w in words[::-1] if w.startswith("method=")), "")
+    if "/" not in name or (methods / f"{name}.yaml").is_file():
+        return bool(name) and (methods / f"{name}.yaml").is_file()
+    # Misspelt only if it cannot compose: nothing would end the explaining of another method's run.
+    if not others or "," in name or any(word.startswith(_MORE_FOLDERS) for word in words):
+        return False
+    ours = [place.name for place in methods.iterdir() if place.is_dir()]
+    theirs = any((folder / "method" / f"{name}.yaml").is_file() for folder in others)
+    return not theirs and bool(nearest_hint(name.partition("/")[0], ours))
 
 
 def stop_explaining() -> None:
@@ -249,11 +267,38 @@ def explained(error: BaseException) -> ValueError:
     """An error of composing a config in fewer words, with the nearest name that exists."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
-        near = nearest_hint(Path(error.missing_cfg_file).name, error.options or ())
-        return _ConfigError(f"there is no config {error.missing_cfg_file}{near}")
+        hint = _config_hint(error.missing_cfg_file, error.options or ())
+        return _ConfigError(f"there is no config {error.missing_cfg_file}{hint}")
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         parent = cause.parent_node
         keys = [str(key) for key in parent] if isinstance(parent, DictConfig) else []
         if cause.key not in keys:
             return _ConfigError(f"{cause.full_key} is no setting{nearest_hint(cause.key, keys)}")
     return _ConfigError(" ".join(f"{error} {cause or ''}".split()))
+
+
+def _config_hint(missing: str, options: Sequence[str]) -> str:
+    """The config nearest to a missing one; of one in a folder, all that the folder holds."""
+    group, _, name = missing.partition("/")
+    if "/" not in name:
+        return nearest_hint(name, options)
+    from fusion_bench.utils.hydra_utils import get_default_config_path
+
+    # Hydra's options are those of the group itself, not of its folders.
+    with initialize_config_dir(str(get_default_config_path()), version_base=None):
+        loader = GlobalHydra.instance().config_loader()
+        names = [known.removeprefix(f"{group}/") for known in _configs_below(loader, group)]
+    by_folder: dict[str, list[str]] = {}
+    for known in names:
+        by_folder.setdefault(known.rpartition("/")[0], []).append(known.rpartition("/")[2])
+    near = difflib.get_close_matches(name.rpartition("/")[0], by_folder, n=1)
+    listed = f"; {group}/{near[0]} has {', '.join(by_folder[near[0]])}" if near else ""
+    return nearest_hint(name, names) + listed
+
+
+def _configs_below(loader: ConfigLoader, group: str) -> Iterator[str]:
+    """Names of all configs of a group, with those in its folders."""
+    for name in loader.get_group_options(group, ObjectType.CONFIG):
+        yield f"{group}/{name}"
+    for folder in loader.get_group_options(group, ObjectType.GROUP):
+        yield from _configs_below(loader, f"{group}/{folder}")

@@ -33,6 +33,7 @@ EXPECTED = (
     "it must be an existing folder or, online or in the local hub cache (HF_HUB_OFFLINE), a hub id"
 )
 PLAIN_OPTIONS = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
+_NOT_RESOLVED = ". Error: "  # what FusionBench writes before the words of the hub's client
 # FusionBench's loaders of LoRA experts, by the end of their names: do they merge the adapter?
 _LORA_LOADERS = {
     "load_lora_model": True,
@@ -173,21 +174,26 @@ class PoolModel:
                 )
         return load_pool_model(self.pool, self.name)
 
-    def not_loadable(self, error: Exception) -> CalibrationError:
-        """The error of a model that cannot be found or loaded."""
-        entry, location = self.entry, self.location
-        why, hint = reason(error), f": {EXPECTED}"
+    def not_loadable(self, error: Exception, location: str | None = None) -> CalibrationError:
+        """The error of a model that cannot be found or loaded from `location`, else its entry's."""
+        location, key = location or self.location, f"modelpool.models.{self.name}"
+        why, hint = reason(error).rpartition(_NOT_RESOLVED)[2].rstrip("."), ""
         if why.startswith("Unsupported model configuration type"):
             why = "its model pool takes no plain names"
             hint = (
                 ": write {_target_: transformers.<class>.from_pretrained, "
-                f"pretrained_model_name_or_path: {entry}}}"
+                f"pretrained_model_name_or_path: {self.entry}}}"
             )
-        elif location is None or os.path.exists(location):
-            hint = ""
+        elif location is not None and not os.path.exists(location):
+            return CalibrationError(
+                f"model {self.name!r}: there is no folder {location!r} here, and the hub gives no "
+                f"such model. Correct {key}, or go online (HF_HUB_OFFLINE) if it is a hub id. The "
+                f"hub's client: {why}"
+            )
+        elif location is not None and _lacks_config(Path(location)):
+            why = f"no config.json in {location}"
         return CalibrationError(
-            f"model {self.name!r} ({entry}) cannot be loaded: {why}. "
-            f"Check modelpool.models.{self.name}{hint}"
+            f"model {self.name!r} ({self.entry}) cannot be loaded: {why}. Check {key}{hint}"
         )
 
     def _resolve(self, location: Any) -> Path:
@@ -205,7 +211,11 @@ class PoolModel:
             platform: Any = getattr(self.pool, "_platform", "hf")
             return Path(resolve_repo_path(location, repo_type="model", platform=platform))
         except (OSError, ValueError, ImportError) as error:
-            raise self.not_loadable(error) from error
+            raise self.not_loadable(error, location) from error
+
+
+def _lacks_config(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.glob("*config.json"))  # adapters, OpenCLIP
 
 
 class PoolModels(Mapping[str, PoolModel]):

@@ -258,11 +258,18 @@ def test_what_cannot_be_read_as_images_is_refused(shapes, path, options, message
 
 
 def test_hub_id_needs_a_split_and_offline_names_the_setting():
-    with pytest.raises(ValueError, match="as the id of a hub data set, and a split is needed"):
-        load_images("somebody/pictures")
+    with pytest.raises(ValueError, match=r"'pictures' .*: give a path .* hub data set, set split"):
+        load_images("pictures")
     message = r"'somebody/pictures', split 'test'.*HF_HUB_OFFLINE"
     with pytest.raises(CalibrationError, match=message):
         load_images("somebody/pictures", split="test")
+
+
+def test_misspelt_path_is_to_be_corrected_before_a_split_is_set(shapes, monkeypatch):
+    monkeypatch.chdir(shapes.parent)
+    message = r"'shapes/trian' is neither.*: correct the path, or, if .* split .*train or test\)$"
+    with pytest.raises(ValueError, match=message):
+        load_images("shapes/trian")
 
 
 def test_data_sets_that_are_no_numbered_items_with_images_are_refused(shapes):
