@@ -59,7 +59,7 @@ def study_part(name: str) -> str:
     """Tables, findings and figures of one study on one suite."""
     suite, study_name = STUDIES[name]
     if not (RESULTS / suite / study_name / "study.json").is_file():
-        return f"Not run: `fusion_bench method=study/{study_name} modelpool={suite}`."
+        return f"Not run on {suite}: `make studies`."
     study = Study.load(RESULTS / suite / study_name)
     first, *others = study_grids(study)
     parts = [first[1].for_page().markdown()]
