@@ -14,6 +14,7 @@ from tricky_models import biased, stack_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.results.remarks import is_information
 from fusion_bench_featcal.trials import (
     CHANGES,
     Agreement,
@@ -102,6 +103,7 @@ def test_what_was_kept_is_told():
     assert outcome_of(CalibrationLog()) == []
     worse = best_of(Scripted(FAR, flat(0.1)), settings_of(trials=2), text=True)
     assert "of 2 calibrations the first was kept" in outcome_of(worse.log)[0]
+    assert is_information(f"featcal: {line}") and is_information(outcome_of(worse.log)[0])
 
 
 def test_drift_weights_are_in_proportion_to_the_drift_and_have_mean_1():

@@ -1,5 +1,6 @@
 """Sentences about a run: tasks to look at, and the last lines of its output."""
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,18 @@ the others push aside ends at 0.9."""
 
 _SHOWN = 0.0005
 """Differences of accuracy below this vanish in tables of tenths of a per cent."""
+
+
+_INFORMATION = re.compile(
+    r"of \d+ calibrations .* was kept\b"
+    r"|: evaluated on \d+ rows of --data|: accuracy is the share of |, so its expert writes them$"
+    r"|^(base|experts), by "
+)
+
+
+def is_information(note: str) -> bool:
+    """Tell whether a report's note only says what was done, where others ask for a look."""
+    return _INFORMATION.search(note) is not None
 
 
 def tasks_below_merged(report: Report) -> list[str]:

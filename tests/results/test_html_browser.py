@@ -172,7 +172,11 @@ def test_nothing_overflows_the_screen(tmp_path: Path, width: int):
     frame = f'<body><iframe width="{width}" srcdoc="{escape(page_text(run))}"></iframe></body>'
     script = """
     const inside = document.querySelector("iframe").contentDocument.documentElement;
-    const result = [inside.clientWidth, inside.scrollWidth];"""
+    const links = inside.querySelector("nav"), table = inside.querySelector(".scroll");
+    const shadow = getComputedStyle(table).backgroundImage.includes("gradient");
+    const result = [inside.clientWidth, inside.scrollWidth, links.scrollWidth <= links.clientWidth,
+                    table.scrollWidth > table.clientWidth, shadow];"""
     loaded = f"addEventListener('load', () => {{ {script} report(result); }})"
     found = in_browser(frame, loaded, tmp_path, "--hide-scrollbars")
-    assert found == [width, width]
+    # All links are seen, and a shadow tells that the table goes on.
+    assert found == [width, width, True, True, True]

@@ -94,6 +94,16 @@ def test_names_are_text(tmp_path: Path):
     assert any(TRICKY in plot["aria-label"] for plot in page.all("svg", role="img"))
 
 
+def test_only_warnings_have_the_colour_of_warnings(tmp_path: Path):
+    report, kept = make_report(), "featcal: of 2 calibrations the first was kept, with the settings"
+    report.notes += [kept, "dtd ends below the merged model: featcal -1.0 points"]
+    report.write(tmp_path / "run")
+    page = Reader(page_text(tmp_path / "run"))
+    assert page.texts("div", class_="notes") == [kept]
+    (warnings,) = page.texts("div", class_="warnings")
+    assert report.notes[-1] in warnings and kept not in warnings
+
+
 def test_the_headline_is_what_was_gained(run: Path):
     (card,) = Reader(page_text(run)).texts("article", class_="card")
     assert card.startswith("featcal toy, merged by task_arithmetic +15.0 points")

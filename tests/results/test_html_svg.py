@@ -38,6 +38,8 @@ def test_a_logarithmic_axis_has_equal_ratios_at_equal_distances(values: list[flo
     axis = Axis.logarithmic(values)
     assert all(0 < axis.share(value) < 1 for value in values)
     assert 1 <= len(axis.ticks) <= 9
+    places = [axis.share(value) for value, _ in axis.ticks]
+    assert len(set(places)) == len(places)
     step = axis.share(2 * axis.low)
     assert axis.share(4 * axis.low) == pytest.approx(2 * step)
 
@@ -105,7 +107,7 @@ def test_a_panel_tells_what_it_shows_as_text():
 
 
 def test_long_names_of_lines_are_cut_but_not_short_ones():
-    heights = {"short": 0.0, "a_name_of_very_many_letters": 1.0}
+    heights = {"short": 0.0, "a_name_of_very_many_letters_in_all": 1.0}
     axis = Axis.lines(heights)
     assert axis.share(0.0) > axis.share(1.0)
     long = Panel("", Axis.linear([0.0, 1.0]), axis, [], "", left=31)
@@ -116,3 +118,23 @@ def test_long_names_of_lines_are_cut_but_not_short_ones():
 def test_no_place_is_a_number_that_is_none():
     text = str(draw(panel([Point(math.pi, math.e, "")])))
     assert "nan" not in text and "inf" not in text
+
+
+@pytest.mark.parametrize(
+    ("label", "lines"),
+    [
+        ("mnist", ["mnist"]),
+        ("mini_fashion_mnist", ["mini_fashion_", "mnist"]),
+        ("withoutanyplacetobreak", ["withoutanyplace", "tobreak"]),
+        ("a_task_with_a_very_long_name_indeed", ["a_task_with_a_", "very_long_name…"]),
+    ],
+)
+def test_a_long_label_has_two_lines(label: str, lines: list[str]):
+    series = [Series("a", {"color": "#123456", "marker": "o"}, [Point(1.0, 0.0, "tip")])]
+    x, y = Axis.linear([0.0, 1.0]), Axis.lines({label: 0.0, "b": 1.0})
+    page = Reader(str(draw(Panel("t", x, y, series, "d", left=31, upright=False))))
+    texts = [text for text in page.all("text") if text["text-anchor"] == "end" and text["text"]]
+    shown = texts[: len(lines)]
+    assert [text["text"] for text in shown] == lines
+    heights = [float(text["y"]) for text in texts]
+    assert heights == sorted(heights) and len(set(heights)) == len(heights)

@@ -18,7 +18,7 @@ from . import tables
 from .diagnoses import diagnosis_sections
 from .figures import accuracy_figure, cost_figure, drift_figures, samples_figure
 from .groups import Group, addresses, files_in, folders_of, groups_of, told_apart
-from .parts import Card, Cards, Figure, Lines, Links, Page, Part, Section, Table
+from .parts import Card, Cards, Figure, Lines, Links, Page, Part, Section, Table, warnings_and_notes
 from .studies import page_of_studies
 
 _CARDS = 3  # of a merger, where there are few mergers
@@ -58,7 +58,7 @@ def _page_of_runs(folders: ResultFolders, place: Path, defaults: Mapping[str, An
     warnings = _warnings(groups, folders)
     sections = [
         Section("What was gained", [Cards(_cards(groups))]),
-        Section("Notes and warnings", [Lines(warnings, warning=True)]),
+        Section("Notes and warnings", warnings_and_notes(warnings)),
         Section("Accuracy", [tables.accuracy(group) for group in groups]),
         Section("Figures", _figures(groups)),
         *diagnosis_sections(diagnoses),

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 from markupsafe import Markup
 
+from fusion_bench_featcal.results.remarks import is_information
+
 from .svg import Panel, draw, mark
 
 
@@ -79,12 +81,12 @@ class Image:
 
 @dataclass(frozen=True)
 class Lines:
-    """Sentences; of many warnings the first are shown, and the others by a click."""
+    """Sentences; of many warnings or notes the first are shown, and the others by a click."""
 
     kind: ClassVar[str] = "lines"
     most: ClassVar[int] = 6
     lines: Sequence[str]
-    warning: bool = False
+    tone: str = ""  # `warnings` or `notes`, which have colours of their own
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,13 @@ class Cards:
 
     kind: ClassVar[str] = "cards"
     cards: Sequence[Card]
+
+
+def warnings_and_notes(lines: Sequence[str]) -> list[Lines]:
+    """Warnings, then what only informs."""
+    warnings = [line for line in lines if not is_information(line)]
+    notes = [line for line in lines if is_information(line)]
+    return [Lines(warnings, "warnings"), Lines(notes, "notes")]
 
 
 Part = Table | Figure | Image | Lines | Links | Cards

@@ -35,6 +35,7 @@ from .parts import (
     Part,
     Section,
     Table,
+    warnings_and_notes,
 )
 from .svg import Axis, Panel, Point, Series
 
@@ -63,7 +64,7 @@ def page_of_studies(folders: Sequence[Path], place: Path, defaults: Mapping[str,
         Section("Observations of the paper", [_lines(each, _findings)]),
         Section(
             "Notes and warnings",
-            [_lines(each, lambda one: [*failures(one), *one.notes], warning=True)],
+            warnings_and_notes(_lines(each, lambda one: [*failures(one), *one.notes]).lines),
         ),
         Section("Figures", figures),
         Section("Tables", [table for one in each for table in _tables(one)]),
@@ -113,13 +114,11 @@ def _limits(gain: Mapping[str, float]) -> str:
     return f"[{100 * gain['low']:+z.1f},\N{NO-BREAK SPACE}{100 * gain['high']:+z.1f}]"
 
 
-def _lines(
-    studies: Sequence[Study], tell: Callable[[Study], Sequence[str]], *, warning: bool = False
-) -> Lines:
+def _lines(studies: Sequence[Study], tell: Callable[[Study], Sequence[str]]) -> Lines:
     """Sentences on all studies, with a study's name where there are several."""
     several = len(studies) > 1
     lines = [f"{_title(s)}: {line}" if several else line for s in studies for line in tell(s)]
-    return Lines(lines, warning)
+    return Lines(lines)
 
 
 def _findings(study: Study) -> list[str]:

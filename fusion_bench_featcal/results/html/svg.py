@@ -16,6 +16,7 @@ from fusion_bench_featcal.results.drawing import INK
 _RIGHT = 96.0
 _TOP, _BOTTOM = 22, 36
 _LETTER = 6.6  # pixels of a letter, about
+_LINE = 12  # pixels from line to line of a label
 _NARROWEST = 200  # pixels between the ends of a horizontal axis on a phone
 _STEPS = (1, 2, 5)
 _ROOM = 1.25  # factor beyond the ends of a logarithmic axis
@@ -54,11 +55,12 @@ class Axis:
         numbers = list(values)
         low, high = min(numbers) / _ROOM, max(numbers) * _ROOM
         if high / low < 10:
-            return cls(low, high, _round_ticks(low, high), label, log=True)
+            # `share` has one place for all values below the least.
+            return cls(low, high, _round_ticks(min(numbers), high), label, log=True)
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         steps = _STEPS if high / low < 200 else (1,)
         every = [step * 10.0**power for power in powers for step in steps]
-        ticks = [(value, f"{value:g}") for value in every if low <= value <= high]
+        ticks = [(value, f"{value:g}") for value in every if min(numbers) <= value <= high]
         return cls(low, high, ticks, label, log=True)
 
     @classmethod
@@ -252,15 +254,25 @@ def _strokes(panel: Panel, series: Series, across: Any, down: Any) -> Iterable[M
         yield _line("bar", x1, y1, x2, y2)
 
 
+def _in_lines(label: str, room: int) -> list[str]:
+    """A label in one line or two of `room` letters, broken behind an underscore or the like."""
+    if len(label) <= room:
+        return [label]
+    ends = [place for place in range(1, room + 1) if label[place - 1] in "_-./ "]
+    end = max(ends, default=room)
+    first, rest = label[:end], label[end:]
+    return [first, rest if len(rest) <= room else f"{rest[: room - 1]}…"]
+
+
 def _axes(panel: Panel, across: Any, down: Any) -> Iterable[Markup]:
     text = Markup('<text x="{}" y="{}" text-anchor="{}">{}</text>')
     base, left = panel.height - _BOTTOM, f"{panel.left}%"
     for value, label in panel.y.ticks:
-        room = int(panel.left * 3.4 / _LETTER)
-        shown = label if len(label) <= room else f"{label[: room - 1]}…"
         yield _line("grid", left, down(value), f"{_RIGHT}%", down(value))
-        height = f"{float(down(value)) + 4:.1f}"
-        yield text.format(f"{panel.left - 1.5}%", height, "end", shown)
+        shown = _in_lines(label, int(panel.left * 3.4 / _LETTER))
+        for number, line in enumerate(shown):
+            height = f"{float(down(value)) + 4 + _LINE * (number - (len(shown) - 1) / 2):.1f}"
+            yield text.format(f"{panel.left - 1.5}%", height, "end", line)
     for value, label in panel.x.ticks:
         yield _line("grid", across(value), f"{_TOP}", across(value), f"{base}")
         yield text.format(across(value), f"{base + 15}", "middle", label)
