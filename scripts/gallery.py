@@ -82,6 +82,6 @@ def _one_of_many(name: str) -> tuple[str, str]:
     for end, caption in _MANY.get(folder, {}).items():
         suite, found, more = stem.partition(f"-{end}")
         if found:
-            panel = more.strip("-").replace("_", " ")
+            panel = more.strip("-_").replace("_", " ")
             return f"{caption} ({', '.join(filter(None, (suite, panel)))})", _EXPLAINED[folder]
     raise ValueError(f"docs/figures/{name} has no caption in scripts/gallery.py")

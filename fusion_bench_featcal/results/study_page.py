@@ -55,7 +55,7 @@ def study_markdown(study: Study) -> str:
     """The page of a study."""
     parts: list[str | Sequence[str]] = []
     for title, grid in [*study_grids(study), *task_grids(study)]:
-        parts += [f"## {title.capitalize()}", grid.for_page().markdown()]
+        parts += [f"## {title[0].upper()}{title[1:]}", grid.for_page().markdown()]
     findings = [finding["text"] for finding in study.findings]
     heads = ["## The paper's observations", findings] if findings else []
     return page(f"# {study.suite}: {study.name}", *parts, *heads, "## Notes", notes(study))
