@@ -7,9 +7,10 @@ from typing import Any
 from .items import Interval
 from .long_table import FEATCAL
 from .study import Group, Study, difference, label_text
-from .verdicts import ABOVE, BELOW, FAILS, HOLDS, LEVEL, verdict
+from .verdicts import ABOVE, BELOW, FAILS, HOLDS, LEVEL, OPEN, verdict
 
 MERGED = "the merged model"
+_NOISE = 0.1  # costs that differ by a smaller share are level: that much they vary by themselves
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,8 @@ def _shown(value: Interval, cost: str | None) -> str:
 
 def _verdict(seen: Observation, value: Interval) -> str:
     if seen.cost:
-        is_true = value.estimate < 1 if seen.relation == BELOW else value.estimate > 1
-        return HOLDS if is_true else FAILS
+        ratio = value.estimate if seen.relation == BELOW else 1 / value.estimate
+        return HOLDS if ratio < 1 - _NOISE else FAILS if ratio > 1 + _NOISE else OPEN
     return verdict(value, seen.relation, seen.margin / 100)
 
 

@@ -50,6 +50,24 @@ def test_points_may_differ_between_the_sides() -> None:
 
 
 @pytest.mark.parametrize(
+    ("seconds", "relation", "verdict"),
+    [(4.0, "below", HOLDS), (4.8, "below", OPEN), (5.2, "above", OPEN), (6.0, "below", FAILS),
+     (6.0, "above", HOLDS)],
+)  # fmt: skip
+def test_costs_that_hardly_differ_decide_nothing(
+    seconds: float, relation: str, verdict: str, tmp_path: Path
+) -> None:
+    report = make_report({"base": 0.3, "experts": 0.9, "ta": 0.5}, upstream="ta")
+    for name, cost in {"a": seconds, "b": 5.0}.items():
+        report.add_row(name, dict.fromkeys(report.tasks, 0.6), cost={"seconds": cost})
+    report.write(tmp_path)
+    point = Group({"samples_per_task": 8}, runs=[tmp_path])
+    point.load()
+    (seen,), _ = found([point], Observation("s", few("a"), relation, few("b"), "T", cost="seconds"))
+    assert seen.verdict == verdict and f"{seconds / 5:.2f} times" in seen.text
+
+
+@pytest.mark.parametrize(
     ("values", "verdict"),
     [([0.505, 0.505], HOLDS), ([0.53, 0.53], FAILS), ([0.50, 0.52], OPEN)],
 )
