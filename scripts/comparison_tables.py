@@ -82,7 +82,7 @@ def costs_table(folder: Path) -> str:
 
 
 def seconds_table(folders: Mapping[str, Path], pairs: Sequence[tuple[str, str]]) -> str:
-    """How many times the seconds of one row another takes, by comparison, and both seconds.
+    """Table of ratios of two rows' seconds, by comparison, with both seconds.
 
     Args:
         folders: Head of a line -> its comparison; of several mergers task arithmetic is shown.

@@ -1,7 +1,7 @@
 """Gains by class over the merged model, in final cosine and in accuracy, with their counts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,35 +164,44 @@ def class_sentence(diagnosis: Diagnosis, row: str) -> str:
 
 def cosine_grids(diagnosis: Diagnosis) -> list[Grid]:
     """For each calibrated row the classes whose final features it helps most and least, by task."""
-    names, grids = short_names(diagnosis.tasks), []
-    for row in diagnosis.repairs:
-        ordered, lines = by_cosine(class_gains(diagnosis, row)), []
-        for task in diagnosis.tasks:
-            own = [gain for gain in ordered if gain.task == task]
-            if own:
-                worse = sum((gain.cosine or 0.0) < 0 for gain in own)
-                ends = [f"{g.name} ({g.cosine:+.3f}, n = {g.diagnosed})" for g in (own[0], own[-1])]
-                lines.append((names[task], [str(len(own)), *ends, str(worse)]))
-        heads = ["classes", "helped most", "helped least", "classes that lose"]
-        grids += [Grid(f"{row}: gain in cosine", heads, lines)] if lines else []
-    return grids
+
+    def cells(own: Sequence[ClassGain]) -> list[str]:
+        ends = [f"{g.name} ({g.cosine:+.3f}, n = {g.diagnosed})" for g in (own[0], own[-1])]
+        return [*ends, str(sum((gain.cosine or 0.0) < 0 for gain in own))]
+
+    heads = ["helped most", "helped least", "classes that lose"]
+    return _grids(diagnosis, "gain in cosine", heads, by_cosine, cells)
 
 
 def accuracy_grids(diagnosis: Diagnosis) -> list[Grid]:
     """For each calibrated row the classes that gain and lose most accuracy, by task."""
+
+    def cells(own: Sequence[ClassGain]) -> list[str]:
+        clear = [gain.accuracy or 0.0 for gain in own if gain.is_clear]
+        most = _points(own[0]) if (own[0].accuracy or 0) > 0 else ABSENT
+        least = _points(own[-1]) if (own[-1].accuracy or 0) < 0 else ABSENT
+        return [most, least, str(sum(g > 0 for g in clear)), str(sum(g < 0 for g in clear))]
+
+    heads = ["gains most", "loses most", "gain beyond chance", "lose beyond chance"]
+    return _grids(diagnosis, "gain in accuracy", heads, by_accuracy, cells)
+
+
+def _grids(
+    diagnosis: Diagnosis,
+    kind: str,
+    heads: Sequence[str],
+    order: Callable[[Sequence[ClassGain]], list[ClassGain]],
+    cells: Callable[[Sequence[ClassGain]], list[str]],
+) -> list[Grid]:
+    """A table for each calibrated row, a line for each task: number of its classes, and `cells`."""
     names, grids = short_names(diagnosis.tasks), []
     for row in diagnosis.repairs:
-        ordered, lines = by_accuracy(class_gains(diagnosis, row)), []
+        ordered, lines = order(class_gains(diagnosis, row)), []
         for task in diagnosis.tasks:
             own = [gain for gain in ordered if gain.task == task]
             if own:
-                clear = [gain.accuracy or 0.0 for gain in own if gain.is_clear]
-                up, down = sum(gain > 0 for gain in clear), sum(gain < 0 for gain in clear)
-                cells = [str(len(own)), _points(own[0]) if (own[0].accuracy or 0) > 0 else ABSENT]
-                cells += [_points(own[-1]) if (own[-1].accuracy or 0) < 0 else ABSENT]
-                lines.append((names[task], [*cells, str(up), str(down)]))
-        heads = ["classes", "gains most", "loses most", "gain beyond chance", "lose beyond chance"]
-        grids += [Grid(f"{row}: gain in accuracy", heads, lines)] if lines else []
+                lines.append((names[task], [str(len(own)), *cells(own)]))
+        grids += [Grid(f"{row}: {kind}", ["classes", *heads], lines)] if lines else []
     return grids
 
 

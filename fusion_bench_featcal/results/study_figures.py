@@ -36,7 +36,7 @@ def draw_study(
 
 
 def source_of(study: Study) -> str:
-    """What a study's figures name as their source: a digest of all that they show."""
+    """Digest of all that a study's figures show, which they name as their source."""
     shown = (study.name, study.suite, study.points, study.seeds, study.over, study.design)
     return f"study {digest_json(plain(shown, 'study'))}"
 
