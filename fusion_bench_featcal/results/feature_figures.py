@@ -1,6 +1,6 @@
 """Figures of final features and weights of a diagnosis, and what its figures share."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,10 +35,14 @@ def titled(diagnosis: Diagnosis, text: str) -> str:
     return f"{diagnosis.suite}: {text}"
 
 
+def span(counts: Collection[int]) -> str:
+    """The least and the largest of some counts, once where they are equal."""
+    return "-".join(map(str, sorted({min(counts), max(counts)})))
+
+
 def with_items(diagnosis: Diagnosis, text: str) -> str:
     """Put the suite before a heading, and below it the items."""
-    counts = sorted({min(diagnosis.items.values()), max(diagnosis.items.values())})
-    items = "-".join(map(str, counts))
+    items = span(diagnosis.items.values())
     return f"{titled(diagnosis, text)}\n({items} {diagnosis.split} items of each task)"
 
 

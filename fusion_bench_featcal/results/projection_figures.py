@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .diagnosis import Diagnosis
 from .drawing import GREY, INK, RULE, legend_below, new_figure
-from .feature_figures import looks_of, titled
+from .feature_figures import looks_of, span, titled
 from .long_table import EXPERTS
 from .tables import short_names
 
@@ -47,8 +47,7 @@ def plane_figure(
         for axes in grid[0]
         for pair in zip(*reversed(axes.get_legend_handles_labels()), strict=True)
     )
-    counts = [len(points[EXPERTS]) for points in planes.values()]
-    count = "-".join(map(str, sorted({min(counts), max(counts)})))
+    count = span([len(points[EXPERTS]) for points in planes.values()])
     title = f"{count} {diagnosis.split} items; lines lead to the same item in the expert"
     legend_below(figure, list(drawn.values()), list(drawn), title, 4 if width > 7 else 2)
     return figure
