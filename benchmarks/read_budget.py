@@ -34,9 +34,8 @@ from transformers import CLIPModel, CLIPVisionConfig, CLIPVisionModel
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.experts import read_plan as plan
 from fusion_bench_featcal.experts.merging import UpstreamMerge
-from fusion_bench_featcal.experts.read_plan import Read, Unit
+from fusion_bench_featcal.experts.read_plan import Unit
 from fusion_bench_featcal.experts.safetensors_files import safetensors_files
-from fusion_bench_featcal.experts.sketches import write_sketch_file
 from fusion_bench_featcal.fusionbench.fusing import _arithmetic
 from fusion_bench_featcal.suites import image
 
@@ -55,18 +54,6 @@ ORDERS: dict[str, Order] = {
     "expert by expert": lambda u: (u.expert, u.block, u.module),
     "attention first": lambda u: (u.module, u.block, u.expert),
 }
-farthest_first = plan.farthest_first
-
-
-def by_distance_alone(reads: Sequence[Read]) -> Callable[[Unit], float]:
-    """Order of the units by squared distance per byte, wherever they lie."""
-    weighed = farthest_first(reads)
-    blocks = 1 + max(read.unit.block for read in reads if read.unit is not None)
-    return lambda unit: weighed(unit) / (blocks - unit.block) ** 2
-
-
-# By sketches: squared distance from the merged model's tensors per byte.
-SKETCHED = {"distance x blocks left^2": farthest_first, "distance alone": by_distance_alone}
 
 
 @dataclass
@@ -180,20 +167,15 @@ def calibrated(
     return result.model, read / result.reads["plan"]["full"]
 
 
-def row(
-    suite: Suite, budget: str | None, order: str, sketches: Path, *, fused: bool
-) -> Iterator[dict[str, float]]:
+def row(suite: Suite, budget: str | None, order: str, *, fused: bool) -> Iterator[dict[str, float]]:
     """Scores of one order under one budget, for each merger and setting."""
-    sketched = order in SKETCHED and budget is not None
-    plan.ORDER = ORDERS.get(order, plan.first_blocks_first)
-    plan.farthest_first = SKETCHED.get(order, farthest_first)  # type: ignore[assignment]
+    plan.ORDER = ORDERS[order]
     for merger in SCALES:
         for values in SETTINGS.values():
             settings = FeatCalSettings(
                 samples_per_task=len(next(iter(suite.pixels.values()))),
                 log_drift=False,
                 expert_read_budget=budget,
-                expert_sketches=str(sketches) if sketched else None,
                 **values,  # type: ignore[arg-type]
             )
             model, read = calibrated(suite, merger, settings, fused=fused)
@@ -207,15 +189,14 @@ def row(
             }
 
 
-def accuracies(suite: Suite, budgets: Sequence[int], sketches: Path, *, fused: bool) -> None:
+def accuracies(suite: Suite, budgets: Sequence[int], *, fused: bool) -> None:
     """Print one line an order and budget."""
     print("| budget | order | read | agreement, held out | test accuracy | gap recovered |")
     print("|---|---|--:|--:|--:|--:|")
-    orders = [*ORDERS, *SKETCHED]
-    cases: list[tuple[str | None, str]] = [(None, orders[0])]
-    cases += [(f"{budget}%", order) for budget in budgets for order in orders]
+    cases: list[tuple[str | None, str]] = [(None, next(iter(ORDERS)))]
+    cases += [(f"{budget}%", order) for budget in budgets for order in ORDERS]
     for budget, order in cases:
-        found = list(row(suite, budget, order, sketches, fused=fused))
+        found = list(row(suite, budget, order, fused=fused))
         means = {key: sum(r[key] for r in found) / len(found) for key in found[0]}
         print(
             f"| {budget or 'none'} | {order if budget else ''} | {means['read']:.1%} "
@@ -283,13 +264,10 @@ def main() -> None:
     print(f"{options.samples} samples and at most {options.test} test images a task;")
     print(f"on the test images: experts {suite.expert_score:.4f}, {merged}\n")
     with tempfile.TemporaryDirectory() as folder:
-        sketches = Path(folder) / "sketches"
-        for task in image.TA6:
-            write_sketch_file(sketches, task, SafetensorsExpert(image.path(task)))
         for fused in (False, True):
             title = "Merged by a merger that shares the reads" if fused else "Stored merged models"
             print(f"\n{title}\n")
-            accuracies(suite, options.budgets, sketches, fused=fused)
+            accuracies(suite, options.budgets, fused=fused)
         title = "Seconds of merging and calibrating, three blocks of ViT-B/32's width, four experts"
         print(f"\n{title}\n")
         seconds(options.budgets, Path(folder))

@@ -154,16 +154,6 @@ def plan_command(options: argparse.Namespace) -> None:
         show_plan(plan)
 
 
-def sketch_command(options: argparse.Namespace) -> None:
-    """Sketch the experts of a run, so that expert_sketches can choose what a budget reads."""
-    from fusion_bench_featcal.fusionbench.plan_run import sketch_experts
-    from fusion_bench_featcal.settings import CalibrationError
-
-    with _refusing(CalibrationError):
-        for path in sketch_experts(options.words, Path(options.out)):
-            print(path)
-
-
 def settings_command(options: argparse.Namespace) -> None:
     """List the settings of a method: defaults, accepted values and meaning."""
     import json
@@ -367,11 +357,6 @@ _COMMANDS: dict[str, Any] = {
         "--rates": {"metavar": "FILE",
                     "help": "no effect any more: the machine is probed each time"},
         "--json": {**_JSON, "help": "print everything as JSON"},
-    }),
-    "sketch": (sketch_command, {
-        "words": {"nargs": "+", "metavar": "WORD", "help": "words of a run: modelpool=..."},
-        "--out": {"metavar": "DIR", "required": True,
-                  "help": "folder for a file of each expert; later method.expert_sketches=DIR"},
     }),
     "settings": (settings_command, {
         "method": {"nargs": "?", "default": "featcal", "metavar": "METHOD",

@@ -206,7 +206,6 @@ CHECKS: dict[str, Check] = {
         "KiB to TiB), or a share of a full read up to 100%, such as 50%",
         _is_budget_or_none,
     ),
-    "expert_sketches": _FOLDER,
     "log_drift": BOOLEAN,
     "linear_kernel": one_of(LINEAR_KERNELS),
     "sums_precision": one_of(SUMS_PRECISIONS),

@@ -138,9 +138,6 @@ class FeatCalSettings:
         expert_read_budget: Most bytes of expert weights to read: a number, or a text with a unit
             (`800MB`, `1.5 GiB`) or a share of a full read (`50%`). Where it falls short, the merged
             model's weights stand in for the expert's. None: no limit.
-        expert_sketches: Folder that `featcal sketch` made: a budget is spent on the modules that
-            are farthest from the merged model, by the blocks that they reach. None: on the first
-            blocks.
         log_drift: Whether each block's drift is measured before and after (costs the expert's
             forward pass when `mix_alpha` is 0).
         linear_kernel: Library that multiplies float32 matrices on the CPU, in calibration and
@@ -201,7 +198,6 @@ class FeatCalSettings:
     ignore_config: Sequence[str] = ()
     stream_experts: bool | str = "auto"
     expert_read_budget: float | str | None = None
-    expert_sketches: str | None = None
     log_drift: bool = True
     linear_kernel: str = "auto"
     sums_precision: str = "auto"
@@ -217,10 +213,6 @@ class FeatCalSettings:
         problems = problems_of(self, CHECKS)
         if self.resume is True and self.checkpoint_dir is None:
             problems.append("resume needs method.checkpoint_dir, the folder that keeps the blocks")
-        if self.expert_sketches is not None and self.expert_read_budget is None:
-            problems.append(
-                "expert_sketches chooses what a budget reads: set method.expert_read_budget"
-            )
         if self.stream_experts is False and self.expert_read_budget is not None:
             problems.append(
                 "expert_read_budget needs experts that are read block by block, and "
@@ -231,7 +223,7 @@ class FeatCalSettings:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
         for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps", "first_ridge_scale"):
             object.__setattr__(self, name, float(getattr(self, name)))
-        for name in ("activations_dir", "cache_dir", "checkpoint_dir", "expert_sketches"):
+        for name in ("activations_dir", "cache_dir", "checkpoint_dir"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         if self.modules is not None:

@@ -52,7 +52,6 @@ DEFAULTS = {
     "ignore_config": [],
     "stream_experts": "auto",
     "expert_read_budget": None,
-    "expert_sketches": None,
     "log_drift": True,
     "linear_kernel": "auto",
     "sums_precision": "auto",

@@ -11,27 +11,6 @@ MUTATIONS = [
         "reads/test_fused_merge.py",
     ),
     Mutation(
-        "sketches have one order of signs for all parts",
-        "experts/sketches.py",
-        "_signs(number)[: len(part)]",
-        "_signs(0)[: len(part)]",
-        "reads/test_sketches.py",
-    ),
-    Mutation(
-        "sketches add neighbours together",
-        "experts/sketches.py",
-        "index_copy_(0, _order()[: len(part)], signed)",
-        "index_copy_(0, torch.arange(len(part)), signed)",
-        "reads/test_sketches.py",
-    ),
-    Mutation(
-        "sketches of other weights are taken",
-        "experts/reading.py",
-        "            self.sketches.check(name, tensor)\n",
-        "            pass\n",
-        "reads/test_sketches.py",
-    ),
-    Mutation(
         "what stood in for an expert's tensor is hashed as the expert's",
         "engine/planned_reads.py",
         "for name, text in names.items() if name not in stand_ins}",

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +22,6 @@ from fusion_bench_featcal.experts.read_plan import (
     reads_of,
 )
 from fusion_bench_featcal.experts.reading import BASE, Reads
-from fusion_bench_featcal.experts.sketches import Distances, Sketches
 from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.setting_checks import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError
@@ -56,27 +54,15 @@ class PlannedReads:
             fused: The upstream merger that runs on the way; None: `merged` is merged already.
 
         Raises:
-            CalibrationError: If the limit cannot be kept, or sketches do not fit the experts.
+            CalibrationError: If the limit cannot be kept.
         """
         self._problem, self._reads, self._team = problem, reads, team
         self._merged = merged
-        self._distances = self._open_sketches(fused)
         self.plan = self._make({} if fused is None else fused.places)
         omitted = {} if self.plan is None else self.plan.omitted
         for task, expert in problem.experts.items():
             stand_ins = {expert.keys[name]: merged[name] for name in omitted.get(task, ())}
             reads.sources[task].stand_ins = stand_ins
-
-    def _open_sketches(self, fused: FusedMerge | None) -> Distances | None:
-        """Distances by the setting `expert_sketches`; None where it is not set."""
-        folder = self._problem.settings.expert_sketches
-        if folder is None:
-            return None
-        sketches = {task: Sketches(Path(folder), task) for task in self._problem.experts}
-        for task, found in sketches.items():
-            self._reads.sources[task].sketches = found
-        merge = None if fused is None else fused.upstream.merge
-        return Distances(sketches, self._merged, merge)
 
     def _make(self, merged_at: Mapping[str, Iterable[str]]) -> ReadPlan | None:
         """The plan; None where there is no limit and a source does not tell its sizes."""
@@ -95,8 +81,7 @@ class PlannedReads:
         full = make_plan(reads, None)
         if budget is None:
             return full
-        limit = budget_in_bytes(budget, full.full)
-        return make_plan(reads, limit, sketched=self._distances is not None)
+        return make_plan(reads, budget_in_bytes(budget, full.full))
 
     def _all_reads(self, merged_at: Mapping[str, Iterable[str]]) -> dict[str, list[Read]]:
         """Each expert's reads without a limit."""
@@ -105,16 +90,9 @@ class PlannedReads:
         reads: dict[str, list[Read]] = {}
         for task, expert in problem.experts.items():
             size = partial(known_bytes, self._reads.sources[task])
-            away = None if self._distances is None else partial(self._away, task)
             number = problem.tasks.index(task)
-            reads[task] = reads_of(number, visits, blocks, expert.keys, size, away)
+            reads[task] = reads_of(number, visits, blocks, expert.keys, size)
         return reads
-
-    def _away(self, task: str, name: str) -> float:
-        """Squared distance of an expert's tensor from the merged model's."""
-        assert self._distances is not None
-        keys = {task: expert.keys[name] for task, expert in self._problem.experts.items()}
-        return self._distances.away(task, name, keys)
 
     def record(self) -> dict[str, Any]:
         """The plan in short, for the log."""

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from fusion_bench_featcal.setting_checks import budget_in_bytes
@@ -33,14 +33,12 @@ class Read(NamedTuple):
         unit: The unit that it belongs to; None: it is always read.
         name: Its name in the merged model.
         nbytes: Its size.
-        away: Squared distance from the tensor that would stand in for it, by sketches.
     """
 
     place: str
     unit: Unit | None
     name: str
     nbytes: int
-    away: float = 0.0
 
 
 def first_blocks_first(unit: Unit) -> tuple[int, ...]:
@@ -53,22 +51,6 @@ def first_blocks_first(unit: Unit) -> tuple[int, ...]:
 
 
 ORDER: Callable[[Unit], tuple[int, ...]] = first_blocks_first
-
-
-def farthest_first(reads: Iterable[Read]) -> Callable[[Unit], float]:
-    """Order of the units by sketches: a squared distance per byte that is large comes first.
-
-    It weighs by the squared number of blocks from the unit's on, whose features it reaches.
-    Without that weight first blocks are left out, which costs more than position alone does
-    (benchmarks/read_budget.py).
-    """
-    away, nbytes = Counter[Unit](), Counter[Unit]()
-    for read in reads:
-        if read.unit is not None:
-            away[read.unit] += read.away  # type: ignore[assignment]
-            nbytes[read.unit] += read.nbytes
-    blocks = 1 + max((unit.block for unit in nbytes), default=0)
-    return lambda unit: -away[unit] * (blocks - unit.block) ** 2 / max(1, nbytes[unit])
 
 
 @dataclass(frozen=True)
@@ -103,7 +85,6 @@ def reads_of(
     blocks: Sequence[str],
     keys: Mapping[str, str],
     nbytes: Callable[[str], int],
-    away: Callable[[str], float] | None = None,
 ) -> list[Read]:
     """List the reads of one expert without a limit.
 
@@ -113,8 +94,6 @@ def reads_of(
         blocks: All blocks in forward order.
         keys: The merged model's name of a tensor -> the expert's; tied names share one.
         nbytes: Size of a tensor by the expert's name.
-        away: Squared distance of a tensor, by the merged model's name, from the one that would
-            stand in for it; None: not known.
 
     Returns:
         The reads. A tensor that is shared between modules, or lies in no block, has no unit.
@@ -130,21 +109,13 @@ def reads_of(
             if len(owners[keys[name]]) == 1:
                 units[name] = Unit(expert, index, modules.index(name.rpartition(".")[0]))
     return [
-        Read(
-            place,
-            units.get(name),
-            name,
-            nbytes(key),
-            away(name) if away is not None and name in units else 0.0,
-        )
+        Read(place, units.get(name), name, nbytes(key))
         for place, names in visits.items()
         for key, name in {keys[name]: name for name in names}.items()
     ]
 
 
-def make_plan(
-    reads: Mapping[str, Sequence[Read]], limit: int | None, *, sketched: bool = False
-) -> ReadPlan:
+def make_plan(reads: Mapping[str, Sequence[Read]], limit: int | None) -> ReadPlan:
     """Spend a limit on units, in a fixed order, until the next one does not fit.
 
     A larger limit reads all that a smaller one does, and more.
@@ -152,7 +123,6 @@ def make_plan(
     Args:
         reads: Expert -> its reads without a limit.
         limit: Most bytes to read; None: any.
-        sketched: Whether to order by `farthest_first`.
 
     Returns:
         The plan; its bytes are never above the limit.
@@ -161,8 +131,7 @@ def make_plan(
         CalibrationError: If the limit is below what every plan reads, naming that.
     """
     costs: dict[Unit | None, int] = {None: 0}
-    every = [read for listed in reads.values() for read in listed]
-    for read in every:
+    for read in chain.from_iterable(reads.values()):
         costs[read.unit] = costs.get(read.unit, 0) + read.nbytes
     full, least = sum(costs.values()), costs.pop(None)
     if limit is not None and limit < least:
@@ -175,10 +144,7 @@ def make_plan(
         )
     left = full - least if limit is None else limit - least
     taken: set[Unit | None] = {None}
-    name, order = ORDER.__name__, ORDER
-    if sketched:
-        name, order = farthest_first.__name__, farthest_first(every)
-    for unit in sorted(filter(None, costs), key=order):
+    for unit in sorted(filter(None, costs), key=ORDER):
         left -= costs[unit]
         if left < 0:
             break
@@ -192,7 +158,7 @@ def make_plan(
         omitted[expert] = list(
             dict.fromkeys(read.name for read in listed if read.unit not in taken)
         )
-    return ReadPlan(limit, full, least, name, planned, omitted)
+    return ReadPlan(limit, full, least, ORDER.__name__, planned, omitted)
 
 
 def budget_left(

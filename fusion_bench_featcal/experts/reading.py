@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.experts.expert_model import ExpertModel
-from fusion_bench_featcal.experts.sketches import Sketches
 from fusion_bench_featcal.experts.source import SourceView
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -27,8 +26,6 @@ class CountedSource(SourceView):
         stand_ins: Tensors given in place of the source's own, by its names.
         held: Tensors that were read already and are given again without another read.
         stood_in: Bytes of the stand-ins that were given.
-        sketches: Compared with every tensor that is read, so that a plan is not made by old ones;
-            None: there are none.
     """
 
     def __init__(self, source: Any, count: Callable[[int], None]) -> None:
@@ -43,7 +40,6 @@ class CountedSource(SourceView):
         self.stand_ins: Mapping[str, Tensor] = {}
         self.held: dict[str, Tensor] = {}
         self.stood_in = 0
-        self.sketches: Sketches | None = None
 
     def nbytes(self, name: str) -> int:
         """Bytes that reading a tensor takes: none where another stands in."""
@@ -62,8 +58,6 @@ class CountedSource(SourceView):
             self.stood_in += self.stand_ins[name].nbytes
             return self.stand_ins[name]
         tensor = self._source.tensor(name)
-        if self.sketches is not None:
-            self.sketches.check(name, tensor)
         self.count(name, tensor)
         return tensor
 

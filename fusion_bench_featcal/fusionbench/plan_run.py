@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,21 @@ import torch
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from fusion_bench_featcal.experts import hollow_copy, known_bytes, source_of
+from fusion_bench_featcal.experts import hollow_copy, known_bytes
 from fusion_bench_featcal.experts.read_plan import budget_left
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.experts.sketches import write_sketch_file
-from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.console import explained
 from fusion_bench_featcal.fusionbench.fusing import merger_class
 from fusion_bench_featcal.fusionbench.hydra_job import make_importable
-from fusion_bench_featcal.fusionbench.options import checked_settings, plain
+from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
     PLAIN_OPTIONS,
-    PoolModels,
 )
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.plan.dry_run import LENGTH, length_for, needs_length, takes_images
@@ -105,26 +101,6 @@ def run_request(
         processes=processes,
         neighbours=neighbours,
     )
-
-
-def sketch_experts(overrides: Sequence[str], folder: Path) -> Iterator[Path]:
-    """Sketch the experts of a run for `expert_sketches`; each one's file is yielded when written.
-
-    Raises:
-        ValueError: As `run_request`.
-        CalibrationError: If an expert cannot be read.
-        ReportError: If the folder cannot be written.
-    """
-    config = _compose(overrides)
-    own = ("featcal", "default_taskpool")  # what method=featcal takes from the pool's config
-    pool = {key: config.modelpool[key] for key in config.modelpool if key not in own}
-    models = PoolModels(instantiate(pool))
-    entry = models[BASE_MODEL if BASE_MODEL in models else next(iter(models.experts))].entry
-    model = empty_model(_location_of(plain(entry)))
-    family = resolve_family(plain(config.method.get("family", "auto")), model)
-    for name, expert in models.experts.items():
-        source = family.view.source(source_of(expert.source("auto")))
-        yield write_sketch_file(folder, name, source)
 
 
 def _compose(overrides: Sequence[str]) -> Any:

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -12,7 +11,6 @@ from omegaconf import OmegaConf
 
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.far_experts import far_experts
-from fusion_bench_featcal.experts.sketches import Sketches
 from fusion_bench_featcal.families.base import MIXTURES
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import (
@@ -112,9 +110,6 @@ def check_read_budget(models: PoolModels, settings: FeatCalSettings) -> None:
     Raises:
         CalibrationError: Naming the expert and the setting.
     """
-    if settings.expert_sketches is not None:
-        for name in models.experts:
-            Sketches(Path(settings.expert_sketches), name)
     if settings.expert_read_budget is None:
         return
     for name, expert in models.experts.items():

@@ -91,7 +91,7 @@ def test_command_is_valid(words: tuple[str, ...]) -> None:
         compose_here(*overrides_of(rest))
         return
     if len(rest) == 1 and rest[0] not in ("--help", "suite"):  # only mentioned
-        rest += ["featcal", *(["--out", "DIR"] if rest[0] in ("sketch", "calibrate") else [])]
+        rest += ["featcal", *(["--out", "DIR"] if rest[0] == "calibrate" else [])]
     options = _parser().parse_args(rest)
     if any("=" in word for word in getattr(options, "words", ())):
         method = ["method=diagnose"] if rest[0] == "diagnose" else []
