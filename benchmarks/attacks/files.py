@@ -269,6 +269,12 @@ def _calibrate_pool(folder: Path) -> int:
     return number_of(model)
 
 
+def _write_reads(folder: Path) -> None:
+    pool = tiny_pool(tiny_clips(), train=2, test=0)
+    with mock.patch.object(FeatCalAlgorithm, "log_dir", property(lambda _: str(folder))):
+        FeatCalAlgorithm(base_method=AVERAGE, samples_per_task=2, decode_workers=0).run(pool)
+
+
 def _write_shards(folder: Path) -> None:
     model = CLIPVisionModel.from_pretrained(tiny_clips()["one"])
     model.save_pretrained(folder, max_shard_size="10KB")
@@ -293,6 +299,8 @@ KINDS = [
          patterns=("results/upstreams/**/*",), core=_without_costs),
     Kind(name="report of a run, by featcal report", weight=16, make=_write_run,
          read=lambda folder: shown("report", str(folder)), patterns=("report.json", "items.npz")),
+    Kind(name="reads of a run, by featcal explain", weight=3, make=_write_reads,
+         read=lambda folder: shown("explain", str(folder), "--json"), patterns=("reads.json",)),
     Kind(name="logs and curves of a run, by featcal plot", weight=3, make=_write_run,
          read=_plotted, patterns=("*.jsonl",)),
     Kind(name="report of a comparison, by featcal report", weight=6, make=_compare,

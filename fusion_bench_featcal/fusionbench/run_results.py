@@ -1,7 +1,6 @@
 """The results of one run: evaluates models as they come, reports them when all are done."""
 
 import atexit
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.saving import RowSaver
+from fusion_bench_featcal.json_files import sealed_json
 from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
@@ -139,8 +139,7 @@ class RunResults:
         if self._log_dir is not None:
             preset = file_suffix(name)
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
-            manifest = json.dumps(result.reads, indent=1) + "\n"
-            write_atomic(self._log_dir / f"reads{preset}.json", manifest, "path.log_dir")
+            write_atomic(self._log_dir / f"reads{preset}.json", sealed_json(result.reads))
         self.add_notes(tasks_with_high_drift(name, result.log.records))
         self.add_notes([f"{name}: {line}" for line in warnings_of(Agreement.of(result.log))])
         self.report.notes += [f"{name}: {line}" for line in outcome_of(result.log)]

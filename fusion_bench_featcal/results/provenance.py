@@ -63,7 +63,7 @@ class Provenance:
                 "model or the log directory of a method=featcal run"
                 + (f", and --preset for one of {', '.join(there)}" if there else "")
             )
-        content = read_json(place, sealed=place.name == PROVENANCE)
+        content = read_json(place, sealed=True)
         reads = content.get("reads") if place.name == PROVENANCE else content
         if not isinstance(reads, Mapping) or not isinstance(reads.get("modules"), Mapping):
             raise ReportError(

@@ -15,6 +15,7 @@ from tiny_models import clip_suite
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.digests import digest_tensor
+from fusion_bench_featcal.json_files import sealed_json
 from fusion_bench_featcal.results import ReportError
 from fusion_bench_featcal.results.provenance import Provenance
 from fusion_bench_featcal.saved_model import masked
@@ -100,12 +101,30 @@ def test_changed_files_are_found(saved: tuple[Path, Path], tmp_path: Path, capsy
     assert "is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("60%", "61%", "is damaged"),
+        ('"experts_read": ', '"experts_read": 1', "is damaged"),
+        ('"digest"', '"dijest"', "has no digest"),
+    ],
+)
+def test_changed_reads_of_a_run_are_refused(
+    old: str, new: str, message: str, saved: tuple[Path, Path], tmp_path: Path, capsys: Any
+):
+    text = (saved[1] / "reads.json").read_text()
+    assert old in text
+    (tmp_path / "reads.json").write_text(text.replace(old, new, 1))
+    assert main(["explain", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'reads.json'} {message}" in capsys.readouterr().err
+
+
 def test_a_folder_without_an_origin_is_refused(saved: tuple[Path, Path], tmp_path: Path):
     with pytest.raises(ReportError, match="give the folder of a saved model or the log directory"):
         Provenance.find(tmp_path)
     with pytest.raises(ReportError, match=r"no reads.plus.json.*--preset for one of reads.json"):
         Provenance.find(saved[1], "plus")
-    (tmp_path / "reads.json").write_text('{"format": 1}')
+    (tmp_path / "reads.json").write_text(sealed_json({"format": 1}))
     with pytest.raises(ReportError, match="does not tell which modules were calibrated"):
         Provenance.find(tmp_path)
 
