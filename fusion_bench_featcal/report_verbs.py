@@ -84,6 +84,7 @@ def _write_html(options: argparse.Namespace) -> None:
 
 def plot_command(options: argparse.Namespace) -> None:
     """Draw figures of runs, comparisons and studies: into each one's folder, or below --out."""
+    from fusion_bench_featcal.results import ReportError
     from fusion_bench_featcal.results.comparison_figures import plot_comparison
     from fusion_bench_featcal.results.figures import plot_run
     from fusion_bench_featcal.results.find import find
@@ -95,8 +96,10 @@ def plot_command(options: argparse.Namespace) -> None:
     draws |= dict.fromkeys(folders.studies, plot_study)
     places = _figure_folders([*draws], options.out)
     for (place, draw), folder in zip(draws.items(), places, strict=True):
-        for path in draw(place, folder):
-            print(path)
+        paths = draw(place, folder)
+        if not paths:
+            raise ReportError(f"{place} has neither accuracies nor drift to draw")
+        print(*paths, sep="\n")
 
 
 def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:

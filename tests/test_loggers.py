@@ -175,6 +175,21 @@ def test_figures_that_cannot_be_drawn_cost_no_numbers(run, tmp_path, caplog):
     assert not (tmp_path / "logs" / "figures").exists()
 
 
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_a_run_without_evaluation_is_logged_without_a_warning(blocks, tmp_path, caplog):
+    report = Report(suite="toy", upstream="task_arithmetic", settings={"featcal": {"seed": 1}})
+    report.write(tmp_path / "run")
+    drift = {"drift_before": 1.0, "drift_after": 0.5}
+    records = [{"kind": "block", "block": "first", "seconds": 0.1}]
+    records += [{"kind": "task", "block": "first", "task": "a", **drift}] * blocks
+    CalibrationLog("clip", records).write(tmp_path / "run" / "calibration_log.jsonl")
+    logger = CSVLogger(root_dir=tmp_path, name="logs", version="")
+    hand(logger, (report, tmp_path / "run"), plot_run)
+    assert not caplog.records
+    names = [path.name for path in (tmp_path / "logs").rglob("*.png")]
+    assert names == ["drift.png"] * blocks
+
+
 def test_without_matplotlib_there_are_no_figures_and_no_warning(run, tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     hand(CSVLogger(root_dir=tmp_path, name="logs", version=""), run, plot_run)

@@ -37,14 +37,15 @@ _DASHES = ("-", "--", ":", "-.")
 def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--out") -> list[Path]:
     """Draw every figure that a run's files allow, into `out` or its own folder; return the files.
 
-    These are `accuracy`; where drift was logged `drift` and `drift.<preset>`; where samples were
-    held out `depth`; where methods were trained `convergence`; of `method=diagnose` those of
+    These are `accuracy` where models were evaluated; where drift was logged `drift` and
+    `drift.<preset>`; where samples were held out `depth`; where methods were trained
+    `convergence`; of `method=diagnose` those of
     `diagnosis_figures`.
     """
     run = Path(run)
     report = Report.load(run)
     title = f"{report.suite}, merged by {report.upstream}" if report.upstream else report.suite
-    figures = {"accuracy": accuracy_figure(report, title)}
+    figures = {"accuracy": accuracy_figure(report, title)} if report.rows else {}
     held_out: dict[str, list[dict[str, Any]]] = {}
     for row, records, later in calibration_logs(run):
         if records:
