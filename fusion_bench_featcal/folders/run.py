@@ -270,11 +270,15 @@ class Job:
         out = save(self.models, model.cpu(), self.processor, facts, self.report, heads)
         result.log.write(out / REPORT / "calibration_log.jsonl")
         shutil.rmtree(request.checkpoints, ignore_errors=True)
+        below = tasks_below_merged(self.report)
+        # The files have all notes. On the screen the first stand in the plan, and `below` follows.
+        shown = len(request.notes) + sum(len(task.notes) for task in self.tasks.values())
+        self.report.notes = [note for note in self.report.notes[shown:] if note not in below]
         if self.report.rows:
             self.report.show(losses=True)
         if heads:
             print(f"heads: {out / HEADS}/NAME (that of {out} itself: {self.models.home.name}'s)")
-        for line in tasks_below_merged(self.report):
+        for line in below:
             print(f"warning: {line}. More samples may help")
         return out
 

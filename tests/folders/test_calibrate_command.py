@@ -90,6 +90,7 @@ def test_a_language_model_as_calibrated_in_python(tmp_path, capsys):
     assert report.test_sets[TASKS[0]]["items"] == ROWS // 5
     shown = capsys.readouterr().out
     assert "roughly" in shown and "loss" in shown and "one: evaluated on 6 rows" in shown
+    assert report.notes and [shown.count(note) for note in report.notes] == [1] * len(report.notes)
     assert not (tmp_path / "out.blocks").exists()
 
 
