@@ -88,11 +88,15 @@ def calibrate_command(options: argparse.Namespace) -> None:
     from fusion_bench_featcal.ending import ending_cleanly
     from fusion_bench_featcal.folders import Request, run
     from fusion_bench_featcal.folders.request import in_words_of_the_command
+    from fusion_bench_featcal.folders.saving import finished_before, saved_by_this_command
     from fusion_bench_featcal.settings import CalibrationError
 
-    blocks = Path(f"{options.out.rstrip('/')}.blocks")
+    out = Path(options.out).expanduser()
+    blocks = Path(f"{out}.blocks")
 
     def how_to_go_on() -> str:
+        if saved_by_this_command(out):
+            return f"ended after saving: the model in {out} is complete"
         if not blocks.is_dir() or not any(blocks.iterdir()):
             return "ended before it was done: nothing is kept, and the same command begins anew"
         return (
@@ -102,7 +106,10 @@ def calibrate_command(options: argparse.Namespace) -> None:
 
     try:
         with ending_cleanly(True, how_to_go_on):
-            out = run(Request.of(options))
+            if finished_before(out, blocks, resume=options.resume):
+                print(f"{out} is complete: this command saved it before")
+            else:
+                run(Request.of(options))
     except (ValueError, CalibrationError) as error:
         raise UsageError(in_words_of_the_command(error)) from error
     finally:

@@ -1,6 +1,6 @@
 """Files of tensors that are whole or absent, and whose digest is known."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +10,11 @@ from torch import Tensor
 
 from fusion_bench_featcal.digests import digest_file
 from fusion_bench_featcal.files import ReportError, new_file
+
+
+def stored_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of some tensors, those that share memory counted once."""
+    return sum({t.data_ptr() or id(t): t.nbytes for t in tensors if t is not None}.values())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:

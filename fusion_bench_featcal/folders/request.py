@@ -106,8 +106,8 @@ class Request:
                 f"--data {missing[0]}=FILE"
             )
         merge, scale = _merger(options.merge)
-        out = Path(options.out).expanduser()
-        checkpoints = out.with_name(f"{out.name}.blocks")
+        out = _free(Path(options.out).expanduser())
+        checkpoints = Path(f"{out}.blocks")
         if not options.resume and checkpoints.is_dir() and any(checkpoints.iterdir()):
             raise ValueError(
                 f"{checkpoints} has blocks of an interrupted run: go on with --resume, or remove it"
@@ -121,7 +121,7 @@ class Request:
             data=data,
             tests=_matched(_pairs(options.eval, "--eval"), experts, "--eval", notes),
             test_rows=options.eval_rows,
-            out=_free(out),
+            out=out,
             settings=_settings(options, checkpoints),
             device=_device(options.device),
             checkpoints=checkpoints,

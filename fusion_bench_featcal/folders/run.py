@@ -29,7 +29,7 @@ from fusion_bench_featcal.folders.model_folder import (
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.pictures import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request, in_words_of_the_command
-from fusion_bench_featcal.folders.saving import HEADS, REPORT, save
+from fusion_bench_featcal.folders.saving import HEADS, save
 from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.plan.estimate import Request as PlanRequest
 from fusion_bench_featcal.plan.estimate import estimate
@@ -267,8 +267,8 @@ class Job:
         heads = self.heads
         if self.has_heads and not heads:
             heads = {task: self.models.load_expert(task) for task in self.tasks}
-        out = save(self.models, model.cpu(), self.processor, facts, self.report, heads)
-        result.log.write(out / REPORT / "calibration_log.jsonl")
+        report, log = self.report, result.log
+        out = save(self.models, model.cpu(), self.processor, facts, report, log, heads)
         shutil.rmtree(request.checkpoints, ignore_errors=True)
         below = tasks_below_merged(self.report)
         # The files have all notes. On the screen the first stand in the plan, and `below` follows.

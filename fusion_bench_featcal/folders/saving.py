@@ -1,24 +1,35 @@
 """The folder that `featcal calibrate` leaves: a model that plain transformers loads."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from fusion_bench_featcal.files import replacing
+from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.files import ReportError, free_space, replacing
 from fusion_bench_featcal.folders.models import Models
+from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.json_files import read_json
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.saved_model import (
     CARD,
     CardFacts,
     card_text,
+    command_line,
     keep_untied,
+    masked,
     write_provenance,
 )
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tensor_files import stored_bytes
 
 REPORT = "featcal"
 """Folder of the report inside the model's."""
@@ -31,6 +42,7 @@ def save(
     processor: Any,
     facts: CardFacts,
     report: Report,
+    log: CalibrationLog,
     heads: Mapping[str, nn.Module],
 ) -> Path:
     """Save the calibrated model with all that belongs to it, whole or not at all.
@@ -41,34 +53,91 @@ def save(
         processor: Tokenizer or image processor.
         facts: Its origin.
         report: The report, for the model card and `featcal/`.
+        log: The log of the calibration, for `featcal/`.
         heads: Task -> its expert's classifier, whose head is kept.
 
     Returns:
         The folder.
+
+    Raises:
+        CalibrationError: If it cannot be written. Nothing is left of it, and finished blocks stay.
     """
+    out, whole = models.request.out, _whole(models, model)
+    try:
+        with replacing(out) as new:
+            new.mkdir()
+            _write_model(models, whole, processor, new)
+            for task, classifier in heads.items():
+                _save_head(new / HEADS / task, classifier)
+            files = sorted(str(f.relative_to(new)) for f in new.rglob("*") if f.is_file())
+            card = _card(models, facts, report, with_heads=bool(heads))
+            (new / CARD).write_text(card, encoding="utf-8")
+            write_provenance(new, files, facts)
+            report.write(new / REPORT, "--out")
+            log.write(new / REPORT / "calibration_log.jsonl")
+    except (OSError, SafetensorError, ReportError) as error:
+        raise _cannot_save(models.request, whole, error) from error
+    return out
+
+
+def _cannot_save(request: Request, model: nn.Module, error: Exception) -> CalibrationError:
+    needed, free = stored_bytes(model.state_dict().values()), free_space(request.out.parent)
+    return CalibrationError(
+        f"the model cannot be saved to --out {request.out}: "
+        f"{getattr(error, 'strerror', None) or first_line(error)}. It needs {needed / 1e6:.3g} MB, "
+        f"and {free / 1e6:.3g} MB are free there. Make room and repeat the command with --resume: "
+        f"the finished blocks are in {request.checkpoints}"
+    )
+
+
+def finished_before(out: Path, blocks: Path, *, resume: bool) -> bool:
+    """Finish a run of this command that was ended after its model had been saved.
+
+    Args:
+        out: Folder of the model, which appears complete.
+        blocks: Folder of the finished blocks, removed here.
+        resume: Whether the run is resumed, which needs no blocks then.
+
+    Returns:
+        Whether there was such a run.
+    """
+    if not (resume or blocks.is_dir()) or not saved_by_this_command(out):
+        return False
+    shutil.rmtree(blocks, ignore_errors=True)
+    return True
+
+
+def saved_by_this_command(out: Path) -> bool:
+    """Return whether a folder has the model of this command, with or without --resume."""
+    try:
+        command = read_json(out / PROVENANCE, sealed=True).get("command")
+    except ReportError:
+        return False
+    return _arguments(str(command)) == _arguments(masked(command_line()))
+
+
+def _arguments(command: str) -> str:
+    return command.partition(" ")[2].replace(" --resume", "")
+
+
+def _write_model(models: Models, whole: Any, processor: Any, folder: Path) -> None:
+    whole.save_pretrained(folder)
+    if models.home.kind in ("causal", "seq2seq"):
+        keep_untied(whole, folder)
+    processor.save_pretrained(folder)
+
+
+def _card(models: Models, facts: CardFacts, report: Report, *, with_heads: bool) -> str:
     request = models.request
-    with replacing(request.out) as new:
-        new.mkdir()
-        whole: Any = _whole(models, model)
-        whole.save_pretrained(new)
-        if models.home.kind in ("causal", "seq2seq"):
-            keep_untied(whole, new)
-        processor.save_pretrained(new)
-        for task, classifier in heads.items():
-            _save_head(new / HEADS / task, classifier)
-        files = sorted(str(f.relative_to(new)) for f in new.rglob("*") if f.is_file())
-        base = None if request.base is None else str(request.base)
-        card = card_text(facts, base, request.experts, report)
-        if heads:
-            card += (
-                f"\n## Heads\n\nEach task has a head of its own in `{HEADS}/NAME` "
-                "(head.safetensors, config.json). The head of this folder's model is "
-                f"that of `{models.home.name}`.\n"
-            )
-        (new / CARD).write_text(card, encoding="utf-8")
-        write_provenance(new, files, facts)
-        report.write(new / REPORT, "--out")
-    return request.out
+    base = None if request.base is None else str(request.base)
+    card = card_text(facts, base, request.experts, report)
+    if with_heads:
+        card += (
+            f"\n## Heads\n\nEach task has a head of its own in `{HEADS}/NAME` "
+            "(head.safetensors, config.json). The head of this folder's model is "
+            f"that of `{models.home.name}`.\n"
+        )
+    return card
 
 
 def _whole(models: Models, model: nn.Module) -> nn.Module:

@@ -2,13 +2,12 @@
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool
-from torch import Tensor
 
 from fusion_bench_featcal.files import clear_leftovers, free_space, remove, temporary_neighbour
 from fusion_bench_featcal.fusionbench.options import plain
@@ -17,6 +16,7 @@ from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tensor_files import stored_bytes
 
 SAVE_PATH, OPTIONS = "merged_model_save_path", "merged_model_save_kwargs"
 _UPLOAD = ("token", "private", "commit_message", "commit_description", "revision", "create_pr")
@@ -26,11 +26,6 @@ MODEL_FILES = (
     "flax_model*", "adapter_*", "open_clip_*", "*_corrections.safetensors", "*_corrections.json",
     PROVENANCE,
 )  # fmt: skip
-
-
-def stored_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of some tensors, those that share memory counted once."""
-    return sum({t.data_ptr() or id(t): t.nbytes for t in tensors if t is not None}.values())
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from fusion_bench_featcal.fusionbench.save_target import (
     OPTIONS,
     SAVE_PATH,
     save_options,
-    stored_bytes,
 )
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.saved_model import (
@@ -31,6 +30,7 @@ from fusion_bench_featcal.saved_model import (
     write_provenance,
 )
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tensor_files import stored_bytes
 
 log = logging.getLogger(__name__)
 
