@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a check found something, 2 a mistake in what was asked for
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -89,6 +90,7 @@ def calibrate_command(options: argparse.Namespace) -> None:
     from fusion_bench_featcal.folders import Request, run
     from fusion_bench_featcal.folders.request import in_words_of_the_command
     from fusion_bench_featcal.folders.saving import finished_before, saved_by_this_command
+    from fusion_bench_featcal.results.remarks import featcal_program
     from fusion_bench_featcal.settings import CalibrationError
 
     out = Path(options.out).expanduser()
@@ -115,7 +117,8 @@ def calibrate_command(options: argparse.Namespace) -> None:
     finally:
         with contextlib.suppress(OSError):
             blocks.rmdir()  # if no block was finished
-    print(f"saved: {out}\nnext: featcal report {out}, featcal explain {out}")
+    featcal, folder = featcal_program(), shlex.quote(str(out))
+    print(f"saved: {out}\nnext: {featcal} report {folder}, {featcal} explain {folder}")
 
 
 def preflight_command(options: argparse.Namespace) -> None:

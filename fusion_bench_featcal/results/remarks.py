@@ -1,7 +1,10 @@
 """Sentences about a run: tasks to look at, and the last lines of its output."""
 
+import os
 import re
 import shlex
+import shutil
+import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,12 +99,22 @@ def _higher_row(report: Report, saved_row: str) -> list[str]:
 
 
 def _next_lines(folder: Path) -> list[str]:
-    place = shlex.quote(str(folder))
+    place, featcal = shlex.quote(str(folder)), featcal_program()
     return [
         f"reports: {folder}",
-        f"next: featcal report {place}",
-        f"      featcal plot {place}",
+        f"next: {featcal} report {place}",
+        f"      {featcal} plot {place}",
     ]
+
+
+def featcal_program() -> str:
+    """Return the word that starts this environment's `featcal` in the user's shell."""
+    own = shutil.which("featcal", path=sysconfig.get_path("scripts"))
+    on_path = shutil.which("featcal")
+    if own is None or (on_path is not None and os.path.samefile(own, on_path)):
+        return "featcal"
+    here = Path.cwd()
+    return shlex.quote(str(Path(own).relative_to(here) if here in Path(own).parents else own))
 
 
 def closing_lines_of_a_comparison(folder: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """A study as text: tables for the terminal, and the page `study.md`."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .data_tables import data_grids
 from .items import LEVEL, student_interval
 from .long_table import AVERAGE, BASE, EXPERTS
+from .remarks import featcal_program
 from .schema import STUDY_FILE
 from .study import Study, label_text
 from .tables import ABSENT, Grid, console, page, percent, print_page, short_names, titled
@@ -35,7 +37,9 @@ def show_study(study: Study, folder: Path | None = None) -> None:
         tables += titled(f"{study.suite}, {study.name}: {title}", grid.fitting(width))
     lines = sentences(study)
     if folder is not None:
-        lines.append(f"next: featcal report {folder}, featcal plot {folder}; {STUDY_FILE} has all")
+        featcal, place = featcal_program(), shlex.quote(str(folder))
+        lines.append(f"next: {featcal} report {place}, {featcal} plot {place}")
+        lines.append(f"{STUDY_FILE} has all")
     print_page(tables, lines)
 
 

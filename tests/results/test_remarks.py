@@ -1,5 +1,10 @@
 """Sentences about tasks, and the last lines of a run."""
 
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +21,31 @@ from fusion_bench_featcal.results.remarks import (
     tasks_below_merged,
     tasks_with_high_drift,
 )
+
+
+@pytest.fixture(autouse=True)
+def activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This environment's programs are on PATH."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("above", [True, False])
+@pytest.mark.parametrize("other", [True, False])
+def test_next_command_works_in_a_shell_without_the_environment(
+    above: bool, other: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = Path(sys.executable).parent
+    if other:  # of another environment
+        shutil.copy("/bin/false", tmp_path / "featcal")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(programs.parent if above else tmp_path)
+    *_, report, plot = closing_lines(make_report(), "featcal", None, tmp_path / "run")
+    program, verb, folder = shlex.split(report.removeprefix("next: "))
+    assert program == ("bin/featcal" if above else str(programs / "featcal"))
+    assert [verb, folder] == ["report", str(tmp_path / "run")]
+    assert shlex.split(plot) == [program, "plot", folder]
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("featcal ")
 
 
 def test_last_lines_of_a_saved_model_name_row_place_and_next_commands(tmp_path: Path) -> None:
