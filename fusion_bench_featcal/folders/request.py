@@ -92,6 +92,7 @@ class Request:
         if options.merged is not None and options.merge is not None:
             raise ValueError(f"{options.merged} is merged already: leave out it or --merge")
         if options.merged is not None:
+            _check_merged(options.merged, experts)
             base, experts = _with_recipe(options.merged, base, experts, notes)
         if not experts:
             raise ValueError(
@@ -150,6 +151,16 @@ def _pairs(words: Iterable[str] | None, option: str) -> dict[str, str]:
             raise ValueError(f"{option} {name}=... stands there twice")
         pairs[name] = value
     return pairs
+
+
+def _check_merged(merged: str, experts: Mapping[str, str]) -> None:
+    """Refuse a merged model that can be neither a folder nor, with its experts, on the hub."""
+    place = Path(merged).expanduser()
+    if not place.is_dir() and (place.exists() or not experts):
+        raise ValueError(
+            f"MERGED {merged}: there is no such folder here. Correct it, or for a model on the hub "
+            "name --base ID and --expert NAME=ID for each expert"
+        )
 
 
 def _with_recipe(

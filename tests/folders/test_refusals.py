@@ -154,6 +154,13 @@ def test_nothing_to_begin_with(folder, capsys):
     assert "got 'task_arithmetik:1'" in line and "method@method.base_method=..." in line
 
 
+@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "merged/config.json"])
+def test_a_merged_model_that_is_not_there(folder, capsys, monkeypatch, name):
+    monkeypatch.chdir(folder)
+    line = refusal(capsys, ["calibrate", name, "--out", str(folder / "out")])
+    assert f"MERGED {name}: there is no such folder" in line and "--expert NAME=ID" in line
+
+
 def test_blocks_of_an_interrupted_run(folder, capsys):
     (folder / "out.blocks").mkdir()
     (folder / "out.blocks" / "one").write_text("")
