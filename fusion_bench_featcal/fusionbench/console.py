@@ -43,6 +43,7 @@ _MARK = "FEATCAL_QUIET"
 _NEEDLESS = (
     "Unused argument: default_taskpool=",  # keys of a model pool that are read from the config
     "Unused argument: featcal=",
+    "Unused argument: base_model=",  # key of a stock pool to which its other keys refer
     "Using a slow image processor",
 )
 """Beginnings of warnings that ask nothing of the user."""
