@@ -226,15 +226,17 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         merging: UpstreamMerge | None,
     ) -> tuple[CalibrationResult, Cost]:
         """Calibrate one row, and add to the first one's reads those of the upstream merger."""
-        log.info("calibrating %s: %s", name, settings.described())
         first, processes, fabric = name == FEATCAL, self._processes, self.fabric
+        level = logging.INFO if processes.rank == 0 else logging.DEBUG  # one speaks for all
+        log.log(level, "calibrating %s: %s", name, settings.described())
         budget = upstream.budget_left(settings) if first else settings.expert_read_budget
         limited = settings.replace(expert_read_budget=budget)
         exchanged = processes.exchanged_bytes
         with measure() as cost:
             base, experts = inputs.base(limited), inputs.experts(limited)
             shares = {"fused": merging is not None, "merges": first and upstream.config is not None}
-            self._log_plan(merged, limited, base, experts, batches, **shares)
+            if processes.rank == 0:
+                self._log_plan(merged, limited, base, experts, batches, **shares)
             result = calibrate(
                 merged,
                 base,
@@ -254,7 +256,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         upstream.add_reads(result.reads, first=first)
         cost.more |= inputs.images.take_counts()
         _add_amounts(cost, result)
-        log.info("calibrated %s in %.1f s", name, cost.seconds)
+        log.log(level, "calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
 
     def _saves(self, row: str) -> bool:

@@ -43,8 +43,11 @@ UNMERGED = (
 def test_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
     words = [*WORDS, *UNMERGED, "method=featcal", "fabric.devices=2"]
     words += [f"path.log_dir={tmp_path}/log", 'merged_model_save_path="{log_dir}/calibrated"']
-    fusion_bench(words, tmp_path)
+    done = fusion_bench(words, tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["log"]
+    shown = done.stdout + done.stderr
+    for line in ("calibrating featcal: ", "plan in the busiest of 2", "calibrated featcal in"):
+        assert shown.count(line) == 1
     log_dir = tmp_path / "log"
     report = Report.load(log_dir)
     assert report.cost["featcal"]["processes"] == 2
