@@ -227,16 +227,14 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     ) -> tuple[CalibrationResult, Cost]:
         """Calibrate one row, and add to the first one's reads those of the upstream merger."""
         first, processes, fabric = name == FEATCAL, self._processes, self.fabric
-        level = logging.INFO if processes.rank == 0 else logging.DEBUG  # one speaks for all
-        log.log(level, "calibrating %s: %s", name, settings.described())
+        log.log(self._log_level, "calibrating %s: %s", name, settings.described())
         budget = upstream.budget_left(settings) if first else settings.expert_read_budget
         limited = settings.replace(expert_read_budget=budget)
         exchanged = processes.exchanged_bytes
         with measure() as cost:
             base, experts = inputs.base(limited), inputs.experts(limited)
             shares = {"fused": merging is not None, "merges": first and upstream.config is not None}
-            if processes.rank == 0:
-                self._log_plan(merged, limited, base, experts, batches, **shares)
+            self._log_plan(merged, limited, base, experts, batches, **shares)
             result = calibrate(
                 merged,
                 base,
@@ -256,8 +254,13 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         upstream.add_reads(result.reads, first=first)
         cost.more |= inputs.images.take_counts()
         _add_amounts(cost, result)
-        log.log(level, "calibrated %s in %.1f s", name, cost.seconds)
+        log.log(self._log_level, "calibrated %s in %.1f s", name, cost.seconds)
         return result, cost
+
+    @property
+    def _log_level(self) -> int:
+        """Level of messages that are the same in every process."""
+        return logging.INFO if self._processes.rank == 0 else logging.DEBUG
 
     def _saves(self, row: str) -> bool:
         """Return whether a row's model is saved: then what it is made from is hashed."""
@@ -272,6 +275,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         batches: Mapping[str, Any],
         **shares: bool,
     ) -> None:
+        if self._processes.rank > 0:
+            return
         base_held = isinstance(base, nn.Module)
         log_plan(
             merged,
