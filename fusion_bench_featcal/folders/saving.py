@@ -60,18 +60,15 @@ def save(
         The folder.
 
     Raises:
-        CalibrationError: If it cannot be written. Nothing is left of it, and finished blocks stay.
+        CalibrationError: If it cannot be written. Finished blocks stay.
     """
     out, whole = models.request.out, _whole(models, model)
     try:
         with replacing(out) as new:
             new.mkdir()
-            _write_model(models, whole, processor, new)
-            for task, classifier in heads.items():
-                _save_head(new / HEADS / task, classifier)
+            _write_model(models, whole, processor, heads, new)
             files = sorted(str(f.relative_to(new)) for f in new.rglob("*") if f.is_file())
-            card = _card(models, facts, report, with_heads=bool(heads))
-            (new / CARD).write_text(card, encoding="utf-8")
+            _write_card(models, facts, report, new, with_heads=bool(heads))
             write_provenance(new, files, facts)
             report.write(new / REPORT, "--out")
             log.write(new / REPORT / "calibration_log.jsonl")
@@ -120,14 +117,20 @@ def _arguments(command: str) -> str:
     return command.partition(" ")[2].replace(" --resume", "")
 
 
-def _write_model(models: Models, whole: Any, processor: Any, folder: Path) -> None:
+def _write_model(
+    models: Models, whole: Any, processor: Any, heads: Mapping[str, nn.Module], folder: Path
+) -> None:
     whole.save_pretrained(folder)
     if models.home.kind in ("causal", "seq2seq"):
         keep_untied(whole, folder)
     processor.save_pretrained(folder)
+    for task, classifier in heads.items():
+        _save_head(folder / HEADS / task, classifier)
 
 
-def _card(models: Models, facts: CardFacts, report: Report, *, with_heads: bool) -> str:
+def _write_card(
+    models: Models, facts: CardFacts, report: Report, folder: Path, *, with_heads: bool
+) -> None:
     request = models.request
     base = None if request.base is None else str(request.base)
     card = card_text(facts, base, request.experts, report)
@@ -137,7 +140,7 @@ def _card(models: Models, facts: CardFacts, report: Report, *, with_heads: bool)
             "(head.safetensors, config.json). The head of this folder's model is "
             f"that of `{models.home.name}`.\n"
         )
-    return card
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def _whole(models: Models, model: nn.Module) -> nn.Module:

@@ -64,10 +64,14 @@ def killed(arguments: list[str], moment: str, out: Path) -> None:
             if Path(target) == out:
                 die()
 
+        def removed(folder: Any, **_: Any) -> None:
+            (Path(folder) / "run.json").unlink()
+            die()
+
         if moment == "saved":
             os.replace = replaced
         elif moment == "removing blocks":
-            shutil.rmtree = lambda folder, **_: die((folder / "run.json").unlink())
+            shutil.rmtree = removed
         else:
             setattr(Report, "show", die)  # noqa: B010 - a method is not for assigning to
         main(arguments)
