@@ -22,6 +22,7 @@ import attacks.paths
 
 # isort: split
 import attacks.bytes_cases
+import attacks.calibrate_cases
 import attacks.data_cases
 import attacks.ending_cases
 import attacks.file_cases

@@ -11,6 +11,20 @@ MUTATIONS = [
         "reads/test_fused_merge.py",
     ),
     Mutation(
+        "reads.json is read back without its digest",
+        "results/provenance.py",
+        "read_json(place, sealed=True)",
+        "read_json(place)",
+        "results/test_provenance.py",
+    ),
+    Mutation(
+        "a model of another command counts as this one's",
+        "folders/saving.py",
+        "return _arguments(str(command)) == _arguments(masked(command_line()))",
+        "return True",
+        "folders/test_calibrate_saving.py",
+    ),
+    Mutation(
         "what stood in for an expert's tensor is hashed as the expert's",
         "engine/planned_reads.py",
         "for name, text in names.items() if name not in stand_ins}",
