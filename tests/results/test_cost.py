@@ -5,7 +5,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
+from threading import Event
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -84,7 +86,7 @@ def test_no_accelerator_is_unavailable_not_zero(monkeypatch, torch_is_there: boo
 CHILD = f"block = bytearray(b'x') * {96 * MEBIBYTE}; print('filled', flush=True); input()"
 
 
-def run_child(seconds: float) -> None:
+def run_child(wait: Callable[[], object]) -> None:
     child = subprocess.Popen(
         [sys.executable, "-S", "-c", CHILD],
         stdin=subprocess.PIPE,
@@ -93,15 +95,23 @@ def run_child(seconds: float) -> None:
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "filled\n"
-    time.sleep(seconds)
+    wait()
     child.communicate("\n")
 
 
-def test_memory_of_a_child_counts():
+def test_memory_of_a_child_counts(monkeypatch):
+    measured, read = Event(), cost._ProcessTree.read
+
+    def watched_read(tree: Any) -> None:
+        read(tree)
+        if tree.peak > without.peak_rss_bytes + 96 * MEBIBYTE:
+            measured.set()
+
     with measure() as without:
         pass
-    with measure() as made:
-        run_child(0.6)
+    monkeypatch.setattr(cost._ProcessTree, "read", watched_read)
+    with measure() as made:  # on a busy machine samples are far apart
+        run_child(partial(measured.wait, 60))
     assert isinstance(without.peak_rss_bytes, int) and isinstance(made.peak_rss_bytes, int)
     assert made.peak_rss_method == "sampled"
     assert made.peak_rss_bytes > without.peak_rss_bytes + 96 * MEBIBYTE
@@ -111,7 +121,7 @@ def test_a_child_that_no_sample_saw_is_not_passed_over_as_exact(monkeypatch):
     monkeypatch.setattr(cost, "CHILDREN_EVERY_SECONDS", 1e6)
     with measure() as made:
         block = bytearray(b"x") * (64 * MEBIBYTE)
-        run_child(0)
+        run_child(lambda: None)
     assert len(block) == 64 * MEBIBYTE
     assert made.peak_rss_method == "sampled"
 
