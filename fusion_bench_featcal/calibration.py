@@ -14,7 +14,12 @@ from torch import nn
 
 from fusion_bench_featcal.checkpoints import open_checkpoints
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
-from fusion_bench_featcal.core.kernels import agreed_kernel, choose_kernel, using_kernel
+from fusion_bench_featcal.core.kernels import (
+    agreed_kernel,
+    choose_kernel,
+    processor,
+    using_kernel,
+)
 from fusion_bench_featcal.engine.activations import open_activations
 from fusion_bench_featcal.engine.augmentation import augmented, change_of
 from fusion_bench_featcal.engine.checks import refuse_not_finite
@@ -249,7 +254,7 @@ def _calibrate(
                 _check_weights(problem, "the merged model", "Check method.base_method")
             planned = PlannedReads(problem, reads, team, shown.state_dict(), fused)
             reporter.log.add("plan", planned.record())
-            reporter.log.add("engine", {"linear_kernel": kernel})
+            reporter.log.add("engine", {"linear_kernel": kernel, "processor": processor()})
             if not settings.is_paper:
                 sensitive = weighs_by_sensitivity(settings, problem.model)
                 reporter.log.add("rows", {"weights": "sensitivity" if sensitive else "uniform"})

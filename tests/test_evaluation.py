@@ -27,9 +27,10 @@ class LinearTaskPool:
 
 @pytest.fixture
 def onednn_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Inputs of what goes to oneDNN; the probe says that it is fast."""
+    """Inputs of what goes to oneDNN; on a processor that it is for."""
     kernels.onednn_works()
-    monkeypatch.setattr(kernels, "speed_up", lambda: 2.0)
+    monkeypatch.setattr(kernels, "processor", lambda: kernels.SLOW_WITH_MKL)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     seen: list[Any] = []
     original = kernels._onednn_linear
 

@@ -41,10 +41,31 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return seen
 
 
-@pytest.mark.parametrize(("ratio", "chosen"), [(2.0, ONEDNN), (1.1, TORCH), (0.5, TORCH)])
-def test_auto_goes_by_the_probe(ratio: float, chosen: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("vendor", "capability", "has_mkl", "chosen"),
+    [
+        ("AuthenticAMD", "AVX512", True, ONEDNN),
+        ("AuthenticAMD", "AVX2", True, TORCH),
+        ("AuthenticAMD", "AVX512", False, TORCH),
+        ("GenuineIntel", "AVX512", True, TORCH),
+        (None, "DEFAULT", False, TORCH),
+    ],
+)
+def test_auto_goes_by_the_processor_and_not_by_the_clock(
+    vendor: str | None,
+    capability: str,
+    has_mkl: bool,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    lines = "processor: 0\n" + (f"vendor_id\t: {vendor}\n" if vendor else "Features: asimd\n")
+    monkeypatch.setattr(kernels.Path, "read_text", lambda *_, **__: lines)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    monkeypatch.setattr(kernels, "processor", kernels.processor.__wrapped__)
     monkeypatch.setattr(kernels, "onednn_works", lambda: True)
-    monkeypatch.setattr(kernels, "speed_up", lambda: ratio)
+    monkeypatch.setattr("time.perf_counter", lambda: pytest.fail("a stopwatch"))
+    monkeypatch.setattr("time.process_time", lambda: pytest.fail("a stopwatch"))
     assert choose_kernel("auto", CPU) == chosen
     assert choose_kernel(ONEDNN, CPU) == ONEDNN
     assert choose_kernel(TORCH, CPU) == TORCH
@@ -65,7 +86,6 @@ def test_probing_leaves_the_random_numbers_alone():
     wanted = torch.rand(3)
     torch.manual_seed(5)
     kernels.onednn_works.__wrapped__()
-    kernels.speed_up.__wrapped__()
     assert torch.equal(torch.rand(3), wanted)
 
 
@@ -125,8 +145,10 @@ def test_calibrations_agree_whatever_multiplies(calls: list[tuple[int, ...]]):
     by_onednn = run_fast(suite, linear_kernel="onednn")
     assert calls
     assert_same(by_onednn.model, by_torch.model, bound=1e-5)
-    kinds = [run.log.of_kind("engine")[0]["linear_kernel"] for run in (by_torch, by_onednn)]
-    assert kinds == [TORCH, ONEDNN]
+    for run, kernel in ((by_torch, TORCH), (by_onednn, ONEDNN)):
+        (record,) = run.log.of_kind("engine")
+        assert record["linear_kernel"] == kernel
+        assert record["processor"] == kernels.processor()
 
 
 @needs_onednn
