@@ -262,7 +262,7 @@ def _calibrate(
             samples = {t: take_samples(t, batches[t], settings, shown) for t in shares.mine}
             watched = {t: kept.watched_samples(t, taken) for t, taken in samples.items()}
             dealt = {t: hold_out(t, taken, settings.held_out) for t, taken in watched.items()}
-            loop.run({t: augmented(t, team.cut(t, taken), settings) for t, taken in dealt.items()})
+            loop.run({t: augmented(t, all_, settings, team.cut) for t, all_ in dealt.items()})
             _check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
             left = left_experts(problem.modules, reporter.log)
             if left and processes.rank == 0:

@@ -86,8 +86,8 @@ class FeatCalSettings:
             to 8 %), of other inputs none; `jitter`: the same, but images are a must; or a mapping
             with the `_target_` of a callable that takes a batch of one sample and a
             torch.Generator, its arguments, and the number of `copies` of a sample. Without it
-            there are as many as bring a task to 256 samples, from 1 to 7. A copy depends on seed,
-            task and the sample's number alone.
+            there are as many as bring the samples that a task has to 256, from 1 to 7. A copy
+            depends on seed, task and the sample's number alone.
         held_out: Samples of each task that take no part in the solves, and on which the calibrated
             model is compared with the merged one: how many, >= 0, or `auto`: one of eight, at most
             32, and none where a task has fewer than 16. They are the last ones.

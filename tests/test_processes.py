@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any], tuple[int, ...], flo
     "gpt2": (gpt2_suite, {"modules": ["h.1.*"]}, (2,), 1e-12),
     "stack": (lambda: replace(gpt2_suite(), family="auto"), PLUS, (3,), 1e-9),
     "stack, replayed": (lambda: net_suite(Remembering()), {}, (3,), 1e-12),
-    "plus": (few_samples, PLUS | {"samples_per_task": 99}, (2, 5), 1e-9),
+    "plus": (few_samples, PLUS | {"samples_per_task": 99, "augment": "auto"}, (2, 5), 1e-9),
     "held out": (clip_suite, {"held_out": 2}, (5,), 1e-9),
     "trials": (
         clip_suite,

@@ -315,7 +315,7 @@ MUTATIONS = [
     Mutation(
         "plus: as many copies however many samples there are",
         "engine/augmentation.py",
-        "missing = ceil(ENOUGH / settings.samples_per_task) - 1",
+        "missing = ceil(ENOUGH / samples) - 1",
         "missing = 3",
         COPIES,
     ),

@@ -52,8 +52,8 @@ MUTATIONS = [
     Mutation(
         "copies are made of held-out samples",
         "engine/augmentation.py",
-        "copies = [] if batch.held else _copies(",
-        "copies = _copies(",
+        "count = 0 if batch.held else copies_of(",
+        "count = copies_of(",
         HELD,
     ),
     Mutation(

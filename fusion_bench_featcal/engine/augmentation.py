@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import ceil, cos, radians, sin
 from pkgutil import resolve_name
 from typing import Any
@@ -105,7 +106,12 @@ def _required_images(inputs: Any) -> Tensor:
     return images
 
 
-def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) -> Iterator[Batch]:
+def augmented(
+    task: str,
+    batches: Iterable[Batch],
+    settings: FeatCalSettings,
+    cut: Callable[[str, Iterable[Batch]], Iterable[Batch]] = lambda _, batches: batches,
+) -> Iterator[Batch]:
     """Yield batches, each with changed copies of its samples as `method.augment` says.
 
     A copy is of its original's fold. It depends on seed, task and the sample's number, and not on
@@ -116,20 +122,33 @@ def augmented(task: str, batches: Iterable[Batch], settings: FeatCalSettings) ->
         task: The task.
         batches: Its batches.
         settings: `augment` and `seed` are used.
+        cut: Selects the batches that this process works on, given the task and all its batches.
 
     Raises:
         CalibrationError: If a batch cannot be changed, naming the task.
     """
-    change = change_of(settings.augment)
-    for batch in batches:
+    change, samples = change_of(settings.augment), 0
+    if settings.augment is not None:
+        samples, batches = _counted(batches)
+    for batch in cut(task, batches):
+        count = 0 if batch.held else copies_of(settings, batch.inputs, samples)
         try:
-            copies = [] if batch.held else _copies(task, batch, change, settings)
+            copies = _copies(task, batch, change, settings, count)
         except CalibrationError as error:
             raise CalibrationError(f"task {task}: {error}") from error
         whole = _whole(batch, copies)
         yield whole
         for inputs in copies if whole is batch else ():
             yield replace(batch, inputs=inputs, copies=batch.samples, folds={}, marks={})
+
+
+def _counted(batches: Iterable[Batch]) -> tuple[int, Iterator[Batch]]:
+    """Number of samples in batches, counted as far as it matters for copies, and the batches."""
+    remaining, first, samples = iter(batches), list[Batch](), 0
+    while samples < ENOUGH / 2 and (batch := next(remaining, None)) is not None:
+        first.append(batch)
+        samples += batch.samples
+    return samples, chain(first, remaining)
 
 
 def _whole(batch: Batch, copies: Sequence[Any]) -> Batch:
@@ -145,7 +164,9 @@ def _whole(batch: Batch, copies: Sequence[Any]) -> Batch:
     return replace(batch, inputs=inputs, samples=samples, copies=added, folds={}, marks={})
 
 
-def _copies(task: str, batch: Batch, change: Change, settings: FeatCalSettings) -> list[Any]:
+def _copies(
+    task: str, batch: Batch, change: Change, settings: FeatCalSettings, count: int
+) -> list[Any]:
     numbers = range(batch.start, batch.start + batch.samples)
     return [
         _changed(
@@ -153,7 +174,7 @@ def _copies(task: str, batch: Batch, change: Change, settings: FeatCalSettings) 
             batch.inputs,
             [batch_generator("augment", settings.seed, task, number, copy) for number in numbers],
         )
-        for copy in range(copies_of(settings, batch.inputs))
+        for copy in range(count)
     ]
 
 
@@ -202,15 +223,21 @@ def _joined(parts: Sequence[Any], count: int) -> Any:
     return torch.cat(list(parts))
 
 
-def copies_of(settings: FeatCalSettings, inputs: Any) -> int:
-    """Number of changed copies that are made of each sample in a batch of a model's inputs."""
+def copies_of(settings: FeatCalSettings, inputs: Any, samples: int) -> int:
+    """Number of changed copies that are made of each sample of a task.
+
+    Args:
+        settings: `augment` is used.
+        inputs: A batch of the model's inputs.
+        samples: Number of samples that the task has.
+    """
     augment = settings.augment
     if augment is None or (augment == "auto" and images_of(inputs) is None):
         return 0
     given = augment.get("copies") if isinstance(augment, Mapping) else None
     if given is not None:
         return given
-    missing = ceil(ENOUGH / settings.samples_per_task) - 1
+    missing = ceil(ENOUGH / samples) - 1
     return max(1, min(missing, MOST))
 
 

@@ -177,6 +177,8 @@ def _run_of(request: Request) -> tuple[DryRun, list[int]]:
     settings, samples = request.settings, dict(enumerate(_samples(request)))
     size = min(settings.batch_size, max(samples.values()))
     names = tuple(map(str, samples))
+    inputs = example_inputs(request.model, size, request.length, request.target_length)
+    copies = {str(task): copies_of(settings, inputs, n) for task, n in samples.items()}
     busiest: list[int] = []
     for rank in range(request.processes):
         shares = Shares(names, rank, request.processes)
@@ -185,13 +187,12 @@ def _run_of(request: Request) -> tuple[DryRun, list[int]]:
             for task in shares.mine
             for starts in [range(0, samples[int(task)], size)]
         ]
+        held = [min(count, held_out_of(count, settings.held_out)) for count in mine]
+        counts = zip(shares.mine, mine, held, strict=True)
+        mine = [count + copies[task] * (count - out) for task, count, out in counts]
         busiest = max(busiest, mine, key=sum)
-    inputs = example_inputs(request.model, size, request.length, request.target_length)
-    held = [min(count, held_out_of(count, settings.held_out)) for count in busiest]
-    copies = copies_of(settings, inputs)
-    busiest = [all_ + copies * (all_ - out) for all_, out in zip(busiest, held, strict=True)]
     if is_joined(size):
-        joined = size * (1 + copies)
+        joined = size * (1 + max(copies.values()))
         inputs = example_inputs(request.model, joined, request.length, request.target_length)
     return dry_run(request.model, inputs, settings, request.tasks), busiest
 

@@ -19,6 +19,7 @@ from fusion_bench_featcal.engine.samples import Batch
 
 IMAGES = normal(0, 3, 2, 8, 6).float()
 HERE = f"{__name__}"
+THREE = {"_target_": "fusion_bench_featcal.engine.augmentation.Jitter", "copies": 3}
 
 
 def random(seed: int = 0) -> torch.Generator:
@@ -33,7 +34,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch, *draws: float) -> torch.Generator:
 
 
 def copies_of(task: str = "a", inputs: Any = IMAGES, start: int = 0, **more: Any) -> list[Any]:
-    values: dict[str, Any] = {"augment": "jitter", "samples_per_task": 64}
+    values: dict[str, Any] = {"augment": THREE}
     settings = FeatCalSettings(**(values | more))
     batch = Batch(inputs, len(inputs) if isinstance(inputs, Tensor) else 3, start=start)
     found = list(augmented(task, [batch], settings))
@@ -140,7 +141,7 @@ def test_copies_depend_on_seed_task_place_and_number_alone():
     again = copies_of()
     assert all(map(torch.equal, again, wanted))
     torch.manual_seed(7)
-    assert all(map(torch.equal, copies_of(samples_per_task=85, batch_size=2), wanted))
+    assert all(map(torch.equal, copies_of(samples_per_task=64, batch_size=2), wanted))
     others = copies_of("b") + copies_of(seed=1) + copies_of(start=4)
     every = [*wanted, *others]
     for one in range(len(every)):
@@ -148,26 +149,41 @@ def test_copies_depend_on_seed_task_place_and_number_alone():
 
 
 @pytest.mark.parametrize(
-    ("samples", "count"), [(1, 7), (8, 7), (32, 7), (43, 5), (64, 3), (100, 2), (256, 1), (999, 1)]
+    ("samples", "count"), [(2, 7), (8, 7), (32, 7), (43, 5), (64, 3), (100, 2), (256, 1), (999, 1)]
 )
-def test_copies_bring_a_task_to_256_images(samples: int, count: int):
-    assert len(copies_of(samples_per_task=samples)) == count
+def test_copies_bring_the_images_that_there_are_to_256(samples: int, count: int):
+    images = torch.zeros(1, 3, 2, 2)
+    batches = [Batch(images, 1, start=n, held=n == samples) for n in range(1, samples + 1)]
+
+    def number(**more: Any) -> float:
+        settings = FeatCalSettings(samples_per_task=256, **more)
+        return len(list(augmented("a", batches, settings)))
+
     target = {"_target_": f"{HERE}.Negative", "times": 2.0}
-    assert len(copies_of(samples_per_task=samples, augment=target)) == count
-    assert len(copies_of(samples_per_task=samples, augment=target | {"copies": 2})) == 2
+    for augment in ("auto", "jitter", target):
+        assert number(augment=augment) == samples + count * (samples - 1)
+    assert number(augment=target | {"copies": 2}) == samples + 2 * (samples - 1)
+
+
+@pytest.mark.parametrize("samples_per_task", [8, 256])
+def test_a_setting_that_no_task_reaches_changes_no_copies(samples_per_task: int):
+    suite = clip_suite(tasks=2, depth=1, sizes=(5, 3))
+    settings = {**PLUS, "augment": "auto", "samples_per_task": samples_per_task}
+    (rows,) = {record["rows"] for record in run_fast(suite, **settings).log.of_kind("task")}
+    assert rows == 8 * 5 * (1 + 7)
 
 
 def test_none_and_auto_on_what_are_no_images_make_no_copies():
     assert copies_of(augment=None) == []
     assert copies_of(inputs={"input_ids": torch.ones(3, 4)}, augment="auto") == []
-    assert all(map(torch.equal, copies_of(augment="auto"), copies_of()))
+    assert all(map(torch.equal, copies_of(augment="auto"), copies_of(augment="jitter")))
 
 
 @pytest.mark.parametrize("start", [0, 2, 7])
 def test_copies_are_in_the_folds_of_the_samples_that_they_are_of(start: int):
     batch = Batch(IMAGES, 3, index=5, start=start)
     batch.folds[0] = "a cache of this batch alone"
-    found = list(augmented("a", [batch], FeatCalSettings(augment="jitter", samples_per_task=64)))
+    found = list(augmented("a", [batch], FeatCalSettings(augment=THREE)))
     assert len(found) == 4 and not any(copy.folds or copy.marks for copy in found[1:])
     batch.folds.clear()
     rows = torch.arange(3)[:, None]
@@ -181,7 +197,7 @@ def test_copies_are_in_the_folds_of_the_samples_that_they_are_of(start: int):
 @pytest.mark.parametrize("start", [0, 2, 7])
 def test_folds_of_copies_in_one_batch_with_their_originals(start: int):
     batch = Batch(normal(0, 8, 2, 8, 6).float(), 8, index=5, start=start)
-    (whole,) = augmented("a", [batch], FeatCalSettings(augment="jitter", samples_per_task=64))
+    (whole,) = augmented("a", [batch], FeatCalSettings(augment=THREE))
     assert (whole.samples, whole.index, whole.start) == (32, 5, start)
     assert torch.equal(whole.inputs[:8], batch.inputs)
     rows = torch.arange(32)[:, None]
@@ -199,10 +215,10 @@ class Noise:
         return {**inputs, "pixel_values": images + torch.randn(images.shape, generator=generator)}
 
 
-@pytest.mark.parametrize("augment", ["jitter", {"_target_": f"{HERE}.Noise", "copies": 3}])
+@pytest.mark.parametrize("augment", [THREE, {"_target_": f"{HERE}.Noise", "copies": 3}])
 def test_copies_do_not_depend_on_the_samples_in_one_batch_with_them(augment: Any):
     images = normal(0, 8, 2, 8, 6).float()
-    settings = FeatCalSettings(augment=augment, samples_per_task=64)
+    settings = FeatCalSettings(augment=augment)
     found: list[Tensor] = []
     for sizes in ([8], [3, 5], [1] * 8, [4, 4]):
         by_copy: list[list[Tensor]] = [[] for _ in range(4)]
@@ -265,7 +281,7 @@ def broken() -> Any:
 
 def test_a_callable_of_ones_own():
     target = {"_target_": f"{HERE}.Negative", "times": -2.0}
-    assert [torch.equal(copy, -2 * IMAGES) for copy in copies_of(augment=target)] == [True] * 3
+    assert [torch.equal(copy, -2 * IMAGES) for copy in copies_of(augment=target)] == [True] * 7
     (only,) = copies_of(augment=target | {"copies": 1})
     assert torch.equal(only, -2 * IMAGES)
     assert target == {"_target_": f"{HERE}.Negative", "times": -2.0}
