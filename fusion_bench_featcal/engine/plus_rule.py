@@ -106,8 +106,9 @@ class PlusRule(Rule):
         """Run the expert whole, and back from its final features."""
         if not self.weighs(stage) or batch.sensitivity is not None:
             return
-        problem = self._problem
+        problem, numbers = self._problem, range(batch.start, batch.start + batch.samples)
         names = [site.name for m in problem.modules.values() for site in m.sites]
+        purpose, seed = "sensitivity", problem.settings.seed
         with problem.autocast():
             batch.sensitivity = sensitivities(
                 expert,
@@ -115,7 +116,7 @@ class PlusRule(Rule):
                 names,
                 [stage[0] for stage in problem.stages],
                 final_rows(problem, inputs),
-                batch_generator("sensitivity", problem.settings.seed, task, batch.start),
+                [batch_generator(purpose, seed, task, number) for number in numbers],
             )
 
     def visits(self, block: str) -> dict[str, list[str]]:

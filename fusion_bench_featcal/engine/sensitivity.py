@@ -22,7 +22,7 @@ def sensitivities(
     modules: Sequence[str],
     first_blocks: Sequence[str],
     counted: CountedRows | None,
-    generator: torch.Generator,
+    generators: Sequence[torch.Generator],
 ) -> dict[str, Tensor]:
     """Squared gradient norms, at each row of modules' outputs, of probes of the final features.
 
@@ -34,7 +34,8 @@ def sensitivities(
         modules: Names of the modules.
         first_blocks: Names of the first block of each stage: gradients go no further back.
         counted: The positions whose final features count; None: all.
-        generator: Draws the signs.
+        generators: One for each sample, from which its signs are drawn: they do not depend on the
+            batch.
 
     Returns:
         By module: `[...]`, shaped as its output but for the features, in float32 or better; modules
@@ -49,12 +50,14 @@ def sensitivities(
             keep = _keeping(outputs.setdefault(name, []))
             stack.callback(model.get_submodule(name).register_forward_hook(keep).remove)
         features = final_features(model, inputs)
+        per_sample = [features.shape[:-1].numel() // len(generators)] * len(generators)
         if counted is not None and features.shape[:-1] == counted.shape:
             features = counted.of(features)
+            per_sample = counted.mask().count_nonzero(1).tolist()
         once = {name: given[0] for name, given in outputs.items() if len(given) == 1}
         totals: dict[str, Tensor] = {}
         for _ in range(PROBES):
-            signs = torch.randint(2, features.shape, generator=generator).mul_(2).sub_(1)
+            signs = _signs(per_sample, features.shape[-1], generators).reshape(features.shape)
             found = torch.autograd.grad(
                 features,
                 list(once.values()),
@@ -67,6 +70,15 @@ def sensitivities(
                     squares = torch.linalg.vector_norm(gradient.float(), dim=-1).square()
                     totals[name] = totals[name] + squares if name in totals else squares
     return totals
+
+
+def _signs(per_sample: Sequence[int], width: int, generators: Sequence[torch.Generator]) -> Tensor:
+    """Random signs for the positions of each sample, `[positions, width]`."""
+    draws = [
+        torch.randint(2, (positions, width), generator=generator)
+        for positions, generator in zip(per_sample, generators, strict=True)
+    ]
+    return torch.cat(draws).mul_(2).sub_(1)
 
 
 def final_features(model: nn.Module, inputs: Any) -> Tensor:

@@ -145,8 +145,8 @@ def _stage(
         if isinstance(rule, PlusRule) and rule.weighs(index):
             names = [site.name for modules in problem.modules.values() for site in modules.sites]
             firsts = [stage[0] for stage in problem.stages]
-            generator = torch.Generator()
-            sensitivities(problem.model, inputs, names, firsts, None, generator)
+            generators = [torch.Generator()] * batch.samples
+            sensitivities(problem.model, inputs, names, firsts, None, generators)
     needed = rule.tensors_before(index)
     places = [Place(stage_place(index), needed, meter.flops, meter.peak, _carried(batch))]
     known: dict[Any, Place] = {}

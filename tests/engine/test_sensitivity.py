@@ -65,12 +65,12 @@ def test_weights_are_squared_gradients_of_a_probe_of_the_final_features():
     suite = small_clip(depth=2)
     model, batch, (first, last) = suite.merged, suite.inputs["task_0"][0], suite.blocks
     names = [f"{first}.mlp.fc2", f"{last}.self_attn.v_proj", f"{last}.mlp.fc1"]
-    found = sensitivities(
-        model, batch, names, [first], None, batch_generator("sensitivity", 1, "task_0", 0)
-    )
-    signs = (
-        torch.randint(2, (2, 8), generator=batch_generator("sensitivity", 1, "task_0", 0)) * 2 - 1
-    )
+
+    def generators() -> list[torch.Generator]:
+        return [batch_generator("sensitivity", 1, "task_0", number) for number in range(2)]
+
+    found = sensitivities(model, batch, names, [first], None, generators())
+    signs = torch.cat([torch.randint(2, (1, 8), generator=part) for part in generators()]) * 2 - 1
     for name in names:
         wanted = by_differences(model, batch, name, signs)
         torch.testing.assert_close(found[name].double(), wanted, rtol=1e-4, atol=1e-9)
@@ -148,6 +148,32 @@ def test_auto_is_for_language_models():
     clip, llama = small_clip(), small_llama()
     assert_identical(plus(clip, row_weights="auto"), plus(clip, row_weights="uniform"))
     assert_identical(plus(llama, row_weights="auto"), plus(llama))
+
+
+def in_single_samples(suite: Suite) -> Suite:
+    batches = {
+        task: [
+            {name: tensor[n : n + 1] for name, tensor in batch.items()}
+            for batch in batches
+            for n in range(len(batch["input_ids"]))
+        ]
+        for task, batches in suite.inputs.items()
+    }
+    return replace(suite, inputs=batches)
+
+
+def unlabelled_llama() -> Suite:
+    suite = small_llama()
+    for batches in suite.inputs.values():
+        for batch in batches:
+            del batch["labels"]
+    return suite
+
+
+@pytest.mark.parametrize("make", [small_llama, unlabelled_llama, small_t5])
+def test_weights_do_not_depend_on_the_size_of_batches(make: Callable[[], Suite]):
+    suite = make()
+    assert_same(plus(in_single_samples(suite)), plus(suite), 10 * ROUNDING)
 
 
 def test_padding_changes_no_weight():
