@@ -226,3 +226,27 @@ def test_same_processes_go_on_after_a_calibration_that_failed():
         return run(suite, processes)
 
     assert_one_model(in_processes(2, twice))
+
+
+@pytest.mark.parametrize("order", ["module", "block"])
+def test_modules_are_factorised_in_the_process_that_has_the_least_to_do(order: str):
+    suite = clip_suite()
+    settings: dict[str, Any] = PLUS | {"order": order}
+
+    def factorised(processes: Processes) -> tuple[int, dict[str, Any]]:
+        calls: list[torch.Size] = []
+        original = torch.linalg.cholesky_ex
+
+        def counted(system: torch.Tensor, **more: Any) -> Any:
+            calls.append(system.shape)
+            return original(system, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.linalg, "cholesky_ex", counted)
+            result = run(suite, processes, **settings)
+        return len(calls), result.reads["totals"] | {"places": result.reads["base"]}
+
+    alone, reads = factorised(Processes())
+    counts, found = zip(*in_processes(2, factorised), strict=True)
+    assert sum(counts) == alone and min(counts) >= alone // 5
+    assert found == (reads, reads)

@@ -154,9 +154,8 @@ class BlockSums:
 
     def cost(self, names: Sequence[str]) -> float:
         """Multiplications that solving some modules that share their inputs takes."""
-        width, groups = self._anchors[names[0]].shape[1], self._sites[names[0]].groups
-        outputs = sum(len(self._anchors[name]) for name in names)
-        return groups * width**3 / 6 + outputs * width**2
+        groups = self._sites[names[0]].groups
+        return cost_of_solving([self._anchors[name] for name in names], groups)
 
     def solve(
         self, tallies: Tallies | None = None
@@ -243,6 +242,17 @@ class BlockSums:
                     f"swamp the bias. Check modelpool.models.{task} and its calibration data, or "
                     "drop the task"
                 )
+
+
+def cost_of_solving(weights: Sequence[Tensor], groups: int) -> float:
+    """Multiplications that solving modules with one input takes.
+
+    Args:
+        weights: Their weights, `[m, d]` each.
+        groups: Number of linear maps that they are made of, each of its own inputs.
+    """
+    width = weights[0].shape[1]
+    return groups * width**3 / 6 + sum(map(len, weights)) * width**2
 
 
 def refuse_other_groups(place: str, groups: Iterable[Names], first: Collection[Names]) -> None:

@@ -110,7 +110,8 @@ class PlannedReads:
     def manifest(self, digests: Digests | None = None) -> dict[str, Any]:
         """Planned and actual reads, fit for JSON; docs/read_budget.md explains the entries.
 
-        Of several processes, each reports the tasks that it leads, the first one the base.
+        Of several processes, each reports the tasks that it leads, the first one the base. Under
+        FeatCal+ each reads the base's part that it solves with; the parts are added up.
 
         Args:
             digests: Model -> name -> digest of the tensors that this process was given; None: they
@@ -128,6 +129,10 @@ class PlannedReads:
             for task in problem.experts
         }
         collected = self._team.collected(self._team.gather(own))
+        of_base = {place: reads.read(BASE, place) for place in reads.places(BASE)}
+        gathered = self._team.gather(of_base)
+        if not problem.settings.is_paper:
+            reads.total(BASE, gathered)
         experts = {task: first for task, (first, *_) in collected.items()}
         parameters = [
             problem.model.get_parameter(name)

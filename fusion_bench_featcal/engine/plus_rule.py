@@ -15,6 +15,7 @@ from fusion_bench_featcal.engine.batch_norm import (
     NormsInOrder,
     NormTurn,
 )
+from fusion_bench_featcal.engine.block import cost_of_solving
 from fusion_bench_featcal.engine.checks import run_checks
 from fusion_bench_featcal.engine.finished_parts import Tail, adding, finished_parts, replayed
 from fusion_bench_featcal.engine.fold_rows import FOLDS, FoldRows
@@ -58,12 +59,14 @@ class GroupTurn(Turn):
 
     Attributes:
         groups: Groups of modules by their number in the block.
+        owners: The process that solves each of them.
         finished: Parts of the block that change no more.
         tails: Tails of such parts, which are not among `finished`.
         writers: Modules in finished parts that write to the hidden features.
     """
 
     groups: Mapping[int, Group]
+    owners: Sequence[int]
     finished: tuple[str, ...] = ()
     tails: tuple[Tail, ...] = ()
     writers: tuple[str, ...] = ()
@@ -146,6 +149,7 @@ class PlusRule(Rule):
         groups = tuple(self._team.gather(found)[0] or ())
         yield ExpertTurn(block, block, problem.tensors_of(block), groups)
         numbered = dict(enumerate(groups))
+        owners = self._team.owners([self._cost(group) for group in groups])
         alone = problem.settings.order == "module"
         solved: list[Group] = []
         norms = NormsInOrder(self._norms, block, first)
@@ -161,11 +165,17 @@ class PlusRule(Rule):
             writers = tuple(
                 g.first for g in groups if g.writes and g.first.startswith(_inside(finished))
             )
-            yield GroupTurn(block, _weights_of(block), names, part, finished, tails, writers)
+            place, dealt = _weights_of(block), [owners[number] for number in part]
+            yield GroupTurn(block, place, names, part, dealt, finished, tails, writers)
             solved += part.values()
             self._finish(block, solved, norms.done)
         yield from norms.before(None)
         self._finish(block, solved, norms.done)
+
+    def _cost(self, group: Group) -> float:
+        get = self._problem.model.get_parameter
+        weights = [site.oriented(get(site.weight_name)) for site in group.sites]
+        return cost_of_solving(weights, group.parts)
 
     def _finish(self, block: str, solved: Sequence[Group], norms: Sequence[str]) -> None:
         """Find the parts of a block that change no more: what they give is the same from now on."""
@@ -416,7 +426,7 @@ class TurnSums:
     """Sums of a turn's groups over tasks, and their solves."""
 
     def __init__(self, problem: Problem, turn: GroupTurn, team: Alone | Team) -> None:
-        self._problem, self._team = problem, team
+        self._problem, self._team, self._owners = problem, team, turn.owners
         self.by_group: dict[int, GroupSums | PartedSums] = {
             number: (PartedSums if group.parts > 1 else GroupSums)(problem, turn.block, group)
             for number, group in turn.groups.items()
@@ -428,14 +438,12 @@ class TurnSums:
             rows.close()
 
     def solve(self) -> Solved:
-        """Solve every group; in one process of several, which gives the others what it found."""
-        updates: dict[str, Tensor] = {}
-        records: list[dict[str, Any]] = []
-        for sums in self.by_group.values():
-            run_checks(sums.checks)
-            if self._team.add_up(sums.tensors()):
-                solved, noted = sums.solve()
-                updates |= solved
-                records += noted
+        """Solve every group in its process, which gives the others what it found."""
+        dealt = [*zip(self.by_group.values(), self._owners, strict=True)]
+        run_checks([check for sums, _ in dealt for check in sums.checks])
+        complete = [sums for sums, owner in dealt if self._team.add_up(sums.tensors(), owner)]
+        solved = [sums.solve() for sums in complete]
+        updates = {name: tensor for found, _ in solved for name, tensor in found.items()}
         spread = self._team.spread(updates, self._problem.model)
-        return dict(spread), [r for part in self._team.gather(records) for r in part]
+        records = [iter(noted) for noted in self._team.gather([noted for _, noted in solved])]
+        return dict(spread), [record for _, owner in dealt for record in next(records[owner])]

@@ -107,7 +107,11 @@ class Alone:
         """Add up a task's sums over its processes; return whether this one folds them."""
         return True
 
-    def add_up(self, tensors: Iterable[Tensor]) -> bool:
+    def owners(self, costs: Sequence[float]) -> list[int]:
+        """Deal out work of these costs; return the process of each piece."""
+        return [0] * len(costs)
+
+    def add_up(self, tensors: Iterable[Tensor], owner: int = 0) -> bool:
         """Add up tensors over all processes in one; return whether it is this one."""
         return True
 
@@ -233,12 +237,16 @@ class Team:
             else:
                 del sums.norm[name]
 
-    def add_up(self, tensors: Iterable[Tensor]) -> bool:
-        """Add up tensors, of the same shapes in all processes, in the first one."""
+    def owners(self, costs: Sequence[float]) -> list[int]:
+        """Deal out work of these costs; return the process of each piece."""
+        return spread_costs(costs, range(self._processes.size))
+
+    def add_up(self, tensors: Iterable[Tensor], owner: int = 0) -> bool:
+        """Add up tensors, of the same shapes in all processes, in one; tell whether it is this."""
         self.gather(None)  # what may fail comes before: all must be there to add up
         for tensor in tensors:
-            self._processes.reduce(tensor, 0, range(self._processes.size))
-        return self._processes.rank == 0
+            self._processes.reduce(tensor, owner, range(self._processes.size))
+        return self._processes.rank == owner
 
     def spread(self, updates: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
         """Spread what one process has found; the others give nothing."""

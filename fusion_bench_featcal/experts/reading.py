@@ -116,6 +116,10 @@ class Reads:
         places = self._bytes.get(model, Counter())
         return sum(places.values()) if place is None else places.get(place, 0)
 
+    def total(self, model: str, gathered: Iterable[Mapping[str, int]]) -> None:
+        """Count as a model's bytes by place what all processes have read."""
+        self._bytes[model] = sum(map(Counter, gathered), Counter())
+
     def places(self, model: str) -> list[str]:
         """Places at which a model was read, in order."""
         return list(self._bytes.get(model, {}))
