@@ -170,7 +170,7 @@ def calibrate(
         else calibrated(settings.of_one_trial())
     )
     if settings.strict:
-        refuse_behind(Agreement.of(result.log))
+        refuse_behind(Agreement.of(result.log), settings)
     return result
 
 

@@ -80,14 +80,28 @@ class Agreement:
         return {task: weight / mean for task, weight in weights.items()}
 
 
-def warnings_of(agreement: Agreement) -> list[str]:
-    """A sentence for each task on which calibration brings final features no closer."""
+def warnings_of(agreement: Agreement, settings: FeatCalSettings) -> list[str]:
+    """A sentence for each task on which calibration brings final features no closer.
+
+    Args:
+        agreement: The agreement.
+        settings: Settings of the calibration, which the advice is made for.
+    """
+    advice = ["Raise method.samples_per_task"]
+    if settings.is_paper:
+        gives_weight = "whose method.task_weights=drift gives such tasks more weight"
+        advice.append(f"use method=featcal/plus, {gives_weight}")
+    elif settings.task_weights != "drift":
+        advice.append("set method.task_weights=drift, which gives such tasks more weight")
+    if len(agreement.behind) < len(agreement.cosine):
+        advice.append("drop the task")
+    else:
+        advice.append("check the calibration samples: all tasks are behind")
     return [
         f"{task}: on {agreement.samples[task]} held-out samples the calibrated model's final "
         f"features are no closer to the expert's than the merged model's (cosine "
-        f"{agreement.cosine[task]:.4f}, merged {agreement.merged[task]:.4f}). Raise "
-        "method.samples_per_task, use method=featcal/plus, whose method.task_weights=drift gives "
-        "such tasks more weight, or drop the task"
+        f"{agreement.cosine[task]:.4f}, merged {agreement.merged[task]:.4f}). "
+        f"{', '.join(advice[:-1])}, or {advice[-1]}"
         for task in agreement.behind
     ]
 
@@ -243,13 +257,17 @@ def _record(number: int, change: Change, seen: Agreement, seconds: float) -> dic
     }
 
 
-def refuse_behind(agreement: Agreement) -> None:
+def refuse_behind(agreement: Agreement, settings: FeatCalSettings) -> None:
     """Refuse a model that is no closer to a task's expert than the merged model.
+
+    Args:
+        agreement: Its agreement with the experts.
+        settings: Settings of the calibration.
 
     Raises:
         CalibrationError: Naming the tasks and what to change.
     """
-    if sentences := warnings_of(agreement):
+    if sentences := warnings_of(agreement, settings):
         raise CalibrationError(
             "; ".join(sentences) + ". To keep such a model set method.strict=false"
         )

@@ -21,6 +21,7 @@ from fusion_bench_featcal.trials import (
     best_of,
     calibrations_of,
     outcome_of,
+    warnings_of,
 )
 
 TRIED: dict[str, Any] = {**PLUS, "held_out": 2, "trials": 5, "task_weights": "drift"}
@@ -104,6 +105,30 @@ def test_what_was_kept_is_told():
     worse = best_of(Scripted(FAR, flat(0.1)), settings_of(trials=2), text=True)
     assert "of 2 calibrations the first was kept" in outcome_of(worse.log)[0]
     assert is_information(f"featcal: {line}") and is_information(outcome_of(worse.log)[0])
+
+
+PAPERS: dict[str, Any] = {"order": "block", "target": "module", "ridge": "fixed", "stages": 1}
+PAPERS |= {"row_weights": "uniform", "task_weights": None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "behind", "said", "unsaid"),
+    [
+        ({}, "c", ["Raise method.samples_per_task, or drop the task"], ["featcal/plus"]),
+        ({"task_weights": None}, "c", ["set method.task_weights=drift, "], ["featcal/plus"]),
+        (PAPERS, "c", ["use method=featcal/plus, ", ", or drop the task"], ["set method"]),
+        ({}, "abc", ["or check the calibration samples: all tasks are behind"], ["drop the task"]),
+        (PAPERS, "abc", ["featcal/plus", "or check the calibration samples"], ["drop the task"]),
+    ],
+)
+def test_advice_fits_the_run(
+    settings: dict[str, Any], behind: str, said: list[str], unsaid: list[str]
+):
+    outcome = {task: (0.4 if task in behind else 0.9, 0.5, 0.1) for task in "abc"}
+    lines = warnings_of(Agreement.of(result_of(outcome).log), settings_of(**settings))
+    assert [line[0] for line in lines] == list(behind)
+    for line in lines:
+        assert all(text in line for text in said) and not any(text in line for text in unsaid)
 
 
 def test_drift_weights_are_in_proportion_to_the_drift_and_have_mean_1():

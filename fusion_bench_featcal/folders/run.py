@@ -211,7 +211,8 @@ class Job:
             scores[task] = self._score(task, whole)
         self._add_row(name, scores, **made)
         notes = tasks_with_high_drift(name, result.log.records)
-        notes += [f"{name}: {line}" for line in warnings_of_trials(Agreement.of(result.log))]
+        behind = warnings_of_trials(Agreement.of(result.log), self.request.settings)
+        notes += [f"{name}: {line}" for line in behind]
         self.report.notes += [*notes, *(f"{name}: {line}" for line in outcome_of(result.log))]
         self.report.notes += tasks_below_merged(self.report)
         self.report.notes = [in_words_of_the_command(note) for note in self.report.notes]

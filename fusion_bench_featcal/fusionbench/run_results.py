@@ -139,10 +139,12 @@ class RunResults:
         if self._log_dir is not None:
             preset = file_suffix(name)
             result.log.write(self._log_dir / f"calibration_log{preset}.jsonl")
-            write_atomic(self._log_dir / f"reads{preset}.json", sealed_json(result.reads))
-        self.add_notes(tasks_with_high_drift(name, result.log.records))
-        self.add_notes([f"{name}: {line}" for line in warnings_of(Agreement.of(result.log))])
-        self.report.notes += [f"{name}: {line}" for line in outcome_of(result.log)]
+            sealed = sealed_json(result.reads)
+            write_atomic(self._log_dir / f"reads{preset}.json", sealed, "path.log_dir")
+        lines = [*warnings_of(Agreement.of(result.log), settings), *outcome_of(result.log)]
+        # The run's last lines have these notes: no warning beside them.
+        self.report.notes += tasks_with_high_drift(name, result.log.records)
+        self.report.notes += [f"{name}: {line}" for line in lines]
         values, split = settings.of_the_model().as_dict(), settings.calibration_split
         own = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
