@@ -114,10 +114,13 @@ def calibrate_slowly(
         normalise_batches(outcome.model, doubled, inputs, block, anchor, knobs)
         before, seen = seen, {task: recorded(outcome.model, task) for task in doubled}
         for task in doubled:
+            features_of_expert, read = theirs[task][1][block], block_masks[task]
+            if block == blocks[-1] and has_class_token(merged):
+                read = [only_first(features) for features in features_of_expert]
             outcome.drift[block, task] = tuple(
                 value
                 for side in (before, seen)
-                for value in drift(side[task][1][block], theirs[task][1][block], block_masks[task])
+                for value in drift(side[task][1][block], features_of_expert, read)
             )
     return outcome
 
@@ -346,6 +349,18 @@ def stacked_norm(
         solved.append(least_squares(pieces)[:, 0])
     gain, shift = torch.stack(solved, dim=1)
     return gain, shift
+
+
+def has_class_token(model: nn.Module) -> bool:
+    """Return whether nothing but the first position is read behind the last block."""
+    return any(name.endswith("class_embedding") for name, _ in model.named_parameters())
+
+
+def only_first(features: Tensor) -> Tensor:
+    """A mask of the first position of each sample, given features `[batch, positions, d]`."""
+    mask = torch.zeros(features.shape[:2])
+    mask[:, 0] = 1
+    return mask
 
 
 def drift(cal: list[Tensor], exp: list[Tensor], row_weights: Masks) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import torch
 from calibrations import (
     EXACT,
     PAPER,
+    PLUS,
     assert_identical,
     assert_same,
     distance,
@@ -20,7 +21,7 @@ from calibrations import (
 from oracle import Knobs
 from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
 from tiny_open_clip import tower_suite
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, calibrate
 from fusion_bench_featcal.families import resolve_family
@@ -241,6 +242,23 @@ def test_calibration_lowers_the_final_drift():
     records = run_fast(suite, Knobs(alpha=0.3, lam=0.05, rho=1.0)).log.records
     last = [r for r in records if r["kind"] == "task" and r["block"] == suite.blocks[-1]]
     assert all(r["relative_drift_after"] < r["relative_drift_before"] for r in last)
+
+
+def class_tokens(model: nn.Module, batches: list[Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(**batch).last_hidden_state[:, 0] for batch in batches])
+
+
+@pytest.mark.parametrize("settings", [{}, PLUS], ids=["paper", "plus"])
+def test_drift_behind_the_last_block_is_that_of_tokens_that_are_read(settings: dict[str, Any]):
+    suite = clip_suite(seed=3)
+    result = run_fast(suite, **settings)
+    for record in result.log.of_kind("task")[-len(suite.experts) :]:
+        batches = suite.inputs[record["task"]]
+        expert = class_tokens(suite.experts[record["task"]], batches)
+        squares = (class_tokens(result.model, batches) - expert).square().sum()
+        wanted = float((squares / expert.square().sum()).sqrt())
+        assert record["relative_drift_after"] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_settings_name_their_family():

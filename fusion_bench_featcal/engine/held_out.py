@@ -66,7 +66,7 @@ def hold_out(task: str, batches: Iterable[Batch], held_out: int | str) -> Iterat
 
 
 def compared_rows(problem: Problem, stage: int, inputs: Any, batch: Batch) -> CountedRows | None:
-    """Positions at which a held-out batch compares models in a stage; None: all.
+    """Positions at which a batch compares models in a stage; None: all.
 
     In the last stage those whose final features are read, elsewhere those that count.
 

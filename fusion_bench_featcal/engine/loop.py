@@ -112,7 +112,8 @@ class BlockLoop:
         changed: dict[str, None] = {}
         records: list[dict[str, Any]] = []
         images = self._problem.gives_images(block)
-        visits = {task: Visit(self._problem.device, images) for task in streams}
+        is_last = block == self._problem.stages[-1][-1]
+        visits = {task: Visit(self._problem.device, images, is_last) for task in streams}
         for turn in self._rule.turns(block, streams):
             self._reads.enter(turn.place)
             sums = self._rule.block_sums(turn)
@@ -239,6 +240,8 @@ class BlockLoop:
             if batch.held:
                 self._begin_merged(index, inputs, begun, ends[2])
             else:
+                if problem.settings.log_drift and rule.runs_model and rule.runs_experts:
+                    begun.compared = compared_rows(problem, index, inputs, begun)
                 rule.weigh(task, index, expert, inputs, begun)
         return begun
 

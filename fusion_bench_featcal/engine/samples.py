@@ -39,7 +39,8 @@ class Batch:
         folds: Rows of each fold, by the identity of the mask of those that count.
         held: Whether it is held out: it takes no part in the solves.
         merged: Input of the merged model's next block, where it is held out.
-        compared: The positions at which models are compared where it is held out; None: all.
+        compared: The positions at which models are compared, in the last stage those whose final
+            features are read; None: all.
         copies: Number of its samples that are changed copies of others.
     """
 

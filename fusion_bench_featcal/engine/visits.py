@@ -63,13 +63,14 @@ class Visit:
     Attributes:
         device: Device of the work.
         channels_first: Whether the block's features are images, `[batch, d, height, width]`.
+        is_last: Whether it is at the last block, of whose output not all positions may be read.
         is_first: Whether it is at the first turn in which experts may run.
         watches: One for each turn, which runs while inputs are summed.
         samples: Number of samples.
         rows: Number of positions that count.
         expert_bytes: Bytes of the expert that were read, by place.
-        drift: Sums of `sum_drift`, `[3]`, on the device, `before` and `after` the update; empty
-            where the drift is not logged.
+        drift: Sums of `sum_drift` and the number of rows, `[4]`, on the device, `before` and
+            `after` the update; empty where the drift is not logged.
         held_out: Number of samples that are held out, which `samples` counts too.
         agreement: Sums of `sum_agreement` over these, `[4]`, of the `merged` model and `after` the
             update; empty where none are held out.
@@ -77,6 +78,7 @@ class Visit:
 
     device: torch.device
     channels_first: bool = False
+    is_last: bool = False
     is_first: bool = False
     watches: list[Stopwatch] = field(default_factory=list)
     samples: int = 0
@@ -109,11 +111,15 @@ class Visit:
         return rows_of(hidden.movedim(1, -1) if is_image else hidden, counted)
 
     def add_drift(self, when: str, hidden: Tensor, batch: Batch) -> None:
-        """Add the distance of the model's features from the expert's, where these are kept."""
-        expert = batch.exp_hidden
-        if expert is not None:
-            sums = sum_drift(self._rows(hidden, batch.valid), self._rows(expert, batch.valid))
-            _add(self.drift, when, sums)
+        """Add the distance of the model's features from the expert's, where these are kept.
+
+        It is measured at the positions that count, behind the last block at those that are read.
+        """
+        if batch.exp_hidden is not None:
+            counted = batch.compared if self.is_last else batch.valid
+            pair = [self._rows(features, counted) for features in (hidden, batch.exp_hidden)]
+            sums = sum_drift(*pair)
+            _add(self.drift, when, torch.cat([sums, sums.new_full((1,), len(pair[0]))]))
 
     def compare(self, whose: str, hidden: Tensor, batch: Batch) -> None:
         """Compare a model's features with the expert's in a batch that is held out."""
@@ -175,20 +181,20 @@ def task_record(block: str, task: str, accounts: Sequence[Account]) -> dict[str,
         "task": task,
         "samples": sum(account.samples for account in accounts),
         "rows": rows,
-        **_drift_record("before", accounts, rows),
+        **_drift_record("before", accounts),
         "seconds": accounts[0].seconds,
         "expert_bytes": accounts[0].expert_bytes,
-        **_drift_record("after", accounts, rows),
+        **_drift_record("after", accounts),
         **_held_out_record(accounts),
     }
 
 
-def _drift_record(when: str, accounts: Sequence[Account], rows: int) -> dict[str, float | None]:
+def _drift_record(when: str, accounts: Sequence[Account]) -> dict[str, float | None]:
     """Mean L2 drift over rows, and root mean square drift relative to the expert's features."""
     sums = [account.drift[when] for account in accounts if when in account.drift]
     if not sums:
         return {f"drift_{when}": None, f"relative_drift_{when}": None}
-    norms, squares, expert_squares = map(sum, zip(*sums, strict=True))
+    norms, squares, expert_squares, rows = map(sum, zip(*sums, strict=True))
     relative = (squares / expert_squares) ** 0.5 if expert_squares > 0 else None
     return {f"drift_{when}": norms / rows, f"relative_drift_{when}": relative}
 
