@@ -1,5 +1,6 @@
 """FeatCal+ where there is little to learn from, and what it refuses."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from calibrations import PLUS, assert_identical, cast, distance, run_fast
 from oracle import record
-from tiny_models import Suite, clip_suite, residual_suite
+from tiny_models import Suite, clip_suite, decoder_suite, residual_suite
 from torch import Tensor, nn
 from tricky_models import (
     biased,
@@ -20,6 +21,7 @@ from tricky_models import (
 )
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.results.remarks import largest_update
 
 MAKERS: dict[str, Callable[[Sequence[int]], Suite]] = {
     "clip": lambda sizes: clip_suite(tasks=2, sizes=sizes, width=8, heads=2, depth=1),
@@ -129,6 +131,36 @@ def test_of_inputs_that_do_not_vary_biases_learn_and_weights_beside_them_do_not(
     drifts = [record["relative_drift_after"] for record in result.log.of_kind("task")]
     # one input asks for no more than a bias; in float32 sums round more than what is left
     assert max(drifts) < (1e-5 if dtype == torch.float64 else 1e-4)
+
+
+def scaled_embeddings(suite: Suite, factor: float) -> Suite:
+    expert = copy.deepcopy(suite.experts["task_0"])
+    with torch.no_grad():
+        expert.get_input_embeddings().weight.mul_(factor)
+    return replace(suite, experts=suite.experts | {"task_0": expert})
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e8])
+def test_an_update_far_larger_than_the_experts_own_is_named_once(factor: float):
+    suite = scaled_embeddings(decoder_suite("llama"), factor)
+    result = plus(suite)
+    (worst, name) = max(
+        (record["relative_update"], record["module"]) for record in result.log.of_kind("module")
+    )
+    found, merged, *experts = (
+        model.get_parameter(f"{name}.weight").detach()
+        for model in (result.model, suite.merged, *suite.experts.values())
+    )
+    largest = max(expert.norm() for expert in experts)
+    assert worst == pytest.approx(float((found - merged).norm() / largest), rel=1e-5)
+    notes = largest_update("featcal", result.log.records)
+    if factor == 1:
+        assert notes == []
+        return
+    (note,) = notes
+    assert f"module {name}: the update is {worst:.3g} times as large" in note
+    assert note.startswith(f"featcal: block {suite.blocks[0]}, ")
+    assert note.endswith("of task task_0")
 
 
 def test_inputs_of_zero_move_nothing():

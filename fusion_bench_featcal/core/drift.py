@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.moments import moment_dtype
+
+_ROWS = 256
+"""Rows of weights that are compared at once."""
 
 
 class DriftSums(NamedTuple):
@@ -51,6 +55,21 @@ def sum_agreement(features: Tensor, expert: Tensor) -> Tensor:
     cosines = cosine_similarity(features.to(dtype), expert.to(dtype), dim=1)
     rows = torch.as_tensor(float(len(features)), device=squares.device)
     return torch.stack([squares, expert_squares, cosines.sum(), rows.to(squares)])
+
+
+def weight_distance(left: Tensor, right: Tensor) -> Tensor:
+    """Frobenius norm of the difference of two weights, `[]`, without a third weight in memory.
+
+    The host does not look at it.
+
+    Args:
+        left: A weight, `[m, ...]`.
+        right: Another one of its shape.
+    """
+    rows = zip(left.split(_ROWS), right.split(_ROWS), strict=True)
+    wide = solve_dtype(left.device)
+    norms = [torch.linalg.vector_norm(a.float() - b.float(), dtype=wide) for a, b in rows]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def drift_norm_sum(h_cal: Tensor, h_exp: Tensor, valid: Tensor | None = None) -> DriftSums:

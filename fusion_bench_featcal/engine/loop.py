@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.checkpoints import NoCheckpoints
+from fusion_bench_featcal.core.drift import weight_distance
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.engine.activations import UNLIMITED, Activations
@@ -24,7 +25,7 @@ from fusion_bench_featcal.engine.samples import (
     to_device,
 )
 from fusion_bench_featcal.engine.team import Alone, Solvable, Team
-from fusion_bench_featcal.engine.visits import Visit, accounts_of, task_record
+from fusion_bench_featcal.engine.visits import Visit, accounts_of, relative_updates, task_record
 from fusion_bench_featcal.experts.reading import Reads, stage_place
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class BlockLoop:
         records: list[dict[str, Any]] = []
         images = self._problem.gives_images(block)
         is_last = block == self._problem.stages[-1][-1]
+        changes: dict[str, Tensor] = {}
         visits = {task: Visit(self._problem.device, images, is_last) for task in streams}
         for turn in self._rule.turns(block, streams):
             self._reads.enter(turn.place)
@@ -122,6 +124,7 @@ class BlockLoop:
             self._reporter.at(f"{block} · solve")
             with exact_products():
                 updates, solved = self._team.solve(sums, self._problem.model)
+            changes |= self._changes(block, updates)
             if self._problem.settings.order == "model":
                 self._waiting.append((block, updates))
             else:
@@ -132,7 +135,7 @@ class BlockLoop:
             self._reporter.at(f"{block} · {task} (update)")
             self._advance(block, batches, visits[task])
             self._reporter.progress.update()
-        self._log(block, visits, records, time.perf_counter() - start)
+        self._log(block, visits, records, changes, time.perf_counter() - start)
         self._kept.keep(block, self._problem.model, list(changed), self._reporter.log)
 
     def _collect(
@@ -147,6 +150,8 @@ class BlockLoop:
             rule.opened(task, turn.tensors) as expert,
         ):
             sums = rule.task_sums(task, turn, expert)
+            if visit.is_first:
+                visit.measure_weights(problem.modules[turn.block].sites, expert)
             for number, batch in enumerate(batches):
                 if batch.held:
                     if visit.is_first:
@@ -284,13 +289,33 @@ class BlockLoop:
         self._reporter.progress.update(len(self._problem.experts))
         self._kept.confirm(block)
 
-    def _log(self, block: str, visits: Mapping[str, Visit], records: list, seconds: float) -> None:
+    def _changes(self, block: str, updates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Norms of the updates of weights, by module."""
+        get = self._problem.model.get_parameter
+        return {
+            site.name: weight_distance(updates[site.weight_name], get(site.weight_name).detach())
+            for site in self._problem.modules[block].sites
+            if site.kind == "linear" and site.weight_name in updates
+        }
+
+    def _log(
+        self,
+        block: str,
+        visits: Mapping[str, Visit],
+        records: list[dict[str, Any]],
+        changes: Mapping[str, Tensor],
+        seconds: float,
+    ) -> None:
         """Log what all processes did at a block."""
         log = self._reporter.log
         gathered = self._team.gather((accounts_of(visits), seconds))
-        for task, accounts in self._team.collected([a for a, _ in gathered]).items():
+        collected = self._team.collected([accounts for accounts, _ in gathered])
+        for task, accounts in collected.items():
             log.add("task", task_record(block, task, accounts))
+        relative = relative_updates(changes, [accounts[0] for accounts in collected.values()])
         for record in records:
+            if record.get("module") in relative:
+                record["relative_update"] = relative[record["module"]]
             log.add(record.pop("kind", "module"), record)
         left = list(self._problem.modules[block].left)
         log.add("block", {"block": block, "seconds": max(s for _, s in gathered), "left": left})

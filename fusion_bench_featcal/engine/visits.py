@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.drift import sum_agreement, sum_drift
 from fusion_bench_featcal.core.finite import read_back
+from fusion_bench_featcal.engine.modules import Site
 from fusion_bench_featcal.engine.rows import CountedRows, rows_of
 from fusion_bench_featcal.engine.samples import Batch
 
@@ -74,6 +75,7 @@ class Visit:
         held_out: Number of samples that are held out, which `samples` counts too.
         agreement: Sums of `sum_agreement` over these, `[4]`, of the `merged` model and `after` the
             update; empty where none are held out.
+        weights: Norm of the expert's weight, by module.
     """
 
     device: torch.device
@@ -87,6 +89,7 @@ class Visit:
     drift: dict[str, Tensor] = field(default_factory=dict)
     held_out: int = 0
     agreement: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
     _have_run: bool = False
 
     @contextmanager
@@ -121,6 +124,14 @@ class Visit:
             sums = sum_drift(*pair)
             _add(self.drift, when, torch.cat([sums, sums.new_full((1,), len(pair[0]))]))
 
+    def measure_weights(self, sites: Sequence[Site], expert: nn.Module) -> None:
+        """Measure the norms of the expert's weights, where they are loaded."""
+        for site in sites:
+            weight = expert.get_parameter(site.weight_name).detach()
+            if site.kind == "linear" and not weight.is_meta:
+                dtype = solve_dtype(weight.device)
+                self.weights[site.name] = torch.linalg.vector_norm(weight, dtype=dtype)
+
     def compare(self, whose: str, hidden: Tensor, batch: Batch) -> None:
         """Compare a model's features with the expert's in a batch that is held out."""
         pair = [self._rows(features, batch.compared) for features in (hidden, batch.exp_hidden)]
@@ -142,15 +153,16 @@ class Account(NamedTuple):
     drift: dict[str, list[float]]
     held_out: int
     agreement: dict[str, list[float]]
+    weights: dict[str, float]
 
 
 def accounts_of(visits: Mapping[str, Visit]) -> dict[str, Account]:
     """Make the accounts of a block's visits, by task; the host looks at their drift at once."""
-    both = [part for visit in visits.values() for part in (visit.drift, visit.agreement)]
-    numbers = iter(read_back([sums for part in both for sums in part.values()]))
+    parts = [p for visit in visits.values() for p in (visit.drift, visit.agreement, visit.weights)]
+    numbers = iter(read_back([sums for part in parts for sums in part.values()]))
 
     def read(part: dict[str, Tensor]) -> dict[str, list[float]]:
-        return {name: [next(numbers) for _ in sums] for name, sums in part.items()}
+        return {name: [next(numbers) for _ in range(sums.numel())] for name, sums in part.items()}
 
     return {
         task: Account(
@@ -161,6 +173,7 @@ def accounts_of(visits: Mapping[str, Visit]) -> dict[str, Account]:
             read(visit.drift),
             visit.held_out,
             read(visit.agreement),
+            {name: norm for name, (norm,) in read(visit.weights).items()},
         )
         for task, visit in visits.items()
     }
@@ -187,6 +200,23 @@ def task_record(block: str, task: str, accounts: Sequence[Account]) -> dict[str,
         **_drift_record("after", accounts),
         **_held_out_record(accounts),
     }
+
+
+def relative_updates(
+    changes: Mapping[str, Tensor], accounts: Sequence[Account]
+) -> dict[str, float]:
+    """Norms of updates relative to the largest of the experts' weights.
+
+    Args:
+        changes: Norm of the update, by module.
+        accounts: An account of each task.
+
+    Returns:
+        By module, but for those whose weights are 0 in all experts.
+    """
+    norms = dict(zip(changes, read_back([*changes.values()]), strict=True))
+    largest = {m: max((a.weights.get(m, 0.0) for a in accounts), default=0.0) for m in norms}
+    return {module: norms[module] / largest[module] for module in norms if largest[module]}
 
 
 def _drift_record(when: str, accounts: Sequence[Account]) -> dict[str, float | None]:

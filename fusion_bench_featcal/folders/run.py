@@ -42,7 +42,11 @@ from fusion_bench_featcal.results import (
     measure,
     versions,
 )
-from fusion_bench_featcal.results.remarks import tasks_below_merged, tasks_with_high_drift
+from fusion_bench_featcal.results.remarks import (
+    largest_update,
+    tasks_below_merged,
+    tasks_with_high_drift,
+)
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.trials import Agreement, outcome_of
 from fusion_bench_featcal.trials import warnings_of as warnings_of_trials
@@ -211,6 +215,7 @@ class Job:
             scores[task] = self._score(task, whole)
         self._add_row(name, scores, **made)
         notes = tasks_with_high_drift(name, result.log.records)
+        notes += largest_update(name, result.log.records)
         behind = warnings_of_trials(Agreement.of(result.log), self.request.settings)
         notes += [f"{name}: {line}" for line in behind]
         self.report.notes += [*notes, *(f"{name}: {line}" for line in outcome_of(result.log))]

@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,11 @@ HIGH_DRIFT = 0.7
 """Relative drift of a task's features after the last block from which it is noted. 1 is what
 features of zero would have; on the bundled suites tasks end between 0.1 and 0.35, and a task that
 the others push aside ends at 0.9."""
+
+LARGE_UPDATE = 10.0
+"""Norm of a module's update, relative to the largest of the experts' weights, from which it is
+noted. On the bundled suites it is at most 4. (The experts' steps are no yardstick: healthy updates
+are up to 30 times as large.)"""
 
 _SHOWN = 0.0005
 """Differences of accuracy below this vanish in tables of tenths of a per cent."""
@@ -65,6 +70,34 @@ def tasks_with_high_drift(name: str, records: Iterable[Mapping[str, Any]]) -> li
         "from its expert's features as zeros would be)"
         for task, drift in last.items()
         if drift is not None and drift >= HIGH_DRIFT
+    ]
+
+
+def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence on the module with the largest update if that is `LARGE_UPDATE` or more.
+
+    `records` are those of the calibration log of row `name`. A task is named if its expert's
+    features at the module's block are far larger than those of the others.
+    """
+    modules = [record for record in records if "relative_update" in record]
+    worst = max(modules, key=lambda record: record["relative_update"], default=None)
+    if worst is None or worst["relative_update"] < LARGE_UPDATE:
+        return []
+    scales = {
+        record["task"]: record["drift_after"] / record["relative_drift_after"]
+        for record in records
+        if record["kind"] == "task"
+        and record["block"] == worst["block"]
+        and record.get("relative_drift_after")
+    }
+    *others, largest = [0.0, *sorted(scales.values())]
+    of_task = ""
+    if largest > LARGE_UPDATE * others[-1] > 0:
+        of_task = f" of task {max(scales, key=scales.__getitem__)}"
+    return [
+        f"{name}: block {worst['block']}, module {worst['module']}: the update is "
+        f"{worst['relative_update']:.3g} times as large as the experts' own weights. Check the "
+        f"scale of weights and calibration samples{of_task}"
     ]
 
 
