@@ -1,4 +1,4 @@
-"""Names that FusionBench 0.2.33 needs and its surroundings lack; set by importing this module.
+"""Adapt FusionBench 0.2.33 to its surroundings; importing this module is enough.
 
 A module that needs FusionBench's CLIP task pools imports this one first; `method=featcal` on the
 command line imports it before the model pool:
@@ -12,6 +12,7 @@ command line imports it before the model pool:
 import typing
 
 import typing_extensions
+from transformers import dynamic_module_utils
 from transformers.models.clip import modeling_clip
 
 # FusionBench's ResNet, ConvNeXt, DINOv2 and OpenCLIP pools import it from `typing`, which has it
@@ -24,3 +25,8 @@ if not hasattr(typing, "override"):
 # Delete once the FusionBench release pinned in pyproject.toml no longer imports it.
 if not hasattr(modeling_clip, "CLIPVisionTransformer"):
     modeling_clip.CLIPVisionTransformer = modeling_clip.CLIPVisionModel  # type: ignore[attr-defined]
+
+# FusionBench's loaders pass no `trust_remote_code`, for which transformers asks on the terminal
+# whether to run the code beside a model. With no time for an answer it refuses instead. Code still
+# runs where an entry of a pool says `trust_remote_code: true`.
+dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0

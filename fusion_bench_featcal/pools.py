@@ -58,7 +58,8 @@ class CausalLMPool(FusionBenchPool):
 
     def _rows(self, name: str) -> int:
         try:
-            return AutoConfig.from_pretrained(str(self.get_model_path(name))).vocab_size
+            place = str(self.get_model_path(name))
+            return AutoConfig.from_pretrained(place, trust_remote_code=False).vocab_size
         except (OSError, ValueError, AttributeError) as error:
             raise CalibrationError(
                 f"model {name!r}: its config, which tells the size of its vocabulary, cannot be "

@@ -37,7 +37,7 @@ def empty_model(location: str) -> nn.Module:
     known = KNOWN / location.rstrip("/").rsplit("/", 1)[-1]
     place = location if Path(location).is_dir() or not known.is_dir() else str(known)
     try:
-        config: Any = AutoConfig.from_pretrained(place)
+        config: Any = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
         names = ", ".join(sorted(path.name for path in KNOWN.iterdir()))
         raise ValueError(
@@ -50,11 +50,17 @@ def empty_model(location: str) -> nn.Module:
     kind = _class_of(config)
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
     with torch.device("meta"):
-        model: Any = getattr(kind, "from_config", kind)(config).to(dtype).eval()
+        model: Any = new_model(kind, config).to(dtype).eval()
     # transformers 5 ties the head of every T5; that FLAN-T5's is not shows in another key then.
     if getattr(config, "scale_decoder_outputs", None) is False:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     return model
+
+
+def new_model(kind: Any, config: Any) -> nn.Module:
+    """Build a model from its config, by a class of transformers or one of its Auto classes."""
+    is_auto = hasattr(kind, "from_config")
+    return kind.from_config(config, trust_remote_code=False) if is_auto else kind(config)
 
 
 def _class_of(config: Any) -> Any:

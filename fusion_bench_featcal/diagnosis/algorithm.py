@@ -209,7 +209,7 @@ def _at_place(entry: Any, place: str) -> Any:
         return place
     if isinstance(entry, nn.Module):
         kind: Any = type(entry)
-        return kind.from_pretrained(place)
+        return kind.from_pretrained(place, trust_remote_code=False)
     made = copy.deepcopy(entry)
     made["pretrained_model_name_or_path"] = place
     return made

@@ -22,6 +22,7 @@ _BOOKKEEPING_WITHIN = ("drop", "init")  # dropout rates, initialisation
 _ROPE = "rope_parameters"
 _OF_ROPE = ("rope_theta", "partial_rotary_factor")
 _SHOWN = 4
+_GENERATE = "custom_generate/generate.py"
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -31,8 +32,13 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         folder: The checkpoint's folder.
 
     Raises:
-        CalibrationError: If the file cannot be read or is damaged.
+        CalibrationError: If the file cannot be read or is damaged, or the checkpoint has code that
+            transformers 4 runs without asking.
     """
+    if (folder / _GENERATE).is_file():
+        raise CalibrationError(
+            f"{folder} has {_GENERATE}: code beside a model is not run. Remove the file"
+        )
     file = folder / "config.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -151,7 +151,11 @@ class ModelFolder:
         kind = kind or self.calibrated_class
         try:
             model, found = kind.from_pretrained(
-                self.folder, dtype="auto", use_safetensors=True, output_loading_info=True
+                self.folder,
+                dtype="auto",
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{self.option} cannot be loaded: {first_line(error)}") from error
@@ -170,7 +174,7 @@ class ModelFolder:
         from transformers import AutoConfig
 
         try:
-            config = AutoConfig.from_pretrained(self.folder)
+            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
             dtype = _dtype(config)
             if self._is_clip:
                 config = getattr(config, "vision_config", config)

@@ -185,7 +185,7 @@ class Models:
 
         place = self._processor_place()
         try:
-            tokenizer = AutoTokenizer.from_pretrained(place)
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # whatever the tokenizer's own library raises
             raise ValueError(
                 f"no tokenizer in {place} ({first_line(error)}): name one by --tokenizer"
@@ -213,7 +213,8 @@ class Models:
         place = self._processor_place()
         is_whole = self.home.architecture.__name__ == "CLIPModel"
         try:
-            return (AutoProcessor if is_whole else AutoImageProcessor).from_pretrained(place)
+            kind: Any = AutoProcessor if is_whole else AutoImageProcessor
+            return kind.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # whatever its class raises
             raise ValueError(
                 f"no image processor in {place} ({first_line(error)}): name a folder "

@@ -151,7 +151,7 @@ class ZeroShot:
         from transformers import AutoTokenizer, CLIPModel
 
         self._model: Any = clip.load(CLIPModel)
-        self._tokenizer = AutoTokenizer.from_pretrained(clip.folder)
+        self._tokenizer = AutoTokenizer.from_pretrained(clip.folder, trust_remote_code=False)
         self.projection = self._model.visual_projection
         self.scale = float(self._model.logit_scale.exp())
 

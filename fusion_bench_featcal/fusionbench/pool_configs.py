@@ -21,7 +21,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     PoolModels,
 )
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.preflight import empty_model
+from fusion_bench_featcal.preflight import empty_model, new_model
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _VISION_TOWER = "clip_vision_model"
@@ -94,11 +94,12 @@ def _named_class(model: PoolModel) -> Any:
 
 def _empty(kind: Any, location: str) -> nn.Module | None:
     """A model of a class, without weights, as its config in a folder has it."""
-    makes = getattr(kind, "from_config", None)  # of transformers' automatic classes
-    config_class: Any = transformers.AutoConfig if makes else getattr(kind, "config_class", None)
+    is_auto = hasattr(kind, "from_config")
+    config_class: Any = transformers.AutoConfig if is_auto else getattr(kind, "config_class", None)
     try:
         with torch.device("meta"):
-            return (makes or kind)(config_class.from_pretrained(location)).eval()
+            config = config_class.from_pretrained(location, trust_remote_code=False)
+            return new_model(kind, config).eval()
     except Exception:  # its own loader says it better
         return None
 

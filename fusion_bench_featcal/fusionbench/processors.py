@@ -89,13 +89,13 @@ def _classifiers_processor(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
     if entry is None and own is not None and isinstance(model.entry, Mapping):
         return model.entry, own
     location = entry or (own and model.location)
-    return location, partial(AutoImageProcessor.from_pretrained, location)
+    return location, partial(AutoImageProcessor.from_pretrained, location, trust_remote_code=False)
 
 
 def _tokenizer(entry: Any) -> Any:
     """The tokenizer of an entry; FusionBench's `Seq2SeqLMPool` cannot load its own."""
     if isinstance(entry, str):
-        return AutoTokenizer.from_pretrained(entry)
+        return AutoTokenizer.from_pretrained(entry, trust_remote_code=False)
     return instantiate(entry) if isinstance(entry, Mapping) else entry
 
 

@@ -98,9 +98,9 @@ class CorrectedLanguageModel(Corrected):
             CalibrationError: If the folder holds no corrected language model.
         """
         _, options = cls._saved(folder)
-        two_sided = AutoConfig.from_pretrained(folder).is_encoder_decoder
+        two_sided = AutoConfig.from_pretrained(folder, trust_remote_code=False).is_encoder_decoder
         loader: Any = AutoModelForSeq2SeqLM if two_sided else AutoModelForCausalLM
-        model = loader.from_pretrained(folder, variant=VARIANT, **kwargs)
+        model = loader.from_pretrained(folder, variant=VARIANT, trust_remote_code=False, **kwargs)
         return cls(model, **options)
 
     @contextmanager

@@ -102,7 +102,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
                     "found in the folder taskpool.include_path"
                 )
         model = model.to(self.fabric.device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
         done: Any = lm_eval.simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size),
             tasks=list(self.tasks),

@@ -46,7 +46,7 @@ def load_part(place: str, value: Any, kind: Any, **options: Any) -> Any:
     if not isinstance(value, str):
         return build_part(place, value)
     try:
-        return kind.from_pretrained(value, **options)
+        return kind.from_pretrained(value, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise _not_loaded(place, value, error) from error
 
