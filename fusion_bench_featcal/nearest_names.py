@@ -1,9 +1,17 @@
-"""Names that people type: the nearest valid one is offered when one is wrong."""
+"""Names that people type: the nearest valid one is offered, unusable ones are refused."""
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
 
+REPORT_COLUMNS = frozenset({
+    "average", "gain over merger", "its gap", "model_info", "normalised", "paper",
+    "recovered gap", "unseen (gain, tasks)", "worst task",
+})  # fmt: skip
+"""Names beside those of tasks, in tables and in what FusionBench's task pools return."""
 _TYPO = 0.8
+_NOT_IN_FILES = frozenset('/\\<>:"|?*')
+_LONGEST = 100  # bytes
 
 
 def nearest_hint(name: object, valid: Iterable[object]) -> str:
@@ -73,3 +81,35 @@ def refuse_unknown_keys(given: Iterable[object], valid: Iterable[str], place: st
     if unknown:
         listed = ", ".join(f"{key!r}{nearest_hint(key, known)}" for key in unknown)
         raise ValueError(f"{place}: unknown key {listed}. Valid keys: {', '.join(known)}.")
+
+
+def refuse_unusable_names(
+    names: Iterable[object], place: str, reserved: Iterable[str] = ()
+) -> None:
+    """Refuse names that cannot be file names and columns of reports on every system.
+
+    Args:
+        names: Names of tasks, mergers or presets.
+        place: The option or setting that has them, for the message.
+        reserved: Names that mean something else there.
+
+    Raises:
+        ValueError: If a name holds a path or control characters, is too long or reserved, or
+            differs from another only in case.
+    """
+    earlier = dict.fromkeys([*REPORT_COLUMNS, *reserved])
+    for name in map(str, names):
+        key = unicodedata.normalize("NFC", name).casefold()
+        usable = name.isprintable() and not _NOT_IN_FILES & set(name) and name.strip(" .") == name
+        if not (name and usable and len(name.encode()) <= _LONGEST):
+            raise ValueError(
+                f"{place}: {name[:_LONGEST]!r} cannot name a file. Use at most {_LONGEST} letters, "
+                "digits and signs such as _ and -"
+            )
+        if key in earlier:
+            other = earlier[key]
+            why = (
+                "has a meaning already" if other is None else f"differs from {other!r} only in case"
+            )
+            raise ValueError(f"{place}: the name {name!r} {why}. Choose another")
+        earlier[key] = name

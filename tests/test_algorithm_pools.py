@@ -61,6 +61,7 @@ def test_missing_model_folder_is_named(tmp_path: Path) -> None:
         ({"presets": ["a"]}, r"method\.presets must map names to settings"),
         ({"presets": {"a": None}}, r"method\.presets: a preset is a name"),
         ({"presets": {"a/b": {}}}, r"method\.presets: a preset is a name"),
+        ({"presets": {"a": {}, "A": {}}}, r"method\.presets: .*'A' differs from 'a' only in case"),
         ({"presets": {"weak": {"lambda": 1}}}, r"method\.presets\.weak\.lambda.*ridge_lambda"),
         ({"presets": {"weak": {"mix_alpha": 7}}}, r"method\.presets\.weak\.mix_alpha must be"),
         (

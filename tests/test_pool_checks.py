@@ -20,6 +20,7 @@ from fusion_bench.taskpool.dummy import DummyTaskPool
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from model_names import UNUSABLE_NAMES
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from tiny_models import scatter
@@ -92,6 +93,17 @@ def test_models_that_fit_pass_without_a_word(tmp_path, caplog):
         check_pool_models(PoolModels(pool), fabric())
         check_pool_settings(PoolModels(pool), FeatCalSettings())
     assert not caplog.records
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", [*UNUSABLE_NAMES, "Two"])
+def test_names_of_experts_that_no_file_or_column_can_have(name, tmp_path):
+    places = towers(tmp_path)
+    models = {name if model == "one" else model: place for model, place in places.items()}
+    message = refusal(clip_pool(models))
+    assert message.startswith("modelpool.models: ") and repr(name[:100]) in message
 
 
 # Precision

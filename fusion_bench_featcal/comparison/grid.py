@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from fusion_bench_featcal.comparison.entries import OWN, check_target, made_of
 from fusion_bench_featcal.fusionbench.options import check_merger, plain
 from fusion_bench_featcal.methods.interface import Chain, PostMerging
-from fusion_bench_featcal.nearest_names import nearest_name
+from fusion_bench_featcal.nearest_names import nearest_name, refuse_unusable_names
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ def make_grid(choices: GridChoices, suite: Mapping[str, Any]) -> Grid:
         if name in taken:
             raise ValueError(f"{name!r} names two rows of the comparison; rename one in YAML")
         taken.add(name)
+    refuse_unusable_names((merger.name for merger in mergers), "method.upstream_mergers")
     configs = {name: _config(name, methods) for name in made}
     return Grid(mergers=mergers, cells=made, references=references, configs=configs)
 

@@ -11,7 +11,11 @@ import yaml
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import ReportError, prepare_directory
 from fusion_bench_featcal.folders.mergekit import FILE, read_recipe
-from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_settings
+from fusion_bench_featcal.nearest_names import (
+    nearest_hint,
+    refuse_unknown_settings,
+    refuse_unusable_names,
+)
 from fusion_bench_featcal.settings import PLUS, FeatCalSettings
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
@@ -19,6 +23,7 @@ MERGERS = ("simple_average", "task_arithmetic:SCALE")
 MAX_LENGTH = 1024
 """Tokens of a text where `max_length` is not set: texts of any length would take any memory."""
 
+_RESERVED = ("base", "merged", "_pretrained_")
 # Settings that the command sets by options of its own, and those of model pools.
 _ELSEWHERE = {
     "calibration_data": "--data",
@@ -99,6 +104,7 @@ class Request:
                 "name the experts: --expert NAME=DIR for each (or a merged model's folder with "
                 f"mergekit's {FILE})"
             )
+        refuse_unusable_names(experts, "--expert", _RESERVED)
         data = _matched(_pairs(options.data, "--data"), experts, "--data", notes)
         missing = [task for task in experts if task not in data]
         if missing:

@@ -9,7 +9,11 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from fusion_bench_featcal.nearest_names import nearest_hint, refuse_unknown_settings
+from fusion_bench_featcal.nearest_names import (
+    nearest_hint,
+    refuse_unknown_settings,
+    refuse_unusable_names,
+)
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -163,6 +167,7 @@ def _checked_presets(
             checked[str(name)] = settings.replace(**changes, **own)
         except ValueError as error:
             raise ValueError(str(error).replace("method.", f"{place}.{name}.")) from None
+    refuse_unusable_names(checked, place)
     return checked
 
 

@@ -20,6 +20,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     load_pool_model,
 )
 from fusion_bench_featcal.fusionbench.processors import text_kind
+from fusion_bench_featcal.nearest_names import refuse_unusable_names
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,10 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
     Raises:
         CalibrationError: If the precision has no effect, a model's entry is none, its files
             cannot be found or read or are damaged, naming it, or there is no expert.
+        ValueError: If an expert's name cannot be a task's.
     """
     _check_precision(fabric)
+    refuse_unusable_names(models.experts, "modelpool.models")
     _check_entries(models)
     _check_targets(models.pool)
     for name, model in models.items():

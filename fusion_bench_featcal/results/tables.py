@@ -156,7 +156,7 @@ def short_names(tasks: Sequence[str]) -> dict[str, str]:
     """Drop the prefix (up to an underscore) that all tasks share; it only takes room."""
     prefix = tasks[0].partition("_")[0] + "_" if tasks else ""
     shared = len(tasks) > 1 and all(
-        len(task) > len(prefix) and task.startswith(prefix) for task in tasks
+        task.startswith(prefix) and task[len(prefix) :] not in ("", AVERAGE) for task in tasks
     )
     return {task: task.removeprefix(prefix) if shared else task for task in tasks}
 

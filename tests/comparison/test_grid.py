@@ -50,6 +50,10 @@ def test_everything_is_run_unless_chosen_or_set_to_null() -> None:
         ({"alone": ["regmean"]}, r"method\.alone: 'regmean' is unknown"),
         ({"references": ["expert"]}, r"method\.references: 'expert' is unknown.*'experts'"),
         ({"post_merging": "double"}, r"method\.post_merging must be a list of names"),
+        (
+            {"upstream_mergers": {"../x": MERGERS["simple_average"]}},
+            r"upstream_mergers: '\.\./x' cannot name a file",
+        ),
         ({"upstreams": []}, r"the grid is empty"),
         ({"post_merging": []}, r"the grid is empty"),
         ({"upstream_mergers": {"x": "task_arithmetic"}}, r"\+method@method\.upstream_mergers\.x="),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from made_folders import classifier_folders, llama_folders, write_adapters, write_rows
+from model_names import UNUSABLE_NAMES
 from test_calibrate_command import words
 from tiny_texts import TASKS, WORDS, llama_model, sentences, t5_model, word_tokenizer, write
 
@@ -145,6 +146,29 @@ def test_rows_of_another_format(folder, capsys):
 )
 def test_options(folder, capsys, more, message):
     assert message in refusal(capsys, [*words(folder), *more])
+
+
+@pytest.mark.parametrize("name", UNUSABLE_NAMES)
+def test_names_that_are_no_file_names(folder, capsys, name):
+    named = [word.replace("one=", f"{name}=") for word in words(folder)]
+    line = refusal(capsys, named)
+    assert "featcal: error: --expert: " in line and repr(name[:100]) in line
+
+
+@pytest.mark.parametrize("name", ["base", "merged", "_pretrained_", "Two"])
+def test_names_that_are_taken(folder, capsys, name):
+    line = refusal(capsys, [word.replace("one=", f"{name}=") for word in words(folder)])
+    expected = "only in case" if name == "Two" else "has a meaning already"
+    assert expected in line and "Choose another" in line
+
+
+def test_names_of_mergekit_are_checked_as_well(folder, capsys):
+    (folder / "one").rename(folder / "average")
+    recipe(folder, str(folder / "base"), str(folder / "average"), str(folder / "two"))
+    data = [word for n in ("average", "two") for word in ("--data", f"{n}={folder / 'two.jsonl'}")]
+    out = ["--out", str(folder / "out")]
+    line = refusal(capsys, ["calibrate", str(folder / "merged"), *data, *out])
+    assert "the name 'average' has a meaning already" in line
 
 
 def test_nothing_to_begin_with(folder, capsys):

@@ -159,6 +159,7 @@ def test_the_best_of_a_column_is_bold_with_ties_and_without_references():
         (["mini_a", "mini_b"], ["a", "b"]),
         (["mini_a", "mini"], ["mini_a", "mini"]),
         (["mini_", "mini_b"], ["mini_", "mini_b"]),
+        (["mini_a", "mini_average"], ["mini_a", "mini_average"]),
         (["mini_a"], ["mini_a"]),
         (["a", "b"], ["a", "b"]),
         ([], []),

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from synthetic import leave_seeds, make_report, row_of
 
+from fusion_bench_featcal.nearest_names import REPORT_COLUMNS
 from fusion_bench_featcal.results import Report, ReportError, published
+from fusion_bench_featcal.results.columns import accuracy_cells
 from fusion_bench_featcal.results.find import FailedCell, find
 from fusion_bench_featcal.results.summary import Summary, summarise
 from fusion_bench_featcal.results.tables import TEXT_WIDTH, console
@@ -255,3 +257,8 @@ def test_comparisons_fit_eighty_columns(
         assert f"{100 * row['average']:.1f}" in text.split()
         worst = [names[0].removeprefix("oxford_"), f"{25 + number / 2:.0f}", "%"]
         assert any(line.split()[-4:-1] == worst for line in text.splitlines())
+
+
+def test_no_task_can_have_the_name_of_a_column(tmp_path: Path):
+    make_report().write(tmp_path)
+    assert set(accuracy_cells(row_of(summarise([tmp_path]), "featcal"))) <= REPORT_COLUMNS
