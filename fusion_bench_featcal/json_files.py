@@ -1,11 +1,12 @@
-"""JSON files that carry the digest of their own content, so that damage to them is noticed."""
+"""JSON files that carry the digest of their own content, and values without secrets for them."""
 
 import hashlib
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,27 @@ DIGEST = "digest"
 _LINE_DIGITS = 16  # of a digest that stands in every line
 _LARGEST = 2**28  # bytes of a file; a checkpoint's manifest has about 200 for each tensor
 _told: list[Path] = []
+_HIDDEN = "***"
+_KEY = (
+    "(?i:(?<!(?:pad|eos|bos|unk|cls|sep)_)token|passw(?:or)?d|passphrase|pwd|secret|credentials?"
+    "|authorization|api[_-]?key|(?:access|private|secret)[_-]?key)"
+)
+_SECRET_KEY = re.compile(f"{_KEY}$")
+_SECRETS = {
+    # a key with a value, which within braces may have blanks
+    re.compile(
+        rf"""({_KEY}['"\\]*\s*[=:]\s*|--?[\w-]{{,40}}{_KEY}\s+)(?:(?i:bearer|basic)\s+)?"""
+        r"""(?:"[^"]*"|'[^']*'|[^,}\s]+(?: [^,}\s=:]+)*(?=\s*[,}])|[^,}\s]+)"""
+    ): rf"\1{_HIDDEN}",
+    re.compile(r"(\w://)[^/\s]+@"): rf"\1{_HIDDEN}@",
+    re.compile(r"\b([Bb]earer\s+)[\w.~+/=-]{8,}"): rf"\1{_HIDDEN}",
+    # tokens of Hugging Face, OpenAI, GitHub, GitLab, AWS, Slack, Google and PyPI; JSON web tokens
+    re.compile(
+        r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{12,}|gh[opsru]_\w{12,}|github_pat_\w{12,}"
+        r"|A[KS]IA[A-Z0-9]{12,}|(?:sk|glpat|xox[abprs]|pypi)-[\w-]{12,}|AIza[\w-]{12,}"
+        r"|eyJ[\w-]+\.[\w-]+\.[\w-]*)"
+    ): _HIDDEN,
+}
 
 
 def sealed_json(content: Mapping[str, Any]) -> str:
@@ -125,6 +147,8 @@ def tell_without_digest(path: Path) -> None:
 def plain(value: Any, place: str) -> Any:
     """Reduce `value` to what JSON can hold: dataclasses, mappings, sequences, paths, scalars.
 
+    Secrets become ***.
+
     Args:
         value: Anything made of those; numpy and torch scalars count as numbers.
         place: Where the value stands, for the error message.
@@ -135,11 +159,17 @@ def plain(value: Any, place: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ReportError(f"{place}: {value} cannot be kept in report.json")
     if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+        return masked(value)
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value), place)
     if isinstance(value, Mapping):
-        return {str(key): plain(item, f"{place}.{key}") for key, item in value.items()}
+        return {
+            # numbers stay: a task or class may be named like a secret
+            str(key): _HIDDEN
+            if isinstance(item, str) and _is_secret(key, item)
+            else plain(item, f"{place}.{key}")
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple, set, frozenset)):
         ordered = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
         return [plain(item, f"{place}[{index}]") for index, item in enumerate(ordered)]
@@ -148,6 +178,42 @@ def plain(value: Any, place: str) -> Any:
     if getattr(value, "ndim", None) == 0:
         return plain(value.item(), place)  # pyright: ignore[reportAttributeAccessIssue]
     raise ReportError(f"{place}: a {type(value).__name__} cannot be kept in report.json")
+
+
+def masked(value: Any) -> Any:
+    """Return a plain value with *** in place of tokens, passwords and credentials in addresses."""
+    if isinstance(value, Mapping):
+        return {
+            key: _HIDDEN if _is_secret(key, item) else masked(item) for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [masked(each) for each in value]
+    return without_secrets(value) if isinstance(value, str) else value
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with *** in place of tokens, passwords and credentials in addresses."""
+    for pattern, replacement in _SECRETS.items():
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _is_secret(key: object, value: object) -> bool:
+    return _SECRET_KEY.search(str(key)) is not None and not isinstance(value, bool | None)
+
+
+def masked_words(words: Iterable[str]) -> Iterator[str]:
+    """Yield the words of a command line with *** in place of secrets."""
+    before = ""
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if before.startswith("-") and _SECRET_KEY.search(before):
+            yield _HIDDEN
+        elif equals and _SECRET_KEY.search(key):
+            yield f"{key}={_HIDDEN}"
+        else:
+            yield without_secrets(word)
+        before = word
 
 
 def digest_json(content: Any) -> str:

@@ -12,20 +12,15 @@ from typing import Any
 import yaml
 
 from fusion_bench_featcal.files import sha256_file
-from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.json_files import masked, masked_words, sealed_json, without_secrets
 from fusion_bench_featcal.results import AVERAGE, Report, versions
 from fusion_bench_featcal.results.provenance import PROVENANCE
+from fusion_bench_featcal.results.tables import page
 
 CARD = "README.md"
 CARD_MARK = "<!-- Written by fusion_bench_featcal. Remove this line to keep your changes. -->"
 PAPER = "https://arxiv.org/abs/2605.13030"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_SECRET = re.compile(
-    r"""((?:token|password|api_key|secret)['"\\]*\s*[=:]\s*)("[^"]*"|'[^']*'|[^,}\s]+)""",
-    re.IGNORECASE,
-)
-_SECRET_KEY = re.compile(r"(token|password|api_key|secret)$", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"(\w://)[^/\s@]+@")
 
 
 @dataclass(frozen=True)
@@ -62,9 +57,8 @@ def card_text(
         head = {"base_model": hub_id, **head}
     listed = [f"- {name}: `{location}`" for name, location in experts.items()]
     parts = [
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{CARD_MARK}",
         f"# Merged model ({facts.row})",
-        f"Made by fusion_bench_featcal ([FeatCal]({PAPER})), row `{facts.row}` of its report.",
+        f"Made by fusion_bench_featcal (FeatCal: {PAPER}), row `{facts.row}` of its report.",
         f"## Models\n\n- base: `{base}`\n" + "\n".join(listed),
         "## Merger\n\n" + _listed(facts.upstream or {"merged model": "the pool's own"}),
         "## Settings\n\n" + _listed(facts.settings),
@@ -72,7 +66,8 @@ def card_text(
         _accuracies(facts.row, report),
         f"## How it was made\n\n```bash\n{command_line()}\n```\n\n" + _listed(versions()),
     ]
-    return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
+    head_text = f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{CARD_MARK}\n\n"
+    return head_text + without_secrets(page(*(part.rstrip() for part in parts)))
 
 
 def _hub_id(location: str) -> str | None:
@@ -89,26 +84,13 @@ def _hub_id(location: str) -> str | None:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    return "\n".join(f"- {name}: `{_plainly(value)}`" for name, value in values.items()) or "none"
+    shown = masked(values).items()
+    return "\n".join(f"- {name}: `{_plainly(value)}`" for name, value in shown) or "none"
 
 
 def _plainly(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return without_secrets(" ".join(text.split()))
-
-
-def masked(value: Any) -> Any:
-    """Return a plain value with *** in place of tokens, passwords and credentials in addresses."""
-    if isinstance(value, Mapping):
-        return {k: "***" if _SECRET_KEY.search(str(k)) else masked(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [masked(each) for each in value]
-    return without_secrets(value) if isinstance(value, str) else value
-
-
-def without_secrets(text: str) -> str:
-    """Return a text with *** in place of tokens, passwords and credentials in addresses."""
-    return _CREDENTIALS.sub(r"\1***@", _SECRET.sub(r"\1***", text))
+    return " ".join(text.split())
 
 
 def _accuracies(row: str, report: Report | None) -> str:
@@ -126,7 +108,7 @@ def command_line() -> str:
     """Return the command line, without secrets."""
     program = Path(sys.argv[0]).name
     program = "fusion_bench" if program in ("cli.py", "__main__.py", "-m") else program
-    return without_secrets(shlex.join([program, *sys.argv[1:]]))
+    return shlex.join([program, *masked_words(sys.argv[1:])])
 
 
 def is_our_card(file: Path) -> bool:

@@ -25,6 +25,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
 )
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.save_target import check_save_target
+from fusion_bench_featcal.json_files import masked
 from fusion_bench_featcal.module_copies import bind_own_functions, copied_module
 from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
@@ -81,7 +82,8 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
         check_backgrounds(getattr(program, "modelpool", None))
     if log_dir is not None:
         folder = prepare_directory(log_dir)
-        OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
+        config = masked(OmegaConf.to_container(program.config, resolve=True))
+        OmegaConf.save(OmegaConf.create(config), folder / "config_resolved.yaml")
     report = getattr(program, "report_save_path", None)
     if report is not None:
         path = Path(str(report).replace("{log_dir}", str(log_dir)))

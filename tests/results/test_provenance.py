@@ -18,7 +18,6 @@ from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.json_files import sealed_json
 from fusion_bench_featcal.results import ReportError
 from fusion_bench_featcal.results.provenance import Provenance
-from fusion_bench_featcal.saved_model import masked
 from fusion_bench_featcal.suites import image
 
 ARITHMETIC = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
@@ -147,16 +146,3 @@ def test_digest_of_a_model_that_is_used_up_is_refused():
     suite = clip_suite(tasks=2, sizes=(2,))
     with pytest.raises(ValueError, match="in_place uses up the merged model, of which hashed"):
         run_fast(suite, in_place=True, hashed=True)
-
-
-def test_secrets_are_masked():
-    values = {
-        "hf_token": "a,b",
-        "generated_tokens": 3,
-        "paths": ["https://me:word@host/x", "run token='a b' secret=c,seed=1"],
-    }
-    assert masked(values) == {
-        "hf_token": "***",
-        "generated_tokens": 3,
-        "paths": ["https://***@host/x", "run token=*** secret=***,seed=1"],
-    }
