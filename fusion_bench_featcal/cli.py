@@ -46,16 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from fusion_bench_featcal.error_block import error_block
     from fusion_bench_featcal.results import ReportError
+    from fusion_bench_featcal.results.tables import without_codes
 
     try:
         return options.command(options) or 0
     except (UsageError, ReportError, OSError) as error:
-        print(f"featcal: error: {error}", file=sys.stderr)
+        print(without_codes(f"featcal: error: {error}"), file=sys.stderr)
     except Exception as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         more = "traceback: set HYDRA_FULL_ERROR=1"
-        print(error_block(error, more, prefix="featcal: error"), file=sys.stderr)
+        print(without_codes(error_block(error, more, prefix="featcal: error")), file=sys.stderr)
     return 2
 
 

@@ -58,11 +58,12 @@ def _report_diagnosis(run: Path, out: str | None) -> None:
     """Print where calibration helps; with `out`, write the diagnosis's page and table there."""
     from fusion_bench_featcal.results.diagnosis import DIAGNOSIS_FILE, Diagnosis
     from fusion_bench_featcal.results.diagnosis_page import help_sentences, write_diagnosis
+    from fusion_bench_featcal.results.tables import without_codes
 
     if not (run / DIAGNOSIS_FILE).exists():
         return
     diagnosis = Diagnosis.load(run)
-    print("\n".join(help_sentences(diagnosis)))
+    print(without_codes("\n".join(help_sentences(diagnosis))))
     if out:
         write_diagnosis(diagnosis, out, "--out")
 

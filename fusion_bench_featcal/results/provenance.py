@@ -149,18 +149,18 @@ def explain(found: Provenance) -> Sequence[str]:
     Returns:
         The files of the saved model that have changed since.
     """
-    from .tables import console, titled
+    from .tables import console, titled, without_codes
 
     screen = console()
     for sentence in found.sentences():
-        screen.print(sentence, soft_wrap=True, highlight=False)
+        print(without_codes(sentence))
     title = f"whose weights: {OWN}, or {MERGED} where the expert's were not read"
     for table in titled(title, found.grid().fitting(screen.width)):
         screen.print(table)
     changed = found.changed_files()
     if found.files:
         state = f"changed since: {', '.join(changed)}" if changed else "as they were written"
-        screen.print(f"files of the model: {state}", soft_wrap=True, highlight=False)
+        print(without_codes(f"files of the model: {state}"))
     return changed
 
 

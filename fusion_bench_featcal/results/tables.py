@@ -11,12 +11,15 @@ from .long_table import AVERAGE, Row
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 TEXT_WIDTH = 80
 ABSENT = "-"
 MARKDOWN_COLUMNS = 12
 _LONGEST_WORD = 9
 WORST = ("worst task", "its gap")
+# Escape codes of terminals, and marks that reverse the direction of writing.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
@@ -87,30 +90,26 @@ class Grid:
         """Render for the terminal."""
         from rich import box
         from rich.table import Table
-        from rich.text import Text
 
         table = Table(
             box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left"
         )
         # Numbers are never cut: where even one column is too wide, the heads of lines are folded.
-        table.add_column(self.corner, overflow="fold")
+        table.add_column(_text(self.corner), overflow="fold")
         for column in self.columns:
-            table.add_column(Text(_broken(column)), justify="right", no_wrap=True)
+            table.add_column(_text(_broken(column)), justify="right", no_wrap=True)
         for number, (head, cells) in enumerate(self.lines):
             styles = ("bold" if (number, place) in self.best else "" for place in range(len(cells)))
-            texts = [Text(cell, style=style) for cell, style in zip(cells, styles, strict=True)]
-            table.add_row(Text(head), *texts, end_section=number in self.rules)
+            texts = [_text(cell, style) for cell, style in zip(cells, styles, strict=True)]
+            table.add_row(_text(head), *texts, end_section=number in self.rules)
         return table
 
 
 def titled(title: str, grids: Iterable[Grid]) -> "list[Table]":
     """Render grids for the terminal; the first has the title, the others continue it."""
-    from rich.text import Text
-
     tables = [grid.rich() for grid in grids]
     for number, table in enumerate(tables):
-        # As Text, so that brackets in a name are not read as markup.
-        table.title = Text(title + (" (continued)" if number else ""))
+        table.title = _text(title + (" (continued)" if number else ""))
     return tables
 
 
@@ -128,13 +127,30 @@ def print_page(tables: Iterable["Table"], lines: Iterable[str]) -> None:
     for table in tables:
         terminal.print(table)
     for line in lines:
-        terminal.print(line, markup=False, highlight=False)
+        terminal.print(_text(line))
 
 
 def page(*parts: str | Sequence[str]) -> str:
     """Join the paragraphs of a Markdown page; a sequence becomes a list, what is empty vanishes."""
     texts = (part if isinstance(part, str) else bullets(part) for part in parts)
-    return "\n\n".join(text for text in texts if text) + "\n"
+    return without_html("\n\n".join(text for text in texts if text)) + "\n"
+
+
+def without_codes(text: str) -> str:
+    """Return a text for the terminal: escape codes and other control characters are spelt out."""
+    return _CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
+
+
+def without_html(text: str) -> str:
+    """Return Markdown in which HTML, links and images are text; the package writes none itself."""
+    return re.sub("<(?=[A-Za-z/!?])", "&lt;", without_codes(text)).replace("](", "]\\(")
+
+
+def _text(text: str, style: str = "") -> "Text":
+    """A text whose brackets are no markup."""
+    from rich.text import Text
+
+    return Text(without_codes(text), style=style)
 
 
 def bullets(lines: Iterable[str]) -> str:
