@@ -32,7 +32,8 @@ import attacks.model_cases
 import attacks.results_cases
 import attacks.saving_cases
 import attacks.screen_cases
-import attacks.settings_cases  # noqa: F401
+import attacks.settings_cases
+import attacks.stranger_cases  # noqa: F401
 from attacks.judging import CASES, judge
 
 

@@ -8,9 +8,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-for folder in (
-    "tests/packaging", "tests/results", "tests/methods", "tests/folders", "tests", "benchmarks",
-):  # fmt: skip
+_TESTS = ("packaging", "results", "methods", "folders", "")
+for folder in (*(f"tests/{name}" for name in _TESTS), "benchmarks"):
     sys.path.insert(0, str(REPOSITORY / folder))
 
 METHODS = sorted(
