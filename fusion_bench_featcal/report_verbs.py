@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def report_command(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs, comparisons and studies from their files."""
     from fusion_bench_featcal.results.find import find
-    from fusion_bench_featcal.results.study_page import report_study
+    from fusion_bench_featcal.results.study_files import report_study
 
     if options.html:
         _write_html(options)

@@ -51,7 +51,7 @@ from fusion_bench_featcal.results.cost import (
 )
 from fusion_bench_featcal.results.curves import as_curves
 from fusion_bench_featcal.results.find import FailedCell
-from fusion_bench_featcal.results.report import finite_losses
+from fusion_bench_featcal.results.run_rows import finite_losses
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)

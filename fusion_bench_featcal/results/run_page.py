@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .long_table import AVERAGE, BASE, EXPERTS, samples_range
+from .run_rows import RunRows
 from .tables import (
     WORST,
     Grid,
@@ -22,10 +23,8 @@ from .tables import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .report import Report
 
-
-def print_run(report: "Report", *, losses: bool = False) -> None:
+def print_run(report: RunRows, *, losses: bool = False) -> None:
     """Print the tables to stdout, and under them what was calibrated with what, and where."""
     width = console().width
     tables = run_tables(report, width)
@@ -34,7 +33,7 @@ def print_run(report: "Report", *, losses: bool = False) -> None:
     print_page(tables, provenance(report))
 
 
-def run_tables(report: "Report", width: int) -> "list[Table]":
+def run_tables(report: RunRows, width: int) -> "list[Table]":
     """Lay the report out for `width` columns: one table, else a summary and the tasks."""
     grid, tasks = report_grid(report), len(report.tasks)
     if grid.width() <= width:
@@ -43,7 +42,7 @@ def run_tables(report: "Report", width: int) -> "list[Table]":
     return summary + titled("accuracy per task, %", grid.part(0, tasks).fitting(width))
 
 
-def run_markdown(report: "Report") -> str:
+def run_markdown(report: RunRows) -> str:
     """Return the text of `report.md`: the table, then everything needed to judge it."""
     sections = {
         "Loss": loss_grid(report.loss, report.tasks).markdown() if report.loss else "",
@@ -64,11 +63,11 @@ def run_markdown(report: "Report") -> str:
     )
 
 
-def _title(report: "Report") -> str:
+def _title(report: RunRows) -> str:
     return f"{report.suite}, merged by {report.upstream or 'nobody'}"
 
 
-def report_grid(report: "Report") -> Grid:
+def report_grid(report: RunRows) -> Grid:
     """Rows by tasks, average, recovered gap and worst task; the best of each column stands out."""
     merged = [name for name in report.rows if name not in (BASE, EXPERTS)]
     competing = merged if len(merged) > 1 else []
@@ -85,7 +84,7 @@ def report_grid(report: "Report") -> Grid:
     return replace(grid, columns=columns, lines=lines)
 
 
-def provenance(report: "Report") -> list[str]:
+def provenance(report: RunRows) -> list[str]:
     """Sentences under a table: what was calibrated with what, where, and what to mind."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, tasks in report.samples.items():

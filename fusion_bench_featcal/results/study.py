@@ -1,31 +1,25 @@
 """Results of a study: comparisons by their points' labels, as `study.json` and a long table."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
-from fusion_bench_featcal.json_files import plain, read_json, sealed_json
+from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.json_files import read_json
 
 from .find import FailedCell
 from .items import Interval, Scores, paired_difference, student_interval
-from .long_table import AVERAGE, CORRECT
-from .report import Report, csv_text
+from .long_table import AVERAGE
+from .report import Report
 from .schema import SCHEMA, STUDY, STUDY_FILE, STUDY_KIND, check_types
 from .summary import COMPARISON_SEED, Summary, SummaryRow, summarise
 
-TABLE_FILE, PAGE_FILE = "table.csv", "study.md"
-_UNDRAWN = "not all figures were drawn"
 _SHORT = {"samples_per_task": "n"}
-_KEPT = (
-    "upstream", "name", "accuracy", "gain", "recovered_gap", "worst_task", "worst_recovered_gap",
-    "samples", "spread",
-)  # fmt: skip
 
 
 @dataclass
@@ -120,35 +114,6 @@ class Study:
         rows = (row for point in self.points for row in point["rows"])
         return list(dict.fromkeys(row["name"] for row in rows if row["upstream"] == merger))
 
-    def write(self, directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
-        """Write figures, table, page and, last, `study.json`; return the last one's path.
-
-        Raises:
-            ReportError: If the folder cannot be written.
-        """
-        from .study_page import study_markdown
-
-        directory = prepare_directory(directory, setting)
-        self._draw(directory, setting)
-        if self.lines:
-            text = csv_text(self.lines[0], self.lines)
-            write_atomic(directory / TABLE_FILE, text, setting)
-        write_atomic(directory / PAGE_FILE, study_markdown(self), setting)
-        content = {"kind": STUDY_KIND, "schema": SCHEMA, **plain(asdict(self), "study")}
-        del content["lines"]
-        return write_atomic(directory / STUDY_FILE, sealed_json(content), setting)
-
-    def _draw(self, directory: Path, setting: str) -> None:
-        """Draw the figures; a note tells of what prevents it."""
-        from .study_figures import draw_study
-
-        self.notes = [note for note in self.notes if not note.startswith(_UNDRAWN)]
-        try:
-            draw_study(self, directory, setting)
-        except Exception as error:  # hours of cells reach the tables whatever a drawing raises
-            reason = error if isinstance(error, ReportError) else repr(error)
-            self.notes.append(f"{_UNDRAWN}: {reason}")
-
     @classmethod
     def load(cls, directory: str | Path) -> "Study":
         """Read `study.json`.
@@ -168,58 +133,6 @@ class Study:
         check_types(content, STUDY, str(path))
         names = set(cls.__dataclass_fields__) - {"lines"}
         return cls(**{key: value for key, value in content.items() if key in names})
-
-
-def make_study(
-    name: str,
-    suite: str,
-    groups: Sequence[Group],
-    *,
-    seeds: list[int],
-    over: list[str],
-    against: Mapping[str, Sequence[str]] | None,
-    design: str,
-) -> Study:
-    """Average every point over its seeds, and see which of the paper's observations hold.
-
-    Args:
-        name: The study's name.
-        suite: The model pool.
-        groups: The points' runs.
-        seeds: All seeds.
-        over: Labels that are averaged over.
-        against: Row -> rows whose difference from it is of interest; others: from their merger.
-        design: As in `Study`.
-
-    Raises:
-        ReportError: If no point gave any result.
-    """
-    from .observations import find_out
-
-    for group in groups:
-        group.load()
-    if not any(group.runs for group in groups):
-        reasons = list(dict.fromkeys(cell.reason for g in groups for cell in g.failed))
-        raise ReportError(f"no point of the study gave a result: {'; '.join(reasons[:3])}")
-    study = Study(
-        name=name,
-        suite=suite,
-        points=[_point(group, against or {}) for group in groups],
-        seeds=seeds,
-        over=over,
-        design=design,
-        lines=[line for group in groups for line in _lines(name, suite, group)],
-    )
-    if len(seeds) == 1:
-        study.notes.append(
-            f"one seed ({seeds[0]}): intervals are over test items alone; for others set "
-            "method.seeds=[42,43,44]"
-        )
-    notes = (note for g in groups if g.summary for note in g.summary.notes)
-    # Of tasks below the merged model every point's report tells.
-    study.notes += [note for note in dict.fromkeys(notes) if "below the merged" not in note]
-    study.findings = [asdict(finding) for finding in find_out(study, groups)]
-    return study
 
 
 def label_text(labels: Mapping[str, Any]) -> str:
@@ -257,41 +170,3 @@ def difference(
         return Interval(estimate, estimate - half, estimate + half)
     low, high = items.estimate - items.low, items.high - items.estimate
     return Interval(estimate, estimate - math.hypot(low, half), estimate + math.hypot(high, half))
-
-
-def _point(group: Group, against: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    rows = []
-    compared = {row: name for name, names in against.items() for row in names}
-    for row in group.summary.rows if group.summary else ():
-        own = (group, row.upstream, row.name)
-        values = group.by_seed[row.upstream, row.name]
-        other = compared.get(row.name, row.upstream)
-        gain = None if row.upstream is None else difference(own, (group, row.upstream, other or ""))
-        cost = {key: value for key, value in row.cost.items() if isinstance(value, int | float)}
-        rows.append(
-            {
-                **{key: getattr(row, key) for key in _KEPT},
-                "seeds": len(values),
-                "half_width": seed_half_width([*values.values()]),
-                "against": other,
-                "difference": gain and asdict(gain),
-                "cost": cost,
-            }
-        )
-    failed = [asdict(cell) for cell in group.failed]
-    return {"labels": group.labels, "rows": rows, "failed": failed}
-
-
-def _lines(study: str, suite: str, group: Group) -> Iterator[dict[str, Any]]:
-    """The group's part of the long table."""
-    for path in group.runs:
-        report = Report.load(path)
-        seed = report.seeds.get(COMPARISON_SEED)
-        for entry in report.entries():
-            if entry.metric == CORRECT or not isinstance(entry.value, int | float):
-                continue
-            place = {"study": study, "suite": suite, **group.labels}
-            yield place | {
-                "merger": entry.merger, "row": entry.row, "task": entry.task, "seed": seed,
-                "metric": entry.metric, "value": f"{entry.value:.6g}",
-            }  # fmt: skip

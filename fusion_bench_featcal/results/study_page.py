@@ -43,18 +43,6 @@ def show_study(study: Study, folder: Path | None = None) -> None:
     print_page(tables, lines)
 
 
-def report_study(folder: Path, out: Path | None = None) -> None:
-    """Print a study's tables from its `study.json`, after writing all but the long table to `out`.
-
-    Raises:
-        ReportError: If the study is damaged, or `out` cannot be written.
-    """
-    study = Study.load(folder)
-    if out is not None:
-        study.write(out, "--out")
-    show_study(study)
-
-
 def study_markdown(study: Study) -> str:
     """The page of a study."""
     parts: list[str | Sequence[str]] = []

@@ -28,6 +28,7 @@ from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.results.study import Study
+from fusion_bench_featcal.results.study_files import write_study
 from fusion_bench_featcal.results.study_page import show_study
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.studies.axes import unresolved
@@ -116,7 +117,7 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         with ending_cleanly(self._program, lambda: f"{go_on} the command"):
             run.run(store, folder / "points", suite)
         study = run.study(suite)
-        study.write(folder)
+        write_study(study, folder)
         self._end(study, folder, run)
 
     def _task(self, point: Point, config: DictConfig) -> Task:

@@ -23,7 +23,8 @@ from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.results import describe_device, versions
 from fusion_bench_featcal.results.find import FailedCell
-from fusion_bench_featcal.results.study import Group, Study, make_study
+from fusion_bench_featcal.results.study import Group, Study
+from fusion_bench_featcal.results.study_files import make_study
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.studies.points import Point
 

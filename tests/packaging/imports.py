@@ -1,6 +1,7 @@
 """Who imports what in the package, read from the source without importing anything."""
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = "fusion_bench_featcal"
@@ -36,3 +37,31 @@ def import_graph() -> dict[str, set[str]]:
             targets.add(f".{rest.partition('.')[0]}" if top == PACKAGE and rest else top)
         targets.discard(f".{part_of(path)}")
     return graph
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Module of the package -> modules of the package that it imports."""
+    modules = {}
+    for path in ROOT.rglob("*.py"):
+        name = ".".join([PACKAGE, *path.relative_to(ROOT).with_suffix("").parts])
+        modules[name.removesuffix(".__init__")] = imported_names(path)
+    return {
+        module: {name if name in modules else name.rpartition(".")[0] for name in names}
+        & modules.keys() - {module}
+        for module, names in modules.items()
+    }
+
+
+def in_a_circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Names that import themselves, directly or through others of the graph."""
+    return sorted(name for name in graph if name in reachable(name, graph))
+
+
+def reachable(name: str, graph: Mapping[str, set[str]]) -> set[str]:
+    """Names that `name` imports, directly or through others of the graph."""
+    seen, waiting = set[str](), [name]
+    while waiting:
+        new = graph[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen

@@ -5,6 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 from fusion_bench_featcal.results.study import Study
+from fusion_bench_featcal.results.study_files import write_study
 
 ROWS = ("experts", "ta", "surgery", "featcal")
 
@@ -43,5 +44,5 @@ def sweep_points() -> list[dict[str, Any]]:
 def leave(made: Study, folder: Path) -> Path:
     """A study's folder without its figures, which take a second."""
     with patch("fusion_bench_featcal.results.study_figures.draw_study", return_value=[]):
-        made.write(folder)
+        write_study(made, folder)
     return folder

@@ -11,7 +11,8 @@ from synthetic import make_report
 from fusion_bench_featcal.results import ReportError, study_figures
 from fusion_bench_featcal.results.data_figures import data_figures
 from fusion_bench_featcal.results.data_tables import data_grids
-from fusion_bench_featcal.results.study import Group, Study, make_study
+from fusion_bench_featcal.results.study import Group, Study
+from fusion_bench_featcal.results.study_files import make_study, write_study
 from fusion_bench_featcal.results.study_page import merged_points
 
 MERGER = "task_arithmetic"
@@ -165,7 +166,7 @@ def test_absent_cells_and_panels_do_not_end_a_study(tmp_path: Path) -> None:
     clean = {(("corruption", "clean"), ("severity", 0), 42): {"levels": levels | {"featcal": 0.8}}}
     for kind in ("severity", "corruption"):
         study = made(tmp_path / f"{kind}-runs", kind, clean)
-        study.write(tmp_path / kind)
+        write_study(study, tmp_path / kind)
         assert not any("drawn" in note for note in study.notes)
     assert not list((tmp_path / "severity").glob("*.png"))  # no corruption, no panel
     points = {
@@ -189,20 +190,20 @@ def test_a_note_tells_of_missing_figures(
             raise error
 
         patch.setattr(study_figures, "draw_study", fail)
-        study.write(tmp_path / "study")
+        write_study(study, tmp_path / "study")
     place = tmp_path / "study"
     loaded = Study.load(place)
     for text in (*loaded.notes[-1:], (place / "study.md").read_text()):
         assert "not all figures were drawn: " in text
         assert "no matplotlib" in text or "KeyError('fog')" in text
-    loaded.write(tmp_path / "again")  # now they are
+    write_study(loaded, tmp_path / "again")  # now they are
     assert not any("drawn" in note for note in Study.load(tmp_path / "again").notes)
 
 
 @pytest.mark.parametrize("kind", ["corruption", "transfer"])
 def test_pages_hold_the_tables(tmp_path: Path, kind: str) -> None:
     study = (corruption_study if kind == "corruption" else transfer_study)(tmp_path / "runs")
-    study.write(tmp_path / "study")
+    write_study(study, tmp_path / "study")
     page = (tmp_path / "study" / "study.md").read_text()
     assert ("change from clean" if kind == "corruption" else "calibrated on") in page
     assert (tmp_path / "study" / f"{kind}.png").is_file()

@@ -16,6 +16,7 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.json_files import sealed_json
 from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.results.study_figures import plot_study, source_of
+from fusion_bench_featcal.results.study_files import write_study
 from fusion_bench_featcal.results.study_page import study_grids
 
 TRICKY = '<b>"it\'s" & </script><script>x()</script>'
@@ -119,7 +120,7 @@ def test_drawn_figures_are_part_of_the_page(tmp_path: Path) -> None:
 
 def test_figures_of_other_results_are_left_out_and_named(tmp_path: Path) -> None:
     points = [point({"source": name}, featcal=0.7) for name in "ab"]
-    folder = study("own", points).write(tmp_path / "s").parent
+    folder = write_study(study("own", points), tmp_path / "s").parent
     drawn = (folder / "own.svg").read_bytes()
     (image,) = Reader(page_text(folder)).all("img")
     assert base64.b64decode(image["src"].partition(",")[2]) == drawn
