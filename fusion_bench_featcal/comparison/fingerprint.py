@@ -22,7 +22,6 @@ import fusion_bench_featcal
 from fusion_bench_featcal.digests import (
     InputsDigest,
     describe_model,
-    describe_software,
     digest_file,
 )
 from fusion_bench_featcal.fusionbench.options import plain
@@ -30,17 +29,13 @@ from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 
 log = logging.getLogger(__name__)
 
+NUMBERS_VERSION = 1
+"""Version of the code that makes numbers: raise it where a result or a cost can change."""
 _LENGTH = 20  # hexadecimal digits of a fingerprint
 _LARGE = 2**30  # bytes of a folder whose digest takes seconds
 _PACKAGES = ("fusion-bench", "torch", "transformers")
 _OWN_FOLDER = Path(fusion_bench_featcal.__file__).resolve().parent
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
-# These read results, or start runs; they have no part in making a result.
-_NO_PART_IN_RESULTS = {
-    "results", "studies", "diagnosis", "report_verbs.py", "files.py",
-    "json_files.py", "cli.py", "plan", "_hydra_plugin",
-    "setting_docs.py", "old_names.py", "example_files.py", "examples", "py.typed",
-}  # fmt: skip
 
 
 def fingerprint(*values: Any) -> str:
@@ -139,10 +134,9 @@ def describe_task_pool(taskpool: BaseTaskPool, files: FileDigests) -> dict[str, 
     }
 
 
-def describe_makers() -> dict[str, str]:
-    """Versions of the packages that make results, and a digest of this package's own code."""
-    code = set(os.listdir(_OWN_FOLDER)) - _NO_PART_IN_RESULTS
-    return describe_software(_PACKAGES, tuple(sorted(code)))
+def describe_makers() -> dict[str, Any]:
+    """Versions of the packages that make results, and of this package's own numbers."""
+    return {"numbers": NUMBERS_VERSION} | {package: version(package) for package in _PACKAGES}
 
 
 def describe_code(value: Any, files: FileDigests) -> dict[str, str]:
@@ -154,7 +148,7 @@ def describe_code(value: Any, files: FileDigests) -> dict[str, str]:
 
     Returns:
         Module -> digest of its source file, or the version of the installed package it belongs to.
-        This package's own code is left out: `describe_software` has it.
+        This package's own code is left out: `NUMBERS_VERSION` stands for it.
     """
     modules = {name for target in _targets(value) for name in _modules_of(target)}
     code = {name: _code_of_module(name, files) for name in sorted(modules)}

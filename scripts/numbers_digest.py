@@ -1,0 +1,71 @@
+"""Digest of the code that makes numbers: syntax trees without docstrings and comments.
+
+A test compares it with `tests/comparison/numbers.json`, beside `NUMBERS_VERSION`. Writes that file:
+
+    python scripts/numbers_digest.py
+"""
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.comparison.fingerprint import NUMBERS_VERSION
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "fusion_bench_featcal"
+KEPT = REPOSITORY / "tests" / "comparison" / "numbers.json"
+COST = PACKAGE / "results" / "cost.py"
+# These read results, or start runs; they have no part in making a number.
+_NO_PART = {
+    "results", "studies", "diagnosis", "report_verbs.py", "files.py", "json_files.py", "cli.py",
+    "plan", "preflight.py", "folders", "_hydra_plugin", "setting_docs.py", "old_names.py",
+    "example_files.py", "examples", "comparison/fingerprint.py", "comparison/reports.py",
+}  # fmt: skip
+
+
+def numbers() -> dict[str, Any]:
+    """Version and digest of the code that makes numbers."""
+    digest = hashlib.sha256()
+    for path in makers():
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode())
+        digest.update(json.dumps(shape(path.read_text(encoding="utf-8"))).encode())
+    return {"version": NUMBERS_VERSION, "digest": digest.hexdigest()}
+
+
+def makers() -> Iterator[Path]:
+    """Source files that have a part in making a number."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE)
+        if path == COST or not {name.parts[0], name.as_posix()} & _NO_PART:
+            yield path
+
+
+def shape(source: str) -> Any:
+    """Nested lists that change with the code, but not with its layout, comments or docstrings."""
+    return _shape(ast.parse(source))
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shape(entry) for entry in value if not _is_docstring(entry)]
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    # Fields without a value differ between versions of Python.
+    fields = [(name, entry) for name, entry in ast.iter_fields(value) if entry not in (None, [])]
+    return [type(value).__name__, *([name, _shape(entry)] for name, entry in fields)]
+
+
+def _is_docstring(node: Any) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+if __name__ == "__main__":
+    KEPT.write_text(json.dumps(numbers(), indent=2) + "\n", encoding="utf-8")
+    print(f"written: {KEPT.relative_to(REPOSITORY)}")

@@ -1,0 +1,56 @@
+"""The code that makes numbers does not change without its version being asked for."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from fusion_bench_featcal.comparison import fingerprint
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DIGEST = runpy.run_path(str(REPOSITORY / "scripts" / "numbers_digest.py"))
+CODE = '''
+def seconds(start, end):
+    """Seconds between two times."""
+    return end - start
+'''
+
+
+def test_version_is_raised_where_numbers_change():
+    kept = json.loads((REPOSITORY / "tests" / "comparison" / "numbers.json").read_text())
+    assert DIGEST["numbers"]() == kept, (
+        "code that makes numbers was changed. If a result or a cost can change, raise "
+        "NUMBERS_VERSION in fusion_bench_featcal/comparison/fingerprint.py. Then run: "
+        "python scripts/numbers_digest.py"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "counts"),
+    [
+        ("Seconds between", "Time between", False),
+        ("    return", "    # of a clock\n\n    return", False),
+        ("end - start", "(end - start)", False),
+        ("end - start", "2 * (end - start)", True),
+        ("end - start", "'end - start'", True),
+        ("start, end", "start, end=0", True),
+    ],
+)
+def test_only_code_counts(old: str, new: str, counts: bool):
+    changed = CODE.replace(old, new)
+    assert changed != CODE
+    assert (DIGEST["shape"](changed) != DIGEST["shape"](CODE)) == counts
+
+
+def test_costs_are_numbers_and_tables_are_not():
+    names = {path.relative_to(DIGEST["PACKAGE"]).as_posix() for path in DIGEST["makers"]()}
+    assert {"results/cost.py", "calibration.py", "engine/loop.py", "comparison/cells.py"} <= names
+    assert not names & {"results/tables.py", "cli.py", "comparison/fingerprint.py"}
+
+
+def test_cells_depend_on_the_version_not_on_the_code(monkeypatch: pytest.MonkeyPatch):
+    described = fingerprint.describe_makers()
+    assert set(described) == {"numbers", "fusion-bench", "torch", "transformers"}
+    monkeypatch.setattr(fingerprint, "NUMBERS_VERSION", fingerprint.NUMBERS_VERSION + 1)
+    assert fingerprint.describe_makers()["numbers"] == described["numbers"] + 1
