@@ -27,6 +27,7 @@ from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.comparison_figures import plot_comparison
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
@@ -197,8 +198,8 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 f"{cell.upstream or 'reference'}, {cell.name}: {cell.reason}" for cell in run.failed
             )
             raise CalibrationError(
-                f"{len(run.failed)} of {len(run.grid)} cells failed; the others are finished and "
-                f"stay so when the command is repeated. {cells}"
+                f"{len(run.failed)} of {counted(len(run.grid), 'cell')} failed; the others are "
+                f"finished and stay so when the command is repeated. {cells}"
             )
 
 

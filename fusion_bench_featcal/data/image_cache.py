@@ -21,6 +21,7 @@ from transformers import BaseImageProcessor, ProcessorMixin
 
 from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.files import PART, remove_orphans, write_whole
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -175,12 +176,11 @@ class ImageCache:
         if self.folder is not None:
             number, size = self.folder.size()
             log.info(
-                "method.cache_dir %s: %d images taken from it, %.1f MiB added; it holds %d images, "
-                "%.1f MiB",
+                "method.cache_dir %s: %s taken from it, %.1f MiB added; it holds %s, %.1f MiB",
                 self.folder.folder,
-                self._from_disk,
+                counted(self._from_disk, "image"),
                 self.folder.bytes_written / _MB,
-                number,
+                counted(number, "image"),
                 size / _MB,
             )
 

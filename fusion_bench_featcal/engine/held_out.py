@@ -11,6 +11,7 @@ from fusion_bench_featcal.engine.problem import Problem
 from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.engine.sensitivity import final_rows
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError
 
 SHARE, MOST, LEAST = 8, 32, 16
@@ -52,8 +53,8 @@ def hold_out(task: str, batches: Iterable[Batch], held_out: int | str) -> Iterat
     held = held_out_of(total, held_out)
     if held >= total:
         raise CalibrationError(
-            f"task {task}: method.held_out={held} leaves none of its {total} samples to solve "
-            "with. Lower it, or set it to auto"
+            f"task {task}: method.held_out={held} leaves none of its {counted(total, 'sample')} to "
+            "solve with. Lower it, or set it to auto"
         )
     used = last - held
     for batch in waiting:

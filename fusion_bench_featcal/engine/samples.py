@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.engine.problem import Problem, is_language_model
 from fusion_bench_featcal.engine.rows import CountedRows
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -229,9 +230,9 @@ def take_samples(
 def warn_of_few_samples(task: str, available: int, wanted: int) -> None:
     """Warn that a task has fewer samples than asked for."""
     log.warning(
-        "task %s has %d samples, fewer than method.samples_per_task = %d: all of them are used",
+        "task %s has %s, fewer than method.samples_per_task = %d: all of them are used",
         task,
-        available,
+        counted(available, "sample"),
         wanted,
     )
 

@@ -15,6 +15,7 @@ from fusion_bench_featcal.experts.expert_model import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError
 
 Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip"]
@@ -161,7 +162,9 @@ class ModelFolder:
             raise ValueError(f"{self.option} cannot be loaded: {first_line(error)}") from error
         if found["missing_keys"]:
             missing = sorted(found["missing_keys"])
-            raise ValueError(f"{self.option} lacks {len(missing)} tensors, such as {missing[0]}")
+            raise ValueError(
+                f"{self.option} lacks {counted(len(missing), 'tensor')}, such as {missing[0]}"
+            )
         return model.eval().requires_grad_(False)
 
     @cached_property

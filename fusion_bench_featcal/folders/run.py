@@ -34,6 +34,7 @@ from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.plan.estimate import Request as PlanRequest
 from fusion_bench_featcal.plan.estimate import estimate
 from fusion_bench_featcal.plan.show import one_line, warnings_of
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import (
     EXPERTS,
     FEATCAL,
@@ -42,6 +43,7 @@ from fusion_bench_featcal.results import (
     measure,
     versions,
 )
+from fusion_bench_featcal.results.long_table import GIVEN
 from fusion_bench_featcal.results.remarks import (
     largest_update,
     tasks_below_merged,
@@ -138,7 +140,7 @@ class Job:
         tasks = _open_tasks(models, request, processor)
         report = Report(
             suite=request.out.name,
-            upstream=request.merge or "merged",
+            upstream=request.merge or GIVEN,
             versions=versions(),
             device=describe_device(torch.device(request.device)),
         )
@@ -158,9 +160,9 @@ class Job:
     def show_plan(self) -> None:
         """Print what will be done, with what, and what it takes."""
         request, home = self.request, self.models.home
-        print(f"{home.kind}: {home.calibrated_class.__name__}, {len(self.tasks)} tasks")
+        print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(self.tasks), 'task')}")
         for name, task in self.tasks.items():
-            print(f"  {name}: {task.samples} samples of {request.data[name]}")
+            print(f"  {name}: {counted(task.samples, 'sample')} of {request.data[name]}")
         for note in self.report.notes:
             print(f"  {note}")
         print(f"  settings: {request.settings.of_the_model().described()}")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.plurals import counted
 
 HELD_BACK = 5
 """Without test data one row of so many is held back for evaluation."""
@@ -77,7 +78,7 @@ def split_rows(task: str, available: int, request: Request) -> tuple[list[int], 
 def sentences(held: int, task: str, request: Request) -> list[str]:
     """Say on how many held-back rows a task is evaluated, where it has no test data."""
     if held:
-        return [f"{task}: evaluated on {held} rows of --data, which take no part"]
+        return [f"{task}: evaluated on {counted(held, 'row of --data')}, held back"]
     if request.evaluate and task not in request.tests:
         return [f"{task}: too few rows to hold any back, so it is not evaluated (--eval)"]
     return []

@@ -27,6 +27,7 @@ from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.save_target import check_save_target
 from fusion_bench_featcal.json_files import masked
 from fusion_bench_featcal.module_copies import bind_own_functions, copied_module
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -191,9 +192,9 @@ def warn_if_busy() -> None:
     others = sum(used[core] for core in cores if core < len(used)) / 100 - mine
     if others + threads > len(cores) + _SPARE:
         log.warning(
-            "other processes use %.1f of %d cores, beside which calibrating with %d threads can "
+            "other processes use %.1f of %s, beside which calibrating with %s can "
             "take many times longer: set OMP_WAIT_POLICY=passive in the environment",
             others,
-            len(cores),
-            threads,
+            counted(len(cores), "core"),
+            counted(threads, "thread"),
         )

@@ -27,6 +27,7 @@ from fusion_bench_featcal.methods.corrected_model import Corrected
 from fusion_bench_featcal.methods.interface import Choice, MethodInputs
 from fusion_bench_featcal.methods.lessons import Lesson, expert_lessons, features_problem
 from fusion_bench_featcal.module_copies import copied_module
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,10 @@ def _choose(
     samples = min(batches.samples for batches in inputs.batches(draw).values())
     best, highest, tried = changes[0], -math.inf, 0
     if samples < LEAST_SAMPLES:
-        log.info("%d samples a task are too few to choose settings by: they stay as given", samples)
+        log.info(
+            "%s per task: too few to choose settings by, they stay as given",
+            counted(samples, "sample"),
+        )
     else:
         fitted = samples - samples // _HELD_OUT
         judge = HeldOut(inputs, draw, fitted)

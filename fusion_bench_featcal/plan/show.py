@@ -7,6 +7,7 @@ from rich.table import Table
 
 from fusion_bench_featcal.plan.advice import LABELS, advice, size
 from fusion_bench_featcal.plan.estimate import WORTH, Plan
+from fusion_bench_featcal.plurals import counted
 
 _STEPS = {
     "stem": "up to the first block",
@@ -21,10 +22,10 @@ _STEPS = {
 def show_plan(plan: Plan, console: Console | None = None) -> None:
     """Print a plan's tables to a console; None: standard output."""
     console = console or Console()
-    threads = f", {plan.threads} threads" if plan.device == "cpu" else ""
+    threads = f", {counted(plan.threads, 'thread')}" if plan.device == "cpu" else ""
     console.print(
-        f"{plan.model}, family {plan.family}: {plan.tasks} tasks x {plan.samples} samples on "
-        f"{plan.device}{threads}"
+        f"{plan.model}, family {plan.family}: {counted(plan.tasks, 'task')} x "
+        f"{counted(plan.samples, 'sample')} on {plan.device}{threads}"
     )
     if plan.processes > 1:
         console.print(f"{plan.processes} processes; what follows is for the busiest of them")

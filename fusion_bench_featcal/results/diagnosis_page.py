@@ -18,7 +18,7 @@ from .class_gains import (
 )
 from .diagnosis import MEASURES, POSITIONS, Diagnosis
 from .findings import findings_grid, gains_of
-from .long_table import AVERAGE, EXPERTS
+from .long_table import AVERAGE, EXPERTS, merged_by
 from .report import csv_text
 from .tables import (
     ABSENT,
@@ -83,7 +83,7 @@ def long_lines(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
 
 def diagnosis_markdown(diagnosis: Diagnosis) -> str:
     """The page: tables, and links to figures that `featcal plot` draws beside it."""
-    merged = f", merged by {diagnosis.upstream}" if diagnosis.upstream else ""
+    merged = f", {merged_by(diagnosis.upstream)}" if diagnosis.upstream else ""
     parts: list[Any] = [f"# Diagnosis of {diagnosis.suite}{merged}", conditions(diagnosis)]
     for title, make in SECTIONS.items():
         if content := make(diagnosis):

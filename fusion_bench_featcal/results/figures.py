@@ -21,7 +21,7 @@ from .drawing import (
     save_figures,
     style,
 )
-from .long_table import AVERAGE, EXPERTS, FEATCAL, file_suffix, is_repair
+from .long_table import AVERAGE, EXPERTS, FEATCAL, file_suffix, is_repair, merged_by
 from .report import Report
 from .tables import short_blocks, short_names
 
@@ -44,7 +44,7 @@ def plot_run(run: str | Path, out: str | Path | None = None, setting: str = "--o
     """
     run = Path(run)
     report = Report.load(run)
-    title = f"{report.suite}, merged by {report.upstream}" if report.upstream else report.suite
+    title = f"{report.suite}, {merged_by(report.upstream)}" if report.upstream else report.suite
     figures = {"accuracy": accuracy_figure(report, title)} if report.rows else {}
     held_out: dict[str, list[dict[str, Any]]] = {}
     for row, records, later in calibration_logs(run):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fusion_bench_featcal.plurals import counted
+
 from .diagnosis import Diagnosis
 from .items import LEVEL, Interval, paired_difference, student_interval
 from .tables import Grid
@@ -85,7 +87,7 @@ def _task_vectors(diagnosis: Diagnosis, row: str) -> Iterator[Finding]:
         "task vectors are farther from the expert's (Fig. 2d)",
         "lower on 8 of 8 tasks",
         row,
-        f"lower on {lower} of {len(tasks)} tasks, {_signed(change)}",
+        f"lower on {lower} of {counted(len(tasks), 'task')}, {_signed(change)}",
         verdict(change, BELOW),
     )
 

@@ -10,6 +10,8 @@ FEATCAL = "featcal"
 AVERAGE = "average"
 NORMALISED = "normalised"
 UNAVAILABLE = "unavailable"
+GIVEN = "merged"
+"""Row of a merged model whose merger is not known."""
 LEAST_GAP = 0.01
 """Smallest merged-to-expert gap of a task of which a share is compared: one point."""
 
@@ -80,6 +82,11 @@ class LongTable:
             for metric, tasks in self._values[key].items()
             if metric.startswith(COST)
         }
+
+
+def merged_by(merger: str | None) -> str:
+    """Phrase on the upstream merger, for titles."""
+    return "merged elsewhere" if merger == GIVEN else f"merged by {merger or 'nobody'}"
 
 
 def is_repair(row: str, merger: str | None) -> bool:

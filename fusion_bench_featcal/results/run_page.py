@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .long_table import AVERAGE, BASE, EXPERTS, samples_range
+from fusion_bench_featcal.plurals import counted
+
+from .long_table import AVERAGE, BASE, EXPERTS, merged_by, samples_range
 from .run_rows import RunRows
 from .tables import (
     WORST,
@@ -64,7 +66,7 @@ def run_markdown(report: RunRows) -> str:
 
 
 def _title(report: RunRows) -> str:
-    return f"{report.suite}, merged by {report.upstream or 'nobody'}"
+    return f"{report.suite}, {merged_by(report.upstream)}"
 
 
 def report_grid(report: RunRows) -> Grid:
@@ -90,7 +92,7 @@ def provenance(report: RunRows) -> list[str]:
     for name, tasks in report.samples.items():
         groups.setdefault(tuple(samples_range(tasks.values())), []).append(name)
     lines = [
-        f"{', '.join(names)}: {drawn[0]} samples per task from the {drawn[1]} split"
+        f"{', '.join(names)}: {counted(drawn[0], 'sample')} per task from the {drawn[1]} split"
         for drawn, names in groups.items()
         if drawn
     ]

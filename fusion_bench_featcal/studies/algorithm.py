@@ -27,6 +27,7 @@ from fusion_bench_featcal.fusionbench.options import plain, take_fusion_bench_ke
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results.study import Study
 from fusion_bench_featcal.results.study_files import write_study
 from fusion_bench_featcal.results.study_page import show_study
@@ -145,8 +146,8 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
         failed = run.failures()
         if failed:
             raise CalibrationError(
-                f"{len(failed)} cells or points of the study failed; the others are finished and "
-                f"stay so when the command is repeated. {'; '.join(failed[:5])}"
+                f"{counted(len(failed), 'cell')} of the study failed; the others are "
+                f"finished and stay so when the command is repeated. {'; '.join(failed[:5])}"
             )
 
 

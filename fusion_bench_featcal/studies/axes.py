@@ -10,6 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import FEATCAL
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.studies.axis import Axis, Changes, Option, unresolved
@@ -108,12 +109,12 @@ def _task_subsets(name: str, values: Any, config: DictConfig) -> Axis:
         if isinstance(number, bool) or not isinstance(number, int) or number < 2:
             raise ValueError(f"method.axes.{name} must be integers >= 2, got {number!r}")
         if number > len(tasks):
-            log.info("the pool has %d tasks: none are merged by %d", len(tasks), number)
+            log.info("the pool has %s: none are merged by %d", counted(len(tasks), "task"), number)
         for subset in _subsets(tasks, number, most):
             labels = {name: number, "subset": "+".join(subset)}
             options.append(Option(labels, _keep_tasks(config, subset)))
     if not options:
-        raise ValueError(f"method.axes.{name}={values}: the pool has {len(tasks)} tasks")
+        raise ValueError(f"method.axes.{name}={values}: the pool has {counted(len(tasks), 'task')}")
     return Axis(name, options)
 
 

@@ -1,6 +1,7 @@
 """`featcal calibrate` on folders: what it leaves is the calibration that Python gives."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -326,3 +327,25 @@ def test_needs_neither_fusion_bench_nor_hydra(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
     assert done.stdout.splitlines()[-1].split() == ["loaded:"]
+
+
+def test_one_task_is_one_and_its_merger_is_not_named(tmp_path, capsys):
+    llama_folders(tmp_path)
+    task = TASKS[0]
+    row = json.loads((tmp_path / f"{task}.jsonl").read_text().splitlines()[0])
+    write_rows(tmp_path / "one.jsonl", [row])
+    named = ["--expert", f"{task}={tmp_path / task}", "--data", f"{task}={tmp_path / 'one.jsonl'}"]
+    named += ["--base", str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--preset", "paper"]
+    rows = str(tmp_path / f"{task}.jsonl")
+    assert main(["calibrate", str(tmp_path / "merged"), *named, "--eval", f"{task}={rows}"]) == 0
+    assert main(["report", str(tmp_path / "out" / "featcal")]) == 0
+    assert main(["report", str(tmp_path / "out"), "--html", str(tmp_path / "page.html")]) == 0
+    shown = capsys.readouterr().out
+    for words in (", 1 task\n", f"{task}: 1 sample of", "merged elsewhere"):
+        assert words in shown
+    page = (tmp_path / "page.html").read_text()
+    assert "merged elsewhere" in page
+    for text in (shown, page, (tmp_path / "out" / "featcal" / "report.md").read_text()):
+        assert not re.findall(
+            r"(?<![\d.])1 (?:tasks|samples|threads|runs)\b|merged by merged", text
+        )

@@ -78,7 +78,7 @@ def test_settings_stay_as_given_where_samples_are_few(models, caplog) -> None:
     method = tuned()
     found: Any = method.post_merge(copy.deepcopy(merged), inputs_of(pool))
     assert found.choice == Choice(1, "as given")
-    assert "15 samples a task are too few" in caplog.text
+    assert "15 samples per task: too few" in caplog.text
     known: Any = RidgeSurgery(ridge_lambda=1e3, samples_per_task=20, batch_size=4)
     known = known.post_merge(merged, inputs_of(pool))
     assert torch.equal(found.corrections["task_one"].matrix, known.corrections["task_one"].matrix)

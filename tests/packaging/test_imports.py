@@ -18,7 +18,7 @@ def ours(part: str) -> set[str]:
 OURS = {part: ours(part) for part in GRAPH}
 
 
-@pytest.mark.parametrize("part", ["core", "files", "setting_checks"])
+@pytest.mark.parametrize("part", ["core", "files", "plurals", "setting_checks"])
 def test_needs_nothing_of_ours(part):
     assert ours(part) == set()
 
@@ -27,8 +27,8 @@ def test_settings_know_only_their_checks():
     assert ours("settings") == {"setting_checks"}
 
 
-def test_results_know_only_the_files():
-    assert ours("results") == {"files", "json_files"}
+def test_results_know_only_files_and_plurals():
+    assert ours("results") == {"files", "json_files", "plurals"}
 
 
 def test_core_is_tensors_only():

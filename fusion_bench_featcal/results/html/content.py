@@ -9,7 +9,7 @@ from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.results.columns import accuracy_cells
 from fusion_bench_featcal.results.diagnosis import Diagnosis
 from fusion_bench_featcal.results.find import ResultFolders
-from fusion_bench_featcal.results.long_table import AVERAGE, FEATCAL
+from fusion_bench_featcal.results.long_table import AVERAGE, FEATCAL, merged_by
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
 from fusion_bench_featcal.results.tables import ABSENT, WORST
 from fusion_bench_featcal.results.views import failures, sentences
@@ -74,7 +74,7 @@ def _page_of_runs(folders: ResultFolders, place: Path, defaults: Mapping[str, An
     title = ", ".join(dict.fromkeys(one.suite for one in (*groups, *diagnoses)))
     mergers = dict.fromkeys(row.upstream for group in groups for row in group.rows if row.upstream)
     mergers |= dict.fromkeys(one.upstream for one in diagnoses if one.upstream)
-    subtitle = f"merged by {', '.join(mergers) or 'nobody'}"
+    subtitle = merged_by(", ".join(mergers))
     if runs := len(folders.runs):
         subtitle += f"; {runs} run{'s' * (runs != 1)}"
     if diagnoses:
@@ -149,7 +149,7 @@ def _card(row: SummaryRow, group: Group) -> Card:
         least = "smallest gain" if share == ABSENT else f"{share} of its gap"
         lines.append(f"worst task: {task}, {least}")
     lines = [line.replace(" %", "\N{NO-BREAK SPACE}%") for line in lines]
-    return Card(row.name, f"{group.title}, merged by {row.upstream or 'nobody'}", gain, lines)
+    return Card(row.name, f"{group.title}, {merged_by(row.upstream)}", gain, lines)
 
 
 def _figures(groups: Sequence[Group]) -> list[Figure]:

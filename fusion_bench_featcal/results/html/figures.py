@@ -6,11 +6,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results.curves import MOMENTS
 from fusion_bench_featcal.results.drawing import CALIBRATED, MERGED, marks, panel_marks
 from fusion_bench_featcal.results.figures import calibration_logs
 from fusion_bench_featcal.results.items import paired_difference
-from fusion_bench_featcal.results.long_table import AVERAGE, BASE, EXPERTS, is_repair
+from fusion_bench_featcal.results.long_table import AVERAGE, BASE, EXPERTS, is_repair, merged_by
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
 from fusion_bench_featcal.results.tables import percent, short_blocks, short_names
 
@@ -94,11 +95,11 @@ def _accuracy_panel(
         f"{name} {percent(row.accuracy[AVERAGE])}" for name, row in by_name.items()
     )
     return Panel(
-        f"merged by {merger}",
+        merged_by(merger),
         Axis.linear(_ends(series), "accuracy, %"),
         Axis.lines({label: heights[key] for key, label in names.items()}),
         series,
-        f"Accuracy of each task, merged by {merger}. Averages in per cent: {averages}. "
+        f"Accuracy of each task, {merged_by(merger)}. Averages in per cent: {averages}. "
         "All values are in the table of accuracies.",
         height=70 + (24 + 5 * max(len(shifts) - 2, 0)) * len(names),
         left=31,
@@ -158,11 +159,11 @@ def cost_figure(group: Group) -> Figure:
         ends = [end for p in points for end in (p.y, *(p.bar or ()))]
         panels.append(
             Panel(
-                f"merged by {merger}",
+                merged_by(merger),
                 Axis.logarithmic([p.x for p in points], "seconds, without evaluation"),
                 Axis.linear(ends, "gain over the merger, points", zero=True),
                 series,
-                f"Gain against seconds, merged by {merger}. {'; '.join(p.tip for p in points)}.",
+                f"Gain against seconds, {merged_by(merger)}. {'; '.join(p.tip for p in points)}.",
             )
         )
     return Figure("Cost against accuracy", panels, "Bars: 95 % interval of the gain.")
@@ -208,7 +209,7 @@ def _samples_panel(
             value, spread = 100 * row.accuracy[AVERAGE], (row.deviation or {}).get(AVERAGE, 0.0)
             bar = (value - 100 * spread, value + 100 * spread) if spread else None
             more = f" ± {percent(spread)}" if spread else ""
-            tip = f"{name}, {samples} samples per task: {value:.1f}{more} %"
+            tip = f"{name}, {counted(samples, 'sample')} per task: {value:.1f}{more} %"
             points.append(Point(samples, value, tip, bar))
         series.append(Series(_MERGED if name == merger else name, looks[name], points, joined=True))
     points = [point for one in series for point in one.points]
@@ -216,11 +217,11 @@ def _samples_panel(
     numbers = sorted({point.x for point in points})
     ends = [end for point in points for end in (point.y, *(point.bar or ()))]
     return Panel(
-        f"merged by {merger}",
+        merged_by(merger),
         replace(x, ticks=[(number, f"{number:g}") for number in numbers]),
         Axis.linear(ends, "average accuracy, %"),
         series,
-        f"Accuracy against samples, merged by {merger}. {'; '.join(p.tip for p in points)}.",
+        f"Accuracy against samples, {merged_by(merger)}. {'; '.join(p.tip for p in points)}.",
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results.diagnosis import Diagnosis
 from fusion_bench_featcal.results.differences import row_name
 from fusion_bench_featcal.results.find import ResultFolders
@@ -33,7 +34,7 @@ class Group:
     @property
     def title(self) -> str:
         """The suite, with what tells it from the page's other groups."""
-        samples = "" if self.samples is None else f"{self.samples} samples"
+        samples = "" if self.samples is None else counted(self.samples, "sample")
         return ", ".join(filter(None, (self.suite, samples, self.label)))
 
     def name_of(self, merger: str | None, row: str) -> str:
