@@ -29,7 +29,7 @@ _SHOWN = 0.0005
 _INFORMATION = re.compile(
     r"of \d+ calibrations .* was kept\b"
     r"|: evaluated on \d+ rows? of --data|: accuracy is the share of |, so its expert writes them$"
-    r"|^(base|experts), by "
+    r"|(^|: )(base|experts), by "
 )
 
 

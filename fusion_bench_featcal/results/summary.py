@@ -236,7 +236,17 @@ def _difference(first: _Run, one: Any, second: _Run, two: Any) -> str:
 
 
 def _notes(runs: Sequence[_Run]) -> list[str]:
-    notes = list(dict.fromkeys(note for run in runs for note in run.report.notes))
+    """Notes of the runs, each with its merger (and suite) where not all of them have it."""
+    places = {run.path: _place(run, runs) for run in runs}
+    having: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for note in run.report.notes:
+            having.setdefault(note, {})[places[run.path]] = None
+    notes = []
+    for note, named in having.items():
+        is_named = note.startswith(tuple(f"{place}{end}" for place in named for end in ":,"))
+        everywhere = is_named or set(named) == set(places.values())
+        notes += [note] if everywhere else [f"{'; '.join(named)}: {note}"]
     without = [str(run.path) for run in runs if not run.report.items]
     if without:
         notes.append(f"no interval for rows without {ITEMS_FILE}: {', '.join(without)}")
@@ -245,6 +255,12 @@ def _notes(runs: Sequence[_Run]) -> list[str]:
         if len(numbers) > 1:
             notes.append(f"runs used different versions of {package}: {', '.join(numbers)}")
     return notes
+
+
+def _place(run: _Run, runs: Sequence[_Run]) -> str:
+    """Name a run's merger, and its suite where there are several."""
+    suite, merger = run.report.suite, run.report.upstream or "without merger"
+    return merger if len({each.report.suite for each in runs}) == 1 else f"{suite}, {merger}"
 
 
 # ---- one row

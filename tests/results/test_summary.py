@@ -1,5 +1,6 @@
 """Several runs in one summary: which are found, what is averaged, what is refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from synthetic import leave_run, leave_seeds, make_report, row_of
 
+from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import AVERAGE, ReportError
 from fusion_bench_featcal.results.find import find
 from fusion_bench_featcal.results.summary import summarise
@@ -157,3 +159,35 @@ def test_where_there_is_no_run(tmp_path: Path, path: str, message: str):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ReportError, match=message):
         find([tmp_path / path])
+
+
+BELOW = "dtd ends below the merged model: featcal -1.0 points"
+
+
+@pytest.mark.parametrize("door", ["terminal", "report.md", "page"])
+def test_notes_of_several_mergers_name_theirs(tmp_path: Path, capsys, door: str):
+    levels = {"base": 0.3, "experts": 0.9, "ties": 0.5, "ties:small": 0.6, "featcal": 0.7}
+    for merger, own in {"ties": [BELOW], "ties:small": ["ties:small: tuned by hand"]}.items():
+        notes = [*own, "featcal: slow disk"]
+        make_report(levels, upstream=merger, notes=notes).write(tmp_path / merger)
+    words = {"report.md": ["--out", str(tmp_path / "out")],
+             "page": ["--html", str(tmp_path / "page.html")]}.get(door, [])  # fmt: skip
+    assert main(["report", str(tmp_path / "ties"), str(tmp_path / "ties:small"), *words]) == 0
+    texts = {"terminal": lambda: " ".join(capsys.readouterr().out.split()),
+             "report.md": lambda: (tmp_path / "out" / "report.md").read_text(),
+             "page": lambda: (tmp_path / "page.html").read_text()}  # fmt: skip
+    text = texts[door]()
+    assert f"ties: {BELOW}" in text
+    for once in (BELOW, "ties:small: tuned by hand", "featcal: slow disk"):
+        assert text.count(once) == 1
+    assert not re.search(r"ties(:small)?: (ties:small: tuned|featcal: slow)", text)
+
+
+def test_notes_of_several_suites_name_them(tmp_path: Path):
+    for suite in ("toys", "tools"):
+        make_report(suite=suite, notes=[f"{suite} are few", "slow disk"]).write(tmp_path / suite)
+    notes = summarise(find([tmp_path]).runs).notes
+    assert notes == [
+        "tools, task_arithmetic: tools are few", "slow disk",
+        "toys, task_arithmetic: toys are few",
+    ]  # fmt: skip

@@ -90,15 +90,10 @@ def _environments(groups: Sequence[Group], diagnoses: Sequence[Diagnosis]) -> li
 
 
 def _warnings(groups: Sequence[Group], folders: ResultFolders) -> list[str]:
-    """Sentences on failed cells, and the runs' notes with the merger where there are several."""
+    """Sentences on failed cells, and the runs' notes."""
     cells = [*folders.failed, *(cell for group in groups for cell in group.summary.failed)]
     lines = [*failures(dict.fromkeys(cells)), *([] if folders.runs or not groups else _TABLES_ONLY)]
-    reports = [report for group in groups for report in group.reports.values()]
-    several = len({report.upstream for report in reports}) > 1
-    noted = {note for report in reports for note in report.notes}
-    for report in reports:
-        lines += [f"{report.upstream}: {note}" if several else note for note in report.notes]
-    lines += [n for group in groups for n in group.summary.notes if n not in noted]
+    lines += [note for group in groups for note in group.summary.notes]
     return list(dict.fromkeys(lines))
 
 
