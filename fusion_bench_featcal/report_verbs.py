@@ -44,12 +44,11 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
     written = write(summary, options.out, "--out") if options.out else None
     if folders.comparisons:
         views.show_side_by_side(summary)
+    elif len(folders.runs) == 1:
+        views.show_one_run(Report.load(folders.runs[0]), summary)
+        _report_diagnosis(folders.runs[0], options.out)
     else:
-        if len(folders.runs) == 1:
-            # One run's own table has its tasks, and what made it.
-            Report.load(folders.runs[0]).show()
-            _report_diagnosis(folders.runs[0], options.out)
-        views.show_combined(summary, tasks=len(folders.runs) > 1)
+        views.show_combined(summary)
     if written:
         print(f"written: {written.parent}")
 

@@ -9,6 +9,8 @@ import pytest
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.results import Report
+from fusion_bench_featcal.results.summary import summarise
+from fusion_bench_featcal.results.views import one_run_grid
 
 
 def leave_run(folder: Path, seed: int = 42, featcal: float = 0.75) -> Path:
@@ -35,9 +37,32 @@ def test_report_of_one_run_shows_tasks_and_interval(
 ):
     assert main(["report", str(leave_run(tmp_path))]) == 0
     text = capsys.readouterr().out
-    assert "toy, merged by task_arithmetic" in text
-    assert "+25.0 [" in text
+    assert "toy, merged by task_arithmetic" in text and "(continued)" not in text
+    for value in ("+25.0", "[+12.5, +40.0]", "50 %", "[28, 72]"):
+        assert value in text
     assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_report_of_one_run_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tasks = [
+        f"mini_{name}" for name in ("mnist", "fashion_mnist", "notmnist", "optdigits", "greek")
+    ]
+    report = Report(suite="clip-vit-mini_TA6", upstream="task_arithmetic", notes=["read this"])
+    levels = {"base": 0.25, "experts": 1.0, "task_arithmetic": 0.5, "featcal": 0.7}
+    for name, level in (levels | {"featcal:plus": 0.8}).items():
+        correct = {task: [number < 20 * level for number in range(20)] for task in tasks}
+        report.add_row(name, dict.fromkeys(tasks, level), correct=correct, cost={"seconds": 12.5})
+    report.write(tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    rules = [line for line in text.splitlines() if set(line.strip()) == {"─"}]
+    assert len(rules) == 1
+    for words in ("clip-vit-mini_TA6, merged by task_arithmetic", "fashion_mnist", "gap interval"):
+        assert text.count(words) == 1
+    assert text.count("note: read this") == 1
+    assert "mean over" not in text and "±" not in text  # one run
+    (grid,) = one_run_grid(report, summarise([tmp_path])).fitting(200)
+    assert [head for head, _ in grid.lines] == list(report.rows)
 
 
 def test_report_of_several_runs_averages_and_writes(
@@ -47,7 +72,7 @@ def test_report_of_several_runs_averages_and_writes(
     leave_run(tmp_path / "runs" / "b", 2, 0.8)
     assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    assert "75.0 ± 7.1" in text
+    assert "75.0 ± 63.5" in text
     assert f"written: {tmp_path / 'out'}" in text
     content = json.loads((tmp_path / "out" / "report.json").read_text())
     assert content["kind"] == "combined"

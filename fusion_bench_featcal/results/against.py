@@ -23,9 +23,9 @@ def show_against(summary: Summary, name: str) -> None:
     [suite], width = summary.suites, console().width
     found = against(summary.scores, name)
     sentence = (
-        f"average accuracy minus that of {name}, in points; the {100 * LEVEL:.0f} % interval of a "
-        "paired bootstrap over test items, given the runs' seeds, and p-values with Holm's "
-        "correction over these rows"
+        f"average accuracy minus that of {name}, in points; its {100 * LEVEL:.0f} % interval over "
+        "test items (paired bootstrap) and, where there are several, seeds (Student's t), and "
+        "p-values with Holm's correction over these rows"
     )
     grid = difference_grid(found, name)
     print_page(list(titled(f"{suite}: differences", grid.split(width))), [sentence])

@@ -18,7 +18,7 @@ from .cost import (
 from .items import Interval
 from .long_table import AVERAGE, BASE, NORMALISED, UNAVAILABLE
 from .summary import SummaryRow
-from .tables import ABSENT, percent, with_unit, worst_cells
+from .tables import ABSENT, WORST, percent, with_unit, worst_cells
 
 
 def average_cells(row: SummaryRow) -> dict[str, str]:
@@ -34,13 +34,27 @@ def average_cells(row: SummaryRow) -> dict[str, str]:
     }
 
 
+def run_cells(row: SummaryRow) -> dict[str, str]:
+    """The same for one run, behind its tasks; intervals apart, to keep the columns narrow."""
+    gain, _, limits = _gain_text(row).partition(" ")
+    share, _, share_limits = _recovered_text(row).partition(" [")
+    cells = average_cells(row)
+    return {
+        "gain over merged": gain,
+        "gain interval": limits or ABSENT,
+        "recovered gap": share,
+        "gap interval": f"[{share_limits}" if share_limits else ABSENT,
+        **{head: cells[head] for head in (*WORST, "seconds")},
+    }
+
+
 def accuracy_cells(row: SummaryRow) -> dict[str, str]:
     """The same for a comparison."""
     published = row.published
     doubt = "*" if published and published.note else ""
     return {
         AVERAGE: _average_text(row),
-        NORMALISED: _spread(percent(row.normalised), row.spread.get(NORMALISED)),
+        NORMALISED: _spread(row, percent(row.normalised), row.spread.get(NORMALISED)),
         "gain over merger": _gain_text(row),
         "recovered gap": ABSENT if row.name == row.upstream else _recovered_text(row),
         **worst_cells(row.worst, row.tasks),
@@ -68,9 +82,9 @@ def cost_cells(row: SummaryRow) -> dict[str, str]:
 
 
 def task_cells(row: SummaryRow) -> dict[str, str]:
-    """Accuracy of each task, with its deviation over runs."""
+    """Accuracy of each task, with half of its 95 % interval over runs."""
     return {
-        task: _spread(percent(row.accuracy[task]), (row.deviation or {}).get(task))
+        task: _spread(row, percent(row.accuracy[task]), (row.deviation or {}).get(task))
         for task in row.tasks
     }
 
@@ -110,11 +124,18 @@ def csv_cells(row: SummaryRow) -> dict[str, Any]:
 
 
 def _average_text(row: SummaryRow) -> str:
-    return _spread(percent(row.accuracy[AVERAGE]), (row.deviation or {}).get(AVERAGE))
+    return _spread(row, percent(row.accuracy[AVERAGE]), (row.deviation or {}).get(AVERAGE))
 
 
-def _spread(text: str, deviation: float | None, form: Callable[[float], str] = percent) -> str:
-    return text if deviation is None else f"{text} ± {form(deviation)}"
+def _spread(
+    row: SummaryRow,
+    text: str,
+    deviation: float | None,
+    form: Callable[[float], str] = percent,
+) -> str:
+    """A mean over runs with half of its 95 % interval."""
+    half = row.half_width(deviation)
+    return text if half is None or text == ABSENT else f"{text} ± {form(half)}"
 
 
 def _gain_text(row: SummaryRow) -> str:
@@ -143,12 +164,12 @@ def _recovered_text(row: SummaryRow) -> str:
 
 
 def _cost(row: SummaryRow, key: str, form: str = "{:.0f}", unit: float = 1) -> str:
-    """A cost in a unit, with its deviation where it is a time."""
+    """A cost in a unit, with half of its 95 % interval where it is a time."""
     value = row.cost.get(key, ABSENT)
     if not isinstance(value, int | float):
         return str(value)
     deviation = row.spread.get(key) if "seconds" in key else None
-    return _spread(form.format(value / unit), deviation and deviation / unit, form.format)
+    return _spread(row, form.format(value / unit), deviation and deviation / unit, form.format)
 
 
 def number(value: float | None) -> str | None:

@@ -26,8 +26,8 @@ class Difference:
     Attributes:
         row: The row that is compared.
         other: The row that it is compared with.
-        interval: The difference with the interval of a paired bootstrap.
-        p: Two-sided p-value, from the bootstrap's standard error and the normal distribution.
+        interval: The difference with its interval over test items and seeds.
+        p: Two-sided p-value, from the interval's standard error and the normal distribution.
         adjusted: By Holm's method, for all differences that are shown together.
     """
 

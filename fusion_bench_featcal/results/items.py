@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,7 @@ LEVEL = 0.95
 BOOTSTRAP_SEED = 0
 _MOST_DRAWN = 2**24  # counts at a time
 _ROUNDING = 1e-12  # of averages
+_NORMAL = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 Scores = Mapping[str, Any]
 """Task -> flags per test item, `[items]`, or `[seeds, items]` for several calibration seeds."""
@@ -127,13 +129,41 @@ class Interval:
 
 def student_interval(values: Sequence[float] | NDArray[Any]) -> Interval:
     """Mean of draws with Student's interval; of one value without width."""
+    mean, half = float(np.mean(values)), half_width(values)
+    return Interval(mean, mean - half, mean + half)
+
+
+def half_width(values: Sequence[float] | NDArray[Any]) -> float:
+    """Half of the 95 % interval of a mean over draws, by Student's t; 0 for one draw."""
+    return half_of(float(np.std(values, ddof=1)), len(values)) if len(values) > 1 else 0.0
+
+
+def half_of(deviation: float, draws: int) -> float:
+    """The same from the draws' standard deviation (n - 1) and their number."""
     from scipy import stats  # slow to import
 
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return Interval(mean, mean, mean)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values))
-    return Interval(mean, mean - half, mean + half)
+    if draws < 2:
+        return 0.0
+    return float(stats.t.ppf((1 + LEVEL) / 2, draws - 1)) * deviation / math.sqrt(draws)
+
+
+def over_seeds(
+    estimate: float, values: Sequence[float] | NDArray[Any], items: Interval | None
+) -> Interval:
+    """Interval of an estimate over seeds and test items together.
+
+    Each half-width is the root of the sum of squares of two: over seeds (Student's t), and over
+    test items, given the seeds.
+
+    Args:
+        estimate: The mean over seeds.
+        values: The same of each seed, such as the gains of a row over its merger.
+        items: The interval over test items; None where they are not known.
+    """
+    half, low, high = half_width(values), 0.0, 0.0
+    if items is not None:
+        low, high = items.estimate - items.low, items.high - items.estimate
+    return Interval(estimate, estimate - math.hypot(low, half), estimate + math.hypot(high, half))
 
 
 def paired_difference(row: Scores, other: Scores, *, resamples: int = RESAMPLES) -> Interval:
@@ -166,17 +196,25 @@ class Bootstrap:
             task: np.stack([_item_scores(row[task]) for row in rows], axis=1) for task in rows[0]
         }
         self.observed, self.resampled = _macro_means(self._columns, RESAMPLES)
+        self._by_seed = [
+            np.mean([np.atleast_2d(flags).mean(axis=1) for flags in row.values()], axis=0)
+            for row in rows
+        ]
 
     def difference(self, first: int, second: int) -> tuple[Interval, float]:
         """The first row minus the second, and the two-sided p-value.
 
-        The p-value is that of a normal distribution with the bootstrap's standard error: the share
-        of resamples beyond zero has no value small enough for a correction over many pairs. It is
-        at least that of a sign test in which every item that tells the rows apart favours one.
+        The interval is that of `over_seeds`; seeds count where both rows have as many. The p-value
+        is that of a normal distribution with the interval's standard error: the share of resamples
+        beyond zero has no value small enough for a correction over many pairs. It is at least that
+        of a sign test in which every item that tells the rows apart favours one.
         """
         value = float(self.observed[first] - self.observed[second])
         resampled = self.resampled[:, first] - self.resampled[:, second]
-        error = float(resampled.std(ddof=1))
+        one, two = self._by_seed[first], self._by_seed[second]
+        gains = one - two if len(one) == len(two) else np.array([value])
+        half = half_width(gains)
+        error = math.hypot(float(resampled.std(ddof=1)), half / _NORMAL)
         if error < _ROUNDING:
             p = 1.0 if abs(value) < _ROUNDING else 0.0
         else:
@@ -184,7 +222,7 @@ class Bootstrap:
         sides = ((task[:, first], task[:, second]) for task in self._columns.values())
         apart = sum(int((abs(one - two) > _ROUNDING).sum()) for one, two in sides)
         p = max(p, min(1.0, 2.0 ** (1 - apart)))
-        return _interval(value, resampled), p
+        return over_seeds(value, gains, _interval(value, resampled)), p
 
 
 def recovered_gap_interval(row: Scores, merged: Scores, experts: Scores) -> Interval | None:

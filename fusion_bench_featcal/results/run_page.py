@@ -32,15 +32,15 @@ def print_run(report: RunRows, *, losses: bool = False) -> None:
     tables = run_tables(report, width)
     if losses and report.loss:
         tables += titled("loss", loss_grid(report.loss, report.tasks).fitting(width))
-    print_page(tables, provenance(report))
+    print_page(tables, [*provenance(report), *_notes(report)])
 
 
 def run_tables(report: RunRows, width: int) -> "list[Table]":
     """Lay the report out for `width` columns: one table, else a summary and the tasks."""
     grid, tasks = report_grid(report), len(report.tasks)
     if grid.width() <= width:
-        return titled(_title(report), [grid])
-    summary = titled(_title(report), grid.part(tasks).split(width))
+        return titled(run_title(report), [grid])
+    summary = titled(run_title(report), grid.part(tasks).split(width))
     return summary + titled("accuracy per task, %", grid.part(0, tasks).fitting(width))
 
 
@@ -54,18 +54,19 @@ def run_markdown(report: RunRows) -> str:
         "Device": bullets(f"{key}: {value}" for key, value in report.device.items()),
     }
     return page(
-        f"# {_title(report)}",
+        f"# {run_title(report)}",
         report_grid(report).for_page().markdown(),
         "Accuracy in per cent. *Recovered gap*: (row - merged) / (experts - merged) on the "
         f"average, where merged is `{report.upstream}`. *Worst task*: the one with the smallest "
         "share recovered (of the tasks with a gap of a point or more). Bold: best merged model of "
         "a column.",
-        provenance(report),
+        [*provenance(report), *_notes(report)],
         *(part for title, text in sections.items() if text for part in (f"## {title}", text)),
     )
 
 
-def _title(report: RunRows) -> str:
+def run_title(report: RunRows) -> str:
+    """Suite and upstream merger of a run."""
     return f"{report.suite}, {merged_by(report.upstream)}"
 
 
@@ -87,7 +88,7 @@ def report_grid(report: RunRows) -> Grid:
 
 
 def provenance(report: RunRows) -> list[str]:
-    """Sentences under a table: what was calibrated with what, where, and what to mind."""
+    """Sentences under a table: what was calibrated with what, and where."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, tasks in report.samples.items():
         groups.setdefault(tuple(samples_range(tasks.values())), []).append(name)
@@ -103,5 +104,8 @@ def provenance(report: RunRows) -> list[str]:
     lines += [f"calibration time: {', '.join(times)}"] if times else []
     last = [f"seeds: {', '.join(seeds)}"] if seeds else []
     last += [", ".join(place)] if place else []
-    lines += ["; ".join(last)] if last else []
-    return lines + [f"note: {note}" for note in report.notes]
+    return lines + (["; ".join(last)] if last else [])
+
+
+def _notes(report: RunRows) -> list[str]:
+    return [f"note: {note}" for note in report.notes]

@@ -1,7 +1,7 @@
 """Results of a study: comparisons by their points' labels, as `study.json` and a long table."""
 
-import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +13,7 @@ from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
 
 from .find import FailedCell
-from .items import Interval, Scores, paired_difference, student_interval
+from .items import Interval, Scores, over_seeds, paired_difference
 from .long_table import AVERAGE
 from .report import Report
 from .schema import SCHEMA, STUDY, STUDY_FILE, STUDY_KIND, check_types
@@ -140,33 +140,22 @@ def label_text(labels: Mapping[str, Any]) -> str:
     return ", ".join(f"{_SHORT.get(key, key)} = {value}" for key, value in labels.items())
 
 
-def seed_half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of a mean over draws, by Student's t; 0 for one."""
-    interval = student_interval(values)
-    return interval.high - interval.estimate
-
-
 def difference(
     one: tuple[Group, str | None, str], other: tuple[Group, str | None, str]
 ) -> Interval | None:
     """Accuracy of a row minus that of another, which may be of another point, and its interval.
 
-    Both are those of the seeds that the two sides have in common. The interval's half-width is the
-    root of the sum of squares of two: over test items (paired bootstrap, given the seeds), and over
-    seeds (Student's t). None where a row is missing, or the sides have no seed in common.
+    Both are those of the seeds that the two sides have in common, and the interval is that of
+    `over_seeds`. None where a row is missing, or the sides have no seed in common.
     """
     first, second = (group.by_seed.get((merger, name), {}) for group, merger, name in (one, other))
     seeds = [seed for seed in first if seed in second]
     if not seeds:
         return None
     gains = [first[seed] - second[seed] for seed in seeds]
-    estimate, half = fmean(gains), seed_half_width(gains)
     mine, others = (group.scores(merger, name, seeds) for group, merger, name in (one, other))
-    if mine is None or others is None:
-        return Interval(estimate, estimate - half, estimate + half)
-    try:
-        items = paired_difference(mine, others)
-    except ReportError:  # other tasks or test items
-        return Interval(estimate, estimate - half, estimate + half)
-    low, high = items.estimate - items.low, items.high - items.estimate
-    return Interval(estimate, estimate - math.hypot(low, half), estimate + math.hypot(high, half))
+    items = None
+    if mine is not None and others is not None:
+        with suppress(ReportError):  # other tasks or test items
+            items = paired_difference(mine, others)
+    return over_seeds(fmean(gains), gains, items)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .drawing import GREY, INK, MERGED, legend_below, marks, panels, style
+from .items import half_of
 from .long_table import AVERAGE, BASE, EXPERTS
 from .paper_curves import Curve, Published, paper_curves
 from .study import Study
@@ -53,7 +54,9 @@ def curves(study: Study, merger: str, cost: str | None = None) -> dict[str, dict
 def _curve(line: Sequence[tuple[float, Row]], cost: str | None) -> Curve:
     if cost:
         values = [row["cost"][cost] for _, row in line]
-        spread = [row.get("spread", {}).get(cost, 0.0) for _, row in line]
+        spread = [
+            half_of(row.get("spread", {}).get(cost, 0.0), row.get("seeds", 1)) for _, row in line
+        ]
         return Curve([x for x, _ in line], values, spread)
     values = [100 * row["accuracy"][AVERAGE] for _, row in line]
     return Curve([x for x, _ in line], values, [100 * row["half_width"] for _, row in line])

@@ -7,6 +7,7 @@ from fusion_bench_featcal.json_files import digest_json, plain
 
 from .data_figures import data_figures
 from .drawing import GREY, INK, legend_below, marks, panels, save_figures, style
+from .items import LEVEL
 from .long_table import AVERAGE, BASE, EXPERTS
 from .paper_curves import Curve
 from .study import Study
@@ -206,6 +207,6 @@ def cost_figure(study: Study, merger: str) -> "Figure | None":
                 axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
                 axes.yaxis.set_minor_formatter(NullFormatter())
-        title = "bars: standard deviation over seeds" if len(study.seeds) > 1 else ""
+        title = f"bars: {100 * LEVEL:.0f} % interval over seeds" if len(study.seeds) > 1 else ""
         legend_below(figure, list(drawn.values()), list(drawn), title, 4)
     return figure

@@ -8,11 +8,12 @@ from typing import Any
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, prepare_directory, write_atomic
 from fusion_bench_featcal.json_files import plain, sealed_json
 
+from .items import half_width
 from .long_table import CORRECT
 from .observations import find_out
 from .report import Report, csv_text
 from .schema import SCHEMA, STUDY_FILE, STUDY_KIND
-from .study import Group, Study, difference, seed_half_width
+from .study import Group, Study, difference
 from .study_page import show_study, study_markdown
 from .summary import COMPARISON_SEED
 
@@ -128,7 +129,7 @@ def _point(group: Group, against: Mapping[str, Sequence[str]]) -> dict[str, Any]
             {
                 **{key: getattr(row, key) for key in _KEPT},
                 "seeds": len(values),
-                "half_width": seed_half_width([*values.values()]),
+                "half_width": half_width([*values.values()]),
                 "against": other,
                 "difference": gain and asdict(gain),
                 "cost": cost,

@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from .data_tables import data_grids
-from .items import LEVEL, student_interval
+from .items import LEVEL, half_width, student_interval
 from .long_table import AVERAGE, BASE, EXPERTS
 from .remarks import featcal_program
 from .schema import STUDY_FILE
@@ -25,7 +25,6 @@ COSTS = {
     "gpu_energy_wh": ("GPU energy, Wh", 1.0, "{:.2f}"),
 }
 """Cost -> head, size of its unit, format."""
-_AVERAGE = "average, %"
 _WORST_GAP = " (worst gap)"
 
 
@@ -102,11 +101,18 @@ def accuracy_table(study: Study, merger: str) -> Grid:
         lines.append((_head(name, merger), cells))
     lines.sort(key=lambda line: line[0] == EXPERTS)
     has_bracket = any("(" in cell for _, cells in lines for cell in cells)
-    corner = _AVERAGE + _WORST_GAP * has_bracket
+    corner = _average(study) + _WORST_GAP * has_bracket
     grid = Grid(corner, [label_text(labels) for labels, _ in points], lines)
     if len(points) <= len(names) + 3 and len(points) < 10:
         return grid
     return replace(grid.transposed(), corner=corner)
+
+
+def _average(study: Study) -> str:
+    """Head of the averages: what ± is about."""
+    several = "seeds" if len(study.seeds) > 1 else ""
+    over = " and ".join(study.over) or several
+    return f"mean over {over}, %" if over else "average, %"
 
 
 def cost_table(study: Study, merger: str, key: str) -> Grid:
@@ -143,7 +149,7 @@ def _differences(study: Study, merger: str) -> Grid:
         beside = ABSENT if shown == ABSENT else ("merged" if other == merger else str(other))
         cells = [_accuracy(row), shown, beside, share, row.get("samples") or ABSENT]
         lines.append((_head(name, merger), cells))
-    columns = [_AVERAGE, "difference", "from", "worst task, gap recovered", "samples"]
+    columns = [_average(study), "difference", "from", "worst task, gap recovered", "samples"]
     return Grid("row", columns, lines)
 
 
@@ -170,8 +176,8 @@ def _merged_rows(points: Sequence[Mapping[str, Any]], is_mean: bool) -> dict[tup
 def _mean_row(rows: Sequence[Row]) -> Row:
     """Mean of a row over several points, without what has no mean.
 
-    The half-width is the standard deviation over the points, which may overlap as subsets of tasks
-    do; one point has none.
+    The half-width is that of the mean over the points, as if they did not overlap, which subsets of
+    tasks do; one point has none.
     """
     values = [row["accuracy"][AVERAGE] for row in rows]
     gains = [row["difference"]["estimate"] for row in rows if row["difference"] is not None]
@@ -183,7 +189,7 @@ def _mean_row(rows: Sequence[Row]) -> Row:
     return {
         **{key: rows[0].get(key) for key in ("upstream", "name", "against")},
         "accuracy": {AVERAGE: fmean(values)},
-        "half_width": stdev(values) if len(values) > 1 else 0.0,
+        "half_width": half_width(values),
         "difference": rows[0]["difference"] if len(rows) == 1 else difference,
         "recovered_gap": fmean(shares) if shares else None,
         "worst_task": least.get("worst_task"),
@@ -197,7 +203,7 @@ def _mean_row(rows: Sequence[Row]) -> Row:
 def bars(study: Study) -> str:
     """Tell what bars of accuracies show, for a figure's legend."""
     if study.over:
-        return f"bars: standard deviation over {' and '.join(study.over)}"
+        return f"bars: {100 * LEVEL:.0f} % interval over {' and '.join(study.over)}"
     several = f"bars: {100 * LEVEL:.0f} % interval over seeds"
     return several if len(study.seeds) > 1 else "one seed: no interval"
 
@@ -244,11 +250,11 @@ def meanings(study: Study) -> list[str]:
     level = f"{100 * LEVEL:.0f} %"
     over = " and ".join(study.over)
     if over:
-        average = f"mean over {over} and seeds; ± the standard deviation over {over}"
+        average = f"mean over {over} and seeds, ± half of the {level} interval over {over}"
         interval = f"over {over} (Student's t, as if these did not overlap)"
     else:
         average = f"mean over the seeds {', '.join(map(str, study.seeds))}"
-        average += f"; ± half of the {level} interval over them" * (len(study.seeds) > 1)
+        average += f", ± half of the {level} interval over them" * (len(study.seeds) > 1)
         interval = "over test items (paired bootstrap) and, where there are several, seeds"
         interval += " (Student's t)"
     lines = [

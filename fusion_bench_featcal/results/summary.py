@@ -11,7 +11,15 @@ import numpy as np
 from fusion_bench_featcal.files import ReportError
 
 from .find import FailedCell
-from .items import ITEMS_FILE, Interval, Scores, paired_difference, recovered_gap_interval
+from .items import (
+    ITEMS_FILE,
+    Interval,
+    Scores,
+    half_of,
+    over_seeds,
+    paired_difference,
+    recovered_gap_interval,
+)
 from .long_table import (
     ACCURACY,
     AVERAGE,
@@ -48,8 +56,8 @@ class SummaryRow:
     seeds: list[int]  # of the row itself; empty where it has none
     accuracy: dict[str, float]  # task (and `average`) -> mean over runs, 0..1
     deviation: dict[str, float] | None  # standard deviations over runs (n - 1); None for one run
-    # Against the merger and the experts, from the means over the same runs; intervals from a paired
-    # bootstrap over test items, None without items.
+    # Against the merger and the experts, from the means over the same runs; intervals are those of
+    # `over_seeds`, None for one run without items.
     gain: float | None
     gain_interval: Interval | None
     recovered_gap: float | None
@@ -72,6 +80,10 @@ class SummaryRow:
     def worst(self) -> tuple[str, float | None] | None:
         """The worst task and the share of its gap recovered; None for references."""
         return (self.worst_task, self.worst_recovered_gap) if self.worst_task else None
+
+    def half_width(self, deviation: float | None) -> float | None:
+        """Half of the 95 % interval of a mean over the row's runs, from its deviation."""
+        return None if deviation is None else half_of(deviation, len(self.run_seeds))
 
     @property
     def is_reference(self) -> bool:
@@ -236,7 +248,7 @@ def _difference(first: _Run, one: Any, second: _Run, two: Any) -> str:
 
 
 def _notes(runs: Sequence[_Run]) -> list[str]:
-    """Notes of the runs, each with its merger (and suite) where not all of them have it."""
+    """Notes of the runs, each with its merger (and suite) where there are several."""
     places = {run.path: _place(run, runs) for run in runs}
     having: dict[str, dict[str, None]] = {}
     for run in runs:
@@ -245,11 +257,12 @@ def _notes(runs: Sequence[_Run]) -> list[str]:
     notes = []
     for note, named in having.items():
         is_named = note.startswith(tuple(f"{place}{end}" for place in named for end in ":,"))
-        everywhere = is_named or set(named) == set(places.values())
-        notes += [note] if everywhere else [f"{'; '.join(named)}: {note}"]
+        several = len(set(places.values())) > 1 and not is_named
+        owners = "; ".join(named) if len(named) < len(set(places.values())) else "all mergers"
+        notes.append(f"{owners}: {note}" if several else note)
     without = [str(run.path) for run in runs if not run.report.items]
     if without:
-        notes.append(f"no interval for rows without {ITEMS_FILE}: {', '.join(without)}")
+        notes.append(f"no interval over items for rows without {ITEMS_FILE}: {', '.join(without)}")
     for package in dict.fromkeys(package for run in runs for package in run.report.versions):
         numbers = sorted({run.report.versions.get(package, "not recorded") for run in runs})
         if len(numbers) > 1:
@@ -324,17 +337,26 @@ def _against_merger(table: LongTable, key: RowKey, seeds: Sequence[str]) -> dict
         {task: np.stack(arrays) for task, arrays in table.values(key, CORRECT, seeds).items()}
         for key in keys
     )
+    of_row, of_merged, of_experts = (
+        table.values(key, ACCURACY, seeds).get(AVERAGE, []) for key in keys
+    )
     gain = share = worst = gain_interval = share_interval = None
+    several = len(seeds) > 1
     if merged:
         gain = row[AVERAGE] - merged[AVERAGE]
-        if experts:
-            share = recovered_share(row[AVERAGE], merged[AVERAGE], experts[AVERAGE])
+        gains = [one - other for one, other in zip(of_row, of_merged, strict=True)]
+        items = paired_difference(flags, merged_flags) if flags and merged_flags else None
+        gain_interval = over_seeds(gain, gains, items) if items or several else None
         if is_repair(name, upstream):
             worst = worst_task(row, merged, experts or None)
-    if flags and merged_flags:
-        gain_interval = paired_difference(flags, merged_flags)
-        if expert_flags and share is not None:
-            share_interval = recovered_gap_interval(flags, merged_flags, expert_flags)
+    if merged and experts:
+        share = recovered_share(row[AVERAGE], merged[AVERAGE], experts[AVERAGE])
+        by_seed = map(recovered_share, of_row, of_merged, of_experts)
+        shares = [value for value in by_seed if value is not None]
+        known = flags and merged_flags and expert_flags
+        items = recovered_gap_interval(flags, merged_flags, expert_flags) if known else None
+        if share is not None and len(shares) == len(seeds) and (items or (several and not known)):
+            share_interval = over_seeds(share, shares, items)
     return {
         "gain": gain,
         "gain_interval": gain_interval,

@@ -4,7 +4,7 @@ A combined report lists suite after suite; a comparison is of one suite and adds
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from .columns import (
     cost_cells,
     csv_cells,
     number,
+    run_cells,
     with_limits,
 )
 from .differences import (
@@ -32,7 +33,8 @@ from .differences import (
 from .find import FailedCell, refuse_run
 from .items import BOOTSTRAP_SEED, LEVEL, RESAMPLES
 from .long_table import AVERAGE, EXPERTS, UNAVAILABLE, RowKey
-from .report import csv_text, write_files
+from .report import Report, csv_text, write_files
+from .run_page import provenance, report_grid, run_title
 from .schema import COMBINED_KIND, SCHEMA, SIDE_BY_SIDE_KIND
 from .summary import Summary, SummaryRow
 from .tables import (
@@ -55,19 +57,45 @@ _FAILED = "failed"
 # ---- one suite, merger and seed after the other
 
 
-def show_combined(summary: Summary, *, tasks: bool = True) -> None:
-    """Print the tables (those per task only if asked) and what the numbers mean to stdout."""
-    print_page(combined_tables(summary, console().width, tasks=tasks), _explanations(summary))
+def show_one_run(report: Report, summary: Summary) -> None:
+    """Print the table of a run, what made its rows, and what the numbers mean to stdout.
+
+    Args:
+        report: The run's report.
+        summary: The same run's rows with their intervals.
+    """
+    tables = titled(run_title(report), one_run_grid(report, summary).fitting(console().width))
+    print_page(tables, [*provenance(report), *_explanations(summary)])
 
 
-def combined_tables(summary: Summary, width: int, *, tasks: bool = True) -> "list[Table]":
-    """Terminal tables of each suite: averages with their intervals and, if asked for, tasks."""
+def one_run_grid(report: Report, summary: Summary) -> Grid:
+    """Accuracy per task and average of a run's rows, with what follows from them."""
+    rows = {row.name: row for row in summary.rows}
+    grid = report_grid(report).part(0, len(report.tasks) + 1)
+    more = [run_cells(rows[name]) for name in report.rows]
+    heads = columns_with_values(more)
+    return replace(
+        grid,
+        columns=[*grid.columns, *heads],
+        lines=[
+            (name, [*cells, *(extra[head] for head in heads)])
+            for (name, cells), extra in zip(grid.lines, more, strict=True)
+        ],
+    )
+
+
+def show_combined(summary: Summary) -> None:
+    """Print the tables and what the numbers mean to stdout."""
+    print_page(combined_tables(summary, console().width), _explanations(summary))
+
+
+def combined_tables(summary: Summary, width: int) -> "list[Table]":
+    """Terminal tables of each suite: averages with their intervals, and tasks."""
     tables = []
     for suite in summary.suites:
         rows = summary.displayed(suite)
         tables += titled(f"{suite}: average over tasks", _average_grid(rows).split(width))
-        if tasks:
-            tables += titled(f"{suite}: accuracy per task, %", _task_grid(rows).fitting(width))
+        tables += titled(f"{suite}: accuracy per task, %", _task_grid(rows).fitting(width))
     return tables
 
 
@@ -139,12 +167,12 @@ def _task_parts(rows: Sequence[SummaryRow]) -> list[str]:
 
 def _explanations(summary: Summary) -> list[str]:
     """Sentences under the tables: what the numbers mean, then the runs' own notes."""
-    lines = ["accuracy in per cent, mean over runs; ± is the standard deviation over runs"]
+    lines = ["accuracy in per cent" + _spread_meaning(summary.rows)]
     if any(row.gain_interval for row in summary.rows):
         lines.append(
-            f"gain over the upstream merger in points; in brackets the {100 * LEVEL:.0f} % "
-            f"interval of a paired bootstrap over test items ({RESAMPLES} resamples), given the "
-            "runs' seeds"
+            f"gain over the upstream merger in points, in brackets its {100 * LEVEL:.0f} % "
+            f"interval, over test items (paired bootstrap, {RESAMPLES} resamples) and, where there "
+            "are several, seeds (Student's t)"
         )
     lines.append("recovered gap: (row - merged) / (experts - merged) on the average")
     if any(row.worst_task for row in summary.rows):
@@ -153,6 +181,17 @@ def _explanations(summary: Summary) -> list[str]:
             "or more"
         )
     return lines + [f"note: {note}" for note in summary.notes]
+
+
+def _spread_meaning(rows: Sequence[SummaryRow]) -> str:
+    """Say what stands behind ±, where a row has several runs."""
+    draws = sorted({len(row.run_seeds) for row in rows if row.deviation})
+    if not draws:
+        return ""
+    return (
+        f", mean over {' or '.join(map(str, draws))} runs, ± half of the {100 * LEVEL:.0f} % "
+        "interval of this mean (Student's t, none for one run)"
+    )
 
 
 def _average_grid(rows: Sequence[SummaryRow]) -> Grid:
@@ -269,7 +308,7 @@ def _matrices(summary: Summary) -> list[str]:
         "## Wins, ties and losses",
         f"`{WIN}`, `{TIE}`, `{LOSS}`: the row is above the column, not told from it, or below it "
         f"in average accuracy, at a level of {100 * (1 - LEVEL):.0f} % after Holm's correction "
-        f"over the pairs of the table (paired bootstrap over test items, given the runs' seeds). "
+        f"over the pairs of the table (paired bootstrap over test items, Student's t over seeds). "
         f"`{DIFFERENCES_FILE}` has every pair of rows; `featcal report RUN --against ROW` compares "
         "all with one.",
     ]
@@ -298,7 +337,7 @@ def sentences(summary: Summary) -> list[str]:
     lines = failures(summary.failed)
     if len(summary.seeds) > 1:
         seeds = ", ".join(map(str, summary.seeds))
-        lines.append(f"comparisons with the seeds {seeds}: means ± standard deviation over them")
+        lines.append(f"means over comparisons with the seeds {seeds}")
     lines += _explanations(summary)
     lines += [
         "normalised: mean over tasks of accuracy / the task's expert's accuracy, in per cent",
@@ -347,6 +386,8 @@ def _grid(
     sections = list(dict.fromkeys(section for section, _, _ in lines))
     lines.sort(key=lambda line: sections.index(line[0]))
     texts = [(head, [cells.get(key, ABSENT) for key in columns]) for _, head, cells in lines]
+    if any(row.deviation for row in rows):
+        corner = "mean over runs" + ", %" * corner.endswith("%")
     return Grid(corner, columns, texts, rules=_rules(section for section, _, _ in lines))
 
 

@@ -111,12 +111,12 @@ def test_the_headline_is_what_was_gained(run: Path):
     assert "50 % [" in card and "worst task: mnist, 50 % of its gap" in card
 
 
-def test_seeds_are_averaged_with_their_deviation(tmp_path: Path):
+def test_seeds_are_averaged_with_half_of_their_interval(tmp_path: Path):
     page = Reader(page_text(*leave_seeds(tmp_path)))
-    cell = page.table("standard deviation over 3 runs")["featcal"]["average"]
-    assert cell["text"] == "75.0 ± 5.0"
+    cell = page.table("mean over 3 runs ± half of its 95 % interval")["featcal"]["average"]
+    assert cell["text"] == "75.0 ± 12.4"
     assert page.table("settings")["seed"]["featcal"]["text"] == "1, 2, 3"
-    assert any("± 5.0 over seeds" in mark["data-tip"] for mark in page.all("use", class_="pt"))
+    assert any("± 12.4 over seeds" in mark["data-tip"] for mark in page.all("use", class_="pt"))
 
 
 def test_settings_that_are_not_the_default_are_marked(tmp_path: Path):
@@ -138,9 +138,9 @@ def test_runs_with_other_samples_are_apart_and_give_a_curve(tmp_path: Path):
     assert len([h for h in page.texts("h3") if "accuracy in per cent" in h]) == 3
     tips = [mark["data-tip"] for mark in page.all("use", class_="pt")]
     assert [tip for tip in tips if "samples per task" in tip and tip.startswith("featcal")] == [
-        "featcal, 8 samples per task: 66.5 ± 0.7 %",
-        "featcal, 64 samples per task: 71.5 ± 0.7 %",
-        "featcal, 256 samples per task: 81.5 ± 0.7 %",
+        "featcal, 8 samples per task: 66.5 ± 6.4 %",
+        "featcal, 64 samples per task: 71.5 ± 6.4 %",
+        "featcal, 256 samples per task: 81.5 ± 6.4 %",
     ]
 
 

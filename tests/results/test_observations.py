@@ -7,8 +7,9 @@ import pytest
 from synthetic import make_report
 
 from fusion_bench_featcal.results import observations, paper_curves
+from fusion_bench_featcal.results.items import half_width
 from fusion_bench_featcal.results.observations import MERGED, At, Observation
-from fusion_bench_featcal.results.study import Group, Study, difference, seed_half_width
+from fusion_bench_featcal.results.study import Group, Study, difference
 from fusion_bench_featcal.results.verdicts import FAILS, HOLDS, OPEN
 
 
@@ -118,15 +119,13 @@ def test_only_common_seeds_count_in_estimate_and_interval(tmp_path: Path) -> Non
     assert values[0] == values[1] is not None
     assert values[0].estimate == pytest.approx(0.225)
     # wider than Student's interval over the two seeds alone: over items, too
-    assert values[0].high - values[0].estimate > seed_half_width([0.2, 0.25])
+    assert values[0].high - values[0].estimate > half_width([0.2, 0.25])
 
 
 def test_half_widths_are_students() -> None:
-    assert seed_half_width([0.5]) == 0
-    assert seed_half_width([0.0, 2.0]) == pytest.approx(
-        12.71, abs=1e-2
-    )  # t = 12.71, s / sqrt(2) = 1
-    assert seed_half_width([-1.0, 0.0, 1.0]) == pytest.approx(4.30 / 3**0.5, abs=1e-2)
+    assert half_width([0.5]) == 0
+    assert half_width([0.0, 2.0]) == pytest.approx(12.71, abs=1e-2)  # t = 12.71, s / sqrt(2) = 1
+    assert half_width([-1.0, 0.0, 1.0]) == pytest.approx(4.30 / 3**0.5, abs=1e-2)
 
 
 def test_every_observation_of_a_study_can_be_read() -> None:

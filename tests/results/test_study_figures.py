@@ -91,11 +91,11 @@ def test_labels_in_over_are_averaged() -> None:
     assert rows["ta", "featcal"]["accuracy"]["average"] == pytest.approx(0.8)
     line = curves(made, "ta")["tasks"]["featcal"]
     assert line.y == pytest.approx([80.0, 75.0])
-    # Subsets overlap, so that their spread is no interval; one subset has none.
-    assert line.half == pytest.approx([10.0, 0.0])
+    # Of 0.7, 0.8 and 0.9: 4.30 / 3**0.5 deviations. One subset has no interval.
+    assert line.half == pytest.approx([10 * 4.3027 / 3**0.5, 0.0], rel=1e-4)
     (figure,) = study_figures(made).values()
-    assert figure.legends[0].get_title().get_text() == "bars: standard deviation over subset"
-    assert "± the standard deviation over subset" in study_markdown(made)
+    assert figure.legends[0].get_title().get_text() == "bars: 95 % interval over subset"
+    assert "± half of the 95 % interval over subset" in study_markdown(made)
 
 
 def test_a_mean_over_subsets_has_the_mean_difference() -> None:
@@ -111,18 +111,18 @@ def test_a_mean_over_subsets_has_the_mean_difference() -> None:
         {"estimate": 0.2, "low": 0.2 - half, "high": 0.2 + half}, rel=1e-4
     )
     assert not {"gain", "seeds", "samples", "spread"} & set(mean)
-    assert "| + featcal | 80.0 ± 10.0 | +20.0 [-4.8, +44.8] | merged |" in study_markdown(made)
+    assert "| + featcal | 80.0 ± 24.8 | +20.0 [-4.8, +44.8] | merged |" in study_markdown(made)
 
 
 def test_brackets_behind_accuracies_have_a_head() -> None:
     points = [point({"n": n}, featcal=0.8) for n in range(3)]
-    assert "| average, % (worst gap) | n = 0 |" in study_markdown(study("a", points))
+    assert "| mean over seeds, % (worst gap) | n = 0 |" in study_markdown(study("a", points))
     long = [point({"n": n}, featcal=0.8) for n in range(12)]
-    assert "| average, % (worst gap) | ta | + featcal |" in study_markdown(study("a", long))
+    assert "| mean over seeds, % (worst gap) | ta | + featcal |" in study_markdown(study("a", long))
     for each in points:
         for line in each["rows"]:
             line["worst_recovered_gap"] = None
-    assert "| average, % | n = 0 |" in study_markdown(study("a", points))
+    assert "| mean over seeds, % | n = 0 |" in study_markdown(study("a", points))
 
 
 def test_costs_have_a_panel_each() -> None:

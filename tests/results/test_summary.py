@@ -178,7 +178,7 @@ def test_notes_of_several_mergers_name_theirs(tmp_path: Path, capsys, door: str)
              "page": lambda: (tmp_path / "page.html").read_text()}  # fmt: skip
     text = texts[door]()
     assert f"ties: {BELOW}" in text
-    for once in (BELOW, "ties:small: tuned by hand", "featcal: slow disk"):
+    for once in (BELOW, "ties:small: tuned by hand", "all mergers: featcal: slow disk"):
         assert text.count(once) == 1
     assert not re.search(r"ties(:small)?: (ties:small: tuned|featcal: slow)", text)
 
@@ -188,6 +188,6 @@ def test_notes_of_several_suites_name_them(tmp_path: Path):
         make_report(suite=suite, notes=[f"{suite} are few", "slow disk"]).write(tmp_path / suite)
     notes = summarise(find([tmp_path]).runs).notes
     assert notes == [
-        "tools, task_arithmetic: tools are few", "slow disk",
+        "tools, task_arithmetic: tools are few", "all mergers: slow disk",
         "toys, task_arithmetic: toys are few",
     ]  # fmt: skip

@@ -69,8 +69,8 @@ def test_tables_name_each_repair_under_its_merger(seeds: list[Path], tmp_path: P
     text = page_of(write_combined, summarise(find([tmp_path]).runs))
     heads = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
     order = ["base", "experts", "task_arithmetic", "+ featcal", "wudi", "+ featcal"]
-    assert heads == ["average, %", *order, "accuracy, %", *order]
-    assert "75.0 ± 5.0" in text
+    assert heads == ["mean over runs, %", *order, "accuracy, %", *order]
+    assert "75.0 ± 12.4" in text
 
 
 def test_tables_fit_a_page(tmp_path: Path):
@@ -195,8 +195,11 @@ def test_a_written_comparison_stands_for_its_own_runs_and_failures(
         find([tmp_path])
 
 
-def test_means_over_seeds_come_with_their_deviation(tmp_path: Path):
-    """Averages 0.4 and 0.5; shares of the experts' 0.8 and 0.5 follow; 2 and 4 seconds."""
+def test_means_over_seeds_come_with_half_of_their_interval(tmp_path: Path):
+    """Averages 0.4 and 0.5; shares of the experts' 0.8 and 0.5 follow; 2 and 4 seconds.
+
+    Of two runs half an interval is 12.706 / 2**0.5 = 8.98 deviations.
+    """
     for number, (merged, seconds) in enumerate([(0.4, 2.0), (0.5, 4.0)]):
         made = report("wudi", merged, seed=number, seconds=seconds)
         made.seeds["comparison"] = number
@@ -209,7 +212,7 @@ def test_means_over_seeds_come_with_their_deviation(tmp_path: Path):
     assert merger.spread["normalised"] == pytest.approx(abs(shares[0] - shares[1]) / 2**0.5)
     assert row_of(summary, "prob_surgery").spread["seconds"] == pytest.approx(2**0.5)
     text = page_of(write_side_by_side, summary)
-    assert "45.0 ± 7.1" in text and "73.1 ± 11.5" in text and "3.00 ± 1.41" in text
+    assert "45.0 ± 63.5" in text and "73.1 ± 103.2" in text and "3.00 ± 12.71" in text
     (line,) = (x for x in lines_of(write_side_by_side, summary) if x["name"] == "wudi")
     assert (line["runs"], line["normalised_deviation"]) == ("2", "0.114905")
 

@@ -132,7 +132,7 @@ def _accuracy_point(
     row: SummaryRow, key: str, height: float, label: str, summary: Summary
 ) -> Point:
     value, bar = row.accuracy[key], None
-    spread = (row.deviation or {}).get(key)
+    spread = row.half_width((row.deviation or {}).get(key))
     tip = f"{row.name}, {label}: {percent(value)} %"
     tip += f" ± {percent(spread)} over seeds" if spread is not None else ""
     place = (row.suite, row.upstream)
@@ -195,7 +195,7 @@ def samples_figure(groups: Sequence[Group]) -> Figure:
         rows = {name: of for name, of in rows.items() if len(of) > 1 and name != BASE}
         if rows:
             panels.append(_samples_panel(merger, rows, looks[merger]))
-    note = "Bars: standard deviation over runs."
+    note = "Bars: 95 % interval of the mean over runs."
     return Figure("Sample efficiency", panels, note)
 
 
@@ -206,7 +206,8 @@ def _samples_panel(
     for name, of in rows.items():
         points = []
         for samples, row in of.items():
-            value, spread = 100 * row.accuracy[AVERAGE], (row.deviation or {}).get(AVERAGE, 0.0)
+            value = 100 * row.accuracy[AVERAGE]
+            spread = row.half_width((row.deviation or {}).get(AVERAGE))
             bar = (value - 100 * spread, value + 100 * spread) if spread else None
             more = f" ± {percent(spread)}" if spread else ""
             tip = f"{name}, {counted(samples, 'sample')} per task: {value:.1f}{more} %"

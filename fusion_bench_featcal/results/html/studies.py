@@ -203,7 +203,7 @@ def _cost_figure(study: Study, merger: str) -> Figure:
                 for name, (x, y, half) in rows.items()
             }
             panels.append(_panel(label, axis, scaled, label, merger))
-    note = "Bars: standard deviation over seeds." if len(study.seeds) > 1 else ""
+    note = "Bars: 95 % interval over seeds." if len(study.seeds) > 1 else ""
     return Figure(f"{_title(study)}: costs over {merger}", panels, note)
 
 

@@ -50,7 +50,7 @@ def accuracy(group: Group) -> Table:
         lines.append((row_name(("", *cell)), [Cell("failed", kind="failed"), *empty]))
     names = short_names(tasks)
     runs = max(len(row.run_seeds) for row in rows)
-    many = f"; mean ± standard deviation over {runs} runs" if runs > 1 else ""
+    many = f"; mean over {runs} runs ± half of its 95 % interval" if runs > 1 else ""
     heads = [names.get(column, column) for column in columns]
     return Table(f"{group.title}: accuracy in per cent{many}", "row", heads, lines)
 
