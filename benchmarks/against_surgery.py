@@ -34,6 +34,7 @@ from fusion_bench_featcal.results.drawing import (
     save_figures,
     style,
 )
+from fusion_bench_featcal.results.items import half_width
 
 SUITE, MERGER, OURS = "clip-vit-mini_TA6", "task_arithmetic", "featcal"
 CELLS = (OURS, "surgery:calibration", "prob_surgery:calibration", "surgery", "prob_surgery")
@@ -91,9 +92,9 @@ def measured(cell: str, samples: int, seeds: Sequence[int], steps: int, folder: 
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and, of several values, standard deviation in percent."""
-    deviation = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{100 * statistics.fmean(values):.1f}{deviation}"
+    """Mean and, of several values, half of its 95 % interval in per cent."""
+    half = f" ± {100 * half_width(values):.1f}" if len(values) > 1 else ""
+    return f"{100 * statistics.fmean(values):.1f}{half}"
 
 
 def table(found: Mapping[int, Mapping[str, Cell]]) -> list[str]:
@@ -179,7 +180,7 @@ def main() -> None:
         f"`python {' '.join(sys.argv)}`",
         "",
         f"{SUITE} on {MERGER} ({100 * merged:.1f} %); seeds {options.seeds}: average accuracy is "
-        "mean ± standard deviation over them, seconds and memory the least, with the framework; "
+        "mean ± half of its 95 % interval over them, seconds and memory the least, with the framework; "
         f"{options.steps} steps",
         "",
         *table(found),

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fusion_bench_featcal.results.items import half_of
 from fusion_bench_featcal.results.tables import Grid
 
 REFERENCES = ("base", "experts")
@@ -32,7 +33,7 @@ def grid_table(folder: Path) -> str:
 
 
 def columns_table(folders: Mapping[str, Path], shown: Sequence[str] | None = None) -> str:
-    """Average, deviation over draws, and the worst task's recovered gap, by comparison.
+    """Average over draws with half of its interval, and the worst task's gap, by comparison.
 
     Args:
         folders: Head of a column -> its comparison, of one upstream merger.
@@ -60,7 +61,7 @@ def columns_table(folders: Mapping[str, Path], shown: Sequence[str] | None = Non
         )
         for name in names
     ]
-    return Grid("average, % (worst gap)", [*columns, "task id"], table).markdown()
+    return Grid("mean over draws, % (worst gap)", [*columns, "task id"], table).markdown()
 
 
 def costs_table(folder: Path) -> str:
@@ -165,7 +166,7 @@ def _cell(row: Row, best: float) -> str:
     value = _percent(row)
     text = f"{value:.1f}"
     if row["deviation"]:
-        text += f" ± {100 * row['deviation']['average']:.1f}"
+        text += f" ± {100 * half_of(row['deviation']['average'], row['runs']):.1f}"
     return f"**{text}**" if value == best else text
 
 
