@@ -180,8 +180,8 @@ def main() -> None:
         f"`python {' '.join(sys.argv)}`",
         "",
         f"{SUITE} on {MERGER} ({100 * merged:.1f} %); seeds {options.seeds}: average accuracy is "
-        "mean ± half of its 95 % interval over them, seconds and memory the least, with the framework; "
-        f"{options.steps} steps",
+        "mean ± half of its 95 % interval over them, seconds and memory the least, with the "
+        f"framework; {options.steps} steps",
         "",
         *table(found),
     ]
