@@ -295,3 +295,19 @@ def _(folder: Path) -> None:
     shutil.copy(folder / "b" / "items.npz", folder / "a" / "items.npz")
     shown("report", str(folder / "a"))
     expect(False, "shown with the items of another run")
+
+
+@case("reports: notes of two mergers, and a run as one table", must=RIGHT)
+def _(folder: Path) -> None:
+    from synthetic import make_report
+
+    note = "dtd ends below the merged model: featcal -1.0 points"
+    for merger in ("ties", "wudi"):
+        levels = {"base": 0.3, "experts": 0.9, merger: 0.5, "featcal": 0.7}
+        notes = [note] if merger == "ties" else []
+        make_report(levels, upstream=merger, notes=notes).write(folder / merger)
+    text = shown("report", str(folder / "ties"), str(folder / "wudi"))
+    expect(f"ties: {note}" in " ".join(text.split()), "a note without its merger")
+    lines = shown("report", str(folder / "ties")).splitlines()
+    tables = sum(set(line.strip()) == {"─"} for line in lines)
+    expect(tables == 1, f"{tables} tables of one run")
