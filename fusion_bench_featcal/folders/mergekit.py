@@ -1,6 +1,6 @@
 """The `mergekit_config.yml` that mergekit leaves beside a merged model: its base and experts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 
 FILE = "mergekit_config.yml"
+_WITHOUT_BASE = ("slerp", "nearswap", "arcee_fusion", "linear", "karcher")
+"""Methods whose `base_model` is one of the merged models, not the one these were tuned from."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class Recipe:
     Attributes:
         method: mergekit's name of the merge method.
         base: Folder or hub id of the base; None where the config names none.
-        experts: Name (the last part of the location) -> folder or hub id.
+        experts: Name (the last part of the location, with as many folders above it as tell it from
+            the others, joined by `-`) -> folder or hub id.
     """
 
     method: str
@@ -35,7 +38,8 @@ def read_recipe(merged: Path) -> Recipe | None:
         The recipe; None if the folder has no mergekit config.
 
     Raises:
-        ValueError: If the config is damaged or names no models.
+        ValueError: If the config is damaged or names no models, or models cannot be told apart,
+            or their layers were stacked (`passthrough`).
     """
     file = merged / FILE
     try:
@@ -46,13 +50,29 @@ def read_recipe(merged: Path) -> Recipe | None:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{file} is no mapping; name the models by --base and --expert")
-    locations = dict.fromkeys(_located(m, merged) for m in _models(content))
+    method = str(content.get("merge_method"))
+    if method == "passthrough":
+        raise ValueError(
+            f"{merged} was merged by mergekit's passthrough, which stacks layers: it has other "
+            "blocks than its experts, so it cannot be calibrated"
+        )
     named = content.get("base_model")
     base = None if named is None else _located(named, merged)
-    experts = {_name_of(location): location for location in locations if location != base}
-    if not experts:
+    locations = [_located(model, merged) for model in _models(content)]
+    if base is not None and method in _WITHOUT_BASE:
+        locations, base = [*locations, base], None
+    models = {_parts(location): location for location in locations}
+    if base is not None:
+        models.pop(_parts(base), None)
+    if not models:
         raise ValueError(f"{file} names no models; name them by --expert NAME=DIR")
-    return Recipe(str(content.get("merge_method")), base, experts)
+    experts = {_name_of(parts, models): location for parts, location in models.items()}
+    if len(experts) < len(models):
+        raise ValueError(
+            f"{file}: the names of {', '.join(models.values())} do not differ: name them by "
+            "--expert NAME=DIR"
+        )
+    return Recipe(method, base, experts)
 
 
 def _models(content: Any) -> Iterator[Any]:
@@ -75,5 +95,14 @@ def _located(model: Any, merged: Path) -> str:
     return str(beside) if not Path(text).exists() and beside.exists() else text
 
 
-def _name_of(location: str) -> str:
-    return location.rstrip("/").rsplit("/", 1)[-1]
+def _parts(location: str) -> tuple[str, ...]:
+    """Split a hub id, or the full path of a folder; two spellings of one give the same."""
+    folder = Path(location).expanduser()
+    return (folder.resolve() if folder.exists() else folder).parts
+
+
+def _name_of(model: tuple[str, ...], models: Collection[tuple[str, ...]]) -> str:
+    """Return the shortest tail of a model's location that no other has, as a file name."""
+    tails = (model[-length:] for length in range(1, len(model) + 1))
+    free = (tail for tail in tails if sum(other[-len(tail) :] == tail for other in models) == 1)
+    return "-".join(part for part in next(free, model) if part.strip("/."))
