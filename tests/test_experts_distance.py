@@ -53,6 +53,16 @@ def test_no_expert_is_far_among_equals_or_alone_or_beside_copies_of_the_base() -
     assert named(0.0, 0.0, 1.0) == []
 
 
+def test_experts_with_a_sibling_as_base_are_named() -> None:
+    experts = {
+        str(n): ExpertModel(str(n), InMemoryExpert(model(0.1, n)), model(0, 0)) for n in (1, 2)
+    }
+    assert far_experts(experts, model(0, 0)) == []
+    (note,) = far_experts(experts, model(0.1, 3))
+    assert note.startswith("the changes from the base to experts 1 and 2 have a cosine of ")
+    assert 0.4 < float(note.split("a cosine of ")[1].split()[0]) < 0.6
+
+
 def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = model(0, 0)
     save_file(base.state_dict(), tmp_path / "one.safetensors")

@@ -1,9 +1,11 @@
-"""Experts that lie far farther from the base than the others, told by a sample of their weights."""
+"""Distances of experts from the base and angles between them, on a sample of their weights."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertModel
@@ -11,12 +13,16 @@ from fusion_bench_featcal.experts import ExpertModel
 FAR = 5.0
 """An expert is far whose distance from the base is over this many times the others' median."""
 
+ALIKE = 0.3
+"""Cosine of two task vectors from which a note names them. Those of the bundled suites have at most
+0.13, 0.02 on average; with one of the experts in place of the base they have 0.6."""
+
 _MATRICES = 8
 _ROWS = 64
 
 
 def far_experts(experts: Mapping[str, ExpertModel], base: nn.Module) -> list[str]:
-    """A sentence for each expert that lies far farther from the base than the others.
+    """A sentence for each expert far farther from the base than the others, and on experts alike.
 
     Of each expert the first rows of a few matrices are read, spread evenly over the model.
 
@@ -24,12 +30,8 @@ def far_experts(experts: Mapping[str, ExpertModel], base: nn.Module) -> list[str
         experts: Task -> expert.
         base: The base model.
     """
-    tensors = base.state_dict()
-    names = _sampled(tensors)
-    distances = {
-        task: math.sqrt(sum(_squared_distance(expert, name, tensors[name]) for name in names))
-        for task, expert in experts.items()
-    }
+    vectors = task_vectors(experts, base_sample(base))
+    distances = {task: float(vector.norm()) for task, vector in vectors.items()}
     notes = []
     for task, distance in distances.items():
         others = [value for other, value in distances.items() if other != task]
@@ -39,23 +41,53 @@ def far_experts(experts: Mapping[str, ExpertModel], base: nn.Module) -> list[str
                 f"expert {task} lies {distance / median:.1f} times as far from the base as the "
                 "others (median, on a sample of weights): its task may be given up for theirs"
             )
-    return notes
+    return notes + experts_alike(vectors, "the base")
 
 
-def distance_from(base: ExpertModel, model: ExpertModel, like: nn.Module) -> float:
-    """Distance of a model from its base, in norms of the base, on a sample of their weights.
+def experts_alike(vectors: Mapping[str, Tensor], base: str) -> list[str]:
+    """A sentence on the two experts whose task vectors are the most alike, above `ALIKE`.
+
+    With one fine-tuned model in place of the base, all task vectors share its own, reversed.
 
     Args:
-        base: The base.
-        model: The model.
-        like: The structure of both; its weights are not read.
+        vectors: Task -> task vector, as `task_vectors` gives them.
+        base: The base in messages.
     """
-    squared = norm = 0.0
-    for name in _sampled(like.state_dict()):
-        rows = base.first_rows(name, _ROWS).float()
-        squared += _squared_distance(model, name, rows)
-        norm += float(rows.square().sum())
-    return math.sqrt(squared / norm) if norm else 0.0
+    units = {task: v / v.norm() for task, v in vectors.items() if 0 < v.norm() < math.inf}
+    pairs = [(float(units[a] @ units[b]), a, b) for a, b in itertools.combinations(units, 2)]
+    cosine, one, other = max(pairs, default=(0.0, "", ""))
+    if cosine <= ALIKE:
+        return []
+    return [
+        f"the changes from {base} to experts {one} and {other} have a cosine of {cosine:.2f} "
+        "(separate trainings: about 0.02): the base may have been tuned itself from the model that "
+        "they started from, or one of them from the other. Check that all were tuned from this base"
+    ]
+
+
+def task_vectors(
+    models: Mapping[str, ExpertModel], base: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return each model's difference from the base on a sample of weights, one float32 vector."""
+    return {
+        name: torch.cat(
+            [torch.zeros(0)]
+            + [
+                (model.first_rows(key, _ROWS).float() - rows).flatten()
+                for key, rows in base.items()
+            ]
+        )
+        for name, model in models.items()
+    }
+
+
+def base_sample(base: nn.Module | ExpertModel) -> dict[str, Tensor]:
+    """Return the first rows of a few of the base's matrices, float32 on the CPU."""
+    if isinstance(base, ExpertModel):
+        names = _sampled(base.module.state_dict())
+        return {name: base.first_rows(name, _ROWS).float() for name in names}
+    tensors = base.state_dict()
+    return {name: tensors[name][:_ROWS].to("cpu").float() for name in _sampled(tensors)}
 
 
 def _sampled(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -67,8 +99,3 @@ def _sampled(tensors: Mapping[str, Tensor]) -> list[str]:
     names = [name for name, size in sizes.items() if size <= median]
     step = max(1, len(names) // _MATRICES)
     return names[::step][:_MATRICES]
-
-
-def _squared_distance(expert: ExpertModel, name: str, base: Tensor) -> float:
-    rows = expert.first_rows(name, _ROWS)
-    return float((rows.float() - base[:_ROWS].to("cpu").float()).square().sum())

@@ -1,7 +1,7 @@
 """All models of one `featcal calibrate`, compared with each other before any is loaded."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource
-from fusion_bench_featcal.experts.far_experts import distance_from
+from fusion_bench_featcal.experts.far_experts import base_sample, experts_alike, task_vectors
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.families import resolve_family
@@ -34,12 +34,14 @@ class Models:
         base: The base; None: there is none.
         experts: Task -> expert.
         merged: The merged model; None: it is merged on the way.
+        notes: Sentences on models that hardly belong together.
     """
 
     request: Request
     base: ModelFolder | None
     experts: dict[str, ModelFolder]
     merged: ModelFolder | None
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Request) -> "Models":
@@ -54,7 +56,10 @@ class Models:
             merged = ModelFolder("merged", request.merged, "the merged model")
         base = None if request.base is None else ModelFolder("base", request.base, "--base")
         if base is None and (merged is None or request.settings.needs_base):
-            raise ValueError("--base is missing: name the model that the experts were tuned from")
+            instead = "" if merged is None else ", or give --set anchor_rho=1"
+            raise ValueError(
+                f"--base is missing: name the model that the experts were tuned from{instead}"
+            )
         if base is not None and base.is_adapter:
             raise ValueError(f"{base.option} is a LoRA adapter: name the model that it changes")
         experts = {
@@ -161,12 +166,14 @@ class Models:
         """Refuse models that are no relatives of the base, by a sample of their weights."""
         if self.base is None:
             return
-        base, related = pairs.pop("base"), dict(pairs)
+        sample, related = base_sample(pairs.pop("base")), dict(pairs)
         if self.merged is not None:
             own = ExpertModel("merged", self._source(self.merged), body, role="model")
             related = {"merged": own, **pairs}
-        for name, model in related.items():
-            distance = distance_from(base, model, body)
+        vectors = task_vectors(related, sample)
+        norm = math.sqrt(sum(float(rows.square().sum()) for rows in sample.values()))
+        for name, vector in vectors.items():
+            distance = float(vector.norm()) / norm if norm else 0.0
             if distance > UNRELATED or math.isnan(distance):
                 option = self.experts[name].option if name in pairs else self.home.option
                 raise ValueError(
@@ -174,6 +181,8 @@ class Models:
                     f"lies {distance:.2f} times the base's own norm away (relatives: below 0.5). "
                     "Check --base, or give --any-base"
                 )
+        vectors.pop("merged", None)
+        self.notes.extend(experts_alike(vectors, self.base.option))
 
     def tokenizer(self) -> Any:
         """The tokenizer, the same in all models, with texts padded at their end.

@@ -144,7 +144,8 @@ class Job:
             versions=versions(),
             device=describe_device(torch.device(request.device)),
         )
-        report.notes += [*request.notes, *(note for t in tasks.values() for note in t.notes)]
+        report.notes += [*request.notes, *models.notes]
+        report.notes += [note for t in tasks.values() for note in t.notes]
         return cls(models, request, processor, tasks, report, {})
 
     @property

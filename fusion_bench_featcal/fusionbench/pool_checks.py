@@ -88,7 +88,8 @@ def check_experts(models: PoolModels) -> list[str]:
     """Load the base, if there is one, and compare experts in files with it by their headers.
 
     Returns:
-        A sentence for each expert that lies far farther from the base than the others.
+        A sentence for each expert that lies far farther from the base than the others, and on
+        experts whose changes of the base are alike.
 
     Raises:
         CalibrationError: If the base cannot be loaded; or an expert is of another architecture or

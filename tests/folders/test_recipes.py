@@ -1,0 +1,121 @@
+"""`featcal calibrate`: the models that a recipe names, and whether they belong together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_folders import llama_folders, write_adapters
+from test_calibrate_command import words
+from tiny_models import scatter
+from tiny_texts import TASKS, word_tokenizer, write
+from transformers import AutoModelForCausalLM
+
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.folders.model_folder import ModelFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Models and texts; the command ends where a model is loaded whole."""
+    llama_folders(tmp_path)
+
+    def load(self: ModelFolder, kind: Any = None) -> None:
+        raise ValueError("all checks have passed")
+
+    monkeypatch.setattr(ModelFolder, "load", load)
+    return tmp_path
+
+
+def recipe(folder: Path, method: str, base: str | None, *models: str) -> None:
+    content = {"merge_method": method, "models": [{"model": model} for model in models]}
+    content |= {} if base is None else {"base_model": base}
+    (folder / "merged" / "mergekit_config.yml").write_text(json.dumps(content))
+
+
+def calibrate(folder: Path, *more: str, names: tuple[str, ...] = TASKS) -> list[str]:
+    """The command's words without models; `names` are those of the experts."""
+    data = [f"{name}={folder / task}.jsonl" for name, task in zip(names, TASKS, strict=True)]
+    named = [word for pair in data for word in ("--data", pair)]
+    return ["calibrate", str(folder / "merged"), "--out", str(folder / "out"), *named, *more]
+
+
+def shown(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """Everything that the command prints once all checks have passed."""
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert "all checks have passed" in printed.err, printed.err
+    return printed.out
+
+
+@pytest.mark.parametrize(
+    ("places", "names"),
+    [
+        (("./math/final", "./code/final"), ("math-final", "code-final")),
+        (
+            ("a/x/checkpoint-500", "b/x/checkpoint-500/"),
+            ("a-x-checkpoint-500", "b-x-checkpoint-500"),
+        ),
+        (("math/final", "code"), ("final", "code")),
+        (("math-x/final", "math/x-final"), ("final", "x-final")),
+    ],
+)
+def test_experts_have_the_shortest_names_that_differ(folder, capsys, monkeypatch, places, names):
+    monkeypatch.chdir(folder)
+    for task, place in zip(TASKS, places, strict=True):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / task).rename(folder / place)
+    recipe(folder, "ties", "base", *places, str(folder / places[0]), "./base")
+    experts = shown(capsys, calibrate(folder, names=names)).split("(ties): ")[1].splitlines()[0]
+    assert [word.split("=")[0] for word in experts.split(", ")] == list(names)
+
+
+def test_experts_whose_names_cannot_differ(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    places = ("a-b/c/final", "a/b-c/final", "b-c/final", "c/final")
+    recipe(folder, "ties", "base", *places)
+    assert main(calibrate(folder)) == 2
+    line = capsys.readouterr().err
+    assert "mergekit_config.yml" in line and "name them by --expert NAME=DIR" in line
+    assert all(place in line for place in places)
+
+
+def test_the_base_of_a_slerp_is_an_expert(folder, capsys):
+    recipe(folder, "slerp", str(folder / "one"), str(folder / "one"), str(folder / "two"))
+    assert main(calibrate(folder)) == 2
+    line = capsys.readouterr().err
+    assert "--base is missing" in line and "--set anchor_rho=1" in line
+    experts = [word for task in TASKS for word in ("--expert", f"{task}={folder / task}")]
+    base = ["--base", str(folder / "base")]
+    alone = ["--set", "anchor_rho=1"]
+    for more in (alone, base, [*base, *experts], [*alone, *experts]):
+        assert all(f"  {task}: " in shown(capsys, calibrate(folder, *more)) for task in TASKS)
+
+
+def test_stacked_layers_are_refused_by_their_name(folder, capsys):
+    recipe(folder, "passthrough", None, str(folder / "one"), str(folder / "two"))
+    for more in ([], ["--base", str(folder / "base")]):
+        assert main(calibrate(folder, *more)) == 2
+        line = capsys.readouterr().err
+        assert "mergekit's passthrough" in line and "--base" not in line
+
+
+@pytest.mark.parametrize("ending", ["", "-lora"])
+def test_a_base_and_its_experts_make_no_note(folder, capsys, ending):
+    write_adapters(folder, AutoModelForCausalLM.from_pretrained(folder / "base"))
+    named = words(folder)
+    for task in TASKS:
+        named[named.index(f"{task}={folder / task}")] += ending
+    assert "cosine" not in shown(capsys, named)
+
+
+def test_a_sibling_in_place_of_the_base(folder, capsys):
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    write(scatter(base, 99, 0.03), folder / "sibling", word_tokenizer())
+    named = words(folder)
+    named[named.index(str(folder / "base"))] = str(folder / "sibling")
+    note = shown(capsys, named).split("the changes from ")[1]
+    assert note.startswith(
+        f"--base {folder / 'sibling'} to experts one and two have a cosine of 0."
+    )
+    assert 0.4 < float(note.split("a cosine of ")[1].split()[0]) < 0.6
