@@ -81,6 +81,19 @@ def test_tokenised_rows_give_the_same_batches_as_plain_texts():
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@pytest.mark.parametrize("name", ["completion", "response", "output", "answer"])
+def test_answers_in_columns_of_other_names(name):
+    def renamed(task):
+        return [{"prompt": row["prompt"], name: row["target"], "x": 3} for row in sentences(task)]
+
+    for kind in ("causal", "seq2seq"):
+        for ours, other in zip(
+            batches(kind)["one"], batches(kind, rows=renamed)["one"], strict=True
+        ):
+            assert ours.keys() == other.keys()
+            assert all(torch.equal(ours[key], other[key]) for key in ours)
+
+
 @pytest.mark.parametrize("kind", ["causal", "seq2seq"])
 def test_generated_targets_are_the_experts_own_greedy_answers(kind, tmp_path):
     make = llama_model if kind == "causal" else t5_model

@@ -12,6 +12,8 @@ from torch import Tensor
 from fusion_bench_featcal.settings import CalibrationError
 
 TextKind = Literal["seq2seq", "causal", "classification"]
+TARGETS = ("target", "completion", "response", "output", "answer")
+"""Names of the column with the answer to a row's `prompt`."""
 IGNORED = -100  # label without a target, in transformers' losses
 _NO_LIMIT = 10**9  # tokenizers without a limit of their own report a huge one
 _DATE = "26 Jul 2024"  # Llama's chat template writes today's date unless it is told another
@@ -39,9 +41,9 @@ class _Text:
 class TextEncoder:
     """Turns rows of a data set into token ids.
 
-    A row is tokenised (`input_ids`, `attention_mask`, `labels`), a `prompt` with its `target`, a
-    `text` without one, or a chat (`messages`, whose last turn is the target; rendered by the
-    tokenizer's chat template).
+    A row is tokenised (`input_ids`, `attention_mask`, `labels`), a `prompt` with its `target` (or
+    another of `TARGETS`), a `text` without one, or a chat (`messages`, whose last turn is the
+    target; rendered by the tokenizer's chat template).
     Texts longer than `max_length` are cut: a prompt at its end, so that the target keeps at least
     half. Without it the limit is the tokenizer's, beyond which a text is an error.
     For a classifier a row is one text, a chat with its last turn; targets and labels are not read.
@@ -85,7 +87,8 @@ class TextEncoder:
         Raises:
             CalibrationError: If there is no text, or it is too long.
         """
-        prompt = self._read(row, place).prompt
+        asked = {name: value for name, value in row.items() if name not in TARGETS}
+        prompt = self._read(asked, place).prompt
         limit = self._limit
         room = limit if self.kind == "seq2seq" else max(limit - reserved, limit // 2)
         return self._within(prompt, room, place, len(prompt))
@@ -142,7 +145,8 @@ class TextEncoder:
         elif "messages" in row:
             text = self._chat(row["messages"], place)
         elif "prompt" in row:
-            text = self._plain(row["prompt"], None if classified else row.get("target"), place)
+            target = None if classified else _answer_of(row, place)
+            text = self._plain(row["prompt"], target, place)
         elif "text" in row:
             text = self._plain(row["text"], None, place, name="text")
         else:
@@ -233,6 +237,21 @@ class TextEncoder:
     def _ids(self, text: str) -> list[int]:
         """Token ids of a text that brings its own marks, or follows another."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _answer_of(row: Mapping[str, Any], place: str) -> Any:
+    """Answer to a row's `prompt`: its `target`, else what another of `TARGETS` has; None: nothing.
+
+    Raises:
+        CalibrationError: If several have different answers.
+    """
+    answers = {name: row[name] for name in TARGETS if row.get(name) is not None}
+    first = next(iter(answers), "target")
+    if first != "target" and any(answer != answers[first] for answer in answers.values()):
+        raise CalibrationError(
+            f"{place}: which of {', '.join(answers)} is the answer? Name that column target"
+        )
+    return answers.get(first)
 
 
 def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fusion_bench_featcal.calibration_text import TextBatches, text_rows
 from fusion_bench_featcal.data.tables import load_texts
-from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
+from fusion_bench_featcal.data.text_samples import IGNORED, TARGETS, TextEncoder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Score, Task, sentences, split_rows
 
@@ -73,7 +73,7 @@ def _lacks_target(row: Mapping[str, Any]) -> bool:
     if row.get("messages") is not None:
         turns = list(row["messages"])
         return not turns or dict(turns[-1]).get("role") != "assistant"
-    return "prompt" in row and row.get("target") is None
+    return "prompt" in row and all(row.get(name) is None for name in TARGETS)
 
 
 @dataclass

@@ -178,6 +178,15 @@ def test_experts_write_missing_targets(tmp_path, capsys):
     assert report_of(tmp_path).rows["experts"]["one"] == 1  # of answers that it has written itself
 
 
+def test_answers_of_another_name_are_targets(tmp_path, capsys):
+    llama_folders(tmp_path)
+    rows = [{"prompt": row["prompt"], "answer": row["target"]} for row in sentences("one", ROWS)]
+    write_rows(tmp_path / "one.jsonl", rows)
+    assert main(words(tmp_path, "--preset", "paper")) == 0
+    assert "its expert writes" not in capsys.readouterr().out
+    assert report_of(tmp_path).rows["experts"]["one"] < 1
+
+
 def test_plain_texts_and_chats(tmp_path, capsys):
     llama_folders(tmp_path)
     texts = [{"text": f"{row['prompt']} {row['target']}"} for row in sentences("one", ROWS)]

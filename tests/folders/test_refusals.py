@@ -113,6 +113,8 @@ def test_no_tokenizer(folder, capsys):
         ({"prompt": 3}, "prompt is int, not a text"),
         ({"prompt": " ", "target": "a"}, "the text is empty"),
         ({"prompt": "a", "target": " "}, "the target is empty"),
+        ({"prompt": "a", "response": " "}, "the target is empty"),
+        ({"prompt": "a", "output": "b", "answer": "c"}, "which of output, answer is the answer?"),
         ({"messages": [{"role": "user", "content": "a"}]}, "--chat-template FILE"),
     ],
 )
