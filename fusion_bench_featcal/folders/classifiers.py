@@ -13,6 +13,7 @@ from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
     Score,
     Task,
+    check_labels,
     classification_score,
     label_numbers,
     sentences,
@@ -49,7 +50,8 @@ def open_classifier_task(
         notes = sentences(len(held), task, request)
     tests = None
     if held:
-        labels = _labels(rows, held, label2id, place)
+        labels, guesses = _labels(rows, held, label2id, place)
+        notes += guesses
         tests = ClassifierTests(encode(rows, held, place), labels)
     length = max(batch["input_ids"].shape[1] for batch in batches)
     return Task(batches, len(chosen), length, tests, notes)
@@ -87,20 +89,18 @@ class _Encoder:
         return batches
 
 
-def _labels(rows: Any, indices: list[int], label2id: Mapping[str, int], place: str) -> Tensor:
+def _labels(
+    rows: Any, indices: list[int], label2id: Mapping[str, int], place: str
+) -> tuple[Tensor, list[str]]:
     values = [rows[index].get(_LABEL) for index in indices]
     if any(value is None for value in values):
         raise ValueError(f"{place}: rows need a label to be evaluated, or give --no-eval")
     if all(isinstance(value, int) for value in values):
-        beyond = max(values)
-        if beyond >= len(label2id):
-            raise ValueError(
-                f"{place}: label {beyond}, but the expert's head has {len(label2id)} classes"
-            )
-        return torch.tensor(values)
+        return torch.tensor(check_labels(values, label2id, place)), []
     names = sorted({str(value) for value in values})
-    numbers = dict(zip(names, label_numbers(names, label2id, place), strict=True))
-    return torch.tensor([numbers[str(value)] for value in values])
+    numbers, notes = label_numbers(names, label2id, place)
+    by_name = dict(zip(names, numbers, strict=True))
+    return torch.tensor([by_name[str(value)] for value in values]), notes
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def open_image_task(
             prompts = [request.prompts[task].replace("{}", name) for name in names]
             head: Head = partial(_by_similarity, clip.head(prompts), clip)
         else:
-            labels = torch.tensor(label_numbers(names, label2id or {}, place))[labels]
+            numbers, guesses = label_numbers(names, label2id or {}, place)
+            labels, notes = torch.tensor(numbers)[labels], [*notes, *guesses]
             head = _classify
         tests = ImageTests(batches(items, held), labels, head)
     return Task(calibration, len(chosen), 0, tests, notes)

@@ -301,7 +301,10 @@ def _open_tasks(models: Models, request: Request, processor: Any) -> dict[str, T
             task: open_language_task(task, request, encoder, partial(models.load_expert, task))
             for task in request.experts
         }
-    labels = {task: _label2id(expert) for task, expert in models.experts.items()}
+    labels = {
+        task: _label2id(expert) if request.evaluate else {}
+        for task, expert in models.experts.items()
+    }
     if kind == TEXT_CLASSIFIER:
         return {
             task: open_classifier_task(task, request, processor, labels[task])
@@ -317,9 +320,26 @@ def _open_tasks(models: Models, request: Request, processor: Any) -> dict[str, T
 
 
 def _label2id(expert: ModelFolder) -> dict[str, int]:
-    """Number of each class in an expert's head."""
-    config = expert.empty.config if not expert.is_adapter else None
-    return dict(getattr(config, "label2id", None) or {})
+    """Number of each class in an expert's head, by the `id2label` of its config.
+
+    Raises:
+        ValueError: If two numbers have one name, or `label2id` has others; LABEL_0, ... is none.
+    """
+    if expert.is_adapter:
+        return {}
+    config: Any = expert.empty.config
+    names = {number: str(name) for number, name in config.id2label.items()}
+    numbers = {name: number for number, name in names.items()}
+    stored = (expert.config or {}).get("label2id") or numbers
+    stored = {(str(name), str(number)) for name, number in stored.items()}
+    named = {(name, str(number)) for number, name in names.items()}
+    unnamed = {(f"LABEL_{number}", str(number)) for number in names}
+    if len(numbers) < len(names) or stored not in (named, unnamed):
+        raise ValueError(
+            f"{expert.option}: id2label and label2id of its config.json do not fit together. Each "
+            "class needs one name and one number, the same in both"
+        )
+    return numbers
 
 
 def _zero_shot(models: Models, request: Request) -> ZeroShot | None:

@@ -1,6 +1,6 @@
 """One task of `featcal calibrate`: calibration samples, test samples, and scores of a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +13,8 @@ from fusion_bench_featcal.plurals import counted
 
 HELD_BACK = 5
 """Without test data one row of so many is held back for evaluation."""
+SHOWN_NAMES = 12
+"""Class names that a note lists."""
 
 
 class Score(NamedTuple):
@@ -91,22 +93,46 @@ def classification_score(logits: Tensor, labels: Tensor) -> Score:
     return Score(correct.double().mean().item(), loss.item(), correct)
 
 
-def label_numbers(names: Sequence[Any], label2id: Mapping[str, int], place: str) -> list[int]:
-    """Number in a model's head of each class name of a data set.
+def label_numbers(
+    names: Sequence[Any], label2id: Mapping[str, int], place: str
+) -> tuple[list[int], list[str]]:
+    """Number in a model's head of each class name of a data set, and sentences on a guess.
+
+    Names are those of the head, in any case, or numbers. If the head has none (LABEL_0, ...), it
+    has the data's in their order, if there are as many.
 
     Raises:
         ValueError: If the head has no class of that name.
     """
-    by_name = {str(name).casefold(): number for name, number in label2id.items()}
-    numbers = [by_name.get(str(name).casefold()) for name in names]
-    known = [number for number in numbers if number is not None]
-    if len(known) == len(numbers):
-        return known
-    # heads that were saved without names: LABEL_0, LABEL_1, ...
-    unnamed = all(str(name).startswith("LABEL_") for name in label2id)
-    if unnamed and len(names) == len(label2id):
-        return list(range(len(names)))
-    missing = next(name for name, number in zip(names, numbers, strict=True) if number is None)
+    texts = [str(name) for name in names]
+    exact = {str(name): number for name, number in label2id.items()}
+    folded = {name.casefold(): number for name, number in exact.items()}
+    numbers = [exact.get(text, folded.get(text.casefold())) for text in texts]
+    if None not in numbers:
+        return [number for number in numbers if number is not None], []
+    if all(text.isdecimal() for text in texts):
+        return check_labels([int(text) for text in texts], label2id, place), []
+    unnamed = all(name.startswith("LABEL_") for name in exact)
+    if unnamed and len(texts) == len(exact):
+        pairs = [f"{text}={number}" for number, text in enumerate(texts)]
+        listed = ", ".join(pairs[:SHOWN_NAMES]) + (", ..." if len(pairs) > SHOWN_NAMES else "")
+        note = f"{place}: the expert's head has no class names, the data's are taken as {listed}"
+        return list(range(len(texts))), [note]
+    missing = names[numbers.index(None)]
     raise ValueError(
         f"{place}: the expert's head has no class {missing!r}; it has {', '.join(label2id)}"
     )
+
+
+def check_labels(labels: list[int], classes: Sized, place: str) -> list[int]:
+    """Return labels that are numbers of a head's classes.
+
+    Raises:
+        ValueError: If the head has no class of that number.
+    """
+    strange = next((label for label in labels if not 0 <= label < len(classes)), None)
+    if strange is not None:
+        raise ValueError(
+            f"{place}: label {strange}, but the expert's head has {len(classes)} classes, from 0"
+        )
+    return labels

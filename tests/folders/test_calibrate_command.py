@@ -26,6 +26,7 @@ from tiny_texts import TASKS, sentences, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
@@ -219,6 +220,30 @@ def test_text_classifiers_keep_their_heads(tmp_path):
     assert set(head) == {"classifier.weight", "classifier.bias"}
     assert all(torch.equal(value, expert[name]) for name, value in head.items())
     assert report_of(tmp_path).test_sets["two"]["items"] == ROWS // 5
+
+
+LETTERS = [letter for pair in zip("abcdef", "ABCDEF", strict=True) for letter in pair]
+
+
+@pytest.mark.parametrize("names", [[str(n) for n in range(12)], LETTERS])
+def test_labels_by_name_are_those_by_number(tmp_path, names):
+    models = classifier_folders(tmp_path)
+    config = models["one"].config.to_dict()
+    head = names if names == LETTERS else [f"LABEL_{n}" for n in range(12)]
+    config |= {"id2label": dict(enumerate(head)), "label2id": {n: i for i, n in enumerate(head)}}
+    expert = BertForSequenceClassification(BertConfig(**config))
+    expert.bert.load_state_dict(models["one"].bert.state_dict())
+    expert.save_pretrained(tmp_path / "one")
+    losses = []
+    for labels in (range(12), names):
+        texts = [row["prompt"] for row in sentences("one")]
+        rows = [{"text": t, "label": label} for t, label in zip(texts, labels, strict=True)]
+        write_rows(tmp_path / "test.jsonl", rows)
+        data = ["--eval", f"one={tmp_path / 'test.jsonl'}", "--preset", "paper"]
+        assert main(words(tmp_path, *data, "--set", "samples_per_task=2")) == 0
+        losses.append(report_of(tmp_path).loss["experts"]["one"])
+        (tmp_path / "out").rename(tmp_path / f"out{len(losses)}")
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("kind", [BertForMaskedLM, BertModel])

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_folders import classifier_folders, llama_folders, write_adapters, write_rows
@@ -255,14 +256,60 @@ def test_an_adapter_of_another_base(folder, capsys):
     assert "only plain LoRA is read" in refusal(capsys, named)
 
 
-def test_a_label_that_the_head_lacks(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("labels", "config", "message"),
+    [
+        (["perhaps"], {}, "the expert's head has no class 'perhaps'; it has no, yes"),
+        ([2], {}, "label 2, but the expert's head has 2 classes"),
+        ([-100], {}, "label -100, but the expert's head has 2 classes"),
+        (["1", "2"], {}, "label 2, but the expert's head has 2 classes"),
+        ([0], {"label2id": {"no": 0, "yes": 0}}, "id2label and label2id of its config.json do not"),
+        ([0], {"label2id": {"no": 1, "yes": 0}}, "id2label and label2id of its config.json do not"),
+        ([0], {"id2label": {0: "no", 1: "no"}}, "id2label and label2id of its config.json do not"),
+    ],
+)
+def test_labels_that_do_not_fit_the_head(tmp_path, capsys, monkeypatch, labels, config, message):
     classifier_folders(tmp_path)
     _unloadable(tmp_path, monkeypatch)
-    rows = [{"text": row["prompt"], "label": "perhaps"} for row in sentences("one", 20)]
-    write_rows(tmp_path / "one.jsonl", rows)
+    change_config(tmp_path / "one", config)
+    write_labels(tmp_path / "one.jsonl", labels)
     line = refusal(capsys, words(tmp_path))
-    assert "the expert's head has no class 'perhaps'; it has no, yes" in line
-    assert "--data one" in line
+    assert message in line and ("--expert one" if config else "--data one") in line
+
+
+@pytest.mark.parametrize(
+    ("labels", "config", "note"),
+    [
+        (["yes", "no"], {}, None),
+        (["0", "1"], {}, None),
+        (["YES", "No"], {"label2id": {"LABEL_0": 0, "LABEL_1": 1}}, None),
+        (["a", "A"], {"id2label": {0: "A", 1: "a"}, "label2id": {"A": 0, "a": 1}}, None),
+        (["b", "a"], {"id2label": None, "label2id": None}, "the data's are taken as a=0, b=1"),
+    ],
+)
+def test_labels_that_fit_the_head(tmp_path, capsys, monkeypatch, labels, config, note):
+    classifier_folders(tmp_path)
+    _unloadable(tmp_path, monkeypatch)
+    change_config(tmp_path / "one", config)
+    write_labels(tmp_path / "one.jsonl", labels)
+    main(words(tmp_path))
+    printed = capsys.readouterr()
+    assert "AssertionError" in printed.err  # by then all checks have passed
+    assert ("has no class names" in printed.out) == (note is not None)
+    assert note is None or note in printed.out
+
+
+def change_config(model: Path, changes: dict[str, Any]) -> None:
+    """Change keys of a model's config.json; those that become None are removed."""
+    content = json.loads((model / "config.json").read_text()) | changes
+    kept = {name: value for name, value in content.items() if value is not None}
+    (model / "config.json").write_text(json.dumps(kept))
+
+
+def write_labels(file: Path, labels: list[Any], rows: int = 24) -> None:
+    """Write texts of a classifier with these labels in turn."""
+    texts = [row["prompt"] for row in sentences("one", rows)]
+    write_rows(file, [{"text": t, "label": labels[n % len(labels)]} for n, t in enumerate(texts)])
 
 
 def test_data_may_be_named_by_a_part_of_an_experts_name(folder, capsys):
