@@ -304,8 +304,8 @@ _CALIBRATE: dict[str, Any] = {
     "--expert": {**_PAIRS, "help": "an expert: a folder or hub id, whole or a LoRA adapter "
                  "(repeatable)"},
     "--data": {**_PAIRS, "help": "an expert's samples: .jsonl, .csv or .parquet with prompt (and "
-               "target), messages, or text; a folder of images; a hub data set ID:SPLIT "
-               "(repeatable)"},
+               "target, completion, response, output or answer), messages, or text; a folder of "
+               "images; a hub data set ID:SPLIT (repeatable)"},
     "--eval": {**_PAIRS, "help": "data to evaluate on (default: a fifth of --data, held back)"},
     "--eval-rows": {"type": int, "default": 200, "metavar": "N",
                     "help": "most rows of a task that are evaluated (200)"},
@@ -324,6 +324,8 @@ _CALIBRATE: dict[str, Any] = {
     "--device": {"default": "cpu", "help": "cpu (default) or cuda"},
     "--any-base": {"action": "store_true",
                    "help": "do not refuse models that lie as far from the base as unrelated ones"},
+    "--force": {"action": "store_true",
+                "help": "do not refuse experts that are no better than guessing on their own rows"},
     "--resume": {"action": "store_true", "help": "go on after an interruption"},
 }  # fmt: skip
 _COMMANDS: dict[str, Any] = {

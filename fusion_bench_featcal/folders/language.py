@@ -110,9 +110,11 @@ class LanguageTests:
         """Score a model by its loss a token, mean over texts, and by accuracy."""
         device = next(model.parameters()).device
         losses, tokens, exact = [], [0, 0], []
+        choices, kind = 0, "text"
         for batch in self.batches.checked(model):
             moved = {name: tensor.to(device) for name, tensor in batch.items()}
             logits, labels = targets_of(model, moved)
+            choices, kind = logits.shape[-1], "answer" if "labels" in batch else "text"
             counted = labels != IGNORED
             loss = F.cross_entropy(
                 logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
@@ -122,11 +124,9 @@ class LanguageTests:
             tokens[0] += int((right & counted).sum())
             tokens[1] += int(counted.sum())
             exact.append(right.all(dim=1))
-        loss = torch.cat(losses).double().mean().item()
-        if self._counts_tokens:
-            return Score(tokens[0] / max(tokens[1], 1), loss, None)
-        correct = torch.cat(exact).cpu()
-        return Score(correct.double().mean().item(), loss, correct)
+        correct = None if self._counts_tokens else torch.cat(exact).cpu()
+        share = tokens[0] / max(tokens[1], 1) if correct is None else correct.double().mean().item()
+        return Score(share, torch.cat(losses).double().cpu(), correct, choices, kind)
 
 
 def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

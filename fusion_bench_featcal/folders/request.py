@@ -56,6 +56,7 @@ class Request:
         prompts: Task -> prompt of a class for zero-shot heads, with {} for its name.
         evaluate: Whether models are evaluated.
         any_base: Whether models may lie as far from the base as unrelated ones.
+        force: Whether experts may be no better than guessing, or worse than the base.
         notes: Sentences on what the command decided by itself.
     """
 
@@ -77,6 +78,7 @@ class Request:
     prompts: Mapping[str, str]
     evaluate: bool
     any_base: bool = False
+    force: bool = False
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -138,6 +140,7 @@ class Request:
             prompts=_prompts(options.prompt, experts),
             evaluate=not options.no_eval,
             any_base=options.any_base,
+            force=options.force,
             notes=tuple(notes),
         )
 

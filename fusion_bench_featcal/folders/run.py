@@ -19,6 +19,7 @@ from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.engine.samples import warn_of_few_samples
 from fusion_bench_featcal.folders.classifiers import open_classifier_task
+from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.language import open_language_task
 from fusion_bench_featcal.folders.model_folder import (
     IMAGE_CLASSIFIER,
@@ -185,7 +186,11 @@ class Job:
             warnings.warn(warning, stacklevel=2)
 
     def evaluate_references(self, model: nn.Module) -> None:
-        """Evaluate the merged model, and each expert on its own task."""
+        """Evaluate the merged model, and each expert on its own task.
+
+        Raises:
+            ValueError: If an expert is no better than guessing there, or worse than the base.
+        """
         if not self.tested:
             return
         scores, expert_scores = {}, {}
@@ -199,8 +204,27 @@ class Job:
             else:
                 del expert
                 scores[task] = self._score(task, model)
+        self._check_experts(expert_scores)
         self._add_row(EXPERTS, expert_scores)
         self._add_row(str(self.report.upstream), scores)
+
+    def _check_experts(self, scores: Mapping[str, Score]) -> None:
+        """Refuse experts that cannot do what they were trained for."""
+        base, home, on_base = self.models.base, self.models.home, {}
+        if base and not self.has_heads and base.calibrated_class is home.calibrated_class:
+            print("evaluating the base on all tasks")
+            model = base.load().to(self.request.device)
+            on_base = {task: self._score(task, model) for task in scores}
+        weak = weak_experts(scores, on_base)
+        if not weak:
+            return
+        line = f"experts no better than guessing or the base on their own rows: {', '.join(weak)}"
+        if not self.request.force:
+            raise ValueError(
+                f"{line}. Check --tokenizer, --chat-template, the labels, and that --data and "
+                "--expert are of the same task. To calibrate all the same, give --force"
+            )
+        self.report.notes.append(line)
 
     def evaluate(
         self, name: str, model: nn.Module, result: CalibrationResult, cost: Mapping[str, Any]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,31 @@ SHOWN_NAMES = 12
 """Class names that a note lists."""
 
 
+TargetKind = Literal["class", "answer", "text"]
+"""Kind of targets: classes, texts that answer a prompt, or whole texts."""
+
+
 class Score(NamedTuple):
     """Scores of a task's test samples.
 
     Attributes:
         accuracy: Share of correct samples or, of long or free texts, of correct tokens, 0 to 1.
-        loss: Mean cross-entropy of the targets.
+        losses: Cross-entropy of each sample's target, float64 `[samples]`.
         correct: Which samples are correct, bool `[samples]`; None where accuracy counts tokens.
+        choices: Number of classes or tokens of which the target is one.
+        kind: Kind of the targets.
     """
 
     accuracy: float
-    loss: float
+    losses: Tensor
     correct: Tensor | None
+    choices: int
+    kind: TargetKind
+
+    @property
+    def loss(self) -> float:
+        """Mean loss."""
+        return self.losses.mean().item()
 
 
 class Tests(Protocol):
@@ -88,9 +101,9 @@ def sentences(held: int, task: str, request: Request) -> list[str]:
 
 def classification_score(logits: Tensor, labels: Tensor) -> Score:
     """Score class logits, `[samples, classes]`, against labels `[samples]`."""
-    loss = torch.nn.functional.cross_entropy(logits.float(), labels)
+    losses = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none").double()
     correct = (logits.argmax(dim=-1) == labels).cpu()
-    return Score(correct.double().mean().item(), loss.item(), correct)
+    return Score(correct.double().mean().item(), losses, correct, logits.shape[-1], "class")
 
 
 def label_numbers(
