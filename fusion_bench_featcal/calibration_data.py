@@ -1,7 +1,7 @@
 """Calibration samples: a few images or texts per task, drawn from a model pool's data sets."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fusion_bench_featcal.engine.samples import warn_of_few_samples
 from fusion_bench_featcal.fusionbench.own_data import data_setting
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
+from fusion_bench_featcal.hub import hub_error, is_of_hub
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import PLUS, CalibrationError, FeatCalSettings
 
@@ -228,8 +229,14 @@ def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = N
         return ImageItems(rows, place=f"task {task!r}, {setting}", label_column=label_column)
     except CalibrationError as error:
         raise CalibrationError(f"{setting}: {error}") from error
-    # what data sets raise when a path, a split, a column or the network is missing
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
+        if is_of_hub(error):
+            entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
+            name = entry.get("path") if isinstance(entry, Mapping) else entry
+            raise hub_error(error, f"{setting}={name}" if name else setting) from error
+        # what data sets raise when a path, a split or a column is missing
+        if not isinstance(error, OSError | ValueError | KeyError | TypeError):
+            raise
         hint, reason = offline_hint() if isinstance(error, OSError) else "", str(error).rstrip(".")
         raise CalibrationError(f"{setting} cannot be loaded: {reason}.{hint}") from error
 

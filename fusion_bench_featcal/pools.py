@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts.vocabulary import keep_common_rows
+from fusion_bench_featcal.hub import local
 from fusion_bench_featcal.settings import CalibrationError
 
 VOCABULARIES = ("refuse", "common_rows")
@@ -57,9 +58,10 @@ class CausalLMPool(FusionBenchPool):
         return min(self._rows(name) for name in self.all_model_names)
 
     def _rows(self, name: str) -> int:
+        path = str(self.get_model_path(name))
+        folder = local(path, f"modelpool.models.{name}={path}")
         try:
-            place = str(self.get_model_path(name))
-            return AutoConfig.from_pretrained(place, trust_remote_code=False).vocab_size
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size
         except (OSError, ValueError, AttributeError) as error:
             raise CalibrationError(
                 f"model {name!r}: its config, which tells the size of its vocabulary, cannot be "

@@ -171,5 +171,5 @@ def test_a_tokenizer_that_is_missing_is_named(tmp_path):
     with pytest.raises(CalibrationError, match=r"set modelpool\.tokenizer"):
         load_input_processor(pool)
     pool.tokenizer = str(tmp_path / "nowhere")
-    with pytest.raises(CalibrationError, match=r"nowhere.*Check modelpool\.tokenizer"):
+    with pytest.raises(CalibrationError, match=r"modelpool\.tokenizer=.*nowhere: there is no"):
         load_input_processor(pool)

@@ -295,8 +295,8 @@ def test_model_that_is_not_there_is_told_before_the_words_of_the_hub(place, tmp_
     with pytest.raises(CalibrationError) as caught:
         load_pool_model(pool, "two")
     ours, words, hub = str(caught.value).partition("The hub's client: ")
-    assert ours.startswith(f"model 'two': there is no folder {place!r} here")
-    assert "Correct modelpool.models.two" in ours
+    assert ours.startswith(f"modelpool.models.two={place}: there is no such file or folder here")
+    assert "Correct it" in ours
     assert words and hub and "\n" not in hub and "Could not resolve" not in hub
     assert str(caught.value) == refusal(pool)
 

@@ -7,6 +7,7 @@ import datasets
 import pyarrow.csv
 from datasets.config import HF_HUB_OFFLINE
 
+from fusion_bench_featcal.hub import hub_error
 from fusion_bench_featcal.settings import CalibrationError
 
 TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -108,13 +109,11 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
             f"data {name!r} is neither a file nor a folder at {source.absolute()}: {correct}, or, "
             "if it is the id of a hub data set, set split (often train or test)"
         )
+    option = f"data {name!r}, split {split!r}"
     try:
         loaded = datasets.load_dataset(name, split=split)
     except Exception as error:  # whatever the hub's client and the network raise
-        raise CalibrationError(
-            f"data {name!r}, split {split!r}: neither a file or folder here nor a data set that "
-            f"the hub gives ({error}).{offline_hint()}"
-        ) from error
+        raise hub_error(error, option) from error
     return cast(datasets.Dataset, loaded)
 
 

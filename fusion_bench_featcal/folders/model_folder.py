@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.data.tables import offline_hint
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.expert_model import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.hub import PROCESSOR_FILES, fetch
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -22,7 +22,7 @@ Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip
 """Kind of models: what their inputs are, and what is evaluated."""
 
 # Files of a model on the hub: weights in safetensors, configs, tokenizer or processor.
-_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "mergekit_config.yml"]
+_FILES = (*PROCESSOR_FILES, "*.safetensors", "mergekit_config.yml")
 _CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 TEXT_CLASSIFIER: Kind = "text classifier"
 IMAGE_CLASSIFIER: Kind = "image classifier"
@@ -45,7 +45,8 @@ class ModelFolder:
             option: The option that names it.
 
         Raises:
-            ValueError: If there is no such folder or hub id, or no model in it.
+            ValueError: If there is no model in it.
+            CalibrationError: If there is no such folder, and the hub does not give it.
         """
         self.name = name
         self.option = (
@@ -240,20 +241,10 @@ def located(location: str, option: str) -> Path:
     """Return a model's local folder; a hub id is downloaded.
 
     Raises:
-        ValueError: If it is neither a folder nor a hub id that can be had.
+        CalibrationError: If it is neither a folder nor a hub id that can be had.
     """
     folder = Path(location).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(location, allow_patterns=_FILES))
-    except Exception as error:  # whatever the hub's client and the network raise
-        raise ValueError(
-            f"{option}: neither a folder here nor a model that the hub gives "
-            f"({first_line(error)}).{offline_hint()}"
-        ) from error
+    return folder if folder.is_dir() else fetch(location, option, _FILES)
 
 
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:

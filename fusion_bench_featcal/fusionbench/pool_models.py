@@ -3,7 +3,7 @@
 import copy
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from fusion_bench.modelpool import BaseModelPool
 from fusion_bench.utils.modelscope import resolve_repo_path
 from hydra.errors import HydraException
 from hydra.utils import get_object
+from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.error_block import first_line
@@ -21,6 +22,7 @@ from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
+from fusion_bench_featcal.hub import hub_error, is_of_hub, local
 from fusion_bench_featcal.module_copies import bind_own_functions
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -33,7 +35,6 @@ EXPECTED = (
     "it must be an existing folder or, online or in the local hub cache (HF_HUB_OFFLINE), a hub id"
 )
 PLAIN_OPTIONS = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
-_NOT_RESOLVED = ". Error: "  # what FusionBench writes before the words of the hub's client
 # FusionBench's loaders of LoRA experts, by the end of their names: do they merge the adapter?
 _LORA_LOADERS = {
     "load_lora_model": True,
@@ -108,6 +109,24 @@ class PoolModel:
         return self._resolve(base), self._resolve(adapter)
 
     @property
+    def local_entry(self) -> Any:
+        """Its entry with local folders in the place of hub ids, so that loading it asks no hub.
+
+        Raises:
+            CalibrationError: If a folder cannot be found, naming the model and its entry.
+        """
+        if not isinstance(self.entry, Mapping):
+            return self.entry if self.folder is None else str(self.folder)
+        keys: tuple[str, ...] = ("config_path",)
+        if self.folder is not None:
+            keys = ("pretrained_model_name_or_path",)
+        elif self.adapter is not None:
+            keys = tuple(key for names in _LORA_KEYS for key in names)
+        paths = {key: str(self._resolve(self.entry[key])) for key in keys if key in self.entry}
+        is_local = all(self.entry[key] == path for key, path in paths.items())
+        return self.entry if is_local else OmegaConf.merge(self.entry, paths)
+
+    @property
     def folders(self) -> list[Path]:
         """Existing local folders of its files: one, or a LoRA expert's base and adapter."""
         folders = self.adapter or (self.folder,)
@@ -177,19 +196,15 @@ class PoolModel:
     def not_loadable(self, error: Exception, location: str | None = None) -> CalibrationError:
         """The error of a model that cannot be found or loaded from `location`, else its entry's."""
         location, key = location or self.location, f"modelpool.models.{self.name}"
-        why, hint = reason(error).rpartition(_NOT_RESOLVED)[2].rstrip("."), ""
+        why, hint = reason(error).rstrip("."), ""
         if why.startswith("Unsupported model configuration type"):
             why = "its model pool takes no plain names"
             hint = (
                 ": write {_target_: transformers.<class>.from_pretrained, "
                 f"pretrained_model_name_or_path: {self.entry}}}"
             )
-        elif location is not None and not os.path.exists(location):
-            return CalibrationError(
-                f"model {self.name!r}: there is no folder {location!r} here, and the hub gives no "
-                f"such model. Correct {key}, or go online (HF_HUB_OFFLINE) if it is a hub id. The "
-                f"hub's client: {why}"
-            )
+        elif location is not None and not os.path.exists(location) and is_of_hub(error):
+            return hub_error(error, f"{key}={location}")
         elif location is not None and _lacks_config(Path(location)):
             why = f"no config.json in {location}"
         return CalibrationError(
@@ -208,10 +223,31 @@ class PoolModel:
         except (OSError, ValueError):
             pass  # a hub id
         try:
-            platform: Any = getattr(self.pool, "_platform", "hf")
-            return Path(resolve_repo_path(location, repo_type="model", platform=platform))
+            return local_path(self.pool, location, f"modelpool.models.{self.name}")
         except (OSError, ValueError, ImportError) as error:
             raise self.not_loadable(error, location) from error
+
+
+def local_path(
+    pool: BaseModelPool, location: str, setting: str, patterns: Sequence[str] | None = None
+) -> Path:
+    """Return the path of a folder that is here, else the one to which a repository is downloaded.
+
+    Args:
+        pool: The pool, whose platform has the repository.
+        location: Folder or id of a repository, of whose platform it may begin with the name.
+        setting: The setting that names it.
+        patterns: Patterns of the files that are needed of the hub; None: all.
+
+    Raises:
+        CalibrationError: If it is neither here nor given by the hub.
+        OSError, ValueError, ImportError: If another platform does not give it.
+    """
+    platform: Any = getattr(pool, "_platform", "hf")
+    scheme, _, repo_id = location.rpartition("://")
+    if (scheme or platform) in ("hf", "huggingface"):
+        return local(repo_id, f"{setting}={location}", patterns)
+    return Path(resolve_repo_path(location, repo_type="model", platform=platform))
 
 
 def _lacks_config(folder: Path) -> bool:
@@ -317,12 +353,23 @@ def import_target(place: str, target: str) -> Any:
         ) from error
 
 
-def loading_whole(modelpool: BaseModelPool) -> BaseModelPool:
-    """The pool as it loads models, where `enable_lazy_loading` has it load names of tensors."""
-    if not getattr(modelpool, "enable_lazy_loading", False):
-        return modelpool
+def loading_whole(modelpool: BaseModelPool, name: str | None = None) -> BaseModelPool:
+    """The pool as it loads models: from local folders, and whole under `enable_lazy_loading`.
+
+    Args:
+        modelpool: The pool.
+        name: The model that is to be loaded; None: any of them.
+    """
     pool: Any = copy.copy(modelpool)
-    pool.enable_lazy_loading = False
+    if getattr(modelpool, "enable_lazy_loading", False):
+        pool.enable_lazy_loading = False
+    pool._models = copy.copy(modelpool._models)
+    names = map(str, modelpool._models)
+    for other in names if name is None else {name}.intersection(names):
+        model = PoolModel(modelpool, other)
+        entry = model.local_entry
+        if entry is not model.entry:
+            pool._models[other] = entry
     return pool
 
 
@@ -333,7 +380,7 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         CalibrationError: If it cannot be found or loaded, naming it and its entry.
     """
     try:
-        return bind_own_functions(loading_whole(modelpool).load_model(name))
+        return bind_own_functions(loading_whole(modelpool, name).load_model(name))
     except (CalibrationError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a loader may raise anything

@@ -1,19 +1,29 @@
 """Tokenizers and processors of a pool, and what each of its experts makes of the tokenizer."""
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from fusion_bench import instantiate
 from fusion_bench.modelpool import BaseModelPool
+from omegaconf import OmegaConf
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.data.tokenizers import differing_tokens
 from fusion_bench_featcal.fusionbench.own_data import named_entry
-from fusion_bench_featcal.fusionbench.pool_models import EXPECTED, PoolModels, reason
+from fusion_bench_featcal.fusionbench.pool_models import (
+    EXPECTED,
+    PoolModels,
+    loading_whole,
+    local_path,
+    reason,
+)
+from fusion_bench_featcal.hub import PROCESSOR_FILES
 from fusion_bench_featcal.settings import CalibrationError
 
+_LOCATION = "pretrained_model_name_or_path"
 # By name and not by class: importing FusionBench's pools of language models takes seconds.
 _KINDS: Mapping[str, TextKind] = {
     "Seq2SeqLMPool": "seq2seq",
@@ -48,10 +58,10 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
     is_text = text_kind(modelpool) is not None
     name, data = ("tokenizer", "texts") if is_text else ("processor", "images")
     entry = getattr(modelpool, f"_{name}", None)
-    load: Callable[[], Any] = getattr(modelpool, "load_processor", _nothing)
+    load: Callable[[], Any] = partial(_processor, modelpool)
     if is_text:
         entry = getattr(modelpool, "tokenizer", None) if entry is None else entry
-        load = partial(_tokenizer, entry)
+        load = partial(_tokenizer, modelpool, entry)
     elif not hasattr(modelpool, "_processor"):
         entry, load = _classifiers_processor(modelpool)
     if entry is None:
@@ -61,6 +71,8 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
         )
     try:
         loaded = load()
+    except CalibrationError:
+        raise
     except Exception as error:  # a loader may raise anything
         raise CalibrationError(
             f"the {name} ({entry}) cannot be loaded: {reason(error)}. Check modelpool.{name}: "
@@ -71,7 +83,27 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
     return loaded
 
 
-def _nothing() -> None: ...
+def _processor(modelpool: Any) -> Any:
+    """The processor of a pool that has one for its models."""
+    if not hasattr(modelpool, "load_processor"):
+        return None
+    pool = copy.copy(modelpool)
+    pool._processor = _local_entry(modelpool, "processor", modelpool._processor)
+    return pool.load_processor()
+
+
+def _load_own(modelpool: Any) -> Any:
+    return modelpool.load_processor()
+
+
+def _local_entry(modelpool: Any, name: str, entry: Any) -> Any:
+    """The entry of a tokenizer or processor with a local folder in the place of a hub id."""
+    if isinstance(entry, str):
+        return str(local_path(modelpool, entry, f"modelpool.{name}", PROCESSOR_FILES))
+    is_plain = isinstance(entry, Mapping) and not {"revision", "subfolder"} & set(entry)
+    if is_plain and isinstance(entry.get(_LOCATION), str):
+        return OmegaConf.merge(entry, {_LOCATION: _local_entry(modelpool, name, entry[_LOCATION])})
+    return entry
 
 
 def _classifiers_processor(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
@@ -82,18 +114,24 @@ def _classifiers_processor(modelpool: Any) -> tuple[Any, Callable[[], Any]]:
     """
     entry = named_entry(modelpool, "processor")
     if isinstance(entry, Mapping):
-        return entry, partial(instantiate, entry)
+        return entry, lambda: instantiate(_local_entry(modelpool, "processor", entry))
     models = PoolModels(modelpool)
     model = models.base or next(iter(models.values()))
     own = getattr(modelpool, "load_processor", None)
     if entry is None and own is not None and isinstance(model.entry, Mapping):
-        return model.entry, own
+        return model.entry, lambda: _load_own(loading_whole(modelpool, model.name))
     location = entry or (own and model.location)
-    return location, partial(AutoImageProcessor.from_pretrained, location, trust_remote_code=False)
+
+    def load() -> Any:
+        folder = _local_entry(modelpool, "processor", location)
+        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+
+    return location, load
 
 
-def _tokenizer(entry: Any) -> Any:
+def _tokenizer(modelpool: Any, entry: Any) -> Any:
     """The tokenizer of an entry; FusionBench's `Seq2SeqLMPool` cannot load its own."""
+    entry = _local_entry(modelpool, "tokenizer", entry)
     if isinstance(entry, str):
         return AutoTokenizer.from_pretrained(entry, trust_remote_code=False)
     return instantiate(entry) if isinstance(entry, Mapping) else entry

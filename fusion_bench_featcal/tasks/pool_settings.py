@@ -8,6 +8,7 @@ from fusion_bench.utils import count_parameters, instantiate
 from torch import nn
 
 from fusion_bench_featcal.data.tables import offline_hint
+from fusion_bench_featcal.hub import fetched, hub_error, is_of_hub
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -46,7 +47,7 @@ def load_part(place: str, value: Any, kind: Any, **options: Any) -> Any:
     if not isinstance(value, str):
         return build_part(place, value)
     try:
-        return kind.from_pretrained(value, trust_remote_code=False, **options)
+        return kind.from_pretrained(fetched(value), trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise _not_loaded(place, value, error) from error
 
@@ -66,4 +67,6 @@ def build_part(place: str, value: Any) -> Any:
 
 
 def _not_loaded(place: str, value: Any, error: Exception) -> CalibrationError:
+    if is_of_hub(error):
+        return hub_error(error, f"{place}={value}")
     return CalibrationError(f"{place}: {value!r} cannot be loaded ({error}).{offline_hint()}")

@@ -226,7 +226,7 @@ def test_a_folder_that_is_not_empty(folder, capsys):
 def test_a_place_that_is_no_model(folder, capsys):
     shutil.rmtree(folder / "two")
     line = refusal(capsys, words(folder))
-    assert f"--expert two={folder / 'two'}: neither a folder here" in line
+    assert f"--expert two={folder / 'two'}: there is no such file or folder here" in line
     (folder / "two").mkdir()
     assert "has no config.json" in refusal(capsys, words(folder))
 

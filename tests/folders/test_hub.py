@@ -1,0 +1,245 @@
+"""A hub that fails: every door says what it was and what to do, and asks again where that helps.
+
+The client of the hub is the real one. It runs in a process of its own, online, and asks a mirror.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from hub_mirror import Failure, Mirror, etag
+from made_folders import llama_folders
+from tiny_images import write_class_folders, write_clip
+from tiny_texts import TASKS
+
+from fusion_bench_featcal.hub import RETRIES
+
+DOORS = ("calibrate", "run")
+RESUMES = int(huggingface_hub.__version__.partition(".")[0]) == 0
+"""Later clients begin an interrupted file anew."""
+AGAIN = "A second run goes on where this one stopped"
+CHUNK = 10 * 2**20  # bytes that the client writes at once
+DRIVER = """
+import contextlib, io, json, sys
+import fusion_bench_featcal.algorithm
+from fusion_bench.modelpool import CLIPVisionModelPool
+from huggingface_hub import snapshot_download
+from omegaconf import OmegaConf
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.cli import main
+
+MERGER = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.3}
+
+def calibrate(words):
+    with contextlib.redirect_stderr(io.StringIO()) as screen:
+        code = main(["calibrate", *words])
+    lines = [line for line in screen.getvalue().splitlines() if "featcal: error" in line]
+    assert len(lines) == (code != 0), screen.getvalue()
+    return "".join(lines)
+
+def run(pool):
+    try:
+        pool = CLIPVisionModelPool(**OmegaConf.create(pool))
+        FeatCalAlgorithm(base_method=MERGER, samples_per_task=4, decode_workers=0).run(pool)
+    except CalibrationError as error:
+        return str(error)
+    return ""
+
+for line in sys.stdin:
+    name, argument = json.loads(line)
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = {"calibrate": calibrate, "run": run, "other": snapshot_download}[name](argument)
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Doors:
+    """The doors in a process that uses a mirror, and what they need beside the hub."""
+
+    def __init__(self, mirror: Mirror, folder: Path) -> None:
+        """Make models and data, and start the process."""
+        self.mirror = mirror
+        self.folder = folder
+        self.cache = folder / "home" / "hub"
+        llama_folders(folder)
+        self.clip = str(write_clip(folder / "clip"))
+        self.images = str(write_class_folders(folder / "images"))
+        waits = {"HF_HUB_ETAG_TIMEOUT": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "1"}
+        with (folder / "screen").open("w") as screen:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", DRIVER],
+                env=mirror.environment(folder / "home") | waits,
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=screen,
+                text=True,
+            )
+
+    def ask(self, name: str, argument: Any) -> str:
+        """Let the process do something; the message of the error that ended it, if one did."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps([name, argument]) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, (self.folder / "screen").read_text()[-3000:]
+        return json.loads(answer)
+
+    def of_expert(self, door: str, name: str) -> str:
+        """Enter a door with an expert on the hub, and without data."""
+        if door == "run":
+            return self.ask(door, {"models": {"_pretrained_": self.clip, "one": name}})
+        return self.ask(door, self.words(expert=name, data="no.jsonl"))
+
+    def words(self, expert: str, data: str) -> list[str]:
+        """Words of `featcal calibrate` for a single expert."""
+        base = str(self.folder / "base")
+        named = ["--base", base, "--expert", f"one={expert}", "--data", f"one={data}"]
+        return [base, *named, "--out", str(self.folder / "never")]
+
+
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
+    with Mirror() as mirror:
+        made = Doors(mirror, tmp_path_factory.mktemp("hub"))
+        with made.process:
+            yield made
+            made.process.kill()
+
+
+def weights(size: int = 100) -> dict[str, bytes]:
+    return {"config.json": b"{}", "model.safetensors": bytes(size)}
+
+
+FAILURES: dict[Failure, list[str]] = {
+    "gated": ["access to it is restricted. Ask for access and log in (hf auth login)",
+              "to ask for access"],
+    "missing": ["the hub gives nothing of that name. Correct it, or log in if it is private"],
+    "busy": ["the hub is out of order (503). Try again later", AGAIN],
+    "limited": ["the hub limits requests (429). Wait, or log in", AGAIN],
+    "cut": ["the connection to the hub broke off. Check the network", AGAIN],
+    "silent": ["the hub at http://127.0.0.1", "does not answer. Check the network", AGAIN],
+}  # fmt: skip
+
+
+SLOW = ("busy", "silent")
+"""Failures after which the client asks for half a minute by itself."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_each_failure_of_a_model_is_told_with_its_remedy(failure, door, doors):
+    name = f"{door}/{failure}"
+    doors.mirror.add(name, weights(), failure)
+    told = doors.of_expert(door, name)
+    option = {"run": "modelpool.models.one=", "calibrate": "--expert one="}[door]
+    assert f"{option}{name}: " in told
+    for words in FAILURES[failure]:
+        assert words in told
+    assert told.endswith(AGAIN) == (AGAIN in FAILURES[failure])
+    assert ("authorized list. Visit https://huggingface.co/" in told) == (failure == "gated")
+    questions = [r for r in doors.mirror.requests_of(name) if r.path == f"/api/models/{name}"]
+    assert len(questions) == 1 + RETRIES * (failure in ("busy", "limited", "cut"))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.skipif(not RESUMES, reason="the client writes to a file of another name each time")
+def test_a_full_disk_is_told_with_its_path_and_room(door, doors):
+    name = f"{door}/large"
+    doors.mirror.add(name, weights())
+    blobs = doors.cache / f"models--{door}--large" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{etag(weights()['model.safetensors'])}.incomplete").symlink_to("/dev/full")
+    told = doors.of_expert(door, name)
+    assert f"no room left in {doors.cache} (" in told and "MB free). Make room, or set HF_" in told
+    assert told.endswith(AGAIN)
+
+
+@pytest.mark.parametrize("failure", ["busy", "limited", "cut"])
+def test_a_failure_that_passes_is_not_told(failure, doors):
+    name = f"passing/{failure}"
+    doors.mirror.add(name, doors.folder / "one", failure, times=RETRIES)
+    assert "data 'no.jsonl' does not exist" in doors.of_expert("calibrate", name)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.skipif(not RESUMES, reason="the client begins an interrupted file anew")
+def test_retries_and_a_second_run_go_on_at_the_byte(door, doors):
+    name = f"{door}/broken"
+    repository = doors.mirror.add(name, weights(3 * CHUNK), "cut")
+    assert doors.of_expert(door, name).endswith(AGAIN)
+    repository.failure = ""
+    assert "broke off" not in doors.of_expert(door, name)
+    gets = [r for r in doors.mirror.requests_of(name) if r.method == "GET"]
+    firsts = [r.first_byte for r in gets if r.path.endswith("/model.safetensors")]
+    assert firsts == [0, CHUNK, 2 * CHUNK, 2 * CHUNK, 2 * CHUNK]
+
+
+def test_models_that_were_fetched_are_not_asked_for_again(doors):
+    mirror, folder = doors.mirror, doors.folder
+    for name in ("base", "merged", *TASKS):
+        mirror.add(f"llama/{name}", folder / name)
+    for name in ("clip", "processor"):
+        mirror.add(f"vision/{name}", Path(doors.clip))
+    words = ["llama/merged", "--base", "llama/base", "--set", "samples_per_task=4"]
+    for task in TASKS:
+        words += ["--expert", f"{task}=llama/{task}", "--data", f"{task}={folder / task}.jsonl"]
+    pool = {
+        "models": dict.fromkeys(("_pretrained_", "one"), "vision/clip"),
+        "processor": "vision/processor",
+        "train_datasets": {
+            "one": {"_target_": "fusion_bench_featcal.tasks.load_images", "path": doors.images}
+        },
+    }
+    for number in range(2):
+        asked = len(mirror.requests)
+        assert doors.ask("calibrate", [*words, "--out", str(folder / f"out-{number}")]) == ""
+        assert doors.ask("run", pool) == ""
+        assert (len(mirror.requests) > asked) == (number == 0)
+        for repository in mirror.repositories.values():
+            repository.failure = "silent"
+
+
+@pytest.mark.parametrize("failure", ["silent", "busy", "gated"])
+def test_models_that_another_program_has_fetched_are_taken_if_the_hub_fails(failure, doors):
+    name = f"other/{failure}"
+    repository = doors.mirror.add(name, doors.folder / "one")
+    doors.ask("other", name)
+    repository.failure = failure
+    assert "data 'no.jsonl' does not exist" in doors.of_expert("calibrate", name)
+
+
+def test_files_that_a_model_in_the_cache_lacks_are_fetched(doors):
+    doors.mirror.add("half/model", weights())
+    doors.of_expert("calibrate", "half/model")
+    (weight,) = doors.cache.glob("models--half--model/snapshots/*/model.safetensors")
+    weight.unlink()
+    doors.of_expert("calibrate", "half/model")
+    assert weight.is_file()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    "failure",
+    ["gated", "missing", "limited", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)],
+)
+def test_each_failure_of_a_data_set_is_told_with_its_remedy(failure, door, doors):
+    name = f"{door}/{failure}-data"
+    doors.mirror.add(f"datasets/{name}", {"train.jsonl": b'{"text": "a"}'}, failure)
+    if door == "run":
+        data = {"_target_": "datasets.load_dataset", "path": name, "split": "train"}
+        models = {"_pretrained_": doors.clip, "one": doors.clip}
+        pool = {"models": models, "processor": doors.clip, "train_datasets": {"one": data}}
+        told = doors.ask("run", pool)
+    else:
+        told = doors.ask("calibrate", doors.words(str(doors.folder / "one"), f"{name}:train"))
+    setting = {"run": f"modelpool.train_datasets.one={name}: ", "calibrate": f"data '{name}'"}
+    assert setting[door] in told
+    for words in FAILURES[failure]:
+        assert words in told
