@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, plain
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
@@ -60,12 +61,21 @@ def why_not_fused(merger: type | None, models: PoolModels, *, limited: bool) -> 
     merged = _models_of(merger, models, limited=limited)
     for model in merged:
         if type(model.files) is not SafetensorsExpert:
-            return f"{model.name} does not lie whole in safetensors files"
+            return _why_not_read(model)
     if len({_entry_but_path(model) for model in merged}) > 1:
         return "the pool loads its models in different ways"
     if len({_configured_dtypes(model) for model in merged}) > 1:
         return "the models' configs name different dtypes"
     return ""
+
+
+def _why_not_read(model: PoolModel) -> str:
+    """Reason why a model's tensors are not those that safetensors files hold."""
+    if model.adapter is not None:
+        return f"{model.name} is a LoRA adapter, which is added to its base first"
+    if isinstance(model.files, CommonRows):
+        return f"modelpool.vocabulary=common_rows cuts the embeddings of {model.name}"
+    return f"{model.name} does not lie whole in safetensors files"
 
 
 def _models_of(merger: type, models: PoolModels, *, limited: bool) -> list[PoolModel]:

@@ -15,11 +15,13 @@ from fusion_bench import BaseModelPool
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from safetensors.torch import save_file
 from test_algorithm_pools import suite_pool
+from test_experts_lora import write_adapter
 from test_read_budget import with_parts_of
 from test_resume import interrupt
-from test_text_pools import t5_pool
+from test_text_pools import causal_pool, llamas, t5_pool
 from tiny_models import Suite, clip_suite, gpt2_suite, residual_suite, t5_suite
 from tiny_open_clip import tower_suite
+from tiny_texts import TASKS, t5_model
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert, calibrate
@@ -318,6 +320,25 @@ def named_dtype(_: Path) -> Any:
     return suite_pool(models=models | {"mini_latin": image.path("mini_latin")})
 
 
+def lora_pool(folder: Path) -> Any:
+    """A pool whose experts are LoRA adapters."""
+    pool = t5_pool(folder)
+    base = pool._models["_pretrained_"]["pretrained_model_name_or_path"]
+    for task in TASKS:
+        adapter = write_adapter(folder / f"{task}-lora", t5_model(), 0)
+        pool._models[task] = {
+            "_target_": "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model",
+            "base_model_path": base,
+            "peft_model_path": str(adapter),
+        }
+    return pool
+
+
+def vocabulary_pool(folder: Path) -> Any:
+    """A pool of Llamas whose vocabularies differ."""
+    return causal_pool(llamas(folder, {"two": 30}), vocabulary="common_rows")
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "pool", "why"),
     [
@@ -328,6 +349,8 @@ def named_dtype(_: Path) -> Any:
         (ARITHMETIC, {}, named_dtype, "loads its models in different ways"),
         (ARITHMETIC, {}, other_dtype, "stored in different dtypes"),
         (ARITHMETIC, {}, other_config, "configs name different dtypes"),
+        (ARITHMETIC, {}, lora_pool, "one is a LoRA adapter, which is added to its base first"),
+        (ARITHMETIC, {}, vocabulary_pool, "common_rows cuts the embeddings of _pretrained_"),
     ],
 )
 def test_merger_that_cannot_be_fused_runs_by_itself_and_says_why(
