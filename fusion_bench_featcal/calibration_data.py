@@ -233,7 +233,7 @@ def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = N
         if is_of_hub(error):
             entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
             name = entry.get("path") if isinstance(entry, Mapping) else entry
-            raise hub_error(error, f"{setting}={name}" if name else setting) from error
+            raise hub_error(error, f"{setting}={name!r}" if name else setting) from error
         # what data sets raise when a path, a split or a column is missing
         if not isinstance(error, OSError | ValueError | KeyError | TypeError):
             raise

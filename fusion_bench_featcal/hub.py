@@ -137,15 +137,15 @@ def hub_error(error: BaseException, option: str) -> CalibrationError:
         option: The option with its value that names what was to be fetched.
     """
     kind, words = _kind(error), first_line(error)
-    if kind == "gated":
+    if kind == "gated":  # the advice stands in the last line
         links = (str(link) for link in _chain(error) if isinstance(link, GatedRepoError))
-        words = next(links, words)
+        words = next(links, words).strip().splitlines()[-1]
     text = _TEXTS[kind].format(
         cache=constants.HF_HUB_CACHE,
         endpoint=constants.ENDPOINT,
         free=_free_megabytes(),
         status=_status(error),
-        why=f"The hub's client: {' '.join(words.split()).rstrip('.')}",
+        why=f"The hub's client: {words.rstrip('.')}",
     )
     return CalibrationError(f"{option}: {text}{_AGAIN if kind in _GO_ON else ''}")
 

@@ -19,6 +19,7 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.folders.completed import Completed
 from fusion_bench_featcal.folders.model_folder import ModelFolder, body_of
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.hub import PROCESSOR_FILES, local
 
 UNRELATED = 1.0
 """Distance from the base, in norms of the base, that models tuned from it do not have: two models
@@ -231,8 +232,9 @@ class Models:
             ) from error
 
     def _processor_place(self) -> str:
-        if self.request.tokenizer is not None:
-            return self.request.tokenizer
+        named = self.request.tokenizer
+        if named is not None:
+            return str(local(named, f"--tokenizer {named}", PROCESSOR_FILES))
         names = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
         names += ("processor_config.json",)  # transformers 5
         for model in (self.home, self.base):

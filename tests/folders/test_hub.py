@@ -69,7 +69,13 @@ class Doors:
         self.cache = folder / "home" / "hub"
         llama_folders(folder)
         self.clip = str(write_clip(folder / "clip"))
-        self.images = str(write_class_folders(folder / "images"))
+        images = str(write_class_folders(folder / "images"))
+        load = "fusion_bench_featcal.tasks.load_images"
+        self.pool = {
+            "models": {"_pretrained_": self.clip, "one": self.clip},
+            "processor": self.clip,
+            "train_datasets": {"one": {"_target_": load, "path": images}},
+        }
         waits = {"HF_HUB_ETAG_TIMEOUT": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "1"}
         with (folder / "screen").open("w") as screen:
             self.process = subprocess.Popen(
@@ -94,7 +100,7 @@ class Doors:
     def of_expert(self, door: str, name: str) -> str:
         """Enter a door with an expert on the hub, and without data."""
         if door == "run":
-            return self.ask(door, {"models": {"_pretrained_": self.clip, "one": name}})
+            return self.ask(door, self.pool | {"models": self.pool["models"] | {"one": name}})
         return self.ask(door, self.words(expert=name, data="no.jsonl"))
 
     def words(self, expert: str, data: str) -> list[str]:
@@ -128,8 +134,17 @@ FAILURES: dict[Failure, list[str]] = {
 }  # fmt: skip
 
 
-SLOW = ("busy", "silent")
-"""Failures after which the client asks for half a minute by itself."""
+@pytest.mark.parametrize("door", DOORS)
+def test_tokenizers_and_processors_are_fetched_as_models_are(door, doors):
+    name = f"{door}/processor"
+    doors.mirror.add(name, weights(), "gated")
+    if door == "run":
+        told = doors.ask(door, doors.pool | {"processor": name})
+    else:
+        words = doors.words(str(doors.folder / "one"), str(doors.folder / "one.jsonl"))
+        told = doors.ask(door, [*words, "--tokenizer", name])
+    setting = {"run": "modelpool.processor=", "calibrate": "--tokenizer "}[door]
+    assert f"{setting}{name}: access to it is restricted" in told
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -143,6 +158,7 @@ def test_each_failure_of_a_model_is_told_with_its_remedy(failure, door, doors):
     for words in FAILURES[failure]:
         assert words in told
     assert told.endswith(AGAIN) == (AGAIN in FAILURES[failure])
+    assert len(told) < 350
     assert ("authorized list. Visit https://huggingface.co/" in told) == (failure == "gated")
     questions = [r for r in doors.mirror.requests_of(name) if r.path == f"/api/models/{name}"]
     assert len(questions) == 1 + RETRIES * (failure in ("busy", "limited", "cut"))
@@ -190,13 +206,8 @@ def test_models_that_were_fetched_are_not_asked_for_again(doors):
     words = ["llama/merged", "--base", "llama/base", "--set", "samples_per_task=4"]
     for task in TASKS:
         words += ["--expert", f"{task}=llama/{task}", "--data", f"{task}={folder / task}.jsonl"]
-    pool = {
-        "models": dict.fromkeys(("_pretrained_", "one"), "vision/clip"),
-        "processor": "vision/processor",
-        "train_datasets": {
-            "one": {"_target_": "fusion_bench_featcal.tasks.load_images", "path": doors.images}
-        },
-    }
+    models = dict.fromkeys(("_pretrained_", "one"), "vision/clip")
+    pool = doors.pool | {"models": models, "processor": "vision/processor"}
     for number in range(2):
         asked = len(mirror.requests)
         assert doors.ask("calibrate", [*words, "--out", str(folder / f"out-{number}")]) == ""
@@ -224,6 +235,10 @@ def test_files_that_a_model_in_the_cache_lacks_are_fetched(doors):
     assert weight.is_file()
 
 
+SLOW = ("busy", "silent")
+"""Failures after which the client asks for half a minute by itself."""
+
+
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     "failure",
@@ -234,12 +249,10 @@ def test_each_failure_of_a_data_set_is_told_with_its_remedy(failure, door, doors
     doors.mirror.add(f"datasets/{name}", {"train.jsonl": b'{"text": "a"}'}, failure)
     if door == "run":
         data = {"_target_": "datasets.load_dataset", "path": name, "split": "train"}
-        models = {"_pretrained_": doors.clip, "one": doors.clip}
-        pool = {"models": models, "processor": doors.clip, "train_datasets": {"one": data}}
-        told = doors.ask("run", pool)
+        told = doors.ask("run", doors.pool | {"train_datasets": {"one": data}})
     else:
         told = doors.ask("calibrate", doors.words(str(doors.folder / "one"), f"{name}:train"))
-    setting = {"run": f"modelpool.train_datasets.one={name}: ", "calibrate": f"data '{name}'"}
+    setting = {"run": f"modelpool.train_datasets.one={name!r}: ", "calibrate": f"data '{name}'"}
     assert setting[door] in told
     for words in FAILURES[failure]:
         assert words in told
