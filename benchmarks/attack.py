@@ -26,6 +26,7 @@ import attacks.calibrate_cases
 import attacks.data_cases
 import attacks.ending_cases
 import attacks.file_cases
+import attacks.hub_cases
 import attacks.image_cases
 import attacks.message_cases
 import attacks.model_cases

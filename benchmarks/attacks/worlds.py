@@ -113,16 +113,19 @@ class World:
         """The model that `method=featcal` makes, without a task pool."""
         return calibrated(self.pool(), **settings)
 
-    def command(self, *words: str, **options: Any) -> "Screen":
-        """Run `fusion_bench` on this pool; see `run_command`."""
+    def words(self, *words: str) -> tuple[str, ...]:
+        """Words of `fusion_bench` for this pool, which is written."""
         place = self.folder / "settings" / "modelpool"
         place.mkdir(parents=True, exist_ok=True)
         (place / "tiny.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(self.modelpool)))
         first = () if any(word.startswith("method=") for word in words) else ("method=featcal",)
         few = () if any(word.startswith("method=") for word in words) else (FEW,)
         words = (*first, "modelpool=tiny", *few, *words)
-        where = ("--config-dir", str(self.folder / "settings"))
-        return run_command(self.folder, *where, *words, **options)
+        return ("--config-dir", str(self.folder / "settings"), *words)
+
+    def command(self, *words: str, **options: Any) -> "Screen":
+        """Run `fusion_bench` on this pool; see `run_command`."""
+        return run_command(self.folder, *self.words(*words), **options)
 
 
 @dataclass(frozen=True)

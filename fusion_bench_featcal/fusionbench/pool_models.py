@@ -364,12 +364,10 @@ def loading_whole(modelpool: BaseModelPool, name: str | None = None) -> BaseMode
     if getattr(modelpool, "enable_lazy_loading", False):
         pool.enable_lazy_loading = False
     pool._models = copy.copy(modelpool._models)
-    names = map(str, modelpool._models)
-    for other in names if name is None else {name}.intersection(names):
+    for other in map(str, modelpool._models or {}):
         model = PoolModel(modelpool, other)
-        entry = model.local_entry
-        if entry is not model.entry:
-            pool._models[other] = entry
+        if name in (None, other) and model.local_entry != model.entry:
+            pool._models[other] = model.local_entry
     return pool
 
 

@@ -101,6 +101,7 @@ def _local_entry(modelpool: Any, name: str, entry: Any) -> Any:
     if isinstance(entry, str):
         return str(local_path(modelpool, entry, f"modelpool.{name}", PROCESSOR_FILES))
     is_plain = isinstance(entry, Mapping) and not {"revision", "subfolder"} & set(entry)
+    is_plain = is_plain and str(entry.get("_target_")).endswith(".from_pretrained")
     if is_plain and isinstance(entry.get(_LOCATION), str):
         return OmegaConf.merge(entry, {_LOCATION: _local_entry(modelpool, name, entry[_LOCATION])})
     return entry
