@@ -45,7 +45,7 @@ def test_pool_without_merged_model_needs_a_merger() -> None:
 
 def test_missing_model_folder_is_named(tmp_path: Path) -> None:
     pool = pool_of({"_pretrained_": str(tmp_path / "nowhere")})
-    with pytest.raises(CalibrationError, match=r"nowhere.*modelpool\.models\._pretrained_"):
+    with pytest.raises(CalibrationError, match=r"modelpool\.models\._pretrained_=.*nowhere: "):
         FeatCalAlgorithm(base_method=AVERAGE).run(pool)
 
 
@@ -218,7 +218,7 @@ def test_expert_of_another_width_is_named_before_merging(tmp_path: Path) -> None
 
 def test_processor_that_cannot_be_found_offline_is_named() -> None:
     pool = suite_pool(processor="nobody/no-such-processor")
-    with pytest.raises(CalibrationError, match=r"nobody/no-such-processor.*modelpool\.processor"):
+    with pytest.raises(CalibrationError, match=r"modelpool\.processor=nobody/no-such-processor: "):
         FeatCalAlgorithm(base_method=AVERAGE).run(pool)
 
 
