@@ -28,7 +28,7 @@ _SECRET_KEY = re.compile(f"{_KEY}$")
 _SECRETS = {
     # a key with a value, which within braces may have blanks
     re.compile(
-        rf"""({_KEY}['"\\]*\s*[=:]\s*|--?[\w-]{{,40}}{_KEY}\s+)(?:(?i:bearer|basic)\s+)?"""
+        rf"""({_KEY}['"\\]*\s*[=:]\s*|(?<![\w-])--?[\w-]{{,40}}{_KEY}\s+)(?:(?i:bearer|basic)\s+)?"""
         r"""(?:"[^"]*"|'[^']*'|[^,}\s]+(?: [^,}\s=:]+)*(?=\s*[,}])|[^,}\s]+)"""
     ): rf"\1{_HIDDEN}",
     re.compile(r"(\w://)[^/\s]+@"): rf"\1{_HIDDEN}@",

@@ -10,7 +10,7 @@ REPORT_COLUMNS = frozenset({
 })  # fmt: skip
 """Names beside those of tasks, in tables and in what FusionBench's task pools return."""
 _TYPO = 0.8
-_NOT_IN_FILES = frozenset('/\\<>:"|?*')
+_NOT_IN_FILES = frozenset('/\\<>"|?*')
 _LONGEST = 100  # bytes
 
 

@@ -144,7 +144,7 @@ def load_processor() -> Any:
     # AdaMerging and similar methods build their classification heads before they load any data,
     # but always after the pool's processor.
     register_class_names()
-    return CLIPProcessor.from_pretrained(path())
+    return CLIPProcessor.from_pretrained(path(), trust_remote_code=False)
 
 
 def register_class_names() -> None:

@@ -20,7 +20,7 @@ from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.settings import CalibrationError
 
 # Classes that load what they are, whatever a config names.
-CONCRETE = {"CLIPModel", "CLIPProcessor", "CLIPVisionModel"}
+CONCRETE = {"CLIPModel", "CLIPVisionModel"}
 CONFIG = {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}}
 TOKENIZER = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
 IMAGES = {"image_processor_type": "Odd", "auto_map": {"AutoImageProcessor": "odd.Odd"}}
