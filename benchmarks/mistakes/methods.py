@@ -48,7 +48,7 @@ MUTATIONS = [
     Mutation(
         "intervals over draws and trainings are those of the normal distribution",
         "results/items.py",
-        "stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)",
+        "stats.t.ppf((1 + LEVEL) / 2, draws - 1)",
         "stats.norm.ppf((1 + LEVEL) / 2)",
         "results/test_differences.py",
     ),

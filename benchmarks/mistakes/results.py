@@ -77,6 +77,13 @@ MUTATIONS = [
         "results/test_items.py",
     ),
     Mutation(
+        "intervals of gains leave out the seeds",
+        "results/items.py",
+        "estimate - math.hypot(low, half), estimate + math.hypot(high, half)",
+        "estimate - low, estimate + high",
+        "results/test_agreement.py results/test_observations.py",
+    ),
+    Mutation(
         "standard deviation divides by n",
         "results/summary.py",
         "np.std(numbers, ddof=1)",
