@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.files import ReportError
+from fusion_bench_featcal.untrusted import read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +64,7 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
             beyond 64 bits, or is not what was written.
     """
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ReportError(f"{path} is larger than {_LARGEST >> 20} MiB")
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_bytes(path, _LARGEST))
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -105,7 +104,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     records = []
     try:
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        for number, line in enumerate(read_bytes(path, _LARGEST).splitlines(), start=1):
             record = parse_json(line)
             if not isinstance(record, dict):
                 raise ReportError(f"{path}, line {number} is not a record")

@@ -10,9 +10,11 @@ from torch import nn
 
 from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.plan.advice import size
 from fusion_bench_featcal.plan.estimate import Request, parts_of
+from fusion_bench_featcal.settings import CalibrationError
 
 KNOWN = Path(__file__).with_name("known_configs")
 
@@ -37,8 +39,9 @@ def empty_model(location: str) -> nn.Module:
     known = KNOWN / location.rstrip("/").rsplit("/", 1)[-1]
     place = location if Path(location).is_dir() or not known.is_dir() else str(known)
     try:
+        read_config(Path(place))
         config: Any = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CalibrationError) as error:
         names = ", ".join(sorted(path.name for path in KNOWN.iterdir()))
         raise ValueError(
             f"no configuration {location!r} ({first_line(error)}); give a folder with "

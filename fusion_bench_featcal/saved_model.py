@@ -16,6 +16,7 @@ from fusion_bench_featcal.json_files import masked, masked_words, sealed_json, w
 from fusion_bench_featcal.results import AVERAGE, Report, versions
 from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.results.tables import page
+from fusion_bench_featcal.untrusted import read_json
 
 CARD = "README.md"
 CARD_MARK = "<!-- Written by fusion_bench_featcal. Remove this line to keep your changes. -->"
@@ -75,9 +76,8 @@ def _hub_id(location: str) -> str | None:
     if not Path(location).is_dir():
         return location if _HUB_ID.fullmatch(location) else None
     try:
-        config = json.loads((Path(location) / "config.json").read_text(encoding="utf-8"))
-        origin = config.get("_name_or_path")
-    except (OSError, ValueError, AttributeError):
+        origin = read_json(Path(location) / "config.json").get("_name_or_path")
+    except (OSError, ValueError):
         origin = None
     usable = isinstance(origin, str) and "/" in origin and _HUB_ID.fullmatch(origin)
     return origin if usable else Path(location).resolve().name

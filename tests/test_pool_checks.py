@@ -201,7 +201,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (damaged_index('{"weight_map": {"a": "b.safetensors", "b": [1]}}'), "tensor 'b' in file"),
     (damaged_index('{"weight_map": [1]}'), f"{INDEX} is damaged: its weight_map is"),
     (damaged_index('{"weight_map": {}}'), "its weight_map is"),
-    (damaged_index("[3]"), "its weight_map is None"),
+    (damaged_index("[3]"), f"{INDEX} is damaged: it is no mapping"),
     (damaged_index("{"), f"{INDEX} is damaged"),
     (damaged_index('{"weight_map": {"a": "b.safetensors"}}'), "lacks the shards ['b.safetensors']"),
     *((cut(kept, filler), FILE) for kept in (0, 4, 30, 3000) for filler in (b"", NOISE)),

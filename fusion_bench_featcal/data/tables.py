@@ -1,5 +1,6 @@
 """Tables of samples: JSON lines, CSV and parquet files, saved data sets, and hub data sets."""
 
+from glob import escape, has_magic
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ from datasets.config import HF_HUB_OFFLINE
 
 from fusion_bench_featcal.hub import hub_error
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.untrusted import check_nesting
 
 TABLE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -80,7 +82,10 @@ def read_table(file: Path, split: str | None) -> datasets.Dataset:
     try:
         if reader == "csv":  # the reader of `datasets` leaves the file open
             return datasets.Dataset(pyarrow.csv.read_csv(file))
-        loaded = datasets.load_dataset(reader, data_files=str(file), split="train")
+        if reader == "json":
+            check_nesting(file)
+        # `datasets` takes paths as patterns
+        loaded = datasets.load_dataset(reader, data_files=escape(str(file)), split="train")
     except Exception as error:  # the readers raise whatever their parsers raise
         cause = error.__cause__ or error
         if isinstance(cause, PermissionError):
@@ -89,6 +94,16 @@ def read_table(file: Path, split: str | None) -> datasets.Dataset:
             f"data {str(file)!r} is not readable as {reader}: {str(cause) or type(cause).__name__}"
         ) from error
     return cast(datasets.Dataset, loaded)
+
+
+def check_literal(folder: str) -> None:
+    """Refuse a folder that `datasets` would take as a pattern, and read others that fit it.
+
+    Raises:
+        ValueError: If a folder with *, ? or [ in its path is there.
+    """
+    if has_magic(folder) and Path(folder).expanduser().is_dir():
+        raise ValueError(f"data {folder!r}: rename the folder: *, ? and [ would be a pattern")
 
 
 def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.untrusted import render_chat, shortened
 
 TextKind = Literal["seq2seq", "causal", "classification"]
 TARGETS = ("target", "completion", "response", "output", "answer")
@@ -54,7 +55,7 @@ class TextEncoder:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        limit = self.tokenizer.model_max_length
+        limit = tokens_allowed(self.tokenizer)
         if self.max_length is not None and self.max_length > limit:
             raise CalibrationError(
                 f"method.max_length = {self.max_length} is more than the tokenizer's own limit of "
@@ -105,7 +106,7 @@ class TextEncoder:
 
     @property
     def _limit(self) -> int:
-        return self.max_length or self.tokenizer.model_max_length
+        return self.max_length or tokens_allowed(self.tokenizer)
 
     @cached_property
     def _marks(self) -> frozenset[int]:
@@ -189,17 +190,23 @@ class TextEncoder:
                 f"{place}: messages need a decoder-only model or classifier and a tokenizer with a "
                 "chat template; give rows with prompt and target, or set modelpool.tokenizer"
             )
-        turns = [dict(turn) for turn in messages]
+        turns = messages if isinstance(messages, list | tuple) else [messages]
+        if not all(isinstance(turn, Mapping) for turn in turns):
+            raise CalibrationError(
+                f"{place}: messages must be a list of turns, each with role and content, got "
+                f"{str(messages)[:60]!r}"
+            )
+        turns = [dict(turn) for turn in turns]
         answered = bool(turns) and turns[-1].get("role") == "assistant"
         asked = turns[:-1] if answered else turns
         if not asked:
             raise CalibrationError(f"{place}: the chat has no turn before the answer")
-        prompt = self._rendered(asked, add_generation_prompt=True)
+        prompt = self._rendered(asked, place, add_generation_prompt=True)
         if not answered:
             return _Text(self._ids(prompt))
         if not str(turns[-1].get("content") or "").strip():
             return _Text(self._ids(prompt), [])
-        whole = self._rendered(turns, add_generation_prompt=False)
+        whole = self._rendered(turns, place, add_generation_prompt=False)
         if not whole.startswith(prompt):
             raise CalibrationError(
                 f"{place}: the tokenizer's chat template renders the prompt differently once there "
@@ -207,10 +214,16 @@ class TextEncoder:
             )
         return _Text(self._ids(prompt), self._ids(whole[len(prompt) :]))
 
-    def _rendered(self, turns: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=add_generation_prompt, date_string=_DATE
-        )
+    def _rendered(
+        self, turns: list[dict[str, Any]], place: str, *, add_generation_prompt: bool
+    ) -> str:
+        options = {"add_generation_prompt": add_generation_prompt, "date_string": _DATE}
+        try:
+            return render_chat(self.tokenizer, turns, **options)
+        except ValueError as error:
+            raise CalibrationError(
+                f"{place}: {error}. Correct the row, or set modelpool.tokenizer"
+            ) from error
 
     def _plain(self, prompt: Any, target: Any, place: str, *, name: str = "prompt") -> _Text:
         for key, value in ((name, prompt), ("target", target)):
@@ -220,12 +233,13 @@ class TextEncoder:
                 )
         if not prompt.strip():
             return _Text([])
-        ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
+        ids = list(self.tokenizer(shortened(prompt, self._limit), verbose=False)["input_ids"])
         if target is None and self.kind == "classification":
             return _Text(ids)
         if self.kind == "seq2seq":
             if target is None:
                 return _Text(ids)
+            target = shortened(target, self._limit)
             return _Text(ids, list(self.tokenizer(text_target=target, verbose=False)["input_ids"]))
         end = self.tokenizer.eos_token_id
         if ids and ids[-1] == end:  # some tokenizers end every text: the target follows here
@@ -236,6 +250,7 @@ class TextEncoder:
 
     def _ids(self, text: str) -> list[int]:
         """Token ids of a text that brings its own marks, or follows another."""
+        text = shortened(text, self._limit)
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -252,6 +267,22 @@ def _answer_of(row: Mapping[str, Any], place: str) -> Any:
             f"{place}: which of {', '.join(answers)} is the answer? Name that column target"
         )
     return answers.get(first)
+
+
+def tokens_allowed(tokenizer: Any) -> int:
+    """Return a tokenizer's own limit of tokens.
+
+    Raises:
+        CalibrationError: If its files give no number of tokens.
+    """
+    limit = tokenizer.model_max_length
+    whole = isinstance(limit, int) or (isinstance(limit, float) and limit.is_integer())
+    if isinstance(limit, bool) or not whole or limit < 1:
+        raise CalibrationError(
+            f"the tokenizer's limit (model_max_length in tokenizer_config.json) is {limit!r:.40}, "
+            "not a number of tokens. Correct the file"
+        )
+    return int(limit)
 
 
 def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Tensor]:

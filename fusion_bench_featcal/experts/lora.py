@@ -1,6 +1,5 @@
 """Experts stored as LoRA adapters, made whole tensor by tensor: base + scale * B A."""
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from torch import Tensor
 from fusion_bench_featcal.experts import ExpertSource, SourceView
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.untrusted import read_json
 
 _PREFIX = "base_model.model."  # what PEFT puts before the names of the model it wraps
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -131,8 +131,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / "adapter_config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
         kind = config["peft_type"], config["r"], config["lora_alpha"]
+        _check_ranks(config)
     except (ValueError, KeyError, TypeError) as error:
         raise CalibrationError(f"{file} is no LoRA adapter's config: {error!r}") from error
     unknown = {key for key, value in config.items() if value} - _USED - _WITHOUT_EFFECT
@@ -149,6 +150,33 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "method.stream_experts=false to have PEFT load this expert whole"
         )
     return config
+
+
+def _check_ranks(config: Mapping[str, Any]) -> None:
+    """Refuse ranks and scales that are no numbers, and patterns that may take any time to match.
+
+    Raises:
+        ValueError: Naming the key.
+    """
+    numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"]}
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict):
+            raise ValueError(f"{key} is {patterns!r:.60}")
+        for pattern, number in patterns.items():
+            numbers[f"{key} {pattern!r:.60}"] = number
+            if re.search(r"\)[*+{]|([*+{].*){3}", pattern) or not _compiles(pattern):
+                raise ValueError(f"{key} {pattern!r:.60} is no plain pattern")
+    for key, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ValueError(f"{key} is {number!r:.60}")
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        return bool(re.compile(pattern))
+    except re.error:
+        return False
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:

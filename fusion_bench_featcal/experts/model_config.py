@@ -1,12 +1,12 @@
 """Configs of experts, compared in what changes a model's function with the model that runs them."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.untrusted import check_model_config, read_json
 
 # Names, training, sizes (tensors' shapes tell them) and keys that others follow from.
 _BOOKKEEPING = {
@@ -32,8 +32,8 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         folder: The checkpoint's folder.
 
     Raises:
-        CalibrationError: If the file cannot be read or is damaged, or the checkpoint has code that
-            transformers 4 runs without asking.
+        CalibrationError: If the file cannot be read, is damaged, or has sizes that no model has, or
+            the checkpoint has code that transformers 4 runs without asking.
     """
     if (folder / _GENERATE).is_file():
         raise CalibrationError(
@@ -41,15 +41,12 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         )
     file = folder / "config.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it is no mapping")
+        content = read_json(file)
+        check_model_config(content, file)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise CalibrationError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CalibrationError(f"{file} is damaged: {error}") from error
+        raise CalibrationError(str(error)) from error
     return content
 
 

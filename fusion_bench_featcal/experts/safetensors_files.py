@@ -1,6 +1,5 @@
 """Weights of a model that lie in safetensors files."""
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from torch import Tensor
 from fusion_bench_featcal.experts.fetching import TensorRanges
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.untrusted import read_json
 
 # Complex, or codes that need a scale. Bytes without a sign are a mask in old checkpoints of GPT-2.
 _UNUSABLE_DTYPES = ("C", "F4", "F6_", "F8", "I8")
@@ -157,12 +157,9 @@ def safetensors_files(path: Path) -> list[Path]:
 def _shards(index: Path) -> list[str]:
     """Names of the files that an index of shards lists."""
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CalibrationError(f"{index} cannot be read: {error.strerror}") from error
+        files = read_json(index).get("weight_map")
     except ValueError as error:
-        raise CalibrationError(f"{index} is damaged: {error}") from error
-    files = content.get("weight_map") if isinstance(content, Mapping) else None
+        raise CalibrationError(str(error)) from error
     if not isinstance(files, Mapping) or not files:
         raise CalibrationError(f"{index} is damaged: its weight_map is {files!r}")
     for tensor, file in files.items():

@@ -19,6 +19,7 @@ from fusion_bench_featcal.folders.tasks import (
     sentences,
     split_rows,
 )
+from fusion_bench_featcal.untrusted import shortened
 
 _TEXT, _PAIR, _LABEL = "text", "text_pair", "label"
 
@@ -78,7 +79,7 @@ class _Encoder:
             part = taken[start : start + self.batch_size]
             pairs = [row[_PAIR] for row in part] if _PAIR in part[0] else None
             encoded = self.tokenizer(
-                [row[_TEXT] for row in part],
+                [shortened(row[_TEXT], limit) for row in part],
                 pairs,
                 truncation=True,
                 max_length=limit,
@@ -95,7 +96,7 @@ def _labels(
     values = [rows[index].get(_LABEL) for index in indices]
     if any(value is None for value in values):
         raise ValueError(f"{place}: rows need a label to be evaluated, or give --no-eval")
-    if all(isinstance(value, int) for value in values):
+    if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         return torch.tensor(check_labels(values, label2id, place)), []
     names = sorted({str(value) for value in values})
     numbers, notes = label_numbers(names, label2id, place)

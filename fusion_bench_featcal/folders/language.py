@@ -71,8 +71,8 @@ def _lacks_target(row: Mapping[str, Any]) -> bool:
     if row.get("input_ids") is not None:
         return False
     if row.get("messages") is not None:
-        turns = list(row["messages"])
-        return not turns or dict(turns[-1]).get("role") != "assistant"
+        last = list(row["messages"])[-1:]
+        return not any(isinstance(t, Mapping) and t.get("role") == "assistant" for t in last)
     return "prompt" in row and all(row.get(name) is None for name in TARGETS)
 
 

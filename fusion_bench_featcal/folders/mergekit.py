@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from fusion_bench_featcal.untrusted import read_yaml
 
 FILE = "mergekit_config.yml"
 _WITHOUT_BASE = ("slerp", "nearswap", "arcee_fusion", "linear", "karcher")
 """Methods whose `base_model` is one of the merged models, not the one these were tuned from."""
+_TYPES = {"models": list, "sources": list, "slices": list, "modules": dict}
+_MOST_PATH = 1000  # characters
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,15 @@ def read_recipe(merged: Path) -> Recipe | None:
     """
     file = merged / FILE
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = read_yaml(file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{file} is no mapping; name the models by --base and --expert")
+    try:
+        _check_types(content)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; name the models by --base and --expert") from error
     method = str(content.get("merge_method"))
     if method == "passthrough":
         raise ValueError(
@@ -75,6 +79,28 @@ def read_recipe(merged: Path) -> Recipe | None:
     return Recipe(method, base, experts)
 
 
+def _check_types(content: Any) -> None:
+    """Refuse values of types that mergekit does not take.
+
+    Raises:
+        ValueError: Naming key and value.
+    """
+    if not isinstance(content, Mapping):
+        raise ValueError(f"a slice or module is {content!r:.60}, not a mapping")
+    for key, kind in _TYPES.items():
+        if not isinstance(content.get(key), kind | None):
+            name = "list" if kind is list else "mapping"
+            raise ValueError(f"{key} is {content[key]!r:.60}, not a {name}")
+    for part in [*(content.get("slices") or ()), *(content.get("modules") or {}).values()]:
+        _check_types(part)
+    entries = [*(content.get("models") or ()), *(content.get("sources") or ())]
+    models = [entry.get("model") if isinstance(entry, Mapping) else entry for entry in entries]
+    for model in [*models, *filter(None, [content.get("base_model")])]:
+        location = _path_of(model)
+        if not isinstance(location, str) or not 0 < len(location) <= _MOST_PATH:
+            raise ValueError(f"a model is {model!r:.60}, not a folder or hub id")
+
+
 def _models(content: Any) -> Iterator[Any]:
     """Yield every model that a config names, in `models`, `slices` and `modules`."""
     if not isinstance(content, Mapping):
@@ -87,12 +113,15 @@ def _models(content: Any) -> Iterator[Any]:
 
 def _located(model: Any, merged: Path) -> str:
     """Return a model's folder or hub id; relative folders may start beside the merged model."""
-    if isinstance(model, Mapping):  # mergekit's long form
-        inner = model.get("model")
-        model = inner.get("path") if isinstance(inner, Mapping) else inner
-    text = str(model)
+    text = str(_path_of(model))
     beside = merged.parent / text
     return str(beside) if not Path(text).exists() and beside.exists() else text
+
+
+def _path_of(model: Any) -> Any:
+    if isinstance(model, Mapping):  # mergekit's long form
+        model = model.get("model")
+    return model.get("path") if isinstance(model, Mapping) else model
 
 
 def _parts(location: str) -> tuple[str, ...]:

@@ -184,7 +184,7 @@ class ModelFolder:
                 config = getattr(config, "vision_config", config)
             with torch.device("meta"):
                 return self.calibrated_class(config).to(dtype).eval()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # whatever the class raises of its config's values
             raise ValueError(f"{self.option}: config.json: {first_line(error)}") from error
 
     def loaded_with(self, base: "ModelFolder | None") -> nn.Module:

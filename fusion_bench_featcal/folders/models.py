@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource
 from fusion_bench_featcal.experts.far_experts import base_sample, experts_alike, task_vectors
-from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.experts.model_config import check_same_function, read_config
 from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.folders.completed import Completed
 from fusion_bench_featcal.folders.model_folder import ModelFolder, body_of
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.hub import PROCESSOR_FILES, local
+from fusion_bench_featcal.untrusted import read_template
 
 UNRELATED = 1.0
 """Distance from the base, in norms of the base, that models tuned from it do not have: two models
@@ -195,6 +197,7 @@ class Models:
 
         place = self._processor_place()
         try:
+            read_config(Path(place))
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # whatever the tokenizer's own library raises
             raise ValueError(
@@ -209,7 +212,7 @@ class Models:
                 )
         tokenizer.padding_side = "right"
         if self.request.chat_template is not None:
-            tokenizer.chat_template = self.request.chat_template.read_text(encoding="utf-8")
+            tokenizer.chat_template = read_template(self.request.chat_template)
         return tokenizer
 
     def image_processor(self) -> Any:

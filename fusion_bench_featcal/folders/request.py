@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import ReportError, prepare_directory
 from fusion_bench_featcal.folders.mergekit import FILE, read_recipe
@@ -17,6 +15,7 @@ from fusion_bench_featcal.nearest_names import (
     refuse_unusable_names,
 )
 from fusion_bench_featcal.settings import PLUS, FeatCalSettings
+from fusion_bench_featcal.untrusted import parse_yaml
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
 MERGERS = ("simple_average", "task_arithmetic:SCALE")
@@ -292,8 +291,8 @@ def _settings(options: Any, checkpoints: Path) -> FeatCalSettings:
         if name in _ELSEWHERE:
             raise ValueError(f"--set {name}: use {_ELSEWHERE[name]}")
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            value = parse_yaml(text)
+        except ValueError as error:
             raise ValueError(f"--set {name}={text} is no YAML: {error}") from error
         given[name] = _number(value)
     refuse_unknown_settings(given, FeatCalSettings.names(), owner="featcal")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.engine.samples import warn_of_few_samples
 from fusion_bench_featcal.folders.classifiers import open_classifier_task
 from fusion_bench_featcal.folders.expert_checks import weak_experts
@@ -135,7 +135,7 @@ class Job:
         else:
             processor = models.tokenizer()
             if settings.max_length == MAX_LENGTH:
-                most = min(MAX_LENGTH, processor.model_max_length)
+                most = min(MAX_LENGTH, tokens_allowed(processor))
                 settings = settings.replace(max_length=most)
         request = dataclasses.replace(request, settings=settings)
         tasks = _open_tasks(models, request, processor)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fusion_bench import instantiate
@@ -12,6 +13,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.data.tokenizers import differing_tokens
+from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.fusionbench.own_data import named_entry
 from fusion_bench_featcal.fusionbench.pool_models import (
     EXPECTED,
@@ -134,6 +136,7 @@ def _tokenizer(modelpool: Any, entry: Any) -> Any:
     """The tokenizer of an entry; FusionBench's `Seq2SeqLMPool` cannot load its own."""
     entry = _local_entry(modelpool, "tokenizer", entry)
     if isinstance(entry, str):
+        read_config(Path(entry))
         return AutoTokenizer.from_pretrained(entry, trust_remote_code=False)
     return instantiate(entry) if isinstance(entry, Mapping) else entry
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import datasets
 
+from fusion_bench_featcal.data.tables import check_literal
+
 GLUE = "nyu-mll/glue"
 
 
@@ -40,7 +42,7 @@ def load_glue(name: str, split: str, path: str = GLUE) -> TextRows:
         Rows `{"prompt": text, "target": text}`; the target is empty where the label is withheld.
 
     Raises:
-        ValueError: If there is no such task.
+        ValueError: If there is no such task, or the folder's path is a pattern.
     """
     from fusion_bench.tasks.flan_t5_text_generation.glue_preprocessors import glue_processors
     from fusion_bench.tasks.flan_t5_text_generation.glue_prompt_templates import (
@@ -55,6 +57,7 @@ def load_glue(name: str, split: str, path: str = GLUE) -> TextRows:
         prompt, target = processor.preprocess(**{k: row[k] for k in row if k != "idx"})
         return {"prompt": prompt, "target": target}
 
+    check_literal(path)
     return TextRows(datasets.load_dataset(path, name, split=split), make)
 
 
@@ -84,6 +87,7 @@ def load_chats(
     """
     if (prompt is None) != (answer is None):
         raise ValueError("prompt and answer are the columns of one question: give both or neither")
+    check_literal(path)
     rows: Any = datasets.load_dataset(path, name, split=split)
     columns = [messages] if prompt is None else [prompt, answer]
     missing = [column for column in columns if column not in rows.column_names]

@@ -1,0 +1,392 @@
+"""Files that others wrote are read in bounded time, or refused with their name and the reason."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_folders import CHAT, classifier_folders, llama_folders, write_adapters, write_rows
+from test_calibrate_command import words
+from test_refusals import refusal
+from text_pools import text_pool
+from tiny_texts import TASKS, llama_model, sentences, word_tokenizer
+
+import fusion_bench_featcal.untrusted as untrusted
+from fusion_bench_featcal.algorithm import FeatCalAlgorithm
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.data.images import load_images
+from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.folders.model_folder import ModelFolder
+from fusion_bench_featcal.results import Report, ReportError
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.text_rows import load_chats, load_glue
+
+SECONDS = 30
+RECIPE, CONFIG = "merged/mergekit_config.yml", "merged/config.json"
+NESTED = "[" * 5000 + "]" * 5000
+AVERAGE = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stop a test that does not end; loading a model whole is an error."""
+
+    def stop(*_: object) -> None:
+        raise AssertionError(f"no end after {SECONDS} s")
+
+    def load(self: ModelFolder, kind: Any = None) -> None:
+        raise AssertionError(f"{self.option} was loaded")
+
+    monkeypatch.setattr(ModelFolder, "load", load)
+    monkeypatch.setattr(untrusted, "TEMPLATE_SECONDS", 0.3)
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def _models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    llama_folders(folder)
+    write_adapters(folder, llama_model())
+    return folder
+
+
+@pytest.fixture
+def folder(_models: Path, tmp_path: Path) -> Path:
+    """Models and texts whose files may be replaced."""
+    for place in _models.rglob("*"):
+        copy = tmp_path / place.relative_to(_models)
+        copy.mkdir(exist_ok=True) if place.is_dir() else os.link(place, copy)
+    return tmp_path
+
+
+def replace(file: Path, content: str) -> None:
+    file.unlink(missing_ok=True)
+    file.write_text(content)
+
+
+def bomb() -> str:
+    """Return nine lists of nine aliases each: 9**9 values."""
+    lists = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 10)]
+    return "\n".join(["l0: &l0 [x]", *lists, "models: *l9", ""])
+
+
+RECIPES = [
+    (bomb(), "line 2 has the alias *l0"),
+    ("models: &a [*a]", "line 1 has the alias *a"),
+    (f"#{'x' * 2**20}\nmodels: [x]", "is larger than 1,024 KiB"),
+    (f"models: {NESTED}", "nested deeper than 64 levels"),
+    ("models: [a", "line 2: did not find expected"),
+    ("models: !!python/name:os.system ''", "line 1: could not determine a constructor"),
+    ("models: 5", "models is 5, not a list"),
+    ("models: abc", "models is 'abc', not a list"),
+    ("models: {a: b}", "models is {'a': 'b'}, not a list"),
+    ("slices: 3", "slices is 3, not a list"),
+    ("slices: [5]", "a slice or module is 5, not a mapping"),
+    ("slices: [{sources: x}]", "sources is 'x', not a list"),
+    ("modules: [a]", "modules is ['a'], not a mapping"),
+    ("modules: {text: 5}", "a slice or module is 5, not a mapping"),
+    ("models: [{model: [a]}]", "a model is ['a'], not a folder or hub id"),
+    ("models: [{weight: 1}]", "a model is None, not a folder or hub id"),
+    ("models: [2024-01-01]", "a model is datetime.date"),
+    (f"models: [{'x' * 5000}]", "not a folder or hub id"),
+    ("base_model: 5\nmodels: [a]", "a model is 5, not a folder or hub id"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), RECIPES, ids=[m for _, m in RECIPES])
+def test_merge_configs(folder, capsys, content, message):
+    (folder / RECIPE).write_text(content)
+    line = refusal(capsys, words(folder))
+    assert f"{folder / RECIPE}" in line and message in line and len(line) < 400
+
+
+@pytest.mark.parametrize("file", [RECIPE, CONFIG, "two/config.json"])
+def test_pipes_are_not_waited_for(folder, capsys, file):
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    assert f"{folder / file} is not a regular file" in refusal(capsys, words(folder))
+
+
+def test_a_report_that_is_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "report.json")
+    with pytest.raises(ReportError, match=r"report\.json is not a regular file"):
+        Report.load(tmp_path)
+
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, expected a whole number"),
+    ({"num_hidden_layers": 2000, "num_experts": 2000}, "2,000 layers of 2,000 experts"),
+    ({"text_config": {"num_layers": 10**7}}, "num_layers is 10000000"),
+    ({"num_labels": 20_000_000}, "num_labels is 20000000, expected a whole number"),
+    ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number from 1"),
+    ({"num_attention_heads": -2}, "num_attention_heads is -2"),
+    ({"num_attention_heads": True}, "num_attention_heads is True"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+    ({"hidden_size": -8}, "hidden_size is -8"),
+    ({"vocab_size": 0}, "vocab_size is 0"),
+    ({"vocab_size": 10**15}, "vocab_size is 1000000000000000"),
+    ({"architectures": 5}, "its architectures is 5"),
+    ({"architectures": [5]}, "its architectures is [5]"),
+    ({"id2label": ["a"]}, "its id2label is ['a']"),
+    ({"model_type": 5}, "its model_type is 5"),
+]
+
+
+@pytest.mark.parametrize("who", ["merged", "two"])
+@pytest.mark.parametrize(("values", "message"), CONFIGS, ids=[m for _, m in CONFIGS])
+def test_configs(folder, capsys, values, message, who):
+    file = folder / who / "config.json"
+    replace(file, json.dumps(json.loads(file.read_text()) | values))
+    line = refusal(capsys, words(folder))
+    assert f"{folder / who}" in line and "config.json" in line and message in line
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("who", ["merged", "two"])
+def test_nested_json(folder, capsys, who, file):
+    replace(folder / who / file, f'{{"a": {NESTED}}}')
+    assert str(folder / who) in refusal(capsys, words(folder))
+
+
+def test_json_that_is_nested_but_ends(folder, capsys):
+    replace(folder / CONFIG, f'{{"a": {"[" * 70}{"]" * 70}}}')
+    assert "nested deeper than 64 levels" in refusal(capsys, words(folder))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lora_alpha": "x"},
+        {"lora_alpha": None},
+        {"rank_pattern": [1]},
+        {"rank_pattern": {"(((": 1}},
+        {"alpha_pattern": {"(([a-z._0-9]+)+)+!": 1}},
+        {"alpha_pattern": {".*.*.*!": 1}},
+    ],
+)
+def test_adapters(folder, capsys, values):
+    file = folder / "one-lora" / "adapter_config.json"
+    replace(file, json.dumps(json.loads(file.read_text()) | values))
+    named = words(folder)
+    named[named.index(f"one={folder / 'one'}")] = f"one={folder / 'one-lora'}"
+    line = refusal(capsys, named)
+    assert f"{file} is no LoRA adapter's config" in line and next(iter(values)) in line
+
+
+@pytest.mark.parametrize("limit", ["abc", [1], 0, True])
+def test_limits_of_tokenizers(folder, capsys, limit):
+    file = folder / "merged" / "tokenizer_config.json"
+    replace(file, json.dumps(json.loads(file.read_text()) | {"model_max_length": limit}))
+    line = refusal(capsys, words(folder))
+    assert f"model_max_length in tokenizer_config.json) is {limit!r}" in line
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**7}, {"num_attention_heads": 0}])
+def test_configs_of_a_pool(tmp_path, change):
+    pool = text_pool("causal", tmp_path)
+    file = tmp_path / "two" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    (name,) = change
+    with pytest.raises(CalibrationError, match=rf"two/config\.json: {name} is"):
+        FeatCalAlgorithm(base_method=AVERAGE, samples_per_task=2).run(pool)
+    assert main(["preflight", str(file.parent)]) == 2
+
+
+def test_settings_without_aliases(folder, capsys):
+    line = refusal(capsys, [*words(folder), "--set", "modules=[&a x, *a]"])
+    assert "--set modules" in line and "has the alias *a" in line
+
+
+# --- tables ---
+
+MAGIC = [("one[1].jsonl", "one1.jsonl"), ("one*.jsonl", "one1.jsonl"), ("[o]/x.jsonl", "o/x.jsonl")]
+
+
+@pytest.mark.parametrize("option", ["--data", "--eval"])
+@pytest.mark.parametrize(("name", "other"), MAGIC)
+def test_paths_are_no_patterns(folder, capsys, name, other, option):
+    for file, rows in ((name, sentences("one", 30)), (other, [{"prompt": 3}] * 30)):
+        (folder / file).parent.mkdir(exist_ok=True)
+        write_rows(folder / file, rows)
+    named = words(folder)
+    if option == "--data":
+        named[named.index(f"one={folder / 'one.jsonl'}")] = f"one={folder / name}"
+    else:
+        named += ["--eval", f"one={folder / name}"]
+    main(named)
+    assert "AssertionError" in capsys.readouterr().err  # by then all rows have been read
+
+
+def test_paths_of_pools_are_no_patterns(tmp_path):
+    for number, name in enumerate(("x[1].jsonl", "x1.jsonl")):
+        write_rows(tmp_path / name, [{"text": name, "image": f"{number}.png"}] * 2)
+    (tmp_path / "0.png").touch()
+    assert load_texts(str(tmp_path / "x[1].jsonl"))["text"] == ["x[1].jsonl"] * 2
+    assert len(load_images(str(tmp_path / "x[1].jsonl"))) == 2
+    for name in ("chats[1]", "chats1"):
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name / "train.jsonl", [{"prompt": name, "answer": "b"}])
+    with pytest.raises(ValueError, match=r"chats\[1\]'.*rename the folder"):
+        load_chats(str(tmp_path / "chats[1]"), "train", prompt="prompt", answer="answer")
+    with pytest.raises(ValueError, match=r"chats\[1\]'.*rename the folder"):
+        load_glue("cola", "train", str(tmp_path / "chats[1]"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f'{{"text": {NESTED}}}', '{"text": "[", "a": ' + '{"b": ' * 100 + "1" + "}" * 100 + "}"],
+)
+def test_nested_tables(folder, capsys, text):
+    (folder / "one.jsonl").unlink()
+    (folder / "one.jsonl").write_text(f"{text}\n")
+    line = refusal(capsys, words(folder))
+    assert "one.jsonl' is not readable as json: nested deeper than 64 levels" in line
+
+
+def test_brackets_in_texts_are_not_nesting(folder, capsys):
+    row = {"prompt": "[" * 200 + '\\"{', "target": "a"}
+    (folder / "one.jsonl").unlink()
+    write_rows(folder / "one.jsonl", [row] * 20)
+    main(words(folder))
+    assert "AssertionError" in capsys.readouterr().err
+
+
+class CountingTokenizer:
+    """A tokenizer that keeps the length of the longest text it was given."""
+
+    def __init__(self, **options: Any) -> None:
+        """Wrap the tokenizer of words."""
+        self._tokenizer = word_tokenizer(**options)
+        self.longest = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: Any = None, **options: Any) -> Any:
+        """Tokenise."""
+        self.longest = max(self.longest, len(text or options["text_target"]))
+        return self._tokenizer(text, **options)
+
+
+LONG = "a b c " * 200_000
+ROWS: list[Any] = [
+    ("causal", {"text": LONG}),
+    ("causal", {"prompt": LONG, "target": LONG}),
+    ("seq2seq", {"prompt": LONG, "target": LONG}),
+    ("classification", {"prompt": LONG}),
+    ("causal", {"messages": [{"role": r, "content": LONG} for r in ("user", "assistant")]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "row"), ROWS)
+def test_long_rows_are_cut_before_they_are_tokenised(kind, row):
+    tokenizer: Any = CountingTokenizer(ends=kind == "seq2seq", chat_template=CHAT)
+    long = TextEncoder(tokenizer, kind, 16).sample(row, "item 0")
+    assert tokenizer.longest <= 16 * 64
+    text = json.dumps(row).replace(LONG, LONG[:300])
+    assert long == TextEncoder(tokenizer, kind, 16).sample(json.loads(text), "item 0")
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (-1, "label -1, but the expert's head has 2 classes"),
+        (-100, "label -100, but the expert's head has 2 classes"),
+        (2, "label 2, but the expert's head has 2 classes"),
+        (True, "has no class 'True'; it has no, yes"),
+        (False, "has no class 'False'; it has no, yes"),
+    ],
+)
+def test_labels(tmp_path, capsys, label, message):
+    classifier_folders(tmp_path)
+    write_rows(tmp_path / "one.jsonl", [{"text": "a b", "label": label}] * 20)
+    line = refusal(capsys, words(tmp_path))
+    assert "--data one=" in line and message in line
+
+
+# --- chat templates ---
+
+LOOP = "{% for i in range(99999) %}"
+TEMPLATES = {
+    "{% for i in range(10**12) %}{% endfor %}": "it has a power (**)",
+    "{% for i in range(1000000000000) %}{% endfor %}": "Range too big",
+    f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}": "a chat takes it more than",
+    f"{LOOP}{LOOP}xxxx{{% endfor %}}{{% endfor %}}": "a chat takes it more than",
+    f"{LOOP}{{{{ range(99999)|sum }}}}{{% endfor %}}": "a chat takes it more than",
+    "{% set n = namespace(s='x') %}" + LOOP + "{% set n.s = n.s + n.s %}{% endfor %}": (
+        "a value in it becomes too large"
+    ),
+    "{% set n = namespace(s=9) %}" + LOOP + "{% set n.s = n.s * n.s %}{% endfor %}": (
+        "a value in it becomes too large"
+    ),
+    "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
+    "{# " + "x" * 2**17 + " #}": "it has more than 131,072 characters",
+    "{% for": "unexpected 'end of template'",
+    "{{ nothing.at.all }}": "'nothing' is undefined",
+    "{{ raise_exception('only two turns') }}": "only two turns",
+    "{{ messages + 5 }}": "can only concatenate list",
+    "{{ 1 / 0 }}": "division by zero",
+    "{% include '/etc/passwd' %}": "no loader for this environment",
+    "{{ messages.__class__.__mro__ }}": "access to attribute '__class__'",
+}
+
+
+def chats(folder: Path, messages: Any) -> None:
+    for task in TASKS:
+        (folder / f"{task}.jsonl").unlink()
+        write_rows(folder / f"{task}.jsonl", [{"messages": messages}] * 20)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=list(TEMPLATES.values()))
+def test_templates(folder, capsys, template):
+    chats(folder, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    file = folder / "merged" / "tokenizer_config.json"
+    replace(file, json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    line = refusal(capsys, words(folder))
+    assert "--data one=" in line and "item" in line
+    assert "the tokenizer's chat template cannot be used: " in line and TEMPLATES[template] in line
+
+
+def test_templates_of_a_pool(tmp_path):
+    pool = text_pool("causal", tmp_path)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    pool.tokenizer.chat_template = f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}"
+    pool.load_train_dataset = lambda task: [{"messages": turns}] * 4
+    with pytest.raises(CalibrationError, match=r"task 'one'.*item \d: .*a chat takes it more than"):
+        FeatCalAlgorithm(base_method=AVERAGE, samples_per_task=2).run(pool)
+
+
+def test_a_template_file_of_any_size(folder, capsys):
+    (folder / "t.jinja").write_text("x" * 2**20)
+    line = refusal(capsys, [*words(folder), "--chat-template", str(folder / "t.jinja")])
+    assert "t.jinja is larger than 128 KiB" in line
+
+
+@pytest.mark.parametrize("messages", ["abc", [1, 2], [[{"role": "user", "content": "a"}]]])
+def test_messages_that_are_no_turns(folder, capsys, messages):
+    chats(folder, messages)
+    (folder / "t.jinja").write_text(CHAT)
+    line = refusal(capsys, [*words(folder), "--chat-template", str(folder / "t.jinja")])
+    assert "--data one=" in line and "messages must be a list of turns" in line
+
+
+def test_rendering_leaves_the_debugger_alone():
+    import sys
+
+    def trace(*_: Any) -> None: ...
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        untrusted.render_chat(word_tokenizer(chat_template=CHAT), [{"role": "u", "content": "a"}])
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)
