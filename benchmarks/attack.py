@@ -30,6 +30,7 @@ import attacks.hub_cases
 import attacks.image_cases
 import attacks.message_cases
 import attacks.model_cases
+import attacks.reader_cases
 import attacks.recipe_cases
 import attacks.results_cases
 import attacks.saving_cases

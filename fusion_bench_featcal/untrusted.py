@@ -38,7 +38,8 @@ _LARGEST = {  # keys of a model's config -> largest value
     _LAYERS: 2_000,
     _EXPERTS: 10_000,
     re.compile(r"heads?$"): 65_536,
-    re.compile(r"(labels|size|dim|d_model|d_ff|d_kv|n_embd)$"): 10_000_000,
+    re.compile(r"labels$"): 1_000_000,
+    re.compile(r"(size|dim|d_model|d_ff|d_kv|n_embd)$"): 10_000_000,
 }
 _TYPES: Mapping[str, type] = {
     "architectures": list, "id2label": dict, "label2id": dict, "model_type": str,
