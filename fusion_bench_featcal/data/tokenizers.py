@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.settings import CalibrationError
 
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
@@ -16,8 +17,10 @@ def differing_tokens(tokenizer: Any, folder: Path) -> str:
     The model may know further tokens: they never reach it.
 
     Returns:
-        How many tokens have other numbers there, with an example, or why it cannot be loaded;
-        empty if they agree.
+        How many tokens have other numbers there, with an example; empty if none.
+
+    Raises:
+        CalibrationError: If the one in the folder cannot be loaded.
     """
     if not any((folder / file).is_file() for file in _FILES):
         return ""
@@ -25,7 +28,9 @@ def differing_tokens(tokenizer: Any, folder: Path) -> str:
     try:
         others = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False).get_vocab()
     except Exception as error:  # whatever the tokenizer's own library raises
-        return f"the one there cannot be loaded ({first_line(error)})"
+        raise CalibrationError(
+            f"the tokenizer in {folder} cannot be loaded: {first_line(error)}"
+        ) from error
     differing = sorted(t for t, number in vocabulary.items() if others.get(t) != number)
     if not (others and differing):
         return ""
