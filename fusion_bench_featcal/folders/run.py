@@ -115,6 +115,7 @@ class Job:
         tasks: Task -> its data.
         report: The report.
         heads: Task -> its expert's classifier; empty where models have no heads of their own.
+        planned_notes: Number of the report's notes that the plan has shown.
     """
 
     models: Models
@@ -123,6 +124,7 @@ class Job:
     tasks: Mapping[str, Task]
     report: Report
     heads: dict[str, Any]
+    planned_notes: int = 0
 
     @classmethod
     def of(cls, models: Models) -> "Job":
@@ -167,6 +169,7 @@ class Job:
             print(f"  {name}: {counted(task.samples, 'sample')} of {request.data[name]}")
         for note in self.report.notes:
             print(f"  {note}")
+        self.planned_notes = len(self.report.notes)
         print(f"  settings: {request.settings.of_the_model().described()}")
         asked = PlanRequest(
             model=self.models.empty_body,
@@ -304,9 +307,9 @@ class Job:
         out = save(self.models, model.cpu(), self.processor, facts, report, log, heads)
         shutil.rmtree(request.checkpoints, ignore_errors=True)
         below = tasks_below_merged(self.report)
-        # The files have all notes. On the screen the first stand in the plan, and `below` follows.
-        shown = len(request.notes) + sum(len(task.notes) for task in self.tasks.values())
-        self.report.notes = [note for note in self.report.notes[shown:] if note not in below]
+        # The files have all notes. The screen has had those of the plan, and `below` follows.
+        later = self.report.notes[self.planned_notes :]
+        self.report.notes = [note for note in later if note not in below]
         if self.report.rows:
             self.report.show(losses=True)
         if heads:

@@ -203,7 +203,7 @@ def test_models_that_were_fetched_are_not_asked_for_again(doors):
         mirror.add(f"llama/{name}", folder / name)
     for name in ("clip", "processor"):
         mirror.add(f"vision/{name}", Path(doors.clip))
-    words = ["llama/merged", "--base", "llama/base", "--set", "samples_per_task=4"]
+    words = ["llama/merged", "--base", "llama/base", "--set", "samples_per_task=4", "--force"]
     for task in TASKS:
         words += ["--expert", f"{task}=llama/{task}", "--data", f"{task}={folder / task}.jsonl"]
     models = dict.fromkeys(("_pretrained_", "one"), "vision/clip")
