@@ -134,7 +134,7 @@ def test_of_inputs_that_do_not_vary_biases_learn_and_weights_beside_them_do_not(
 
 
 def scaled_embeddings(suite: Suite, factor: float) -> Suite:
-    expert = copy.deepcopy(suite.experts["task_0"])
+    expert: Any = copy.deepcopy(suite.experts["task_0"])
     with torch.no_grad():
         expert.get_input_embeddings().weight.mul_(factor)
     return replace(suite, experts=suite.experts | {"task_0": expert})
