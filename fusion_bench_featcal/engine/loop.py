@@ -308,11 +308,12 @@ class BlockLoop:
     ) -> None:
         """Log what all processes did at a block."""
         log = self._reporter.log
-        gathered = self._team.gather((accounts_of(visits), seconds))
+        own, norms = accounts_of(visits, changes)
+        gathered = self._team.gather((own, seconds))
         collected = self._team.collected([accounts for accounts, _ in gathered])
         for task, accounts in collected.items():
             log.add("task", task_record(block, task, accounts))
-        relative = relative_updates(changes, [accounts[0] for accounts in collected.values()])
+        relative = relative_updates(norms, [accounts[0] for accounts in collected.values()])
         for record in records:
             if record.get("module") in relative:
                 record["relative_update"] = relative[record["module"]]

@@ -156,15 +156,26 @@ class Account(NamedTuple):
     weights: dict[str, float]
 
 
-def accounts_of(visits: Mapping[str, Visit]) -> dict[str, Account]:
-    """Make the accounts of a block's visits, by task; the host looks at their drift at once."""
+def accounts_of(
+    visits: Mapping[str, Visit], changes: Mapping[str, Tensor]
+) -> tuple[dict[str, Account], dict[str, float]]:
+    """Read the numbers of a block's visits, at all of which the host looks at once.
+
+    Args:
+        visits: The visits, by task.
+        changes: Norms of the block's updates, by module.
+
+    Returns:
+        The account of each visit, and the norms.
+    """
     parts = [p for visit in visits.values() for p in (visit.drift, visit.agreement, visit.weights)]
+    parts.append(dict(changes))
     numbers = iter(read_back([sums for part in parts for sums in part.values()]))
 
     def read(part: dict[str, Tensor]) -> dict[str, list[float]]:
         return {name: [next(numbers) for _ in range(sums.numel())] for name, sums in part.items()}
 
-    return {
+    accounts = {
         task: Account(
             visit.samples,
             visit.rows,
@@ -177,6 +188,7 @@ def accounts_of(visits: Mapping[str, Visit]) -> dict[str, Account]:
         )
         for task, visit in visits.items()
     }
+    return accounts, {module: next(numbers) for module in changes}
 
 
 def task_record(block: str, task: str, accounts: Sequence[Account]) -> dict[str, Any]:
@@ -202,9 +214,7 @@ def task_record(block: str, task: str, accounts: Sequence[Account]) -> dict[str,
     }
 
 
-def relative_updates(
-    changes: Mapping[str, Tensor], accounts: Sequence[Account]
-) -> dict[str, float]:
+def relative_updates(changes: Mapping[str, float], accounts: Sequence[Account]) -> dict[str, float]:
     """Norms of updates relative to the largest of the experts' weights.
 
     Args:
@@ -214,9 +224,8 @@ def relative_updates(
     Returns:
         By module, but for those whose weights are 0 in all experts.
     """
-    norms = dict(zip(changes, read_back([*changes.values()]), strict=True))
-    largest = {m: max((a.weights.get(m, 0.0) for a in accounts), default=0.0) for m in norms}
-    return {module: norms[module] / largest[module] for module in norms if largest[module]}
+    largest = {m: max((a.weights.get(m, 0.0) for a in accounts), default=0.0) for m in changes}
+    return {module: changes[module] / largest[module] for module in changes if largest[module]}
 
 
 def _drift_record(when: str, accounts: Sequence[Account]) -> dict[str, float | None]:
