@@ -83,4 +83,4 @@ def compared_rows(problem: Problem, stage: int, inputs: Any, batch: Batch) -> Co
     read = None
     if isinstance(hidden, Tensor):
         read = problem.family.closing_rows(problem.model, hidden)
-    return final_rows(problem, inputs) if read is None else CountedRows.of_mask(read)
+    return final_rows(problem, inputs) if read is None else CountedRows.of_weights(read)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal.families.base import BlockCall, ChainFamily
 from fusion_bench_featcal.families.unfused import UnfusedView
@@ -52,6 +52,18 @@ class OpenClipFamily(ChainFamily):
         if isinstance(inputs, Mapping) and "pixel_values" in inputs:
             inputs = inputs["pixel_values"]
         return super().begin(model, inputs, first_block)
+
+    def closing_rows(self, model: nn.Module, hidden: Tensor) -> Tensor | None:
+        """The class token, where the tower's output is made of nothing else."""
+        root = find_open_clip_blocks(model)[0].partition("transformer.resblocks")[0].rstrip(".")
+        tower: Any = model.get_submodule(root)
+        pools = getattr(tower, "pool_type", "tok") != "tok" or getattr(tower, "attn_pool", None)
+        if pools or not hasattr(tower, "class_embedding"):
+            return None
+        mask = hidden.new_zeros(hidden.shape[:-1])
+        is_batch_first = getattr(tower.transformer, "batch_first", True)
+        mask.select(1 if is_batch_first else 0, 0).fill_(1)
+        return mask
 
 
 OPEN_CLIP = OpenClipFamily(

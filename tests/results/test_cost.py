@@ -102,19 +102,21 @@ def run_child(wait: Callable[[], object]) -> None:
 def test_memory_of_a_child_counts(monkeypatch):
     measured, read = Event(), cost._ProcessTree.read
 
-    def watched_read(tree: Any) -> None:
-        read(tree)
-        if tree.peak > without.peak_rss_bytes + 96 * MEBIBYTE:
-            measured.set()
-
     with measure() as without:
         pass
+    assert isinstance(without.peak_rss_bytes, int)
+    filled = without.peak_rss_bytes + 96 * MEBIBYTE
+
+    def watched_read(tree: Any) -> None:
+        read(tree)
+        if tree.peak > filled:
+            measured.set()
+
     monkeypatch.setattr(cost._ProcessTree, "read", watched_read)
     with measure() as made:  # on a busy machine samples are far apart
         run_child(partial(measured.wait, 60))
-    assert isinstance(without.peak_rss_bytes, int) and isinstance(made.peak_rss_bytes, int)
+    assert isinstance(made.peak_rss_bytes, int) and made.peak_rss_bytes > filled
     assert made.peak_rss_method == "sampled"
-    assert made.peak_rss_bytes > without.peak_rss_bytes + 96 * MEBIBYTE
 
 
 def test_a_child_that_no_sample_saw_is_not_passed_over_as_exact(monkeypatch):
