@@ -42,7 +42,8 @@ def given(suite: Suite) -> Any:
     """Inputs of the method for models in memory."""
     pool = SimpleNamespace(
         _models={},
-        model_names=list(suite.experts), load_model=lambda task: copy.deepcopy(suite.experts[task])
+        model_names=list(suite.experts),
+        load_model=lambda task: copy.deepcopy(suite.experts[task]),
     )
     fabric = SimpleNamespace(device=torch.device("cpu"))
     return SimpleNamespace(modelpool=pool, fabric=fabric, batches=lambda _: suite.inputs)
