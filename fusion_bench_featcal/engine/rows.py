@@ -143,8 +143,8 @@ def _refuse_empty_samples(counted: CountedRows, mask: Tensor) -> None:
     empty = sorted(set(range(len(mask))) - set((index // positions).tolist()))
     if empty:
         raise CalibrationError(
-            f"no position counts in {len(empty)} of a batch of "
-            f"{counted_as(len(mask), 'sample')} (rows {empty[:5]}): they are all padding, or have "
-            "no target (labels all -100). Check the data (modelpool.train_datasets, "
-            "method.max_length), or set method.decoder_rows=all where targets are missing"
+            f"no position of {len(empty)} of {counted_as(len(mask), 'sample')} of a batch counts "
+            f"(rows {empty[:5]}): they are all padding, or have no target (labels all "
+            "-100). Check the data (modelpool.train_datasets, method.max_length), or set "
+            "method.decoder_rows=all where targets are missing"
         )
