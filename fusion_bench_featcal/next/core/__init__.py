@@ -1,0 +1,1 @@
+"""Mathematics of calibration: tensors in, tensors out."""
