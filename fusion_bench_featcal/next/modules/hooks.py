@@ -1,0 +1,83 @@
+"""Inputs of modules, noted while a block runs."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.families.base import stop_forward, stoppable
+from fusion_bench_featcal.settings import CalibrationError
+
+
+@dataclass
+class Recorded:
+    """Inputs of modules in one pass.
+
+    Attributes:
+        inputs: The inputs of each module, one per call, in the order of first calls.
+        outputs: The outputs of modules of which these were asked for, one per call.
+        result: What the pass returned; None if it ended early.
+    """
+
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    result: Any = None
+
+
+def record(
+    model: nn.Module,
+    names: Collection[str],
+    run: Callable[[], Any],
+    *,
+    outputs: Collection[str] = (),
+    calls: int | None = None,
+) -> Recorded:
+    """Run a block and note what modules receive.
+
+    Args:
+        model: The model.
+        names: Names of the modules.
+        run: Runs the block.
+        outputs: Names of modules whose outputs are noted.
+        calls: Number of calls after which the pass ends; None: it runs to its end.
+
+    Raises:
+        CalibrationError: If the block overwrites an input of a module.
+    """
+    recorded, versions = Recorded(), list[tuple[str, Tensor, int]]()
+
+    def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        recorded.inputs.setdefault(name, []).append(x)
+        versions.append((name, x, x._version))
+        if len(versions) == calls:
+            raise stop_forward()
+
+    def note_output(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
+        # A copy: blocks may add to an output in place.
+        recorded.outputs.setdefault(name, []).append(output.clone())
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True)
+        for name in names
+    ]
+    hooks += [
+        model.get_submodule(name).register_forward_hook(partial(note_output, name))
+        for name in outputs
+    ]
+    try:
+        with stoppable():
+            recorded.result = run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, x, version in versions:
+        if x._version != version:
+            raise CalibrationError(
+                f"module {name}: the block overwrites its input afterwards (an in-place "
+                "operation), so that it cannot be summed. Write the block's forward without "
+                f"it, or exclude the module: method.modules=['!{name}']"
+            )
+    return recorded

@@ -1,0 +1,1 @@
+"""Rules: how the blocks of a model are calibrated."""
