@@ -1,0 +1,1 @@
+"""Batches on their way through the models, and the rows of them that are summed."""

@@ -1,0 +1,72 @@
+"""Checks of a turn's sums. The host looks at all of them once."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.core.finite import not_finite, read_back
+from fusion_bench_featcal.engine.task_sums import not_finite_features
+from fusion_bench_featcal.next.modules.groups import Group
+from fusion_bench_featcal.settings import CalibrationError
+
+DEAD_TASK_RATIO = 1e-6
+"""A task whose Gram matrix has less than this share of the median norm would swamp the bias."""
+
+
+class Checks:
+    """Sums of all tasks and groups of a turn, to be checked together."""
+
+    def __init__(self, block: str) -> None:
+        """Start with nothing."""
+        self._block = block
+        self._places: list[tuple[str, Group]] = []
+        self._numbers: list[Tensor] = []
+
+    def add(self, task: str, group: Group, rows: Any, figures: Mapping[str, Tensor]) -> None:
+        """Add a task's sums for one group.
+
+        Args:
+            task: The task.
+            group: The group.
+            rows: Its `LinearRows` or `AffineRows`.
+            figures: What `GroupSums.add` returned.
+        """
+        self._places.append((task, group))
+        broken = torch.stack([not_finite(sums) for sums in rows.tensors()]).any()
+        norm = figures.get("norm", torch.ones_like(rows.count))
+        self._numbers += [broken.to(norm), rows.count.to(norm), norm]
+
+    def run(self) -> None:
+        """Look at all sums.
+
+        Raises:
+            CalibrationError: If no position counts, sums are not finite, or a task's inputs are
+                almost zero, naming task, block and module.
+        """
+        values = iter(read_back(self._numbers))
+        norms: dict[Group, dict[str, float]] = defaultdict(dict)
+        for task, group in self._places:
+            broken, count, norm = (next(values) for _ in range(3))
+            place = f"task {task}, block {self._block}"
+            if count == 0:
+                raise CalibrationError(
+                    f"{place}: no position counts, all is padding; check the masks of its data "
+                    f"(modelpool.train_datasets.{task})"
+                )
+            if broken:
+                raise not_finite_features(f"{place}, module {group.name}", task)
+            norms[group][task] = norm
+        for group, by_task in norms.items():
+            median = statistics.median(by_task.values())
+            for task, norm in by_task.items():
+                if norm < DEAD_TASK_RATIO * median:
+                    raise CalibrationError(
+                        f"task {task}, block {self._block}, module {group.name}: its inputs are "
+                        f"almost zero (gram norm {norm:.1e}, median task {median:.1e}), so its "
+                        f"weight would swamp the bias. Check modelpool.models.{task} and its "
+                        "calibration data, or drop the task"
+                    )

@@ -1,0 +1,104 @@
+"""Sums over the rows of one task for one group of modules."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from fusion_bench_featcal.engine.rows import rows_of
+from fusion_bench_featcal.next.core.moments import Moments
+from fusion_bench_featcal.next.modules.groups import Group, normalised
+from fusion_bench_featcal.next.rules.norms import NormRows
+from fusion_bench_featcal.next.rules.rule import Rule
+from fusion_bench_featcal.next.streams.batch import Batch, folded_rows
+
+
+class LinearRows:
+    """Moments of the calibrated model's inputs and of the drift of the expert from them.
+
+    Attributes:
+        expert: The expert's parameters.
+        sums: The sums.
+    """
+
+    def __init__(self, group: Group, expert: nn.Module, rule: Rule, dtype: torch.dtype) -> None:
+        """Start with no rows."""
+        self.expert = group.linear(expert.get_parameter, dtype)
+        self._group, self._rule = group, rule
+        width = sum(group.outputs) if group.has_few_outputs else group.inputs
+        like = self.expert.weight
+        self.sums = Moments.zeros(rule.folds, group.maps, group.inputs, width, like)
+
+    def add(self, batch: Batch, inputs: list[Tensor]) -> None:
+        """Add the rows of a batch in which the expert's features have been noted.
+
+        Args:
+            batch: The batch.
+            inputs: Inputs of the group's modules in the calibrated model, one per call.
+        """
+        group, counted = self._group, batch.rows.of(self._group.name)
+        noted = batch.noted.pop(group.name) if self._rule.runs_experts else [None] * len(inputs)
+        for x, y in zip(inputs, noted, strict=True):
+            rows = folded_rows(x, y, group, counted, start=batch.start, folds=self._rule.folds)
+            for fold, rows_x, rows_y, weights in rows:
+                drift = None if rows_y is None else self._drift(rows_x, rows_y)
+                self.sums.add(fold, rows_x, drift, weights)
+
+    def _drift(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return `x_exp - x`, or the same behind the expert's weight."""
+        dtype = self.expert.weight.dtype
+        x, y = x.to(dtype), y.to(dtype)
+        if not self._group.has_few_outputs:
+            return y - x
+        weight, bias = self.expert.weight[0], self.expert.bias[0]
+        return y - linear(x, weight, bias) if self._rule.notes_outputs else linear(y - x, weight)
+
+    @property
+    def count(self) -> Tensor:
+        """Number of rows, or the sum of their weights, a scalar."""
+        return self.sums.count[:, 0].sum()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums."""
+        return self.sums.tensors()
+
+    def finished(self) -> Moments:
+        """Return the sums, complete."""
+        return self.sums.mirrored()
+
+
+class AffineRows:
+    """Sums over normalised inputs of one norm.
+
+    Attributes:
+        expert: The expert's parameters.
+    """
+
+    def __init__(
+        self, group: Group, model: nn.Module, expert: nn.Module, dtype: torch.dtype
+    ) -> None:
+        """Start with no rows."""
+        self.expert = group.linear(expert.get_parameter, dtype)
+        self._site, self._module = group.sites[0], model.get_submodule(group.name)
+        self._sums = NormRows(group.inputs, self.expert.weight)
+
+    def add(self, batch: Batch, inputs: list[Tensor]) -> None:
+        """Add the rows of a batch."""
+        counted = batch.rows.of(self._site.name)
+        for x in inputs:
+            z = normalised(self._module, self._site, x)
+            chosen = None if counted is None else counted[0]
+            weights = None if chosen is None or chosen.is_table(z) else chosen.weights
+            self._sums.add(rows_of(z, chosen), weights)
+
+    @property
+    def count(self) -> Tensor:
+        """Number of rows, or the sum of their weights, a scalar."""
+        return self._sums.sums[2, 0]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums."""
+        return self._sums.tensors()
+
+    def finished(self) -> NormRows:
+        """Return the sums."""
+        return self._sums

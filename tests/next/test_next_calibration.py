@@ -1,0 +1,102 @@
+"""The smaller loop gives what an independent slow calibration gives, for both rules."""
+
+from typing import Any
+
+import pytest
+import torch
+from calibrations import EXACT, PAPER, assert_same, run_slow, samples_in, settings_of
+from next_oracle import calibrated_plus
+from oracle import Knobs
+from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.next.calibration import calibrate
+from fusion_bench_featcal.next.rules.paper import Paper
+from fusion_bench_featcal.next.rules.plus import Plus
+
+SUITES = {
+    "clip": clip_suite,
+    "t5": t5_suite,
+    "llama": decoder_suite,
+    "gpt2": gpt2_suite,
+    "residual": residual_suite,
+}
+KNOBS = {
+    "paper": PAPER,
+    "small lambda": Knobs(lam=1e-4, rho=1.0, alpha=0.6),
+    "no expert features": Knobs(alpha=0.0),
+    "weights alone": Knobs(bias=False, norm=False, rho=0.5),
+}
+
+
+def run(suite: Suite, rule: Any, **more: Any) -> Any:
+    settings = settings_of(Knobs(), suite, family=suite.family, **more)
+    return calibrate(suite.merged, suite.base, suite.experts, suite.inputs, settings, rule)
+
+
+@pytest.mark.parametrize("knobs", KNOBS.values(), ids=list(KNOBS))
+@pytest.mark.parametrize("make", SUITES.values(), ids=list(SUITES))
+def test_paper_equals_the_oracle(make, knobs):
+    suite = make()
+    rule = Paper(
+        ridge_lambda=knobs.lam,
+        mix_alpha=knobs.alpha,
+        anchor_rho=knobs.rho,
+        eps=knobs.eps,
+        calibrate_bias=knobs.bias,
+        calibrate_norm=knobs.norm,
+    )
+    slow = run_slow(suite, knobs)
+    result = run(suite, rule)
+    assert_same(result.model, slow.model, EXACT)
+    for record in result.log.of_kind("task"):
+        wanted = slow.drift[record["block"], record["task"]]
+        found = [
+            record[f"{part}drift_{when}"]
+            for when in ("before", "after")
+            for part in ("", "relative_")
+        ]
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 24.0])
+@pytest.mark.parametrize("make", SUITES.values(), ids=list(SUITES))
+def test_plus_equals_the_oracle(make, gamma):
+    suite = make()
+    wanted = calibrated_plus(suite, gamma)
+    found = run(suite, Plus(gamma=gamma)).model
+    for name, value in wanted.items():
+        torch.testing.assert_close(found.get_parameter(name).double(), value, rtol=1e-6, atol=1e-8)
+    moved = {
+        n for n, p in found.named_parameters() if not torch.equal(p, suite.merged.get_parameter(n))
+    }
+    assert moved and moved <= set(wanted)
+
+
+@pytest.mark.parametrize("rule", [Paper(), Plus()], ids=["paper", "plus"])
+def test_batches_of_any_size_and_copies_of_tasks_change_nothing(rule):
+    suite = clip_suite()
+    whole = run(suite, rule).model
+    images = {
+        task: torch.cat([b["pixel_values"] for b in batches])
+        for task, batches in suite.inputs.items()
+    }
+    suite.inputs = {
+        task: [{"pixel_values": part} for part in all_.split(2)] for task, all_ in images.items()
+    }
+    assert_same(run(suite, rule).model, whole, EXACT)
+
+
+def test_nothing_moves_where_experts_are_the_merged_model():
+    suite = clip_suite()
+    suite.experts = dict.fromkeys(suite.experts, suite.merged)
+    suite.base = suite.merged
+    for rule in (Paper(eps=0.0), Plus()):
+        assert_same(run(suite, rule).model, suite.merged, 1e-13)
+
+
+def test_a_dead_task_and_a_singular_system_are_named():
+    suite = clip_suite()
+    with pytest.raises(CalibrationError, match=r"module .*singular.*method.ridge_lambda \(now 0"):
+        run(suite, Paper(ridge_lambda=0.0, eps=0.0), samples_per_task=1)
+    assert samples_in(suite) > 1
