@@ -109,7 +109,10 @@ class PlusRule(Rule):
         """Run the expert whole, and back from its final features."""
         if not self.weighs(stage) or batch.sensitivity is not None:
             return
-        problem, numbers = self._problem, range(batch.start, batch.start + batch.samples)
+        problem = self._problem
+        # Copies are behind their originals, or in batches of their own, and have the same signs.
+        originals = batch.samples - batch.copies or batch.samples
+        numbers = [batch.start + index % originals for index in range(batch.samples)]
         names = [site.name for m in problem.modules.values() for site in m.sites]
         purpose, seed = "sensitivity", problem.settings.seed
         with problem.autocast():

@@ -127,11 +127,20 @@ def final_rows(problem: Problem, inputs: Any) -> CountedRows | None:
     config = getattr(problem.model, "config", None)
     writes_on = head_of(problem.model) and not getattr(config, "is_encoder_decoder", False)
     if problem.settings.decoder_rows == "auto" and rows == "all" and writes_on:
-        mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+        mask = _all_positions(inputs) if mask is None else mask
         positions = torch.arange(mask.shape[1], device=mask.device)
         last = torch.where(mask > 0, positions, -1).max(1, keepdim=True).values
         mask = (positions == last).long()
     return None if mask is None else CountedRows.of_mask(mask)
+
+
+def _all_positions(inputs: Any) -> Tensor:
+    """Ones for the positions of a language model's inputs, `[batch, positions]`."""
+    if isinstance(inputs, Mapping):
+        names = (name for name in ("input_ids", "inputs_embeds") if name in inputs)
+        inputs = inputs[next(names, next(iter(inputs)))]
+    first = _first_tensor(inputs)
+    return torch.ones(first.shape[:2], dtype=torch.long, device=first.device)
 
 
 def _first_tensor(output: Any) -> Tensor:

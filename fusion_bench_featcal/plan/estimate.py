@@ -191,8 +191,9 @@ def _run_of(request: Request) -> tuple[DryRun, list[int]]:
         counts = zip(shares.mine, mine, held, strict=True)
         mine = [count + copies[task] * (count - out) for task, count, out in counts]
         busiest = max(busiest, mine, key=sum)
-    if is_joined(size):
-        joined = size * (1 + max(copies.values()))
+    sizes = {str(task): min(size, count) for task, count in samples.items()}
+    joined = max(n * (1 + copies[task] * is_joined(n)) for task, n in sizes.items())
+    if joined > size:
         inputs = example_inputs(request.model, joined, request.length, request.target_length)
     return dry_run(request.model, inputs, settings, request.tasks), busiest
 

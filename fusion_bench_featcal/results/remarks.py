@@ -90,12 +90,12 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]
         and record["block"] == worst["block"]
         and record.get("relative_drift_after")
     }
-    *others, largest = [0.0, *sorted(scales.values())]
+    *others, largest = [0.0, 0.0, *sorted(scales.values())]
     of_task = ""
     if largest > LARGE_UPDATE * others[-1] > 0:
         of_task = f" of task {max(scales, key=scales.__getitem__)}"
     return [
-        f"{name}: block {worst['block']}, module {worst['module']}: the update is "
+        f"{name}: module {worst['module']}: the update is "
         f"{worst['relative_update']:.3g} times as large as the experts' own weights. Check the "
         f"scale of weights and calibration samples{of_task}"
     ]

@@ -19,6 +19,7 @@ from fusion_bench_featcal.engine.sensitivity import final_rows, sensitivities
 from fusion_bench_featcal.families import resolve_family
 
 STEP = 1e-5
+JITTER = "fusion_bench_featcal.engine.augmentation.Jitter"
 
 
 def small_clip(depth: int = 1) -> Suite:
@@ -174,6 +175,25 @@ def unlabelled_llama() -> Suite:
 def test_weights_do_not_depend_on_the_size_of_batches(make: Callable[[], Suite]):
     suite = make()
     assert_same(plus(in_single_samples(suite)), plus(suite), 10 * ROUNDING)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_copies_have_the_signs_of_their_originals_in_batches_of_any_size(size: int):
+    suite, settings = clip_suite(sizes=(8,)), {"augment": {"_target_": JITTER, "copies": 2}}
+    whole = plus(suite, **settings)
+    for task, (batch,) in suite.inputs.items():
+        images = batch["pixel_values"]
+        suite.inputs[task] = [{"pixel_values": part} for part in images.split(size)]
+    assert_same(plus(suite, **settings), whole, 10 * ROUNDING)
+
+
+def test_positions_of_a_language_model_are_known_without_ids():
+    suite = unlabelled_llama()
+    ids = {task: [batch["input_ids"] for batch in all_] for task, all_ in suite.inputs.items()}
+    suite.inputs = {task: [{"input_ids": part} for part in parts] for task, parts in ids.items()}
+    wanted = run_fast(suite, decoder_rows="auto").model
+    found = run_fast(replace(suite, inputs=ids), decoder_rows="auto").model
+    assert_same(found, wanted, 10 * ROUNDING)
 
 
 def test_padding_changes_no_weight():

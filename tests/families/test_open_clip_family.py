@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, assert_identical, assert_same, distance, run_fast
+from calibrations import PAPER, PLUS, assert_identical, assert_same, distance, run_fast
 from oracle import Knobs
 from safetensors.torch import save_file
 from tiny_models import Suite, clip_suite, normal
@@ -124,6 +124,13 @@ def test_open_clip_calibrates_and_drifts_as_its_transformers_twin(knobs: Knobs, 
         assert (ours_["task"], ours_["rows"]) == (theirs_["task"], theirs_["rows"])
         for name in ("drift_before", "drift_after"):
             assert ours_[name] == pytest.approx(theirs_[name], rel=1e-9)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_plus_reads_the_class_token_as_of_its_transformers_twin(batch_first: bool):
+    ours, theirs = twins(4, batch_first=batch_first)
+    wanted, found = (run_fast(suite, **PLUS).model for suite in (ours, theirs))
+    assert_same(found, converted(wanted, batch_first=batch_first))
 
 
 def wrapped(suite: Suite, wrap: type[nn.Module]) -> Suite:

@@ -261,6 +261,13 @@ def test_held_out_samples_have_no_copies(clip: Request):
     assert shares[0] / shares[1] == pytest.approx((16 * 8 + 16) / (32 * 8), rel=1e-3)
 
 
+def test_a_batch_is_joined_by_the_copies_of_its_own_task(clip: Request):
+    settings = {"augment": "jitter", "samples_per_task": 256, "batch_size": 16, **PLUS}
+    requests = [replace(clip, tasks=len(n), samples=n) for n in ([8], [256], [8, 256])]
+    few, many, both = (planned(request, **settings).parts["batch"] for request in requests)
+    assert many < few == both  # 8 images with 7 copies of each, 16 images with one
+
+
 def test_features_wait_where_there_is_room(clip: Request, monkeypatch: pytest.MonkeyPatch):
     free = {"cpu": 2**40, "cuda": 2**40}
     monkeypatch.setattr(module, "free_bytes", lambda device: free[device.type])

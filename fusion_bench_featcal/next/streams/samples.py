@@ -11,6 +11,7 @@ from fusion_bench_featcal.engine.augmentation import _changed as changed_by
 from fusion_bench_featcal.engine.augmentation import change_of, images_of
 from fusion_bench_featcal.engine.samples import batch_generator, part_of, take_samples
 from fusion_bench_featcal.next.streams.batch import Batch
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 SHARE, MOST, LEAST = 8, 32, 16
@@ -43,7 +44,7 @@ def take(
     held_out = number_held_out(samples, settings.held_out)
     if held_out >= samples:
         raise CalibrationError(
-            f"task {task}: method.held_out={held_out} leaves none of its {samples} samples to "
+            f"task {task}: method.held_out={held_out} leaves none of its {counted(samples, 'sample')} to "
             "solve with. Lower it, or set it to auto"
         )
     dealt = list(hold_out(taken, samples - held_out))
