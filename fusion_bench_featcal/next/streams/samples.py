@@ -44,8 +44,8 @@ def take(
     held_out = number_held_out(samples, settings.held_out)
     if held_out >= samples:
         raise CalibrationError(
-            f"task {task}: method.held_out={held_out} leaves none of its {counted(samples, 'sample')} to "
-            "solve with. Lower it, or set it to auto"
+            f"task {task}: method.held_out={held_out} leaves none of its "
+            f"{counted(samples, 'sample')} to solve with. Lower it, or set it to auto"
         )
     dealt = list(hold_out(taken, samples - held_out))
     copies = number_of_copies(samples - held_out, settings, dealt[0].inputs)
