@@ -31,6 +31,7 @@ T = TypeVar("T")
 RETRIES = 3
 PROCESSOR_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files of tokenizers and processors."""
+_MODEL_FILES = (*PROCESSOR_FILES, "*.safetensors")
 _LONGEST_WAIT = 30.0  # seconds, whatever the hub asks for
 # Packages by which the versions of the hub's client send requests, and their errors of a connection
 # that breaks off in the middle of an answer.
@@ -75,6 +76,7 @@ def fetch(repo_id: str, option: str, patterns: Sequence[str] | None = None) -> P
 
     A model that was fetched whole is not asked for again. One that another program has put into
     the cache may lack files: it is compared with the hub's list, or taken as it is if that fails.
+    So is one whose weights in safetensors files are there, but not all files that are needed.
 
     Args:
         repo_id: Id of the repository.
@@ -94,7 +96,7 @@ def fetch(repo_id: str, option: str, patterns: Sequence[str] | None = None) -> P
         return _with_retries(lambda: _download(repo_id, patterns), option, retries)
     except Exception as error:  # whatever the hub's client, the network and the disk raise
         told = hub_error(error, option)
-        if folder is None or files is not None:
+        if folder is None or not (files is None or _is_whole(folder, _MODEL_FILES)):
             raise told from error
         log.info("%s. It is taken from the cache as it is", told)
         return folder

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Mapping
 
+from scipy.stats import t as student_t
 from torch import Tensor
 
 from fusion_bench_featcal.folders.tasks import Score
 
 _ROWS = 4
 """Rows from which losses are compared."""
-_ERRORS = 3
-"""Standard errors by which a mean loss must differ. Rows that are held back are few."""
+_ERRORS, _CHANCE = 3.0, 0.01
+"""Standard errors by which a mean loss must differ: more where rows are so few that it would
+differ as much by this chance."""
 _WORSE = 0.1
 """Loss by which an expert is worse than the base at least: it may answer in other words."""
 
@@ -47,7 +49,10 @@ def _better(expert: Score, base: Score | None) -> str | None:
 def _is_above(excess: Tensor, least: float) -> bool:
     """Return whether the mean is above `least` by more than its error; NaN is."""
     error = float(excess.std()) / math.sqrt(len(excess)) if len(excess) > 1 else 0.0
-    return len(excess) >= _ROWS and not float(excess.mean()) <= least + _ERRORS * error
+    if len(excess) < _ROWS:
+        return False
+    errors = max(_ERRORS, float(student_t.ppf(1 - _CHANCE, len(excess) - 1)))
+    return not float(excess.mean()) <= least + errors * error
 
 
 def _beats_chance(score: Score) -> bool:

@@ -1,5 +1,6 @@
 """The `mergekit_config.yml` that mergekit leaves beside a merged model: its base and experts."""
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +9,14 @@ from typing import Any
 from fusion_bench_featcal.untrusted import read_yaml
 
 FILE = "mergekit_config.yml"
-_WITHOUT_BASE = ("slerp", "nearswap", "arcee_fusion", "linear", "karcher")
+_WITHOUT_BASE = ("slerp", "nearswap", "arcee_fusion")
 """Methods whose `base_model` is one of the merged models, not the one these were tuned from."""
 _TYPES = {"models": list, "sources": list, "slices": list, "modules": dict}
 _MOST_PATH = 1000  # characters
+
+
+class UnreadableRecipe(ValueError):
+    """A config that tells no models. They may be named by options."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +45,21 @@ def read_recipe(merged: Path) -> Recipe | None:
         The recipe; None if the folder has no mergekit config.
 
     Raises:
-        ValueError: If the config is damaged or names no models, or models cannot be told apart,
-            or their layers were stacked (`passthrough`).
+        UnreadableRecipe: If the config is damaged or names no models, or models cannot be told
+            apart.
+        ValueError: If their layers were stacked (`passthrough`).
     """
     file = merged / FILE
     try:
         content = read_yaml(file)
+        _check_types(content)
     except FileNotFoundError:
         return None
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{file} is no mapping; name the models by --base and --expert")
-    try:
-        _check_types(content)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}; name the models by --base and --expert") from error
+        place = "" if str(file) in str(error) else f"{file}: "
+        raise UnreadableRecipe(
+            f"{place}{error}. Name the models by --base and --expert NAME=DIR"
+        ) from error
     method = str(content.get("merge_method"))
     if method == "passthrough":
         raise ValueError(
@@ -65,34 +71,35 @@ def read_recipe(merged: Path) -> Recipe | None:
     locations = [_located(model, merged) for model in _models(content)]
     if base is not None and method in _WITHOUT_BASE:
         locations, base = [*locations, base], None
-    models = {_parts(location): location for location in locations}
+    models = {_resolved(location): location for location in locations}
     if base is not None:
-        models.pop(_parts(base), None)
+        models.pop(_resolved(base), None)
     if not models:
-        raise ValueError(f"{file} names no models; name them by --expert NAME=DIR")
-    experts = {_name_of(parts, models): location for parts, location in models.items()}
+        raise UnreadableRecipe(f"{file} names no models. Name them by --expert NAME=DIR")
+    places = {_parts(location): location for location in models.values()}
+    experts = {_name_of(parts, places): location for parts, location in places.items()}
     if len(experts) < len(models):
-        raise ValueError(
-            f"{file}: the names of {', '.join(models.values())} do not differ: name them by "
+        raise UnreadableRecipe(
+            f"{file}: the names of {', '.join(models.values())} do not differ. Name them by "
             "--expert NAME=DIR"
         )
     return Recipe(method, base, experts)
 
 
-def _check_types(content: Any) -> None:
+def _check_types(content: Any, label: str = "it") -> None:
     """Refuse values of types that mergekit does not take.
 
     Raises:
         ValueError: Naming key and value.
     """
     if not isinstance(content, Mapping):
-        raise ValueError(f"a slice or module is {content!r:.60}, not a mapping")
+        raise ValueError(f"{label} is {content!r:.60}, not a mapping")
     for key, kind in _TYPES.items():
         if not isinstance(content.get(key), kind | None):
             name = "list" if kind is list else "mapping"
             raise ValueError(f"{key} is {content[key]!r:.60}, not a {name}")
     for part in [*(content.get("slices") or ()), *(content.get("modules") or {}).values()]:
-        _check_types(part)
+        _check_types(part, "a slice or module")
     entries = [*(content.get("models") or ()), *(content.get("sources") or ())]
     models = [entry.get("model") if isinstance(entry, Mapping) else entry for entry in entries]
     for model in [*models, *filter(None, [content.get("base_model")])]:
@@ -124,10 +131,16 @@ def _path_of(model: Any) -> Any:
     return model.get("path") if isinstance(model, Mapping) else model
 
 
-def _parts(location: str) -> tuple[str, ...]:
-    """Split a hub id, or the full path of a folder; two spellings of one give the same."""
+def _resolved(location: str) -> Path:
+    """Return the folder behind all links, or a hub id; two spellings of one give the same."""
     folder = Path(location).expanduser()
-    return (folder.resolve() if folder.exists() else folder).parts
+    return folder.resolve() if folder.exists() else folder
+
+
+def _parts(location: str) -> tuple[str, ...]:
+    """Split a hub id, or the full path of a folder as it was named."""
+    folder = Path(location).expanduser()
+    return (Path(os.path.abspath(folder)) if folder.exists() else folder).parts
 
 
 def _name_of(model: tuple[str, ...], models: Collection[tuple[str, ...]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import ReportError, prepare_directory
-from fusion_bench_featcal.folders.mergekit import FILE, read_recipe
+from fusion_bench_featcal.folders.mergekit import FILE, UnreadableRecipe, read_recipe
 from fusion_bench_featcal.nearest_names import (
     nearest_hint,
     refuse_unknown_settings,
@@ -105,7 +105,8 @@ class Request:
                 "name the experts: --expert NAME=DIR for each (or a merged model's folder with "
                 f"mergekit's {FILE})"
             )
-        refuse_unusable_names(experts, "--expert", _RESERVED)
+        place = "--expert" if options.expert else f"{options.merged}/{FILE}"
+        refuse_unusable_names(experts, place, _RESERVED)
         data = _matched(_pairs(options.data, "--data"), experts, "--data", notes)
         missing = [task for task in experts if task not in data]
         if missing:
@@ -179,7 +180,13 @@ def _with_recipe(
     Raises:
         ValueError: If a given base or expert is not one that the model was merged from.
     """
-    recipe = read_recipe(Path(merged).expanduser())
+    try:
+        recipe = read_recipe(Path(merged).expanduser())
+    except UnreadableRecipe as error:
+        if not experts:
+            raise
+        notes.append(f"not read: {first_line(error)}")
+        return base, experts
     if recipe is None:
         return base, experts
     if base is not None and recipe.base is not None and not _same_place(base, recipe.base):

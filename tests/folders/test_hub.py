@@ -226,6 +226,16 @@ def test_models_that_another_program_has_fetched_are_taken_if_the_hub_fails(fail
     assert "data 'no.jsonl' does not exist" in doors.of_expert("calibrate", name)
 
 
+@pytest.mark.parametrize("failure", ["silent", "gated"])
+def test_weights_that_one_door_has_fetched_do_for_the_other_if_the_hub_fails(failure, doors):
+    name = f"kept/{failure}"
+    files = {file.name: file.read_bytes() for file in Path(doors.clip).iterdir()}
+    repository = doors.mirror.add(name, files | {"README.md": b"# A model"})
+    doors.of_expert("calibrate", name)  # ends behind the fetch: it is no language model
+    repository.failure = failure
+    assert doors.of_expert("run", name) == ""
+
+
 def test_files_that_a_model_in_the_cache_lacks_are_fetched(doors):
     doors.mirror.add("half/model", weights())
     doors.of_expert("calibrate", "half/model")

@@ -70,13 +70,38 @@ def test_experts_have_the_shortest_names_that_differ(folder, capsys, monkeypatch
     assert [word.split("=")[0] for word in experts.split(", ")] == list(names)
 
 
+def test_links_are_named_as_they_are_written(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    for task in TASKS:
+        (folder / "store" / task).mkdir(parents=True)
+        (folder / task).rename(folder / "store" / task / "checkpoint-500")
+        (folder / task).symlink_to(folder / "store" / task / "checkpoint-500")
+    recipe(folder, "ties", "base", *TASKS, "./base")
+    assert all(f"{task}={task}" in shown(capsys, calibrate(folder)) for task in TASKS)
+
+
+def test_the_base_of_a_soup_is_no_expert(folder, capsys):
+    recipe(folder, "linear", str(folder / "base"), *(str(folder / m) for m in ("base", *TASKS)))
+    assert "base, by mergekit_config.yml" in shown(capsys, calibrate(folder))
+
+
+@pytest.mark.parametrize("content", ["a: &p 1\nmodels: [*p]", "- 1", "models: 5", "models: []"])
+def test_a_recipe_that_tells_nothing_is_not_needed(folder, capsys, content):
+    (folder / "merged" / "mergekit_config.yml").write_text(content)
+    assert main(calibrate(folder)) == 2
+    assert "--expert NAME=DIR" in capsys.readouterr().err
+    experts = [word for task in TASKS for word in ("--expert", f"{task}={folder / task}")]
+    named = calibrate(folder, "--base", str(folder / "base"), *experts)
+    assert "not read: " in shown(capsys, named)
+
+
 def test_experts_whose_names_cannot_differ(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     places = ("a-b/c/final", "a/b-c/final", "b-c/final", "c/final")
     recipe(folder, "ties", "base", *places)
     assert main(calibrate(folder)) == 2
     line = capsys.readouterr().err
-    assert "mergekit_config.yml" in line and "name them by --expert NAME=DIR" in line
+    assert "mergekit_config.yml" in line and "Name them by --expert NAME=DIR" in line
     assert all(place in line for place in places)
 
 
