@@ -250,6 +250,7 @@ def _difference(first: _Run, one: Any, second: _Run, two: Any) -> str:
 def _notes(runs: Sequence[_Run]) -> list[str]:
     """Notes of the runs, each with its merger (and suite) where there are several."""
     places = {run.path: _place(run, runs) for run in runs}
+    every = "all mergers" if len({run.report.suite for run in runs}) == 1 else "all runs"
     having: dict[str, dict[str, None]] = {}
     for run in runs:
         for note in run.report.notes:
@@ -258,7 +259,7 @@ def _notes(runs: Sequence[_Run]) -> list[str]:
     for note, named in having.items():
         is_named = note.startswith(tuple(f"{place}{end}" for place in named for end in ":,"))
         several = len(set(places.values())) > 1 and not is_named
-        owners = "; ".join(named) if len(named) < len(set(places.values())) else "all mergers"
+        owners = "; ".join(named) if len(named) < len(set(places.values())) else every
         notes.append(f"{owners}: {note}" if several else note)
     without = [str(run.path) for run in runs if not run.report.items]
     if without:

@@ -188,6 +188,6 @@ def test_notes_of_several_suites_name_them(tmp_path: Path):
         make_report(suite=suite, notes=[f"{suite} are few", "slow disk"]).write(tmp_path / suite)
     notes = summarise(find([tmp_path]).runs).notes
     assert notes == [
-        "tools, task_arithmetic: tools are few", "all mergers: slow disk",
+        "tools, task_arithmetic: tools are few", "all runs: slow disk",
         "toys, task_arithmetic: toys are few",
     ]  # fmt: skip
