@@ -227,7 +227,8 @@ def _cell(row: Row | None, is_merged: bool) -> str:
 
 
 def _accuracy(row: Row) -> str:
-    width = f" ± {100 * row['half_width']:.1f}" if row["half_width"] else ""
+    values = row.get("points", row.get("seeds", 1))
+    width = f" ± {100 * row['half_width']:.1f}" if values > 1 else ""
     return f"{100 * row['accuracy'][AVERAGE]:.1f}{width}"
 
 

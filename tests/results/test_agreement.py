@@ -37,6 +37,8 @@ def test_report_and_study_agree(tmp_path: Path, capsys, levels: tuple[float, ...
     page = study_markdown(study)
     (average,) = re.findall(r"\n\| \+ featcal \| (\d\d\.\d(?: ± \d+\.\d)?) \| \+", page)
     assert f"| {average} |" in report
+    for text in (page, report):
+        assert ("50.0 ± 0.0" in text) == (len(levels) > 1)
     assert ("±" in average) == (len(levels) > 1)
     (gain,) = re.findall(r"\n\| \+ featcal \|.*?\| (\+\d\d\.\d \[.*?\]) \| merged", page)
     if items or len(levels) > 1:
