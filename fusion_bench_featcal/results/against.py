@@ -1,9 +1,17 @@
 """Differences of all rows from one, on the screen: `featcal report RUN --against ROW`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from .differences import against, difference_grid, over_suites, over_suites_grid, row_name
-from .items import LEVEL
+from .differences import (
+    Difference,
+    against,
+    difference_grid,
+    find_row,
+    over_suites,
+    over_suites_grid,
+    row_name,
+)
+from .items import LEVEL, BySeed
 from .long_table import AVERAGE, RowKey
 from .summary import Summary, SummaryRow
 from .tables import console, print_page, titled
@@ -24,11 +32,26 @@ def show_against(summary: Summary, name: str) -> None:
     found = against(summary.scores, name)
     sentence = (
         f"average accuracy minus that of {name}, in points; its {100 * LEVEL:.0f} % interval over "
-        "test items (paired bootstrap) and, where there are several, seeds (Student's t), and "
-        "p-values with Holm's correction over these rows"
+        "test items (paired bootstrap) and, where both rows have several in common, seeds "
+        "(Student's t), and p-values with Holm's correction over these rows"
     )
     grid = difference_grid(found, name)
-    print_page(list(titled(f"{suite}: differences", grid.split(width))), [sentence])
+    lines = [sentence, *_seed_lines(summary.scores, found, name)]
+    print_page(list(titled(f"{suite}: differences", grid.split(width))), lines)
+
+
+def _seed_lines(
+    scores: Mapping[RowKey, BySeed], found: Iterable[Difference], name: str
+) -> list[str]:
+    """Sentences on rows that have only one seed in common with the one named, or none."""
+    common = {each.row: len(each.seeds) for each in found}
+    reference = find_row(scores, name)
+    several = [key for key in common if max(len(scores[key]), len(scores[reference])) > 1]
+    one = [row_name(key) for key in several if common[key] == 1]
+    none = [row_name(key) for key in scores if key not in common and key != reference]
+    lines = [f"one seed in common with {name}, intervals are given the seed: {', '.join(one)}"]
+    more = [f"left out, without a seed in common with {name}: {', '.join(none)}"]
+    return lines * bool(one) + more * bool(none)
 
 
 def _show_over_suites(summary: Summary, name: str) -> None:

@@ -11,7 +11,16 @@ import numpy as np
 from fusion_bench_featcal.files import ReportError
 
 from .columns import number
-from .items import LEVEL, Bootstrap, Interval, Scores, student_interval
+from .items import (
+    LEVEL,
+    Bootstrap,
+    BySeed,
+    Interval,
+    common_seeds,
+    stacked,
+    student_interval,
+    student_p,
+)
 from .long_table import BASE, EXPERTS, RowKey
 from .tables import Grid
 
@@ -26,13 +35,15 @@ class Difference:
     Attributes:
         row: The row that is compared.
         other: The row that it is compared with.
-        interval: The difference with its interval over test items and seeds.
-        p: Two-sided p-value, from the interval's standard error and the normal distribution.
+        seeds: Seeds that both rows have; all values are of these.
+        interval: The difference with its interval over test items and, if several, seeds.
+        p: Two-sided p-value, as `Bootstrap.difference` gives it.
         adjusted: By Holm's method, for all differences that are shown together.
     """
 
     row: RowKey
     other: RowKey
+    seeds: tuple[Any, ...]
     interval: Interval
     p: float
     adjusted: float
@@ -45,19 +56,24 @@ class Difference:
         return WIN if self.interval.estimate > 0 else LOSS
 
 
-def differences(scores: Mapping[RowKey, Scores], pairs: Iterable[Any]) -> list[Difference]:
-    """Compare pairs of rows, with Holm's correction over these pairs.
+def differences(scores: Mapping[RowKey, BySeed], pairs: Iterable[Any]) -> list[Difference]:
+    """Compare pairs of rows over the seeds that both have, with Holm's correction over these pairs.
 
     Args:
-        scores: Each row's flags per test item.
-        pairs: The pairs, by the rows' keys.
+        scores: Each row's flags per test item, by seed.
+        pairs: The pairs, by the rows' keys; those without a common seed are left out.
     """
-    pairs = list(pairs)
-    if not pairs:
+    common = {(a, b): common_seeds(scores[a], scores[b]) for a, b in pairs}
+    common = {pair: seeds for pair, seeds in common.items() if seeds}
+    if not common:
         return []
-    places = {key: place for place, key in enumerate(scores)}
-    bootstrap = Bootstrap(list(scores.values()))
-    tested = [(a, b, *bootstrap.difference(places[a], places[b])) for a, b in pairs]
+    sides = {(key, seeds): None for pair, seeds in common.items() for key in pair}
+    places = {side: place for place, side in enumerate(sides)}
+    bootstrap = Bootstrap([stacked(scores[key], seeds) for key, seeds in places])
+    tested = [
+        (a, b, seeds, *bootstrap.difference(places[a, seeds], places[b, seeds]))
+        for (a, b), seeds in common.items()
+    ]
     adjusted = holm([p for *_, p in tested])
     return [Difference(*entry, value) for entry, value in zip(tested, adjusted, strict=True)]
 
@@ -71,16 +87,16 @@ def holm(values: list[float]) -> list[float]:
     return adjusted
 
 
-def all_pairs(scores: Mapping[RowKey, Scores]) -> list[Difference]:
+def all_pairs(scores: Mapping[RowKey, BySeed]) -> list[Difference]:
     """Compare every two rows of a suite that have flags; Holm's correction is over all pairs."""
     return differences(scores, combinations(scores, 2))
 
 
-def against(scores: Mapping[RowKey, Scores], name: str) -> list[Difference]:
+def against(scores: Mapping[RowKey, BySeed], name: str) -> list[Difference]:
     """Compare every row with one.
 
     Args:
-        scores: Each row's flags per test item.
+        scores: Each row's flags per test item, by seed.
         name: The row, as `find_row` takes it.
 
     Raises:
@@ -136,8 +152,6 @@ def over_suites(averages: Mapping[RowKey, float], name: str) -> list[OverSuites]
     Raises:
         ReportError: If no row is called so, several are, or a suite lacks it.
     """
-    from scipy import stats  # slow to import
-
     suites = list(dict.fromkeys(key[0] for key in averages))
     rows = {key[1:]: None for key in averages if key[2] not in (BASE, EXPERTS)}
     reference = find_row([("", *row) for row in rows], name)[1:]
@@ -148,10 +162,7 @@ def over_suites(averages: Mapping[RowKey, float], name: str) -> list[OverSuites]
     for row in (row for row in rows if row != reference):
         found = {s: averages[(s, *row)] - averages[(s, *reference)] for s in suites}
         values = np.array([*found.values()])
-        mean, error = float(values.mean()), float(stats.sem(values))
-        ratio = abs(mean) / error if error > 0 else (np.inf if mean else 0.0)
-        p = float(2 * stats.t.sf(ratio, len(values) - 1))
-        tested.append((row, found, student_interval(values), p))
+        tested.append((row, found, student_interval(values), student_p(values)))
     adjusted = holm([p for *_, p in tested])
     return [
         OverSuites(row, found, interval, p, value)
@@ -230,6 +241,7 @@ def difference_lines(found: Iterable[Difference]) -> list[dict[str, Any]]:
             "suite": each.row[0],
             "row": row_name(each.row),
             "other": row_name(each.other),
+            "seeds": len(each.seeds),
             "difference": number(each.interval.estimate),
             "low": number(each.interval.low),
             "high": number(each.interval.high),

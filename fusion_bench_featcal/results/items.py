@@ -117,6 +117,9 @@ _NORMAL = NormalDist().inv_cdf((1 + LEVEL) / 2)
 Scores = Mapping[str, Any]
 """Task -> flags per test item, `[items]`, or `[seeds, items]` for several calibration seeds."""
 
+BySeed = Mapping[Any, Scores]
+"""Seed -> flags of that run, `[items]`; the seed is None for a run that draws nothing."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -145,6 +148,27 @@ def half_of(deviation: float, draws: int) -> float:
     if draws < 2:
         return 0.0
     return float(stats.t.ppf((1 + LEVEL) / 2, draws - 1)) * deviation / math.sqrt(draws)
+
+
+def student_p(values: Sequence[float] | NDArray[Any]) -> float:
+    """Two-sided p-value of a t test of the mean of several draws."""
+    from scipy import stats  # slow to import
+
+    mean, error = float(np.mean(values)), float(stats.sem(values))
+    ratio = abs(mean) / error if error > 0 else (np.inf if mean else 0.0)
+    return float(2 * stats.t.sf(ratio, len(values) - 1))
+
+
+def common_seeds(one: BySeed, other: BySeed) -> tuple[Any, ...]:
+    """Seeds of both rows; a run that draws nothing goes with every seed of the other."""
+    seeds = {*one} & {*other} or {*(other if None in one else one if None in other else ())}
+    return tuple(sorted(seeds, key=str))
+
+
+def stacked(row: BySeed, seeds: Sequence[Any]) -> Scores:
+    """Flags of a row, task -> `[seeds, items]`."""
+    runs = [row[seed if seed in row else None] for seed in seeds]
+    return {task: np.stack([run[task] for run in runs]) for task in runs[0]}
 
 
 def over_seeds(
@@ -185,7 +209,7 @@ class Bootstrap:
         """Resample.
 
         Args:
-            rows: Rows of the same tasks and test items.
+            rows: Rows of the same tasks and test items, each over seeds of its own.
 
         Raises:
             ReportError: If they are not.
@@ -202,23 +226,24 @@ class Bootstrap:
         ]
 
     def difference(self, first: int, second: int) -> tuple[Interval, float]:
-        """The first row minus the second, and the two-sided p-value.
+        """The first row minus the second, which has the same seeds, and the two-sided p-value.
 
-        The interval is that of `over_seeds`; seeds count where both rows have as many. The p-value
-        is that of a normal distribution with the interval's standard error: the share of resamples
-        beyond zero has no value small enough for a correction over many pairs. It is at least that
-        of a sign test in which every item that tells the rows apart favours one.
+        The interval is that of `over_seeds`. The p-value is that of a normal distribution with the
+        interval's standard error: the share of resamples beyond zero has no value small enough for
+        a correction over many pairs. It is at least that of a t test over the seeds, and that of a
+        sign test in which every item that tells the rows apart favours one.
         """
         value = float(self.observed[first] - self.observed[second])
         resampled = self.resampled[:, first] - self.resampled[:, second]
-        one, two = self._by_seed[first], self._by_seed[second]
-        gains = one - two if len(one) == len(two) else np.array([value])
+        gains = self._by_seed[first] - self._by_seed[second]
         half = half_width(gains)
         error = math.hypot(float(resampled.std(ddof=1)), half / _NORMAL)
         if error < _ROUNDING:
             p = 1.0 if abs(value) < _ROUNDING else 0.0
         else:
             p = math.erfc(abs(value) / error / math.sqrt(2))
+        if len(gains) > 1:
+            p = max(p, student_p(gains))
         sides = ((task[:, first], task[:, second]) for task in self._columns.values())
         apart = sum(int((abs(one - two) > _ROUNDING).sum()) for one, two in sides)
         p = max(p, min(1.0, 2.0 ** (1 - apart)))

@@ -7,13 +7,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.json_files import read_json
 
 from .find import FailedCell
-from .items import Interval, Scores, over_seeds, paired_difference
+from .items import Interval, Scores, over_seeds, paired_difference, stacked
 from .long_table import AVERAGE
 from .report import Report
 from .schema import SCHEMA, STUDY, STUDY_FILE, STUDY_KIND, check_types
@@ -67,7 +65,7 @@ class Group:
         known = self.flags.get((merger, name), {})
         if not set(seeds) <= set(known):
             return None
-        return {task: np.stack([known[seed][task] for seed in seeds]) for task in known[seeds[0]]}
+        return stacked(known, seeds)
 
 
 @dataclass(kw_only=True)

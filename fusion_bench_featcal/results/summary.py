@@ -1,5 +1,6 @@
 """Several runs (seeds, upstream mergers, model pools) in one summary of the long table."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,8 +106,8 @@ class Summary:
     notes: list[str]
     seeds: list[int] = field(default_factory=list)  # of the comparisons, where they are known
     failed: list[FailedCell] = field(default_factory=list)
-    # Flags per test item of every run, of rows that have them.
-    scores: dict[RowKey, Scores] = field(default_factory=dict, repr=False)
+    # Flags per test item of every run, by seed, of rows that have them.
+    scores: dict[RowKey, dict[Any, Scores]] = field(default_factory=dict, repr=False)
 
     @property
     def suites(self) -> list[str]:
@@ -165,18 +166,27 @@ def summarise(directories: Sequence[str | Path], failed: Sequence[FailedCell] = 
     )
 
 
-def _scores(table: LongTable) -> dict[RowKey, Scores]:
-    """Flags by row and task; references, which mergers share, once for each suite."""
-    scores: dict[RowKey, Scores] = {}
+def _scores(table: LongTable) -> dict[RowKey, dict[Any, Scores]]:
+    """Flags by row, seed and task; references, which mergers share, once for each suite."""
+    scores: dict[RowKey, dict[Any, Scores]] = {}
     for key in table.rows():
         seeds = table.seeds(key)
         flags = table.values(key, CORRECT, seeds)
         suite, _, name = key
         place = (suite, None, name) if name in (BASE, EXPERTS) else key
         complete = set(flags) == set(table.values(key, ACCURACY, seeds)) - {AVERAGE}
-        if flags and complete and place not in scores:
-            scores[place] = {task: np.stack(arrays) for task, arrays in flags.items()}
+        if flags and complete:
+            by_seed = scores.setdefault(place, {})
+            for run, seed in enumerate(map(_run_seed, seeds)):
+                by_seed.setdefault(seed, {task: arrays[run] for task, arrays in flags.items()})
     return scores
+
+
+def _run_seed(text: str) -> Any:
+    """Seed of all rows of a run: the comparison's or their only one, else `text`; None for none."""
+    seeds = json.loads(text)
+    numbers = {seeds.get(COMPARISON_SEED)} - {None} or {*seeds.values()} - {None}
+    return text if len(numbers) > 1 else next(iter(numbers), None)
 
 
 def _each_once(seeds: Iterable[int | None]) -> list[int]:

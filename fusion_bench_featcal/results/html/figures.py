@@ -10,7 +10,7 @@ from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results.curves import MOMENTS
 from fusion_bench_featcal.results.drawing import CALIBRATED, MERGED, marks, panel_marks
 from fusion_bench_featcal.results.figures import calibration_logs
-from fusion_bench_featcal.results.items import paired_difference
+from fusion_bench_featcal.results.items import common_seeds, paired_difference, stacked
 from fusion_bench_featcal.results.long_table import AVERAGE, BASE, EXPERTS, is_repair, merged_by
 from fusion_bench_featcal.results.summary import Summary, SummaryRow
 from fusion_bench_featcal.results.tables import percent, short_blocks, short_names
@@ -137,7 +137,9 @@ def _accuracy_point(
     tip += f" ± {percent(spread)} over seeds" if spread is not None else ""
     place = (row.suite, row.upstream)
     one, other = (summary.scores.get((*place, name)) for name in (row.name, row.upstream or ""))
-    if row.is_repair and one and other:
+    seeds = common_seeds(one, other) if row.is_repair and one and other else ()
+    if one and other and seeds:
+        one, other = stacked(one, seeds), stacked(other, seeds)
         chosen = one if key == AVERAGE else [key]
         limits = paired_difference({t: one[t] for t in chosen}, {t: other[t] for t in chosen})
         gain = limits.estimate
