@@ -43,9 +43,10 @@ def test_only_code_counts(old: str, new: str, counts: bool):
     assert (DIGEST["shape"](changed) != DIGEST["shape"](CODE)) == counts
 
 
-def test_costs_are_numbers_and_tables_are_not():
+def test_what_cells_store_counts_and_tables_do_not():
     names = {path.relative_to(DIGEST["PACKAGE"]).as_posix() for path in DIGEST["makers"]()}
-    assert {"results/cost.py", "calibration.py", "engine/loop.py", "comparison/cells.py"} <= names
+    assert {"calibration.py", "engine/loop.py", "comparison/cells.py", "preflight.py"} <= names
+    assert {f"results/{name}.py" for name in ("cost", "curves", "items", "run_rows")} <= names
     assert not names & {"results/tables.py", "cli.py", "comparison/fingerprint.py"}
 
 
