@@ -27,7 +27,7 @@ CHARACTERS_PER_TOKEN = 64  # kept of a text for each token of max_length; a toke
 _MOST_BITS = 10_000  # of a number in a template
 _COMPILED_PER_SECOND = 4_000  # characters of a template, on a slow machine
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_MOST_LAYERS_AND_EXPERTS = 100_000  # layers times experts; the largest models have 25,000
+_MOST_LAYERS_AND_EXPERTS = 1_000_000  # layers times experts; Doge has 524,288
 _POSITIVE = {  # sizes by which transformers divides, or that a model cannot lack
     "d_model", "hidden_size", "n_embd", "vocab_size",
     "decoder_attention_heads", "encoder_attention_heads", "n_head", "n_heads",
@@ -36,7 +36,7 @@ _POSITIVE = {  # sizes by which transformers divides, or that a model cannot lac
 _LAYERS, _EXPERTS = re.compile(r"(layers?|depths?|blocks)$"), re.compile(r"experts$")
 _LARGEST = {  # keys of a model's config -> largest value
     _LAYERS: 2_000,
-    _EXPERTS: 10_000,
+    _EXPERTS: 100_000,
     re.compile(r"heads?$"): 65_536,
     re.compile(r"labels$"): 1_000_000,
     re.compile(r"(size|dim|d_model|d_ff|d_kv|n_embd)$"): 10_000_000,
@@ -165,7 +165,9 @@ def check_model_config(config: Mapping[str, Any], file: Path) -> None:
             check_model_config(value, file)
         parts = value if isinstance(value, list) else [value]
         strange = not isinstance(value, _TYPES.get(key, object) | None)
-        if strange or (key == "architectures" and not all(isinstance(p, str) for p in parts)):
+        if key == "architectures" and value is not None:
+            strange |= not all(isinstance(name, str) for name in parts)
+        if strange:
             raise ValueError(f"{file} is damaged: its {key} is {value!r:.60}")
         for number in parts:
             _check_number(key, number, file)

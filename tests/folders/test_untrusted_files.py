@@ -157,6 +157,20 @@ def test_configs(folder, capsys, values, message, who):
     assert f"{folder / who}" in line and "config.json" in line and message in line
 
 
+def test_configs_of_every_architecture():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    checked = 0
+    for name in CONFIG_MAPPING:
+        try:
+            text = CONFIG_MAPPING[name]().to_json_string(use_diff=False)
+        except Exception:  # it needs arguments or another package
+            continue
+        untrusted.check_model_config(json.loads(text), Path(name))
+        checked += 1
+    assert checked > 100
+
+
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "tokenizer.json"])
 @pytest.mark.parametrize("who", ["merged", "two"])
 def test_nested_json(folder, capsys, who, file):
