@@ -114,6 +114,8 @@ def parse_yaml(text: str) -> Any:
             if depth > MOST_NESTING:
                 raise ValueError(f"nested deeper than {MOST_NESTING} levels")
         return yaml.load(text, Loader=_LOADER)
+    except (LookupError, AttributeError) as error:  # PyYAML does not expect tags such as !!bool x
+        raise ValueError(f"a value does not fit its tag ({error})") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f"line {mark.line + 1}: "
@@ -141,7 +143,7 @@ def check_nesting(table: Path) -> None:
     brackets = b""
     with open(table, "rb") as stream:
         for lines in iter(lambda: stream.readlines(2**24), []):
-            plain = re.sub(rb'"[^"\\]*(?:\\.[^"\\]*)*"', b"", b"".join(lines))
+            plain = re.sub(rb'(?s)"[^"\\]*(?:\\.[^"\\]*)*"?', b"", b"".join(lines))
             brackets += re.sub(rb"[^][{}]+", b"", plain)
             for _ in range(MOST_NESTING):  # each removes the innermost level
                 brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")

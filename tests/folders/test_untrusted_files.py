@@ -85,6 +85,10 @@ RECIPES = [
     (f"models: {NESTED}", "nested deeper than 64 levels"),
     ("models: [a", "line 2: did not find expected"),
     ("models: !!python/name:os.system ''", "line 1: could not determine a constructor"),
+    ("models: !!bool x", "a value does not fit its tag ('x')"),
+    ("models: !!timestamp x", "a value does not fit its tag ('NoneType'"),
+    ("models: !!int ''", "a value does not fit its tag (string index"),
+    ("models: !!float ''", "a value does not fit its tag (string index"),
     ("models: 5", "models is 5, not a list"),
     ("models: abc", "models is 'abc', not a list"),
     ("models: {a: b}", "models is {'a': 'b'}, not a list"),
@@ -227,6 +231,11 @@ def test_settings_without_aliases(folder, capsys):
     assert "--set modules" in line and "has the alias *a" in line
 
 
+def test_settings_with_strange_tags(folder, capsys):
+    line = refusal(capsys, [*words(folder), "--set", "seed=!!bool x"])
+    assert "--set seed" in line and "a value does not fit its tag ('x')" in line
+
+
 # --- tables ---
 
 MAGIC = [("one[1].jsonl", "one1.jsonl"), ("one*.jsonl", "one1.jsonl"), ("[o]/x.jsonl", "o/x.jsonl")]
@@ -271,6 +280,12 @@ def test_nested_tables(folder, capsys, text):
     (folder / "one.jsonl").write_text(f"{text}\n")
     line = refusal(capsys, words(folder))
     assert "one.jsonl' is not readable as json: nested deeper than 64 levels" in line
+
+
+def test_a_text_without_end(folder, capsys):
+    replace(folder / "one.jsonl", '{"prompt": "' + '\\"' * 300_000)
+    line = refusal(capsys, words(folder))
+    assert "one.jsonl' is not readable as json" in line and "no end" not in line
 
 
 def test_brackets_in_texts_are_not_nesting(folder, capsys):
