@@ -227,10 +227,14 @@ def render_chat(tokenizer: Any, turns: list[dict[str, Any]], **options: Any) -> 
             raise ValueError("it has a power (**)")
         with _bounded_rendering(TEMPLATE_SECONDS + len(template) / _COMPILED_PER_SECOND):
             text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
-    except Exception as error:  # a template may raise anything
+    except (Exception, _Stop) as error:  # a template may raise anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"the tokenizer's chat template cannot be used: {reason}") from error
     return text
+
+
+class _Stop(BaseException):
+    """The end of a template. Filters such as `int` catch a ValueError and go on, untraced."""
 
 
 @contextmanager
@@ -240,10 +244,10 @@ def _bounded_rendering(seconds: float) -> Iterator[None]:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         if thread_time() > end:
-            raise ValueError(f"a chat takes it more than {seconds:.2g} seconds")
+            raise _Stop(f"a chat takes it more than {seconds:.2g} seconds")
         looks = event == "call" or frame.f_code.co_filename == "<template>"
         if looks and any(map(_is_huge, frame.f_locals.values())):
-            raise ValueError("a value in it becomes too large")
+            raise _Stop("a value in it becomes too large")
         return trace
 
     sys.settrace(trace)

@@ -392,6 +392,13 @@ def test_templates(folder, capsys, template):
     assert "the tokenizer's chat template cannot be used: " in line and TEMPLATES[template] in line
 
 
+def test_filters_do_not_swallow_the_end():
+    template = f"{LOOP}{LOOP}{{{{ messages[0].content|int }}}}{{% endfor %}}{{% endfor %}}"
+    turns = [{"role": "user", "content": "1" * 300_000}]  # nearly all the time is the filter's
+    with pytest.raises(ValueError, match="a chat takes it more than"):
+        untrusted.render_chat(word_tokenizer(chat_template=template), turns)
+
+
 def test_templates_of_a_pool(tmp_path):
     pool = text_pool("causal", tmp_path)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
