@@ -1,6 +1,6 @@
 """Tasks of text classifiers: each expert has a head of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ _TEXT, _PAIR, _LABEL = "text", "text_pair", "label"
 
 
 def open_classifier_task(
-    task: str, request: Request, tokenizer: Any, label2id: Mapping[str, int]
+    task: str, request: Request, tokenizer: Any, classes: Sequence[str]
 ) -> Task:
     """Open a task's texts, rows with `text`, maybe `text_pair`, and `label` for evaluation.
 
@@ -33,7 +33,7 @@ def open_classifier_task(
         task: The task.
         request: The request.
         tokenizer: Makes token ids.
-        label2id: Number of each class in the head of the task's expert.
+        classes: Names of the classes of the head of the task's expert, by their numbers.
 
     Raises:
         ValueError: If there is no such data, or it has columns of other names.
@@ -51,7 +51,7 @@ def open_classifier_task(
         notes = sentences(len(held), task, request)
     tests = None
     if held:
-        labels, guesses = _labels(rows, held, label2id, place)
+        labels, guesses = _labels(rows, held, classes, place)
         notes += guesses
         tests = ClassifierTests(encode(rows, held, place), labels)
     length = max(batch["input_ids"].shape[1] for batch in batches)
@@ -68,16 +68,19 @@ class _Encoder:
         """Token ids in batches, padded."""
         taken = [rows[index] for index in indices]
         for index, row in zip(indices, taken, strict=True):
-            if not isinstance(row.get(_TEXT), str) or not row[_TEXT].strip():
+            texts = [row.get(_TEXT), row.get(_PAIR, "")]
+            if not all(isinstance(text, str) for text in texts) or not texts[0].strip():
+                strange = {key: type(value).__name__ for key, value in sorted(row.items())}
                 raise ValueError(
                     f"{place}, item {index}: a row of a classifier has text (and text_pair, and "
-                    f"label); this one has {sorted(row)}"
+                    f"label); this one has {strange}"
                 )
         limit = min(self.max_length or 512, self.tokenizer.model_max_length)
         batches = []
         for start in range(0, len(taken), self.batch_size):
             part = taken[start : start + self.batch_size]
-            pairs = [row[_PAIR] for row in part] if _PAIR in part[0] else None
+            paired = _PAIR in part[0]
+            pairs = [shortened(row[_PAIR], limit) for row in part] if paired else None
             encoded = self.tokenizer(
                 [shortened(row[_TEXT], limit) for row in part],
                 pairs,
@@ -91,15 +94,16 @@ class _Encoder:
 
 
 def _labels(
-    rows: Any, indices: list[int], label2id: Mapping[str, int], place: str
+    rows: Any, indices: list[int], classes: Sequence[str], place: str
 ) -> tuple[Tensor, list[str]]:
-    values = [rows[index].get(_LABEL) for index in indices]
+    values: list[Any] = [rows[index].get(_LABEL) for index in indices]
+    values = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
     if any(value is None for value in values):
         raise ValueError(f"{place}: rows need a label to be evaluated, or give --no-eval")
     if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-        return torch.tensor(check_labels(values, label2id, place)), []
+        return torch.tensor(check_labels(values, classes, place)), []
     names = sorted({str(value) for value in values})
-    numbers, notes = label_numbers(names, label2id, place)
+    numbers, notes = label_numbers(names, classes, place)
     by_name = dict(zip(names, numbers, strict=True))
     return torch.tensor([by_name[str(value)] for value in values]), notes
 

@@ -32,7 +32,7 @@ def open_image_task(
     request: Request,
     processor: Any,
     *,
-    label2id: dict[str, int] | None = None,
+    classes: Sequence[str] | None = None,
     clip: "ZeroShot | None" = None,
 ) -> Task:
     """Open a task's images: a folder with a folder of images per class, a table, a hub data set.
@@ -41,7 +41,7 @@ def open_image_task(
         task: The task.
         request: The request.
         processor: Makes pixels.
-        label2id: Number of each class in the head of the task's expert.
+        classes: Names of the classes of the head of the task's expert, by their numbers.
         clip: Makes heads from class names, for CLIP's vision tower.
 
     Raises:
@@ -57,13 +57,13 @@ def open_image_task(
         items, place = _items(request.tests[task], "test"), f"--eval {task}"
         held = _spread(len(items), request.test_rows)
     tests = None
-    if held and (label2id or clip):
+    if held and (classes or clip):
         labels, names = _labels(items, held, place)
         if clip is not None:
             prompts = [request.prompts[task].replace("{}", name) for name in names]
             head: Head = partial(_by_similarity, clip.head(prompts), clip)
         else:
-            numbers, guesses = label_numbers(names, label2id or {}, place)
+            numbers, guesses = label_numbers(names, classes or (), place)
             labels, notes = torch.tensor(numbers)[labels], [*notes, *guesses]
             head = _classify
         tests = ImageTests(batches(items, held), labels, head)

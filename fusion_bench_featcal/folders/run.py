@@ -3,7 +3,7 @@
 import dataclasses
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -329,7 +329,9 @@ def _open_tasks(models: Models, request: Request, processor: Any) -> dict[str, T
             for task in request.experts
         }
     labels = {
-        task: _label2id(expert) if request.evaluate else {}
+        task: _class_names(models.base if expert.is_adapter and models.base else expert)
+        if request.evaluate
+        else ()
         for task, expert in models.experts.items()
     }
     if kind == TEXT_CLASSIFIER:
@@ -339,34 +341,31 @@ def _open_tasks(models: Models, request: Request, processor: Any) -> dict[str, T
         }
     if kind == IMAGE_CLASSIFIER:
         return {
-            task: open_image_task(task, request, processor, label2id=labels[task])
+            task: open_image_task(task, request, processor, classes=labels[task])
             for task in request.experts
         }
     clip = _zero_shot(models, request)
     return {task: open_image_task(task, request, processor, clip=clip) for task in request.experts}
 
 
-def _label2id(expert: ModelFolder) -> dict[str, int]:
-    """Number of each class in an expert's head, by the `id2label` of its config.
+def _class_names(expert: ModelFolder) -> Sequence[str]:
+    """Names of the classes of an expert's head by their numbers, the `id2label` of its config.
 
     Raises:
-        ValueError: If two numbers have one name, or `label2id` has others; LABEL_0, ... is none.
+        ValueError: If `label2id` has others (LABEL_0, ... is none), or a number is missing.
     """
-    if expert.is_adapter:
-        return {}
     config: Any = expert.empty.config
     names = {number: str(name) for number, name in config.id2label.items()}
-    numbers = {name: number for number, name in names.items()}
-    stored = (expert.config or {}).get("label2id") or numbers
-    stored = {(str(name), str(number)) for name, number in stored.items()}
     named = {(name, str(number)) for number, name in names.items()}
+    stored = {(str(n), str(i)) for n, i in ((expert.config or {}).get("label2id") or {}).items()}
     unnamed = {(f"LABEL_{number}", str(number)) for number in names}
-    if len(numbers) < len(names) or stored not in (named, unnamed):
+    whole = stored <= named and {name for name, _ in stored} == {*names.values()}
+    if {*names} != {*range(len(names))} or not (whole or stored in (set(), unnamed)):
         raise ValueError(
             f"{expert.option}: id2label and label2id of its config.json do not fit together. Each "
-            "class needs one name and one number, the same in both"
+            "class needs a name and a number from 0, the same in both"
         )
-    return numbers
+    return [names[number] for number in range(len(names))]
 
 
 def _zero_shot(models: Models, request: Request) -> ZeroShot | None:

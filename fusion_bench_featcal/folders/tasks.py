@@ -1,6 +1,7 @@
 """One task of `featcal calibrate`: calibration samples, test samples, and scores of a model."""
 
-from collections.abc import Mapping, Sequence, Sized
+import re
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -107,34 +108,42 @@ def classification_score(logits: Tensor, labels: Tensor) -> Score:
 
 
 def label_numbers(
-    names: Sequence[Any], label2id: Mapping[str, int], place: str
+    names: Sequence[Any], classes: Sequence[str], place: str
 ) -> tuple[list[int], list[str]]:
     """Number in a model's head of each class name of a data set, and sentences on a guess.
 
     Names are those of the head, in any case, or numbers. If the head has none (LABEL_0, ...), it
-    has the data's in their order, if there are as many.
+    has the data's in their order, if there are as many: that of the number, where the names differ
+    in a number only (class_2, class_10).
 
     Raises:
-        ValueError: If the head has no class of that name.
+        ValueError: If the head has no class of that name, or several.
     """
     texts = [str(name) for name in names]
-    exact = {str(name): number for name, number in label2id.items()}
-    folded = {name.casefold(): number for name, number in exact.items()}
+    exact, folded = _numbered(classes), _numbered([name.casefold() for name in classes])
     numbers = [exact.get(text, folded.get(text.casefold())) for text in texts]
     if None not in numbers:
         return [number for number in numbers if number is not None], []
     if all(text.isdecimal() for text in texts):
-        return check_labels([int(text) for text in texts], label2id, place), []
-    unnamed = all(name.startswith("LABEL_") for name in exact)
-    if unnamed and len(texts) == len(exact):
-        pairs = [f"{text}={number}" for number, text in enumerate(texts)]
+        return check_labels([int(text) for text in texts], classes, place), []
+    unnamed = all(name.startswith("LABEL_") for name in classes)
+    if unnamed and len(texts) == len(classes):
+        ordered = list(texts)
+        if len({re.sub(r"\d+", "", text) for text in texts}) == 1:
+            ordered.sort(key=lambda text: [int(number) for number in re.findall(r"\d+", text)])
+        pairs = [f"{text}={number}" for number, text in enumerate(ordered)]
         listed = ", ".join(pairs[:SHOWN_NAMES]) + (", ..." if len(pairs) > SHOWN_NAMES else "")
         note = f"{place}: the expert's head has no class names, the data's are taken as {listed}"
-        return list(range(len(texts))), [note]
-    missing = names[numbers.index(None)]
-    raise ValueError(
-        f"{place}: the expert's head has no class {missing!r}; it has {', '.join(label2id)}"
-    )
+        return [ordered.index(text) for text in texts], [note]
+    missing = texts[numbers.index(None)]
+    count = "several classes" if missing in classes else "no class"
+    listed = ", ".join(classes[:SHOWN_NAMES]) + (", ..." if len(classes) > SHOWN_NAMES else "")
+    raise ValueError(f"{place}: the expert's head has {count} {missing!r}; it has {listed}")
+
+
+def _numbered(names: Sequence[str]) -> dict[str, int]:
+    """Number of each name that only one class has."""
+    return {name: number for number, name in enumerate(names) if names.count(name) == 1}
 
 
 def check_labels(labels: list[int], classes: Sized, place: str) -> list[int]:

@@ -64,7 +64,7 @@ def write_adapters(folder: Path, base: nn.Module) -> None:
         generator = torch.Generator().manual_seed(number)
         tensors = {}
         for name, module in base.named_modules():
-            if name.endswith(("q_proj", "down_proj")) and isinstance(module, nn.Linear):
+            if name.endswith(("q_proj", "down_proj", "query")) and isinstance(module, nn.Linear):
                 start = f"base_model.model.{name}.lora_"
                 down = torch.randn(2, module.in_features, generator=generator)
                 up = torch.randn(module.out_features, 2, generator=generator)

@@ -13,6 +13,7 @@ from tiny_texts import TASKS, WORDS, llama_model, sentences, t5_model, word_toke
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.folders.model_folder import ModelFolder
+from fusion_bench_featcal.untrusted import shortened
 
 
 @pytest.fixture
@@ -256,6 +257,9 @@ def test_an_adapter_of_another_base(folder, capsys):
     assert "only plain LoRA is read" in refusal(capsys, named)
 
 
+TWINS = {"id2label": {0: "no", 1: "no"}, "label2id": {"no": 1}}
+
+
 @pytest.mark.parametrize(
     ("labels", "config", "message"),
     [
@@ -266,6 +270,7 @@ def test_an_adapter_of_another_base(folder, capsys):
         ([0], {"label2id": {"no": 0, "yes": 0}}, "id2label and label2id of its config.json do not"),
         ([0], {"label2id": {"no": 1, "yes": 0}}, "id2label and label2id of its config.json do not"),
         ([0], {"id2label": {0: "no", 1: "no"}}, "id2label and label2id of its config.json do not"),
+        (["no"], TWINS, "the expert's head has several classes 'no'; it has no, no"),
     ],
 )
 def test_labels_that_do_not_fit_the_head(tmp_path, capsys, monkeypatch, labels, config, message):
@@ -274,7 +279,9 @@ def test_labels_that_do_not_fit_the_head(tmp_path, capsys, monkeypatch, labels, 
     change_config(tmp_path / "one", config)
     write_labels(tmp_path / "one.jsonl", labels)
     line = refusal(capsys, words(tmp_path))
-    assert message in line and ("--expert one" if config else "--data one") in line
+    assert (
+        message in line and ("--expert one" if "id2label and" in message else "--data one") in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,6 +292,9 @@ def test_labels_that_do_not_fit_the_head(tmp_path, capsys, monkeypatch, labels, 
         (["YES", "No"], {"label2id": {"LABEL_0": 0, "LABEL_1": 1}}, None),
         (["a", "A"], {"id2label": {0: "A", 1: "a"}, "label2id": {"A": 0, "a": 1}}, None),
         (["b", "a"], {"id2label": None, "label2id": None}, "the data's are taken as a=0, b=1"),
+        (["c_10", "c_9"], {"id2label": None, "label2id": None}, "are taken as c_9=0, c_10=1"),
+        ([0.0, 1.0], {"id2label": None, "label2id": None}, None),
+        ([0, 1], TWINS, None),
     ],
 )
 def test_labels_that_fit_the_head(tmp_path, capsys, monkeypatch, labels, config, note):
@@ -297,6 +307,36 @@ def test_labels_that_fit_the_head(tmp_path, capsys, monkeypatch, labels, config,
     assert "AssertionError" in printed.err  # by then all checks have passed
     assert ("has no class names" in printed.out) == (note is not None)
     assert note is None or note in printed.out
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"), [(None, "'text_pair': 'NoneType'"), ("a b c " * 200_000, "AssertionError")]
+)
+def test_second_texts(tmp_path, capsys, monkeypatch, pair, message):
+    from fusion_bench_featcal.folders import classifiers
+
+    cut = []
+    monkeypatch.setattr(classifiers, "shortened", lambda *a: cut.append(shortened(*a)) or cut[-1])
+    classifier_folders(tmp_path)
+    _unloadable(tmp_path, monkeypatch)
+    rows = [
+        {"text": "a", "text_pair": pair, "label": 0},
+        {"text": "b", "text_pair": "a", "label": 0},
+    ]
+    write_rows(tmp_path / "one.jsonl", rows * 8)
+    main(words(tmp_path))
+    assert message in capsys.readouterr().err
+    assert pair is None or max(map(len, cut)) > 100  # the pairs are cut as well
+
+
+def test_labels_of_adapters_are_those_of_the_base(tmp_path, capsys, monkeypatch):
+    write_adapters(tmp_path, classifier_folders(tmp_path)["base"])
+    _unloadable(tmp_path, monkeypatch)
+    write_labels(tmp_path / "one.jsonl", [0, 1])
+    named = words(tmp_path)
+    named[named.index(f"one={tmp_path / 'one'}")] = f"one={tmp_path / 'one-lora'}"
+    main(named)
+    assert "AssertionError" in capsys.readouterr().err  # by then all checks have passed
 
 
 def change_config(model: Path, changes: dict[str, Any]) -> None:
