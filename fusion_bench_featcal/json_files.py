@@ -22,14 +22,14 @@ _LARGEST = 2**28  # bytes of a file; a checkpoint's manifest has about 200 for e
 _told: list[Path] = []
 _HIDDEN = "***"
 _KEY = (
-    "(?i:(?<!(?:pad|eos|bos|unk|cls|sep)_)token|passw(?:or)?d|passphrase|pwd|secret|credentials?"
+    "(?i:(?<!(?:pad|eos|bos|unk|cls|sep)_)(?<!mask_)(?<!(?:image|video|audio)_)token|passw(?:or)?d|passphrase|pwd|secret|credentials?"
     "|authorization|api[_-]?key|(?:access|private|secret)[_-]?key)"
 )
 _SECRET_KEY = re.compile(f"{_KEY}$")
 _SECRETS = {
     # a key with a value, which within braces may have blanks
     re.compile(
-        rf"""({_KEY}['"\\]*\s*[=:]\s*|(?<![\w-])--?[\w-]{{,40}}{_KEY}\s+)(?:(?i:bearer|basic)\s+)?"""
+        rf"""({_KEY}['"\\]*\s*[=:]\s*|(?<![\w-])--?[\w-]{{,40}}{_KEY}\s+)(?!\s*[{{<])(?:(?i:bearer|basic)\s+)?"""
         r"""(?:"[^"]*"|'[^']*'|[^,}\s]+(?: [^,}\s=:]+)*(?=\s*[,}])|[^,}\s]+)"""
     ): rf"\1{_HIDDEN}",
     re.compile(r"(\w://)[^/\s]+@"): rf"\1{_HIDDEN}@",
@@ -37,7 +37,7 @@ _SECRETS = {
     # tokens of Hugging Face, OpenAI, GitHub, GitLab, AWS, Slack, Google and PyPI; JSON web tokens
     re.compile(
         r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{12,}|gh[opsru]_\w{12,}|github_pat_\w{12,}"
-        r"|A[KS]IA[A-Z0-9]{12,}|(?:sk|glpat|xox[abprs]|pypi)-[\w-]{12,}|AIza[\w-]{12,}"
+        r"|A[KS]IA[A-Z0-9]{12,}|sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}|(?:glpat|xox[abprs]|pypi)-[\w-]{12,}|AIza[\w-]{12,}"
         r"|eyJ[\w-]+\.[\w-]+\.[\w-]*)"
     ): _HIDDEN,
 }

@@ -68,6 +68,9 @@ def test_secrets_are_masked():
         "auth_token": None,
         "api_key": 12345,
         "paths": ["https://me:word@host/x", "run token='a b' secret=c,seed=1"],
+        "image_token": "<image>",
+        "names": "org/sk-bert-base-uncased /data/sk-experts-2024/model image_token=<image>",
+        "prompt": "a photo of a token: {}",
         "others": "HF_DATASETS_OFFLINE=1 asiatic_languages_1 hf_clip_classification task-of-words",
     }
     assert masked(values) == {
@@ -77,5 +80,8 @@ def test_secrets_are_masked():
         "auth_token": None,
         "api_key": "***",
         "paths": ["https://***@host/x", "run token=*** secret=***,seed=1"],
+        "image_token": "<image>",
+        "names": values["names"],
+        "prompt": values["prompt"],
         "others": values["others"],
     }
