@@ -54,7 +54,7 @@ def merged_by_hand(base: nn.Module, adapter: Path, scale: float) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("changes", "scale"),
-    [({}, 3.0), ({"use_rslora": True}, 6 / 2**0.5), ({"alpha_pattern": {".*": 2}}, 1.0)],
+    [({}, 3.0), ({"use_rslora": True}, 6 / 2**0.5), ({"alpha_pattern": {r".*\w*.*.*": 2}}, 1.0)],
 )
 def test_lora_expert_is_the_merged_expert(changes, scale, tmp_path):
     base = t5_model().float()

@@ -165,8 +165,10 @@ def _check_ranks(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} is {patterns!r:.60}")
         for pattern, number in patterns.items():
             numbers[f"{key} {pattern!r:.60}"] = number
-            if re.search(r"\)[*+{]|([*+{].*){3}", pattern) or not _compiles(pattern):
-                raise ValueError(f"{key} {pattern!r:.60} is no plain pattern")
+            if re.search(r"\)[*+{]|([*+{].*){5}", pattern) or not _compiles(pattern):
+                raise ValueError(
+                    f"{key} {pattern!r:.60} is no plain pattern: write the modules' names"
+                )
     for key, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise ValueError(f"{key} is {number!r:.60}")

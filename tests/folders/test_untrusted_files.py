@@ -195,7 +195,7 @@ def test_json_that_is_nested_but_ends(folder, capsys):
         {"rank_pattern": [1]},
         {"rank_pattern": {"(((": 1}},
         {"alpha_pattern": {"(([a-z._0-9]+)+)+!": 1}},
-        {"alpha_pattern": {".*.*.*!": 1}},
+        {"alpha_pattern": {".*.*.*.*.*!": 1}},
     ],
 )
 def test_adapters(folder, capsys, values):
