@@ -86,7 +86,7 @@ def refuse_unknown_keys(given: Iterable[object], valid: Iterable[str], place: st
 def refuse_unusable_names(
     names: Iterable[object], place: str, reserved: Iterable[str] = ()
 ) -> None:
-    """Refuse names that cannot be file names and columns of reports on every system.
+    """Refuse names that cannot be file names on Linux and macOS, or columns of reports.
 
     Args:
         names: Names of tasks, mergers or presets.
@@ -103,8 +103,8 @@ def refuse_unusable_names(
         usable = name.isprintable() and not _NOT_IN_FILES & set(name) and name.strip(" .") == name
         if not (name and usable and len(name.encode()) <= _LONGEST):
             raise ValueError(
-                f"{place}: {name[:_LONGEST]!r} cannot name a file. Use at most {_LONGEST} letters, "
-                "digits and signs such as _ and -"
+                f"{place}: {name[:_LONGEST]!r} cannot name a file. Use at most {_LONGEST} bytes "
+                "of letters, digits and signs such as _ and -"
             )
         if key in earlier:
             other = earlier[key]

@@ -157,6 +157,7 @@ def test_names_that_are_no_file_names(folder, capsys, name):
     named = [word.replace("one=", f"{name}=") for word in words(folder)]
     line = refusal(capsys, named)
     assert "featcal: error: --expert: " in line and repr(name[:100]) in line
+    assert "only in case" in line or "has a meaning" in line or "at most 100 bytes" in line
 
 
 @pytest.mark.parametrize("name", ["base", "merged", "_pretrained_", "Two"])
