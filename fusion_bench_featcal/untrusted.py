@@ -8,7 +8,8 @@ import json
 import re
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from ast import literal_eval
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import thread_time
@@ -26,6 +27,7 @@ CHARACTERS_PER_TOKEN = 64  # kept of a text for each token of max_length; a toke
 
 _MOST_BITS = 10_000  # of a number in a template
 _COMPILED_PER_SECOND = 4_000  # characters of a template, on a slow machine
+_WIDTH = re.compile(r"%[-+ #0-9.]*\d{8}|\{[\w.\[\]]*:[^{}\s\"]*\d{8}")  # of a formatted value
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_LAYERS_AND_EXPERTS = 1_000_000  # layers times experts; Doge has 524,288
 _POSITIVE = {  # sizes by which transformers divides, or that a model cannot lack
@@ -222,15 +224,24 @@ def render_chat(tokenizer: Any, turns: list[dict[str, Any]], **options: Any) -> 
         template = tokenizer.get_chat_template()
         if len(template) > MOST_TEMPLATE:
             raise ValueError(f"it has more than {MOST_TEMPLATE:,} characters")
-        # The interpreter cannot stop in the middle of one operation.
-        if any(token[1:] == ("operator", "**") for token in jinja2.Environment().lex(template)):
-            raise ValueError("it has a power (**)")
+        _check_sizes(template, jinja2.Environment().lex(template))
         with _bounded_rendering(TEMPLATE_SECONDS + len(template) / _COMPILED_PER_SECOND):
             text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
     except (Exception, _Stop) as error:  # a template may raise anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"the tokenizer's chat template cannot be used: {reason}") from error
     return text
+
+
+def _check_sizes(template: str, tokens: Iterable[tuple[int, str, str]]) -> None:
+    """Refuse powers, numbers and widths that make one operation long: none can be stopped."""
+    for _, kind, text in tokens:
+        if (kind, text) == ("operator", "**"):
+            raise ValueError("it has a power (**)")
+        if kind in ("integer", "float") and literal_eval(text) > MOST_RENDERED:
+            raise ValueError(f"its number {text:.20} is too large")
+    if _WIDTH.search(template):
+        raise ValueError("it has a width of 8 digits or more")
 
 
 class _Stop(BaseException):

@@ -354,7 +354,10 @@ def test_labels(tmp_path, capsys, label, message):
 LOOP = "{% for i in range(99999) %}"
 TEMPLATES = {
     "{% for i in range(10**12) %}{% endfor %}": "it has a power (**)",
-    "{% for i in range(1000000000000) %}{% endfor %}": "Range too big",
+    "{% for i in range(9999999) %}{% endfor %}": "Range too big",
+    "{{ ('a'*3000000000)|length }}": "its number 3000000000 is too large",
+    "{{ '%02000000000d'|format(1) }}": "it has a width of 8 digits or more",
+    "{{ '{:>2000000000}'.format(1) }}": "it has a width of 8 digits or more",
     f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}": "a chat takes it more than",
     f"{LOOP}{LOOP}xxxx{{% endfor %}}{{% endfor %}}": "a chat takes it more than",
     f"{LOOP}{{{{ range(99999)|sum }}}}{{% endfor %}}": "a chat takes it more than",
