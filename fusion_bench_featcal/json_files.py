@@ -23,7 +23,7 @@ _told: list[Path] = []
 _HIDDEN = "***"
 _KEY = (
     "(?i:(?<!(?:pad|eos|bos|unk|cls|sep)_)(?<!mask_)(?<!(?:image|video|audio)_)token|passw(?:or)?d|passphrase|pwd|secret|credentials?"
-    "|authorization|api[_-]?key|(?:access|private|secret)[_-]?key)"
+    "|authorization|auth|cookie|wandb[_-]?key|api[_-]?key|(?:access|private|secret)[_-]?key)"
 )
 _SECRET_KEY = re.compile(f"{_KEY}$")
 _SECRETS = {

@@ -21,6 +21,8 @@ URL = f"https://me:{SECRET}@host"
         [f"--token={SECRET}"],
         ["--hf-token", f"-{SECRET}"],
         ["--api-key", SECRET],
+        ["--auth", SECRET],
+        [f"auth={SECRET}", f"wandb_key={SECRET}", f"cookie={SECRET}"],
         [f"token={SECRET} and more"],
         [f"method.x.password=a {SECRET}"],
         [f"apikey={SECRET}"],
