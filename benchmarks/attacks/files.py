@@ -179,7 +179,7 @@ def _plotted(folder: Path) -> list[Any]:
         for axes in (axes for figure in figures.values() for axes in figure.axes):
             drawn.append([line.get_xydata().tolist() for line in axes.lines])
             drawn.append([text.get_text() for text in axes.findobj(_Text)])
-        return []
+        return [Path(name) for name in figures]
 
     modules = ("figures", "comparison_figures")
     with contextlib.ExitStack() as stack:

@@ -11,6 +11,7 @@ import attacks.paths  # noqa: F401
 # isort: split
 from made_folders import classifier_folders, llama_folders, write_rows
 from test_calibrate_command import words
+from test_untrusted_files import without_models
 from tiny_texts import TASKS, sentences
 
 from attacks.files import shown
@@ -25,7 +26,7 @@ CHAT = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"
 RAW_WORDS = ("error: unexpected",)
 
 
-def calibrated(folder: Path, *more: str) -> str:
+def calibrated(folder: Path, *more: str, given: Any = words) -> str:
     """Output of `featcal calibrate` on models and texts of a folder; it must end."""
 
     def stop(*_: object) -> None:
@@ -34,7 +35,7 @@ def calibrated(folder: Path, *more: str) -> str:
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
     try:
-        return shown(*words(folder, "--preset", "paper", "--no-eval", *more))
+        return shown(*given(folder), "--preset", "paper", "--no-eval", *more)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -59,7 +60,7 @@ for _name, _content in {
     def _(folder: Path, content: str = _content) -> None:
         llama_folders(folder)
         (folder / RECIPE).write_text(content)
-        calibrated(folder)
+        calibrated(folder, given=without_models)
 
 
 for _name in (RECIPE, "two/config.json"):
@@ -69,7 +70,7 @@ for _name in (RECIPE, "two/config.json"):
         llama_folders(folder)
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
-        calibrated(folder)
+        calibrated(folder, given=without_models if name == RECIPE else words)
 
 
 for _key, _value in {
