@@ -38,7 +38,7 @@ MUTATIONS = [
     Mutation(
         "held-out samples compared at all positions",
         "engine/held_out.py",
-        "return final_rows(problem, inputs) if read is None else CountedRows.of_mask(read)",
+        "return final_rows(problem, inputs) if read is None else CountedRows.of_weights(read)",
         "return batch.valid",
         HELD,
     ),
