@@ -96,18 +96,18 @@ def fetch(repo_id: str, option: str, patterns: Sequence[str] | None = None) -> P
         return _with_retries(lambda: _download(repo_id, patterns), option, retries)
     except Exception as error:  # whatever the hub's client, the network and the disk raise
         told = hub_error(error, option)
-        if folder is None or not (files is None or _is_whole(folder, _MODEL_FILES)):
-            raise told from error
+        if folder is None or files is not None:
+            folder = _cached(repo_id, _MODEL_FILES)
+            if folder is None or not _has_weights(folder):
+                raise told from error
         log.info("%s. It is taken from the cache as it is", told)
         return folder
 
 
 def fetched(location: str, patterns: Sequence[str] | None = None) -> str:
     """Return the folder of a model that `fetch` has brought whole, else the location itself."""
-    with suppress(HFValidationError):
-        folder = None if os.path.exists(location) else _cached(location, patterns)
-        return str(folder) if folder is not None and _is_whole(folder, patterns) else location
-    return location
+    folder = None if os.path.exists(location) else _cached(location, patterns)
+    return str(folder) if folder is not None and _is_whole(folder, patterns) else location
 
 
 def _with_retries(call: Callable[[], T], option: str, retries: int = RETRIES) -> T:
@@ -226,7 +226,7 @@ def _free_megabytes() -> str:
 
 def _cached(repo_id: str, patterns: Sequence[str] | None) -> Path | None:
     """Folder of a model in the cache; None: there is none, or the client knows that files lack."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, HFValidationError):
         files = None if patterns is None else [*patterns]
         return Path(snapshot_download(repo_id, allow_patterns=files, local_files_only=True))
     return None
@@ -260,6 +260,12 @@ def _listed(folder: Path) -> list[str] | None:
     except (OSError, ValueError):
         return None
     return files if isinstance(files, list) and all(isinstance(f, str) for f in files) else None
+
+
+def _has_weights(folder: Path) -> bool:
+    """Tell whether a cached model has its weights in safetensors files, and all configs."""
+    files = _listed(folder) or []
+    return any(f.endswith(".safetensors") for f in files) and _is_whole(folder, _MODEL_FILES)
 
 
 def _is_whole(folder: Path, patterns: Sequence[str] | None) -> bool:

@@ -38,7 +38,8 @@ def test_a_full_disk_is_one_message_and_resume_goes_on(tmp_path: Path, capsys: A
     before = {path.name for path in tmp_path.iterdir()}
     with largest_file((tmp_path / "merged" / "model.safetensors").stat().st_size - 1):
         assert main(paper) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()  # transformers 5 shows the shards it writes
+    assert line.startswith("featcal: error: ")
     for part in (f"the model cannot be saved to --out {out}: ", "File too large", "It needs 0.0",
                  " MB are free", "--resume", f"{out}.blocks"):  # fmt: skip
         assert part in line

@@ -4,10 +4,12 @@ import ast
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from made_folders import clip_folders, image_classifier_folders, llama_folders, t5_folders
 from omegaconf import OmegaConf
 from test_calibrate_command import words
@@ -19,6 +21,8 @@ from fusion_bench_featcal.fusionbench.pool_models import PoolModels, load_pool_m
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.settings import CalibrationError
 
+IGNORES = int(transformers.__version__.partition(".")[0]) >= 5
+"""Code beside a processor or T5's tokenizer is ignored, where transformers 4 refuses to load it."""
 # Classes that load what they are, whatever a config names.
 CONCRETE = {"CLIPModel", "CLIPVisionModel"}
 CONFIG = {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}}
@@ -93,9 +97,13 @@ def test_featcal_calibrate_runs_no_code(
     folder = code.parent
     make(folder)
     plant(folder / model, file, content)
-    assert main(words(folder, ending=".jsonl" if make is llama_folders else "-images")) == 2
+    result = main(words(folder, ending=".jsonl" if make is llama_folders else "-images"))
     shown = capfd.readouterr()
     assert not code.exists() and "[y/N]" not in shown.out
+    if IGNORES and make is clip_folders:  # transformers' own classes do
+        assert result == 0
+        return
+    assert result == 2
     assert str(folder / model) in shown.err and message in " ".join(shown.err.split())
     assert not (folder / "out").exists()
 
@@ -144,7 +152,9 @@ def test_pools_of_language_models_run_no_code(code, capfd, kind, model, file, co
     tokenizer = {"_target_": "transformers.AutoTokenizer.from_pretrained"}
     tokenizer["pretrained_model_name_or_path"] = str(folder / "base")
     pool = language_pool(kind, folder, tokenizer=OmegaConf.create(tokenizer))
-    with pytest.raises(CalibrationError, match=str(folder / model)):
+    ignored = IGNORES and (kind, file) == ("seq2seq", "tokenizer_config.json")
+    refused = pytest.raises(CalibrationError, match=str(folder / model))
+    with nullcontext() if ignored else refused:
         load_everything(pool)
     assert not code.exists() and "[y/N]" not in capfd.readouterr().out
 
