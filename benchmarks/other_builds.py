@@ -74,8 +74,8 @@ def pool_yaml(place: Path) -> dict[str, Any]:
 
 ROWS = (
     "surgery:calibration", "prob_surgery:calibration", "prob_surgery:tuned",
-    "surgery_v2:calibration", "ridge_surgery", "anchored_regression", "distillation", "larv",
-    "magic", "svc:any", "featcal", "featcal:tuned", "featcal:plus", "featcal+ridge_surgery",
+    "surgery_v2:calibration", "ridge_surgery", "anchored_regression", "distillation",
+    "featcal", "featcal:tuned", "featcal:plus", "featcal+ridge_surgery",
 )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ fusion_bench method=compare "modelpool=$pool" "path.log_dir=$folder/grid"
 
 # Every method by samples and draws. Distillation and a search over settings on texts: one draw.
 corrections=surgery,prob_surgery,surgery:calibration,prob_surgery:calibration,ridge_surgery
-free=larv,magic,anchored_regression,featcal,featcal:tuned,featcal:plus
-images=prob_surgery:shared,surgery_v2:calibration,svc:any,surgery:tuned,prob_surgery:tuned,distillation
+free=anchored_regression,featcal,featcal:tuned,featcal:plus
+images=prob_surgery:shared,surgery_v2:calibration,surgery:tuned,prob_surgery:tuned,distillation
 drawn=()
 llama=featcal:paper_flan_t5-targets,featcal:paper_llama_3b-targets
 for suite in clip-vit-mini_TA6 clip-vit-mini_alphabets2 flan-t5-mini_TA6 llama-mini_TA6; do
@@ -36,7 +36,7 @@ for suite in clip-vit-mini_TA6 clip-vit-mini_alphabets2 flan-t5-mini_TA6 llama-m
   done
 done
 # The field, and baselines whose settings are chosen on the same samples.
-field=surgery:tuned,prob_surgery:tuned,svc:any,larv,magic,anchored_regression,distillation
+field=surgery:tuned,prob_surgery:tuned,anchored_regression,distillation
 fusion_bench method=compare "modelpool=$pool" method.samples_per_task=64 \
   'method.upstreams=[task_arithmetic,svc,tsv_m,iso_c]' \
   'method.alone=[regmean_plusplus:tuned,lot:tuned,prodistill]' \

@@ -46,9 +46,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
-        from fusion_bench_featcal.old_names import old_name
-
-        return old_name(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value

@@ -153,8 +153,6 @@ def plan_command(options: argparse.Namespace) -> None:
     from fusion_bench_featcal.settings import CalibrationError
 
     lengths = {"length": options.length, "target_length": options.target_length}
-    if options.rates is not None:
-        print("featcal: --rates has no effect any more: the probe is short", file=sys.stderr)
     # torch says by an assertion that it was built without the device
     with _refusing(CalibrationError, RuntimeError, AssertionError):
         request = run_request(options.words, device=options.device, **lengths)
@@ -367,8 +365,6 @@ _COMMANDS: dict[str, Any] = {
         "--length": _LENGTH,
         "--target-length": _TARGET_LENGTH,
         "--device": {"default": "cpu", "help": "where to calibrate: cpu (default), cuda"},
-        "--rates": {"metavar": "FILE",
-                    "help": "no effect any more: the machine is probed each time"},
         "--json": {**_JSON, "help": "print everything as JSON"},
     }),
     "settings": (settings_command, {

@@ -32,7 +32,7 @@ def nearest_name(name: object, valid: Iterable[str]) -> str:
     """The valid name most like `name`.
 
     A name that differs by a typing error comes first, then one with all words of `name` or only
-    words of it: `steps` means `training_steps`, although it shares more letters with `notes`.
+    words of it: `samples` means `samples_per_task`.
 
     Args:
         name: The name that was typed.

@@ -173,27 +173,6 @@ def _distillation() -> list[Setting]:
     return [*_fixed(_BASE_METHOD), *own, *_fields(DISTILLATION_SETTINGS)]
 
 
-def _data_free(name: str) -> Callable[[], list[Setting]]:
-    def settings() -> list[Setting]:
-        from fusion_bench_featcal import methods
-
-        kind = getattr(methods, name)
-        meanings = documented(kind.__doc__, "Attributes")
-        own = [
-            Setting(key, getattr(kind, key), wanted, meanings[key])
-            for key, (wanted, _) in kind.checks.items()
-        ]
-        return [*_fixed(_BASE_METHOD), *own, *_fields(["family"])]
-
-    return settings
-
-
-def _magic() -> list[Setting]:
-    from fusion_bench_featcal.methods.interface import SAMPLE_SETTINGS
-
-    return [*_fixed(_BASE_METHOD), *_fields(SAMPLE_SETTINGS)]
-
-
 METHODS: dict[str, Callable[[], list[Setting]]] = {
     "featcal": _featcal,
     "compare": _compare,
@@ -205,9 +184,6 @@ METHODS: dict[str, Callable[[], list[Setting]]] = {
     "featcal_baselines/anchor_only": _anchor_only,
     "featcal_baselines/batch_norm_statistics": _batch_norm,
     "featcal_baselines/distillation": _distillation,
-    "featcal_baselines/svc": _data_free("SingularValues"),
-    "featcal_baselines/larv": _data_free("Larv"),
-    "featcal_baselines/magic": _magic,
     "featcal_baselines/regmean": _merger("RegMean"),
     "featcal_baselines/regmean_plusplus": _merger("RegMeanPlusPlus"),
     "featcal_baselines/lot": _merger("Lot"),

@@ -10,11 +10,14 @@ from fusion_bench_featcal.results.tables import Grid
 
 REFERENCES = ("base", "experts")
 Row = dict[str, Any]
+REMOVED = ("svc:any", "larv", "magic")
+"""Rows of the stored reports whose methods have been removed."""
 
 
 def comparison_rows(folder: Path) -> list[Row]:
-    """The rows of a comparison's `report.json`."""
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))["rows"]
+    """The rows of a comparison's `report.json` whose methods still exist."""
+    rows = json.loads((folder / "report.json").read_text(encoding="utf-8"))["rows"]
+    return [row for row in rows if row["name"] not in REMOVED]
 
 
 def grid_table(folder: Path) -> str:

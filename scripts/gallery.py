@@ -47,7 +47,6 @@ _MANY = {
         "gains": "Gain of cosine against gain of accuracy",
         "task_vectors": "Cosine of task vectors",
         "pca": "Final features of the same test items in every row, projected by PCA",
-        "tsne": "Final features of the same test items in every row, projected by t-SNE",
     },
     "studies": {
         "samples": "Accuracy by samples per task, beside the paper's curves",

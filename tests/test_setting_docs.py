@@ -13,7 +13,7 @@ from fusion_bench_featcal.setting_docs import METHODS, documented
 
 CONFIG = Path(__file__).resolve().parents[1] / "config" / "method"
 # Handed to the methods by YAML alone.
-NOT_KEPT = {"samples_per_task", "calibration_split", "steps", "training_steps", "cells"}
+NOT_KEPT = {"samples_per_task", "calibration_split", "steps"}
 
 
 def listed(method: str, capsys: pytest.CaptureFixture[str]) -> dict[str, dict]:

@@ -83,7 +83,7 @@ def _(folder: Path) -> None:
 _MISSPELT: dict[str, tuple[str, str]] = {
     name: ("seeed", "seed")
     for name in METHODS
-    if not name.endswith(("anchor_only", "larv", "svc"))  # which have no seed
+    if not name.endswith("anchor_only")  # which has no seed
 }
 _MISSPELT["featcal_baselines/anchor_only"] = ("anchor_roh", "anchor_rho")
 del _MISSPELT["featcal_mergers/wudi_language_models"]  # FusionBench's own method

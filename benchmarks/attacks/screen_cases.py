@@ -88,7 +88,7 @@ def _(folder: Path) -> None:
 def _(folder: Path) -> None:
     world = World(folder)
     screen = world.command("method=compare", "method.upstreams=[task_arithmetic]",
-                           "method.alone=[]", "method.cells=[anchor_only,featcal]",
+                           "method.alone=[]", "method.post_merging=[anchor_only,featcal]",
                            FEW)  # fmt: skip
     screen.succeeded()
     expect("Skipping" not in screen.text, "FusionBench says that something is skipped")

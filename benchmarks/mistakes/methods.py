@@ -176,21 +176,7 @@ MUTATIONS = [
         "methods/prodistill.py",
         "self._problem.step(expert, block, batch.exp)",
         "self._problem.step(expert, block, batch.cal)",
-        "methods/test_field.py",
-    ),
-    Mutation(
-        "MAGIC measures the experts' steps from zero",
-        "methods/magic.py",
-        "for side in (wanted, output)",
-        "for side in (wanted + start, output)",
-        "methods/test_field.py",
-    ),
-    Mutation(
-        "LARV's deep blocks are not favoured",
-        "methods/data_free.py",
-        "depth = (number / len(facts)) ** self.rise",
-        "depth = 1.0",
-        "methods/test_field.py",
+        "methods/test_prodistill.py",
     ),
     Mutation(
         "LOT leaves unseen directions at the mean",

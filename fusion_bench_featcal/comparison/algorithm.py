@@ -51,7 +51,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         "cache_dir", "process_per_cell",
     )  # fmt: skip
     KEYS = (
-        *_KEYS, "samples_per_task", "calibration_split", "steps", "training_steps", "cells",
+        *_KEYS, "samples_per_task", "calibration_split", "steps",
     )  # fmt: skip
     _config_mapping = BaseAlgorithm._config_mapping | {name: name for name in _KEYS}
 
@@ -62,8 +62,6 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         samples_per_task: int = 256,
         calibration_split: str = "train",
         steps: int = 1000,
-        training_steps: int | None = None,
-        cells: Any = None,
         results_dir: str | None = None,
         pixel_cache_mb: float = 0,
         cache_dir: str | None = None,
@@ -79,8 +77,6 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 them.
             calibration_split: Split of those samples: train, val or test; likewise.
             steps: Updates of each task's modules in methods that train; likewise.
-            training_steps: Older name of `steps`.
-            cells: Older name of `post_merging`.
             results_dir: Where finished cells are kept; None: `outputs/comparison/<model pool>`.
             pixel_cache_mb: Memory for processed images that several cells ask for, in MiB; above 0
                 the first of them alone pays for the processing.
@@ -96,16 +92,6 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         meta = take_fusion_bench_keys(choices)
         unknown = [key for key in choices if key not in GridChoices.__dataclass_fields__]
         refuse_unknown_settings(unknown, self.KEYS, owner="compare")
-        if training_steps not in (None, steps):
-            log.info("method.training_steps is an older name of method.steps: %s", training_steps)
-        if cells is not None:
-            log.info("method.cells is an older name of method.post_merging")
-            if choices.get("post_merging") not in (None, cells):
-                raise ValueError(
-                    "method.post_merging and method.cells, its older name, are both set: leave "
-                    "method.cells out"
-                )
-            choices["post_merging"] = cells
         self.choices = GridChoices(**choices)
         self.seed = seed
         self.results_dir = results_dir

@@ -53,7 +53,6 @@ def run_cell(
             "method.upstreams": _listed([] if alone else [merger]),
             "method.alone": _listed([merger] if alone else []),
             "method.post_merging": _listed([] if alone else [cell]),
-            "method.cells": "null",  # the older name of post_merging
             f"method.{SETTING}": "false",
             "method.results_dir": quoted(str(results_dir.resolve())),
             "path.log_dir": quoted(folder),

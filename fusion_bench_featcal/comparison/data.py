@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _LENGTH = 32
 _SPLITS = ("train", "val", "test")
 # Our own, under any of their paths.
-_WITHOUT_DATA = ("AnchorOnly", "AnchorOnlyAlgorithm", "Larv", "SingularValues")
+_WITHOUT_DATA = ("AnchorOnly", "AnchorOnlyAlgorithm")
 # By `_target_` or, for FusionBench's older methods, `name`; all others may read any split.
 _SPLITS_READ: dict[str, tuple[str, ...]] = {
     "fusion_bench.method.SimpleAverageAlgorithm": (),

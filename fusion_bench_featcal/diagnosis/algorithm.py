@@ -60,7 +60,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
             split: Their split: train, val or test.
             positions: Positions whose features are compared at blocks' outputs: all that count,
                 or those whose final features are read.
-            projections: Of pca and tsne.
+            projections: `[pca]`, or none.
             **others: Settings of `method=featcal`.
 
         Raises:

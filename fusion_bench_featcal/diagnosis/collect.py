@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,8 @@ from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-PROJECTIONS = ("pca", "tsne")
-_PERPLEXITY = 30.0
+PROJECTIONS = ("pca",)
 _DRAWN = 64  # most items of a task that are projected
-_NO_TSNE = "no t-SNE: scikit-learn is not installed (pip install 'fusion-bench-featcal[plots]')"
 
 
 class Collector:
@@ -126,12 +123,12 @@ class Collector:
         made.flips = _flips(report, made)
         self.notes += count_classes(made, report, classes)
         for kind in self._projections:
-            if planes := self._planes(kind, made):
+            if planes := self._planes(made):
                 made.projections[kind] = planes
         made.notes = self.notes
         return made
 
-    def _planes(self, kind: str, made: Diagnosis) -> dict[str, dict[str, list[list[float]]]]:
+    def _planes(self, made: Diagnosis) -> dict[str, dict[str, list[list[float]]]]:
         """Project features of expert, merged model and calibrated rows into one plane a task."""
         rows = [*([made.merged] if made.merged else []), *made.repairs]
         planes: dict[str, dict[str, list[list[float]]]] = {}
@@ -139,11 +136,7 @@ class Collector:
             sides = {EXPERTS: self._measured[rows[0]][task].expert_features}
             sides |= {row: self._measured[row][task].features for row in rows}
             drawn = [features[:_DRAWN] for features in sides.values()]
-            plane = projected(kind, torch.cat(drawn), self._settings.seed)
-            if plane is None:
-                self.notes.append(_NO_TSNE)
-                log.warning(_NO_TSNE)
-                return {}
+            plane = principal_plane(torch.cat(drawn))
             parts = zip(sides, plane.split(len(drawn[0])), strict=True)
             planes[task] = {row: _short(part) for row, part in parts}
         return planes
@@ -214,16 +207,3 @@ def _flips(report: Report, made: Diagnosis) -> dict[str, dict[str, dict[str, lis
 
 def _short(points: Tensor) -> list[list[float]]:
     return [[float(f"{value:.4g}") for value in point] for point in points.tolist()]
-
-
-def projected(kind: str, features: Tensor, seed: int) -> Tensor | None:
-    """Coordinates `[n, 2]` of features `[n, d]`; None where the library is not there."""
-    if kind == "pca":
-        return principal_plane(features)
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError:
-        return None
-    perplexity: Any = min(_PERPLEXITY, (len(features) - 1) / 3)
-    fitted = TSNE(2, perplexity=perplexity, init="pca", learning_rate="auto", random_state=seed)
-    return torch.from_numpy(fitted.fit_transform(features.double().numpy())).double()

@@ -26,7 +26,6 @@ class AnchorOnly(WithoutData):
     """
 
     name: ClassVar = "anchor_only"
-    older_names: ClassVar = ()
     _config_mapping: ClassVar = {name: name for name in ANCHOR_SETTINGS}
 
     def __init__(self, **settings: Any) -> None:

@@ -24,7 +24,6 @@ class BatchNormStatistics(WeightsOnly):
     """
 
     name: ClassVar = "batch_norm_statistics"
-    older_names: ClassVar = ()
     _config_mapping: ClassVar = {name: name for name in BATCH_NORM_SETTINGS}
 
     def __init__(self, **settings: Any) -> None:

@@ -44,7 +44,6 @@ class Distillation(WeightsOnly):
     """
 
     name: ClassVar = "distillation"
-    older_names: ClassVar = ()
     checks: ClassVar[dict[str, Check]] = {
         "learning_rate": POSITIVE,
         "steps": integer(1),

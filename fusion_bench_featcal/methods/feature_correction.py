@@ -77,7 +77,6 @@ class FeatureCorrection:
 
     name: ClassVar[str]
     left_out: ClassVar[tuple[str, ...]] = ()  # settings above that a subclass does not have
-    older_names: ClassVar[Mapping[str, str]] = {}
     _config_mapping: ClassVar[dict[str, str]]
     checks: ClassVar[dict[str, Check]] = {
         "clip_model": nullable(("a folder or hub id", lambda value: isinstance(value, str))),
@@ -104,7 +103,6 @@ class FeatureCorrection:
         Raises:
             ValueError: If one is unknown or out of range.
         """
-        _take_older_names(keys, self.older_names)
         refuse_unknown_settings(keys, self._config_mapping, owner=self.name)
         for name, value in keys.items():
             setattr(self, name, plain(value))
@@ -362,16 +360,3 @@ def check_features(merged: Tensor, expert: Tensor, task: str) -> None:
                 f"task {task!r}: the {owner}'s features are not finite. Look for NaN or infinite "
                 "values in its weights"
             )
-
-
-def _take_older_names(keys: dict[str, Any], older_names: Mapping[str, str]) -> None:
-    """Give settings under an older name their own."""
-    for older, name in older_names.items():
-        if older in keys:
-            log.info("method.%s is an older name of method.%s, which will stay", older, name)
-            value = keys.pop(older)
-            if keys.setdefault(name, value) != value:
-                raise ValueError(
-                    f"method.{name} is {keys[name]!r} and method.{older}, its older name, "
-                    f"{value!r}: set method.{name} alone"
-                )

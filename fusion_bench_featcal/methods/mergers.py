@@ -43,7 +43,6 @@ class Merger:
     name: ClassVar[str]
     choices: ClassVar[Any]  # a `BlockMethod`
     options: ClassVar[tuple[str, ...]] = ()
-    older_names: ClassVar = ()
     _config_mapping: ClassVar[dict[str, str]]
 
     def __init_subclass__(cls) -> None:

@@ -20,10 +20,8 @@ from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.anchor_only import AnchorOnly
 from fusion_bench_featcal.methods.batch_norm import BatchNormStatistics
-from fusion_bench_featcal.methods.data_free import Larv, SingularValues
 from fusion_bench_featcal.methods.distillation import Distillation
 from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
-from fusion_bench_featcal.methods.magic import Magic
 from fusion_bench_featcal.methods.mergers import Lot, ProDistill, RegMean, RegMeanPlusPlus
 from fusion_bench_featcal.methods.prob_surgery import ProbSurgery
 from fusion_bench_featcal.methods.ridge_surgery import RidgeSurgery
@@ -62,7 +60,7 @@ class _Standalone(LightningFabricMixin, BaseAlgorithm):
         """
         meta = take_fusion_bench_keys(keys)
         names = [*self.extra, *self.kind._config_mapping]
-        unknown = [key for key in keys if key not in (*names, *self.kind.older_names)]
+        unknown = [key for key in keys if key not in names]
         refuse_unknown_settings(unknown, names, owner=self.kind.name)
         self.base_method = keys.pop("base_method", None)
         check_merger(self.base_method)
@@ -215,18 +213,6 @@ class BatchNormStatisticsAlgorithm(PostMergingAlgorithm, kind=BatchNormStatistic
 
 class DistillationAlgorithm(PostMergingAlgorithm, kind=Distillation):
     """Distillation of final features by gradients."""
-
-
-class SingularValuesAlgorithm(PostMergingAlgorithm, kind=SingularValues):
-    """SVC over any merger (arXiv 2602.05536)."""
-
-
-class LarvAlgorithm(PostMergingAlgorithm, kind=Larv):
-    """LARV (arXiv 2602.09413)."""
-
-
-class MagicAlgorithm(PostMergingAlgorithm, kind=Magic):
-    """MAGIC in feature space (arXiv 2512.19320)."""
 
 
 class RegMeanAlgorithm(MergerAlgorithm, kind=RegMean):

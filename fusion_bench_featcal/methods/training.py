@@ -62,7 +62,6 @@ class TrainedCorrection(FeatureCorrection):
     width: str = "absolute"
     recompute: bool = False
 
-    older_names: ClassVar = {"training_steps": "steps"}
     checks: ClassVar = FeatureCorrection.checks | {
         "learning_rate": POSITIVE,
         "steps": integer(1),

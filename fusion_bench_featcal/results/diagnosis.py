@@ -73,7 +73,7 @@ class Diagnosis:
     """Calibrated row -> task -> class -> test items that only the row, and only the merged model,
     gets right."""
     projections: dict[str, dict[str, dict[str, list[list[float]]]]] = field(default_factory=dict)
-    """`pca` or `tsne` -> task -> row -> two coordinates of each item."""
+    """`pca` -> task -> row -> two coordinates of each item."""
     versions: dict[str, str] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_KINDS = {"pca": "PCA", "tsne": "t-SNE"}
+_KINDS = {"pca": "PCA"}
 _PANEL = (1.95, 1.6)  # inches
 
 
@@ -26,7 +26,7 @@ def plane_figure(
 
     Args:
         diagnosis: The diagnosis.
-        kind: `pca` or `tsne`.
+        kind: `pca`.
         planes: Task -> row -> two coordinates of each item.
     """
     names, looks = short_names(diagnosis.tasks), looks_of(diagnosis)

@@ -11,16 +11,16 @@ from fusion_bench.modelpool import CLIPVisionModelPool
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.comparison import ComparisonAlgorithm, algorithm
-from fusion_bench_featcal.methods import Larv
+from fusion_bench_featcal.methods import AnchorOnly
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.suites import image
 
 YAML = Path(__file__).parents[2] / "config" / "method" / "compare.yaml"
 ROWS = (
-    "surgery:tuned", "prob_surgery:shared", "surgery:recompute", "larv", "svc:tuned", "magic",
+    "surgery:tuned", "prob_surgery:shared", "surgery:recompute", "anchor_only",
     "anchored_regression", "distillation", "featcal:tuned",
 )  # fmt: skip
-DATA_FREE = {"larv"}
+DATA_FREE = {"anchor_only"}
 
 
 class EqualTaskPool(BaseTaskPool):
@@ -76,7 +76,7 @@ def finished(folder: Path) -> dict[str, int]:
 
 
 def rows_of(names: Any) -> set[str]:
-    """Rows of cells' folders, `task_arithmetic--svc_tuned-<key>`."""
+    """Rows of cells' folders, `task_arithmetic--surgery_tuned-<key>`."""
     known = {row.replace(":", "_"): row for row in ROWS}
     return {known[name.split("--")[1].rpartition("-")[0]] for name in names} - {"none"}
 
@@ -92,11 +92,11 @@ def test_only_what_is_missing_or_depends_on_what_changed_runs(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Larv, "post_merge", interrupted)
+        patch.setattr(AnchorOnly, "post_merge", interrupted)
         patch.setattr(algorithm, "ending_cleanly", lambda *_: nullcontext())
         grid(tmp_path, tasks, 16).run(models)
     before = {name: at for name, at in finished(tmp_path).items() if "none" not in name}
-    assert rows_of(before) == set(ROWS[: ROWS.index("larv")])
+    assert rows_of(before) == set(ROWS[: ROWS.index("anchor_only")])
     grid(tmp_path, tasks, 16).run(models)
     whole = {name: at for name, at in finished(tmp_path).items() if "none" not in name}
     assert rows_of(whole) == set(ROWS)
@@ -109,11 +109,11 @@ def test_only_what_is_missing_or_depends_on_what_changed_runs(
     assert rows_of(set(changed) - set(whole)) == set(ROWS) - DATA_FREE
     assert whole.items() <= changed.items()
 
-    other = grid(tmp_path, tasks, 16, post_merging=["svc:tuned", "featcal:tuned"])
-    other.choices.post_merging_methods["svc:tuned"]["candidates"] = [{"alpha": 0.2}]
+    other = grid(tmp_path, tasks, 16, post_merging=["surgery:tuned", "featcal:tuned"])
+    other.choices.post_merging_methods["surgery:tuned"]["candidates"] = [{"rank": 4}]
     other.run(models)
     again = {name: at for name, at in finished(tmp_path).items() if "none" not in name}
-    assert rows_of(set(again) - set(changed)) == {"svc:tuned"}
+    assert rows_of(set(again) - set(changed)) == {"surgery:tuned"}
 
 
 def test_one_sample_of_one_task_is_enough(tmp_path: Path) -> None:

@@ -127,19 +127,8 @@ def test_wrong_entry_is_named_before_anything_is_loaded(
     assert not (tmp_path / "results").exists()
 
 
-def test_older_names_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        algorithm = ComparisonAlgorithm(cells=["none"], steps=1000, training_steps=7)
-    assert algorithm.choices.post_merging == ["none"]
-    assert "method.cells is an older name of method.post_merging" in caplog.text
-    assert "method.training_steps is an older name of method.steps: 7" in caplog.text
-    with pytest.raises(ValueError, match=r"method\.post_merging and method\.cells"):
-        ComparisonAlgorithm(cells=["none"], post_merging=["double"])
-
-
-@pytest.mark.parametrize("word", ["steps=7", "training_steps=7"])
-def test_both_names_of_the_steps_reach_every_method_that_trains(word: str) -> None:
-    config = composed("clip-vit-mini_TA6", f"method.{word}", "method.cells=[none]").method
+def test_steps_reach_every_method_that_trains() -> None:
+    config = composed("clip-vit-mini_TA6", "method.steps=7").method
     methods = OmegaConf.to_container(config.post_merging_methods, resolve=True)
     assert isinstance(methods, dict)
     every = [m.get("of", m) for m in methods.values() if isinstance(m, dict)]

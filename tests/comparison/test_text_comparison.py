@@ -40,7 +40,7 @@ def test_default_grid_of_language_pools_has_no_failing_cell(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inference, "REPEATS", 1)
-    few = ["samples_per_task=10", "training_steps=2", "upstream_mergers.wudi.iter_num=2"]
+    few = ["samples_per_task=10", "steps=2", "upstream_mergers.wudi.iter_num=2"]
     # One merger more would run the same cells again.
     few += [f"results_dir={tmp_path}/cells", "upstreams=[task_arithmetic,wudi]"]
     config = composed(SUITES[kind], *(f"method.{word}" for word in few))

@@ -19,7 +19,6 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.diagnosis import DiagnosisAlgorithm
-from fusion_bench_featcal.diagnosis.class_counts import NOT_EVALUATED
 from fusion_bench_featcal.diagnosis.passes import Passes
 from fusion_bench_featcal.results.diagnosis import MEASURES, Diagnosis
 from fusion_bench_featcal.suites import image
@@ -150,7 +149,7 @@ def test_positions_that_are_read_are_those_that_predict_a_target(tmp_path: Path)
         ({"items": 1}, r"method\.items must be an integer >= 2 .*, got 1"),
         ({"split": "tset"}, r"method\.split must be of train, val, test, got \['tset'\]"),
         ({"positions": "cls"}, r"method\.positions must be of all, read"),
-        ({"projections": ["umap"]}, r"method\.projections must be of pca, tsne, got \['umap'\]"),
+        ({"projections": ["umap"]}, r"method\.projections must be of pca, got \['umap'\]"),
         ({"rows": {}}, r"method\.rows must map names to folders of saved models, got \{\}"),
         ({"rows": {"merged": "x"}}, r"method\.rows: a row is a name .* got 'merged': 'x'"),
         ({"itmes": 3}, r"method\.itmes"),
@@ -217,16 +216,6 @@ def test_a_model_of_another_shape_is_named(change: Any, tensor: str, tmp_path: P
     with pytest.raises(CalibrationError, match=message) as caught:
         algorithm.run(image_pool())
     assert "\n" not in str(caught.value)
-
-
-def test_missing_scikit_learn_is_a_note(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    found = diagnosed(image_pool(), projections=["pca", "tsne"])
-    assert list(found.projections) == ["pca"]
-    assert found.notes == [
-        NOT_EVALUATED,
-        "no t-SNE: scikit-learn is not installed (pip install 'fusion-bench-featcal[plots]')",
-    ]
 
 
 def test_alias_of_the_command(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,6 @@ from tiny_models import ROUNDING, Suite, clip_suite, decoder_suite, residual_sui
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.drift import DriftParts
-from fusion_bench_featcal.diagnosis.collect import projected
 from fusion_bench_featcal.diagnosis.measure import Measures, measure
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -213,17 +212,3 @@ def test_the_model_keeps_its_modes():
     measure(suite.merged, None, suite.experts, "task_0", inputs, settings, family)
     assert suite.merged.training
     assert all(parameter.requires_grad for parameter in suite.merged.parameters())
-
-
-@pytest.mark.parametrize("kind", ["pca", "tsne"])
-def test_projections_are_the_same_every_time(kind):
-    pytest.importorskip("sklearn")
-    generator = torch.Generator().manual_seed(0)
-    groups = torch.randn(3, 12, 5, generator=generator) + 30 * torch.eye(3, 5)[:, None]
-    features = groups.flatten(0, 1)
-    found, again = (projected(kind, features, 1) for _ in range(2))
-    assert found is not None and again is not None
-    assert torch.equal(found, again)
-    distances = torch.cdist(found, found)
-    same = torch.arange(36)[:, None] // 12 == torch.arange(36) // 12
-    assert distances[same].max() < distances[~same].min()  # three groups stay apart

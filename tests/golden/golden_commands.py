@@ -72,8 +72,8 @@ SLOW_VERBS: dict[str, list[str]] = {
     "plot": ["plot", "{run}", "--out", "{tmp}/figures"],
     "plot of a comparison": ["plot", "{compare}", "--out", "{tmp}/comparison"],
     "report of a comparison": ["report", "{compare}"],
-    "plan": ["plan", "method=featcal", POOL, FEW, "--rates", "{tmp}/rates.json"],
-    "plan as JSON": ["plan", "method=featcal", POOL, FEW, "--json", "--rates", "{tmp}/rates.json"],
+    "plan": ["plan", "method=featcal", POOL, FEW],
+    "plan as JSON": ["plan", "method=featcal", POOL, FEW, "--json"],
     "plan of a wrong setting": ["plan", "method=featcal", POOL, "method.ridge_lambda=-1"],
     "preflight of a run": ["preflight", "method=featcal", "modelpool=flan-t5-mini_TA6"],
 }

@@ -54,16 +54,6 @@ def test_auto_needs_a_sample_to_leave_out():
     assert RidgeSurgery(samples_per_task=1, ridge_lambda=0.1).ridge_lambda == 0.1
 
 
-def test_older_name_of_the_steps_is_accepted(caplog):
-    with caplog.at_level("INFO"):
-        assert methods.SurgeryAlgorithm(training_steps=7).method.settings["steps"] == 7
-    assert "training_steps is an older name of method.steps" in caplog.text
-    with pytest.raises(ValueError, match=r"method\.steps is 8 and method\.training_steps"):
-        Surgery(training_steps=7, steps=8)
-    with pytest.raises(ValueError, match=r"method\.training_steps is no setting"):
-        methods.RidgeSurgeryAlgorithm(training_steps=7)
-
-
 @pytest.mark.parametrize(
     ("algorithm", "key", "nearest"),
     [

@@ -21,7 +21,6 @@ class Double:
     """Both a post-merging method and a merger."""
 
     name = "doubled"
-    older_names = ()
     _config_mapping: ClassVar = {"factor": "factor", "seed": "seed"}
 
     def __init__(self, factor: float = 2, seed: int = 7) -> None:

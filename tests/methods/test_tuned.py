@@ -160,7 +160,7 @@ def test_the_draw_is_the_same_whatever_the_method_says(models) -> None:
 
 def test_what_a_data_free_method_was_chosen_on_is_told(models) -> None:
     pool = tiny_pool(models, train=30)
-    method = Tuned(of={"_target_": f"{OWN}SingularValues"}, candidates=[{"alpha": 1.0}], **DRAW)
+    method = Tuned(of={"_target_": f"{OWN}AnchorOnly"}, candidates=[{"anchor_rho": 1.5}], **DRAW)
     found = method.post_merge(CLIPVisionModel.from_pretrained(models["_merged_"]), inputs_of(pool))
     assert method.samples(found, TASKS)["one"] == {"samples": 20, "split": "train"}
     assert method.added(found) == {}

@@ -42,12 +42,6 @@ def test_network_whose_config_names_no_image_size(capsys: pytest.CaptureFixture[
         assert "names no image size: give the side" in capsys.readouterr().err
 
 
-def test_file_of_rates_is_ignored_and_said_so(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    assert main(["plan", POOL, "--json", "--rates", str(tmp_path / "rates.json")]) == 0
-    assert "--rates has no effect" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def write_experts(folder: Path, dtype: torch.dtype) -> list[str]:
     config = CLIPVisionConfig(
         hidden_size=32,
