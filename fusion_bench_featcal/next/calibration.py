@@ -1,8 +1,9 @@
 """Algorithm 1: repair a merged model block by block, in forward order."""
 
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,26 +13,47 @@ from torch import Tensor, nn
 from fusion_bench_featcal.calibration import CalibrationResult
 from fusion_bench_featcal.core.cholesky import UnsolvedError
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
-from fusion_bench_featcal.core.kernels import choose_kernel, using_kernel
+from fusion_bench_featcal.core.kernels import choose_kernel, using_kernel, with_kernel
 from fusion_bench_featcal.engine.block import load_updates
-from fusion_bench_featcal.engine.family_check import checked_family
 from fusion_bench_featcal.engine.log import CalibrationLog
-from fusion_bench_featcal.engine.modules import Site
-from fusion_bench_featcal.engine.problem import Autocast, Modes, copied, device_of
-from fusion_bench_featcal.engine.processes import Processes
-from fusion_bench_featcal.engine.samples import check_inputs, rows_named
-from fusion_bench_featcal.engine.setup import set_up
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
+from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.next.modules.groups import Group, find_groups
+from fusion_bench_featcal.next.modules.models import (
+    Modes,
+    copied,
+    device_of,
+    gives_images,
+    refuse_not_finite,
+    tensors_of_head,
+)
+from fusion_bench_featcal.next.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.next.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.next.streams.checks import Checks
 from fusion_bench_featcal.next.streams.drift import DriftLog, Watch
+from fusion_bench_featcal.next.streams.family_check import checked_family
+from fusion_bench_featcal.next.streams.last_rows import last_rows_of
+from fusion_bench_featcal.next.streams.places import place_of
 from fusion_bench_featcal.next.streams.runner import Runner
-from fusion_bench_featcal.next.streams.samples import take
+from fusion_bench_featcal.next.streams.samples import (
+    check_inputs,
+    naming_module,
+    rows_named,
+    take,
+)
 from fusion_bench_featcal.next.streams.streams import Streams
-from fusion_bench_featcal.next.streams.task_rows import AffineRows, LinearRows
+from fusion_bench_featcal.next.streams.task_rows import (
+    AffineRows,
+    ChannelRows,
+    LinearRows,
+    StatisticsSums,
+)
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+logger = logging.getLogger(__name__)
+
+Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +64,7 @@ class Problem:
         model: The merged model; blocks that have been passed are calibrated.
         base: The base model; None: anchors are the merged parameters.
         experts: The expert of each task.
-        sites: The calibrated modules of each block.
+        modules: The modules of each block.
         rule: How blocks are calibrated.
         dtype: Least precise dtype of sums over rows.
         log: Records of every block.
@@ -51,7 +73,7 @@ class Problem:
     model: nn.Module
     base: ExpertModel | None
     experts: Mapping[str, ExpertModel]
-    sites: Mapping[str, Sequence[Site]]
+    modules: Mapping[str, BlockModules]
     rule: Rule
     dtype: torch.dtype
     log: CalibrationLog
@@ -62,22 +84,34 @@ def calibrate_blocks(problem: Problem, streams: Streams) -> None:
     for index, stage in enumerate(streams.runner.stages):
         streams.begin(index)
         for block in stage:
-            start, entering = time.perf_counter(), groups_of(problem, streams, block)
-            for turn in problem.rule.turns(entering) or [[]]:
-                sums = collect(problem, streams, block, turn, entering)
+            start, groups = time.perf_counter(), groups_of(problem, streams, block)
+            entering = groups
+            for turn in turns_of(problem.rule, groups):
+                enters = not only_statistics(turn)
+                sums = collect(problem, streams, block, turn, entering if enters else None)
                 load_updates(problem.model, block, solve(problem, block, sums))
-                entering = None
+                entering = None if enters else entering
             streams.advance(block)
-            note(problem.log, block, streams, time.perf_counter() - start)
+            note(problem, block, streams, time.perf_counter() - start)
+
+
+def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
+    """Return the turns of a block, in at least one of which experts can run."""
+    turns = rule.turns(groups)
+    return [*turns, []] if all(map(only_statistics, turns)) else turns
+
+
+def only_statistics(turn: Sequence[Group]) -> bool:
+    """Return whether a turn changes nothing but statistics, in which experts have no part."""
+    return any(group.kind == "batch_norm" for group in turn)
 
 
 def groups_of(problem: Problem, streams: Streams, block: str) -> list[Group]:
     """Return the groups of a block's modules, in the order of their calls."""
-    sites = problem.sites[block]
+    sites = problem.modules[block].sites
     if not sites:
         return []
-    streams.narrow(block, [site.name for site in sites if site.kind == "linear"])
-    recorded, rows = streams.record_first(block, [site.name for site in sites])
+    recorded, rows = streams.record_first(block, sites)
     return find_groups(problem.model, block, sites, recorded, rows.of)
 
 
@@ -104,16 +138,18 @@ def collect(
     needed = [name for group in turn for name in group.parameters]
     if entering is not None and streams.runs_experts:
         needed = streams.tensors_of(block)
-    for task, batches in streams.tasks.items():
+    for task in streams.tasks:
         with problem.experts[task].loaded(needed) as expert:
             rows = {group: empty_rows(problem, group, expert) for group in turn}
-            for batch in batches:
+            for batch in streams.visits(task):
                 if entering is not None and streams.runs_experts:
                     streams.follow(task, batch, block, expert, entering)
                 if turn and not batch.is_held_out:
-                    inputs = streams.inputs_of(task, batch, block, turn)
+                    watched = entering is not None
+                    inputs = streams.inputs_of(task, batch, block, turn, watched=watched)
                     for group, task_rows in rows.items():
-                        task_rows.add(batch, inputs.get(group.name, []))
+                        with naming_module(task, block, group.name):
+                            task_rows.add(batch, inputs.get(group.name, []))
             with exact_products():
                 for group, task_rows in rows.items():
                     figures = sums[group].add(task_rows.finished(), task_rows.expert)
@@ -122,8 +158,12 @@ def collect(
     return sums
 
 
-def empty_rows(problem: Problem, group: Group, expert: nn.Module) -> LinearRows | AffineRows:
+def empty_rows(
+    problem: Problem, group: Group, expert: nn.Module
+) -> LinearRows | AffineRows | ChannelRows:
     """Return sums over no rows of one task for one group."""
+    if group.kind == "batch_norm":
+        return ChannelRows(group, problem.model)
     if group.kind == "norm":
         return AffineRows(group, problem.model, expert, problem.dtype)
     return LinearRows(group, expert, problem.rule, problem.dtype)
@@ -131,6 +171,8 @@ def empty_rows(problem: Problem, group: Group, expert: nn.Module) -> LinearRows 
 
 def empty_sums(problem: Problem, group: Group) -> GroupSums:
     """Return sums over no task for one group."""
+    if group.kind == "batch_norm":
+        return StatisticsSums(group, problem.model)
     merged = group.linear(problem.model.get_parameter, problem.dtype)
     base = None
     if problem.base is not None:
@@ -160,11 +202,15 @@ def solve(problem: Problem, block: str, sums: Mapping[Group, GroupSums]) -> dict
     return updates
 
 
-def note(log: CalibrationLog, block: str, streams: Streams, seconds: float) -> None:
+def note(problem: Problem, block: str, streams: Streams, seconds: float) -> None:
     """Log a finished block."""
-    for task, figures in streams.watch.records().items():
-        log.add("task", {"block": block, "task": task, **figures})
-    log.add("block", {"block": block, "seconds": seconds})
+    log = problem.log
+    figures = streams.watch.records()
+    for task in streams.tasks:
+        record = {"block": block, "task": task, **streams.counts(task), **figures.get(task, {})}
+        log.add("task", record)
+    left = list(problem.modules[block].left)
+    log.add("block", {"block": block, "seconds": seconds, "left": left})
 
 
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
@@ -200,44 +246,83 @@ def calibrate(
         ValueError: If the family is unknown.
     """
     check_inputs(base, experts, batches, settings)
-    family, batches = checked_family(
+    samples = {task: take(task, batches[task], settings, merged) for task in experts}
+    family = checked_family(
         resolve_family(settings.family, merged),
         settings.family,
         merged,
-        batches,
-        tuple(experts),
-        Processes(),
+        samples,
+        needs_closing=rule.reads_closing_rows or settings.held_out != 0,
     )
     shown, home = family.view.shown(merged), device_of(merged)
-    modes, place = Modes.of(shown), torch.device(device or home)
-    kernel = choose_kernel(settings.linear_kernel, place)
-    parts, _ = set_up(
-        shown,
-        base,
-        experts,
-        settings.replace(calibrate_norm=rule.calibrate_norm),
-        family,
-        device=place,
-        autocast=autocast or nullcontext,
-        kernel=kernel,
+    modes, device = Modes.of(shown), torch.device(device or home)
+    kernel = choose_kernel(settings.linear_kernel, device)
+    stages = family.stages(shown)
+    modules = find_all_modules(shown, stages, settings, calibrate_norm=rule.calibrate_norm)
+    if routed := sum(found.routed for found in modules.values()):
+        logger.warning(
+            "all %d linear modules of experts stay as merged: modules that a router chooses are "
+            "not calibrated",
+            routed,
+        )
+    model, heads = copied(shown, device), set(tensors_of_head(shown, stages[0][0]))
+
+    def paired(name: str, source: nn.Module | ExpertSource, role: str = "expert") -> ExpertModel:
+        weights = family.view.source(source_of(source))
+        expert = ExpertModel(name, weights, model, role=role, spared=heads)
+        configs = config_of(source), config_of(shown)
+        check_same_function(name, *configs, settings.ignore_config, role=role)
+        return expert
+
+    problem = Problem(
+        model=model,
+        base=None if base is None else paired("_pretrained_", base, "base model"),
+        experts={task: paired(task, expert) for task, expert in experts.items()},
+        modules=modules,
+        rule=rule,
+        dtype=rule.dtype(len(experts), device),
+        log=CalibrationLog(family=family.name),
     )
-    log = CalibrationLog(family=family.name)
-    sites = {block: modules.sites for block, modules in parts.modules.items()}
-    dtype = rule.dtype(len(experts), place)
-    problem = Problem(parts.model, parts.base, parts.experts, sites, rule, dtype, log)
-    samples = {task: take(task, batches[task], settings, shown) for task in experts}
+    images = any(gives_images(model.get_submodule(block)) for block in modules)
     first = next(iter(samples.values()))[0].inputs
     rows = rows_named(settings, first)
-    images = any(parts.gives_images(block) for block in sites)
-    watch = DriftLog(channels_first=images) if settings.log_drift else Watch()
-    aside = copied(shown, place) if settings.held_out != 0 and family.whole_model else None
-    runner = Runner(family, parts.stages, place, parts.autocast, rows)
-    streams = Streams(samples, runner, parts.model, parts.experts, rule, watch, aside)
+    runner = Runner(family, stages, device, with_kernel(kernel, autocast or nullcontext), rows)
+    streams = Streams(
+        samples,
+        runner,
+        model,
+        problem.experts,
+        rule,
+        watch=DriftLog(channels_first=images) if settings.log_drift else Watch(),
+        place=place_of(settings, device),
+        last_rows=last_rows_of(settings, rule, family),
+        merged=merged_aside(problem, runner, shown) if settings.held_out != 0 else None,
+    )
     with (
-        torch.autocast(place.type, enabled=False),
+        torch.autocast(device.type, enabled=False),
         convolving_as_multiplying(),
         using_kernel(kernel),
     ):
+        check_weights(problem, "the merged model", "Check method.base_method")
         calibrate_blocks(problem, streams)
-    modes.restore(parts.model)
-    return CalibrationResult(family.view.restored(parts.model).to(home), log)
+        check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
+    modes.restore(model)
+    return CalibrationResult(family.view.restored(model).to(home), problem.log)
+
+
+def check_weights(problem: Problem, label: str, advice: str) -> None:
+    """Refuse NaN and infinity in the model, naming the base or expert that brought them."""
+    models = [*([problem.base] if problem.base else []), *problem.experts.values()]
+
+    def reader(source: ExpertModel) -> Callable[[str], object]:
+        return lambda name: source.stored(name) if name in source.keys else None
+
+    refuse_not_finite(problem.model, label, advice, map(reader, models))
+
+
+def merged_aside(problem: Problem, runner: Runner, shown: nn.Module) -> nn.Module | None:
+    """Return a copy of the merged model, if held-out samples need blocks that have changed."""
+    family, stages = runner.family, runner.stages
+    several = len(stages) > 1 and not family.hands_on
+    statistics = any(s.kind == "batch_norm" for m in problem.modules.values() for s in m.sites)
+    return copied(shown, runner.device) if family.whole_model or several or statistics else None

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import group_norm, layer_norm
 
-from fusion_bench_featcal.core.moments import normalised_channels, normalised_input
-from fusion_bench_featcal.engine.modules import Site
 from fusion_bench_featcal.next.modules.hooks import Recorded
+from fusion_bench_featcal.next.modules.sites import Site
 from fusion_bench_featcal.next.rules.rule import Linear
 from fusion_bench_featcal.settings import CalibrationError
 
 
 @dataclass(frozen=True)
 class Group:
-    """Linear modules with one input, or one norm.
+    """Linear modules with one input, or one norm or BatchNorm.
 
     Attributes:
         sites: The modules.
@@ -39,7 +39,7 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """Return `linear` or `norm`."""
+        """Return `linear`, `norm` or `batch_norm`."""
         return self.sites[0].kind
 
     @property
@@ -79,11 +79,14 @@ class Group:
         """Return the parameters by name, as they are stored.
 
         Args:
-            solved: New parameters, stacked.
+            solved: New parameters, stacked. Of a BatchNorm variance and mean, as gain and shift.
             biases: Whether those of linear modules change, too.
         """
+        site = self.sites[0]
+        if self.kind == "batch_norm":
+            mean, variance = f"{site.name}.running_mean", f"{site.name}.running_var"
+            return {mean: solved.bias[0], variance: solved.weight[0, 0]}
         if self.kind == "norm":
-            (site,) = self.sites
             return {site.weight_name: solved.weight[0, 0], site.bias_name: solved.bias[0]}
         new: dict[str, Tensor] = {}
         weights, shifts = solved.weight.split(self.outputs, 1), solved.bias.split(self.outputs, 1)
@@ -117,18 +120,20 @@ def find_groups(
         mask_of: Returns the mask of a module's rows.
 
     Raises:
-        CalibrationError: If a module did not run.
+        CalibrationError: If a module did not run, or a BatchNorm not once.
     """
     by_name = {site.name: site for site in sites}
-    for name in by_name:
-        if name not in recorded.inputs:
+    for name, site in by_name.items():
+        runs = len(recorded.inputs.get(name, ()))
+        if runs == 0 or (site.kind == "batch_norm" and runs > 1):
+            does = f"runs {runs} times" if runs else "ran 0 times"
             raise CalibrationError(
-                f"block {block}: module {name} does not run. Exclude it: method.modules=['!{name}']"
+                f"block {block}: module {name} {does}. Exclude it: method.modules=['!{name}']"
             )
     members: dict[Any, list[Site]] = {}
     for name, inputs in recorded.inputs.items():
         site = by_name[name]
-        alone = name if site.kind == "norm" or site.groups > 1 else None
+        alone = name if site.kind != "linear" or site.groups > 1 else None
         key = tuple(map(id, inputs)), id(mask_of(name)), site.has_bias, site.patches, alone
         members.setdefault(key, []).append(site)
     return [
@@ -145,6 +150,8 @@ def find_groups(
 
 def _shape(model: nn.Module, site: Site) -> tuple[int, int]:
     """Return outputs and inputs of one map."""
+    if site.kind == "batch_norm":
+        return 1, len(model.get_buffer(f"{site.name}.running_mean"))
     weight = model.get_parameter(site.weight_name)
     if site.kind == "norm":
         return 1, len(weight)
@@ -154,7 +161,8 @@ def _shape(model: nn.Module, site: Site) -> tuple[int, int]:
 
 def normalised(module: Any, site: Site, x: Tensor) -> Tensor:
     """Return a norm's normalised input with channels last, in float32 or better (Eq. 56)."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if isinstance(module, nn.GroupNorm):
-        return normalised_channels(x, module.num_groups, module.eps).movedim(1, -1)
+        return group_norm(x, module.num_groups, eps=module.eps).movedim(1, -1)
     x = x.movedim(1, -1) if site.channels_first else x
-    return normalised_input(x.reshape(-1, x.shape[-1]), module.eps).reshape(x.shape)
+    return layer_norm(x, x.shape[-1:], eps=module.eps)

@@ -56,8 +56,12 @@ class Paper:
         )
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Solve all modules from one look at the samples."""
-        return [groups]
+        """Solve all modules from one look at the samples.
+
+        Statistics of BatchNorm change before, as merged ones fit no features, and behind.
+        """
+        statistics = [[group] for group in groups if group.kind == "batch_norm"]
+        return [*statistics, [g for g in groups if g.kind != "batch_norm"], *statistics]
 
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums relative to the anchor."""

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.finite import not_finite, read_back
-from fusion_bench_featcal.engine.task_sums import not_finite_features
+from fusion_bench_featcal.next.core.finite import not_finite, read_back
 from fusion_bench_featcal.next.modules.groups import Group
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -58,7 +57,13 @@ class Checks:
                     f"(modelpool.train_datasets.{task})"
                 )
             if broken:
-                raise not_finite_features(f"{place}, module {group.name}", task)
+                raise CalibrationError(
+                    f"{place}, module {group.name}: inputs are NaN or infinite, or their sums "
+                    "overflow, while weights and samples are finite: a forward pass overflows. "
+                    "Compute in a wider precision (fabric.precision=32-true, or wider "
+                    f"modelpool.models), or check modelpool.models.{task} and "
+                    f"modelpool.train_datasets.{task} for extreme values"
+                )
             norms[group][task] = norm
         for group, by_task in norms.items():
             median = statistics.median(by_task.values())

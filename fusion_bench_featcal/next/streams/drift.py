@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
-from fusion_bench_featcal.core.drift import sum_agreement, sum_drift
-from fusion_bench_featcal.core.finite import read_back
-from fusion_bench_featcal.engine.rows import CountedRows, rows_of
+from fusion_bench_featcal.next.core.finite import read_back, solve_dtype
 from fusion_bench_featcal.next.streams.batch import Batch
+from fusion_bench_featcal.next.streams.rows import CountedRows, rows_of
 
 BEFORE, AFTER, MERGED = "before", "after", "merged"
 
@@ -54,8 +53,8 @@ class DriftLog(Watch):
     """Sums of drifts at the block in hand, by task.
 
     Attributes:
-        sums: `(task, when)` -> sums of `core.drift.sum_drift` and the number of rows, `[4]`, or for
-            held-out samples `(task, "held out " + when)` -> sums of `sum_agreement`, `[4]`.
+        sums: `(task, when)` -> sums of `sums_of`, `[5]`. Of held-out samples `when` begins with
+            `held out`.
     """
 
     needs_features = True
@@ -80,22 +79,16 @@ class DriftLog(Watch):
         is_last: bool = False,
     ) -> None:
         """Add a batch's features."""
-        if batch.is_held_out:
-            pair = [self._rows(features, batch.rows.compared) for features in (hidden, expert)]
-            self._add(task, f"held out {when}", sum_agreement(*pair))
-        elif when != MERGED:
-            counted = batch.rows.compared if is_last else batch.rows.counted
-            pair = [self._rows(features, counted) for features in (hidden, expert)]
-            count = torch.full((1,), len(pair[0]), device=hidden.device)
-            self._add(task, when, torch.cat([sum_drift(*pair), count]))
+        all_read = batch.is_held_out or is_last
+        counted = batch.rows.compared if all_read else batch.rows.counted
+        rows = [self._rows(features, counted) for features in (hidden, expert)]
+        key = task, f"held out {when}" if batch.is_held_out else when
+        new = sums_of(*rows)
+        self.sums[key] = self.sums[key] + new if key in self.sums else new
 
     def _rows(self, hidden: Tensor, counted: CountedRows | None) -> Tensor:
         is_image = self._channels_first and hidden.ndim == 4
         return rows_of(hidden.movedim(1, -1) if is_image else hidden, counted)
-
-    def _add(self, task: str, when: str, new: Tensor) -> None:
-        new = new.to(solve_dtype(new.device))
-        self.sums[task, when] = self.sums[task, when] + new if (task, when) in self.sums else new
 
     def records(self) -> dict[str, dict[str, Any]]:
         """Return each task's figures at the block, and start anew.
@@ -108,15 +101,33 @@ class DriftLog(Watch):
         read = {key: [next(numbers) for _ in range(len(s))] for key, s in self.sums.items()}
         self.sums = {}
         records: dict[str, dict[str, Any]] = defaultdict(dict)
-        for (task, when), values in read.items():
+        for (task, when), (norms, squares, expert, cosines, rows) in read.items():
             if when.startswith("held out"):
-                squares, expert, cosines, rows = values
                 end = "_merged" if when.endswith(MERGED) else ""
                 records[task][f"held_out_drift{end}"] = (squares / (expert or 1)) ** 0.5
                 records[task][f"held_out_cosine{end}"] = cosines / rows
-                continue
-            norms, squares, expert, rows = values
-            records[task][f"drift_{when}"] = norms / rows
-            relative = (squares / expert) ** 0.5 if expert > 0 else None
-            records[task][f"relative_drift_{when}"] = relative
+            else:
+                records[task][f"drift_{when}"] = norms / rows
+                records[task]["rows"] = int(rows)
+                relative = (squares / expert) ** 0.5 if expert > 0 else None
+                records[task][f"relative_drift_{when}"] = relative
         return records
+
+
+def sums_of(features: Tensor, expert: Tensor) -> Tensor:
+    """Return sums over rows, `[5]`.
+
+    These are the norm of the drift, its square, the expert's squares, cosines, and the number of
+    rows. The host does not read them.
+
+    Args:
+        features: Features of a model, `[n, d]`.
+        expert: Features of the expert for the same rows, `[n, d]`.
+    """
+    dtype = torch.promote_types(features.dtype, torch.float32)
+    features, expert = features.to(dtype), expert.to(dtype)
+    norms = torch.linalg.vector_norm(features - expert, dim=1)
+    cosines = cosine_similarity(features, expert, dim=1)
+    sums = norms.sum(), (norms * norms).sum(), (expert * expert).sum(), cosines.sum()
+    wide = solve_dtype(features.device)
+    return torch.stack([*sums, sums[0].new_tensor(len(features))]).to(wide)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.families import Family
-from fusion_bench_featcal.next.streams.batch import Batch, Counted, Rows, counted_by_fold
+from fusion_bench_featcal.next.streams.batch import Batch
+from fusion_bench_featcal.next.streams.rows import Counted, CountedRows, Rows, counted_by_fold
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,28 @@
 """All tasks' batches on their way through the calibrated model and through their experts."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.engine.problem import tensors_before_stage, tensors_of_block
-from fusion_bench_featcal.engine.samples import check_finite_inputs, naming_task, to_device
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.next.modules.groups import Group
 from fusion_bench_featcal.next.modules.hooks import Recorded, record
+from fusion_bench_featcal.next.modules.models import tensors_before_stage, tensors_of_block
+from fusion_bench_featcal.next.modules.sites import Site
 from fusion_bench_featcal.next.rules.rule import Rule
-from fusion_bench_featcal.next.streams.batch import Batch, Rows, counted_by_fold
-from fusion_bench_featcal.next.streams.closing import closing_modules
+from fusion_bench_featcal.next.streams.batch import Batch
 from fusion_bench_featcal.next.streams.drift import AFTER, BEFORE, MERGED, Watch
+from fusion_bench_featcal.next.streams.inputs import check_finite_inputs, to_device
+from fusion_bench_featcal.next.streams.last_rows import LastRows
+from fusion_bench_featcal.next.streams.places import Here
+from fusion_bench_featcal.next.streams.rows import Rows, counted_by_fold
 from fusion_bench_featcal.next.streams.runner import Runner
+from fusion_bench_featcal.next.streams.samples import naming_task
+from fusion_bench_featcal.settings import CalibrationError
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Streams:
         experts: The expert of each task.
         rule: How blocks are calibrated.
         watch: Looks on at features.
+        place: Where features wait.
+        last_rows: Positions that count in modules of the last block.
         merged: The merged model for held-out samples, where running one of its blocks or going to a
             stage takes blocks that have been calibrated. None: the calibrated model does.
     """
@@ -41,6 +48,8 @@ class Streams:
     experts: Mapping[str, ExpertModel]
     rule: Rule
     watch: Watch
+    place: Here = field(default_factory=Here)
+    last_rows: LastRows = field(default_factory=LastRows)
     merged: nn.Module | None = None
 
     @property
@@ -57,7 +66,7 @@ class Streams:
                 self.experts[task].loaded(names if self.runs_experts else []) as expert,
                 naming_task(task),
             ):
-                for number, batch in enumerate(batches):
+                for number, batch in enumerate(self.place.visits(batches)):
                     self._begin(task, number, batch, expert, index)
 
     def _begin(self, task: str, number: int, batch: Batch, expert: nn.Module, index: int) -> None:
@@ -85,38 +94,46 @@ class Streams:
         """Return whether the model reads its final features behind a block."""
         return block == self.runner.stages[-1][-1]
 
-    def first(self) -> Batch:
-        """Return one batch of any task."""
-        return next(iter(self.tasks.values()))[0]
+    def visits(self, task: str) -> Iterator[Batch]:
+        """Yield a task's batches, each with its features on the device."""
+        return self.place.visits(self.tasks[task])
 
-    def narrow(self, block: str, modules: Sequence[str]) -> None:
-        """Count in the last block only positions that the model reads on, where that is possible.
+    def counts(self, task: str) -> dict[str, int]:
+        """Return the numbers of a task's samples, and of those that are held out, for the log."""
+        held_out = sum(batch.samples for batch in self.tasks[task] if batch.is_held_out)
+        counts = {"samples": sum(batch.samples for batch in self.tasks[task])}
+        return counts | ({"held_out": held_out} if held_out else {})
 
-        Args:
-            block: A block; all but the last one stay as they are.
-            modules: Names of its linear modules.
-        """
-        if not self.is_last(block) or not self.rule.reads_closing_rows or not modules:
-            return
-        first, family = self.first(), self.runner.family
-        run = partial(self.runner.step, self.model, block, first.cal)
-        mask = family.closing_rows(self.model, run()[0])
-        if mask is None:
-            return
-        names = closing_modules(self.model, block, modules, lambda: run()[0], mask)
-        for batches in self.tasks.values():
-            for batch in batches:
-                read = family.closing_rows(self.model, batch.cal.hidden)
-                assert read is not None  # as of the first batch
-                counted = counted_by_fold(read, self.rule.folds, has_tables=False)
-                others = dict.fromkeys(names, counted) | {**batch.rows.other}
-                batch.rows = replace(batch.rows, other=others)
-
-    def record_first(self, block: str, names: Sequence[str]) -> tuple[Recorded, Rows]:
+    def record_first(self, block: str, sites: Sequence[Site]) -> tuple[Recorded, Rows]:
         """Run one batch through a block to its end and note what modules receive."""
-        batch = self.first()
-        run = partial(self.runner.step, self.model, block, batch.cal)
-        return record(self.model, names, run), batch.rows
+        first = next(iter(self.tasks.values()))[0]
+        with self.place.at_hand(first):
+            names = self._names_of_last_rows(block, sites, first)
+        for batches in self.tasks.values() if names else ():
+            for batch in self.place.visits(batches):
+                mask = self._last_mask(block, batch)
+                assert mask is not None  # as in the first batch
+                other = dict.fromkeys(names, counted_by_fold(mask, self.rule.folds))
+                batch.rows = replace(batch.rows, other=other | {**batch.rows.other})
+        with self.place.at_hand(first):
+            run = partial(self.runner.step, self.model, block, first.cal)
+            return record(self.model, [site.name for site in sites], run), first.rows
+
+    def _names_of_last_rows(self, block: str, sites: Sequence[Site], first: Batch) -> list[str]:
+        mask, run = self._last_mask(block, first), partial(self._hidden, block, first)
+        if mask is None:
+            return []
+        return self.last_rows.modules(self.model, block, sites, run, mask)
+
+    def _hidden(self, block: str, batch: Batch) -> Tensor:
+        return self.runner.step(self.model, block, batch.cal)[0]
+
+    def _last_mask(self, block: str, batch: Batch) -> Tensor | None:
+        if not self.is_last(block) or not self.last_rows.differs:
+            return None
+        hidden = getattr(batch.cal, "hidden", None)
+        hidden = self._hidden(block, batch) if hidden is None else hidden
+        return self.last_rows.mask(self.model, block, hidden, batch.rows.counted)
 
     def follow(
         self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
@@ -133,7 +150,7 @@ class Streams:
         else:
             hidden = self._note(batch, expert, step, groups)
         if self.watch.needs_features:
-            batch.noted[block] = [hidden]
+            batch.expert_hidden = hidden
 
     def _note(self, batch: Batch, expert: nn.Module, step: Any, groups: Iterable[Group]) -> Tensor:
         """Run the expert's block; its hidden output."""
@@ -151,27 +168,51 @@ class Streams:
         return hidden
 
     def inputs_of(
-        self, task: str, batch: Batch, block: str, groups: Sequence[Group]
+        self, task: str, batch: Batch, block: str, groups: Sequence[Group], *, watched: bool
     ) -> Mapping[str, list[Tensor]]:
-        """Run a batch through the calibrated block as far as some groups; what they receive."""
+        """Run a batch through the calibrated block as far as some groups.
+
+        Args:
+            task: The task.
+            batch: The batch.
+            block: The block.
+            groups: The groups.
+            watched: Whether the block's output is compared with the expert's before it changes.
+
+        Returns:
+            What each group's modules receive, by the name of the first, one per call.
+
+        Raises:
+            CalibrationError: If modules of a group receive different tensors.
+        """
         run = partial(self.runner.step, self.model, block, batch.cal)
-        watched = self.watch.needs_features and block in batch.noted and self.rule.folds == 1
+        watched = watched and self.watch.needs_features and self.rule.folds == 1
         stops = self.runner.family.same_calls and not watched
-        calls = sum(group.calls for group in groups) if stops else None
-        recorded = record(self.model, [group.name for group in groups], run, calls=calls)
-        if watched:
-            hidden, expert = recorded.result[0], batch.noted[block][0]
-            self.watch.add(BEFORE, task, batch, hidden, expert, is_last=self.is_last(block))
-        return recorded.inputs
+        calls = sum(group.calls * len(group.sites) for group in groups) if stops else None
+        names = [site.name for group in groups for site in group.sites]
+        inputs = (recorded := record(self.model, names, run, calls=calls)).inputs
+        for group in groups:
+            received = [list(map(id, inputs.get(site.name, ()))) for site in group.sites]
+            if any(other != received[0] for other in received[1:]):
+                names = ", ".join(site.name for site in group.sites)
+                raise CalibrationError(
+                    f"task {task}, block {block}: modules {names} share their input otherwise than "
+                    "in the first batch, which is not supported. Exclude them: "
+                    f"method.modules=['!{group.name}', ...]"
+                )
+        if watched and batch.expert_hidden is not None:
+            hidden, is_last = recorded.result[0], self.is_last(block)
+            self.watch.add(BEFORE, task, batch, hidden, batch.expert_hidden, is_last=is_last)
+        return inputs
 
     def advance(self, block: str) -> None:
         """Run all batches through a block that has been calibrated."""
         is_last = self.is_last(block)
-        for task, batches in self.tasks.items():
-            for batch in batches:
-                if is_last and block not in batch.noted:
+        for task in self.tasks:
+            for batch in self.visits(task):
+                if is_last and batch.expert_hidden is None:
                     continue
                 hidden, batch.cal = self.runner.step(self.model, block, batch.cal)
-                if block in batch.noted:
-                    expert = batch.noted.pop(block)[0]
+                if batch.expert_hidden is not None:
+                    expert, batch.expert_hidden = batch.expert_hidden, None
                     self.watch.add(AFTER, task, batch, hidden, expert, is_last=is_last)

@@ -4,12 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from fusion_bench_featcal.engine.rows import rows_of
+from fusion_bench_featcal.next.core.finite import solve_dtype
 from fusion_bench_featcal.next.core.moments import Moments
 from fusion_bench_featcal.next.modules.groups import Group, normalised
 from fusion_bench_featcal.next.rules.norms import NormRows
-from fusion_bench_featcal.next.rules.rule import Rule
-from fusion_bench_featcal.next.streams.batch import Batch, folded_rows
+from fusion_bench_featcal.next.rules.rule import Linear, Rule, Solved
+from fusion_bench_featcal.next.streams.batch import Batch
+from fusion_bench_featcal.next.streams.rows import folded_rows, rows_of
+from fusion_bench_featcal.settings import CalibrationError
 
 
 class LinearRows:
@@ -34,11 +36,28 @@ class LinearRows:
         Args:
             batch: The batch.
             inputs: Inputs of the group's modules in the calibrated model, one per call.
+
+        Raises:
+            CalibrationError: If the expert calls the modules more or less often.
         """
         group, counted = self._group, batch.rows.of(self._group.name)
-        noted = batch.noted.pop(group.name) if self._rule.runs_experts else [None] * len(inputs)
+        noted = [None] * len(inputs)
+        if self._rule.runs_experts:
+            noted = batch.noted.pop(group.name, [])
+        if len(noted) != len(inputs):
+            raise CalibrationError(
+                f"ran {len(inputs)} times in the calibrated block and {len(noted)} in the expert's"
+            )
         for x, y in zip(inputs, noted, strict=True):
-            rows = folded_rows(x, y, group, counted, start=batch.start, folds=self._rule.folds)
+            rows = folded_rows(
+                x,
+                y,
+                group.sites[0].patches,
+                counted,
+                has_outputs=self._rule.notes_outputs and group.has_few_outputs,
+                start=batch.start,
+                folds=self._rule.folds,
+            )
             for fold, rows_x, rows_y, weights in rows:
                 drift = None if rows_y is None else self._drift(rows_x, rows_y)
                 self.sums.add(fold, rows_x, drift, weights)
@@ -102,3 +121,70 @@ class AffineRows:
     def finished(self) -> NormRows:
         """Return the sums."""
         return self._sums
+
+
+class ChannelRows:
+    """Sums over what a BatchNorm receives in one task."""
+
+    def __init__(self, group: Group, model: nn.Module) -> None:
+        """Start with no rows."""
+        self._name = group.name
+        like = model.get_buffer(f"{group.name}.running_mean")
+        wide = solve_dtype(like.device)
+        self.expert = Linear(like.new_zeros(1, 1, 0), like.new_zeros(1, 0))
+        self._sums = like.new_zeros(3, group.inputs, dtype=wide)
+
+    def add(self, batch: Batch, inputs: list[Tensor]) -> None:
+        """Add a batch.
+
+        Raises:
+            CalibrationError: If only some positions count: statistics are of all.
+        """
+        if batch.rows.of(self._name) is not None:
+            raise CalibrationError("is BatchNorm, and some positions are padding")
+        for x in inputs:
+            rows = x.movedim(1, -1).reshape(-1, x.shape[1]).to(self._sums.dtype)
+            self._sums += torch.stack(
+                [rows.sum(0), rows.square().sum(0), torch.full_like(rows[0], len(rows))]
+            )
+
+    @property
+    def count(self) -> Tensor:
+        """Number of rows, a scalar."""
+        return self._sums[2, 0]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums."""
+        return [self._sums]
+
+    def finished(self) -> Tensor:
+        """Return means and mean squares by channel, `[2, d]`."""
+        return self._sums[:2] / self._sums[2]
+
+
+class StatisticsSums:
+    """Running statistics of a BatchNorm: those of a mixture in which every task weighs the same.
+
+    With `m_i` and `s_i` task i's mean and mean square, over N tasks, `mean = sum m_i / N` and
+    `variance = sum s_i / N - mean^2`.
+    """
+
+    def __init__(self, group: Group, model: nn.Module) -> None:
+        """Start with no task."""
+        like = model.get_buffer(f"{group.name}.running_mean")
+        self._sums = like.new_zeros(3, group.inputs, dtype=solve_dtype(like.device))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums over tasks."""
+        return [self._sums]
+
+    def add(self, rows: Tensor, expert: Linear) -> dict[str, Tensor]:
+        """Add a task's means and mean squares."""
+        self._sums += torch.cat([rows, torch.ones_like(rows[:1])])
+        return {}
+
+    def solve(self) -> Solved:
+        """Return the variance in place of a gain, and the mean in place of a shift."""
+        mean, square = self._sums[:2] / self._sums[2]
+        variance = (square - mean.square()).clamp_min(0)
+        return Solved(Linear(variance[None, None], mean[None]))

@@ -1,0 +1,134 @@
+"""Batches of model inputs: mappings, tuples or single tensors, batch first."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.next.core.finite import all_finite
+from fusion_bench_featcal.settings import CalibrationError
+
+
+def to_device(inputs: Any, device: torch.device) -> Any:
+    """Return a batch with all its tensors on a device."""
+    return _map_tensors(inputs, lambda value: value.to(device))
+
+
+def part_of(inputs: Any, size: int, samples: slice) -> Any:
+    """Return some samples of a batch of `size`."""
+
+    def cut(value: Tensor) -> Tensor:
+        return value[samples] if value.ndim > 0 and len(value) == size else value
+
+    return _map_tensors(inputs, cut)
+
+
+def joined(batches: Sequence[Any], size: int) -> Any:
+    """Return one batch of batches with `size` samples each.
+
+    Raises:
+        ValueError: If they do not fit together.
+    """
+    first = batches[0]
+    if isinstance(first, Mapping):
+        return {key: joined([batch[key] for batch in batches], size) for key in first}
+    if isinstance(first, tuple):
+        return tuple(joined(values, size) for values in zip(*batches, strict=True))
+    if not (isinstance(first, Tensor) and first.ndim > 0 and len(first) == size):
+        return first  # the same for all samples
+    kinds = {f"{list(batch.shape[1:])} {batch.dtype}": len(batch) for batch in batches}
+    if len(kinds) > 1 or any(len(batch) != size for batch in batches):
+        raise ValueError(f"tensors that are not alike: {', '.join(kinds)}")
+    return torch.cat(list(batches))
+
+
+def batch_size(task: str, inputs: Any) -> int:
+    """Return the number of samples in a batch.
+
+    Raises:
+        CalibrationError: If there is no tensor with samples in it.
+    """
+    tensors = list(_named_tensors(inputs).values())
+    if not tensors or tensors[0].ndim == 0:
+        raise CalibrationError(
+            f"task {task}: a calibration batch must be a tensor, or a mapping or tuple with "
+            f"tensors, batch first; got {type(inputs).__name__}"
+        )
+    return len(tensors[0])
+
+
+def check_finite_inputs(inputs: Any, task: str, number: int) -> None:
+    """Refuse a batch whose floating-point inputs hold NaN or infinity.
+
+    Args:
+        inputs: The batch.
+        task: Its task, for the message.
+        number: Its number in the task, from 0.
+
+    Raises:
+        CalibrationError: Naming batch, input and setting.
+    """
+    for name, value in _named_tensors(inputs).items():
+        if value.is_floating_point() and not all_finite(value):
+            raise CalibrationError(
+                f"calibration batch {number}, input {name!r}, has NaN or infinite values. Check "
+                f"modelpool.train_datasets.{task}"
+            )
+
+
+def check_token_ids(inputs: Any, model: nn.Module, place: Callable[[int], str]) -> None:
+    """Refuse token ids that a language model has no embedding for.
+
+    Args:
+        inputs: One batch.
+        model: The model; nothing is checked for one without token embeddings.
+        place: Names a row of the batch in messages.
+
+    Raises:
+        CalibrationError: For ids that are floating point, negative, or beyond the vocabulary.
+    """
+    size = vocabulary_size(model)
+    if size is None or not isinstance(inputs, Mapping):
+        return
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    for name in ("input_ids", "decoder_input_ids", *(("labels",) if decodes else ())):
+        ids = inputs.get(name)
+        if not isinstance(ids, Tensor):
+            continue
+        if ids.is_floating_point():
+            raise CalibrationError(f"{place(0)}: {name} are {ids.dtype}, not integers")
+        wrong = (ids < 0) | (ids >= size)
+        if name == "labels":
+            wrong &= ids != -100  # what transformers' losses ignore
+        if ids.ndim == 2 and wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise CalibrationError(
+                f"{place(row)}: {name} has the token id {ids[row, column].item()}, but the model's "
+                f"vocabulary is 0..{size - 1}. Check that the ids come from its own tokenizer"
+            )
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Return the rows of a language model's token embeddings; None for any other model."""
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        table = None if find is None else find()
+    except NotImplementedError:
+        return None
+    return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
+def _named_tensors(inputs: Any) -> dict[Any, Tensor]:
+    values = [inputs] if isinstance(inputs, Tensor) else inputs
+    named = values.items() if isinstance(values, Mapping) else enumerate(values)
+    return {name: value for name, value in named if isinstance(value, Tensor)}
+
+
+def _map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    def apply(value: Any) -> Any:
+        return change(value) if isinstance(value, Tensor) else value
+
+    if isinstance(inputs, Mapping):
+        return {key: apply(value) for key, value in inputs.items()}
+    return tuple(map(apply, inputs)) if isinstance(inputs, tuple) else apply(inputs)
