@@ -30,7 +30,7 @@ from fusion_bench_featcal.next.modules.models import (
 )
 from fusion_bench_featcal.next.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.next.rules.rule import GroupSums, Rule
-from fusion_bench_featcal.next.streams.checks import Checks
+from fusion_bench_featcal.next.streams.checks import Checks, warn_of_coarse_sums
 from fusion_bench_featcal.next.streams.drift import DriftLog, Watch
 from fusion_bench_featcal.next.streams.family_check import checked_family
 from fusion_bench_featcal.next.streams.last_rows import last_rows_of
@@ -274,6 +274,7 @@ def calibrate(
         check_same_function(name, *configs, settings.ignore_config, role=role)
         return expert
 
+    warn_of_coarse_sums(rule, len(experts), device)
     problem = Problem(
         model=model,
         base=None if base is None else paired("_pretrained_", base, "base model"),

@@ -1,5 +1,6 @@
 """Checks of a turn's sums. The host looks at all of them once."""
 
+import logging
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,10 +11,24 @@ from torch import Tensor
 
 from fusion_bench_featcal.next.core.finite import not_finite, read_back
 from fusion_bench_featcal.next.modules.groups import Group
+from fusion_bench_featcal.next.rules.rule import Rule
 from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
 
 DEAD_TASK_RATIO = 1e-6
 """A task whose Gram matrix has less than this share of the median norm would swamp the bias."""
+
+
+def warn_of_coarse_sums(rule: Rule, tasks: int, device: torch.device) -> None:
+    """Warn of a device without the precision that a rule needs."""
+    if rule.dtype(tasks, device) != rule.dtype(tasks, torch.device("cpu")):
+        log.warning(
+            "%s, which has no float64, is too coarse for method.ridge_lambda: rounding of the sums "
+            "moves the update by about 1 %%. Calibrate on a CPU or CUDA device, or raise "
+            "method.ridge_lambda to 0.01",
+            device.type,
+        )
 
 
 class Checks:
