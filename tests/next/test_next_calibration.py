@@ -1,18 +1,23 @@
 """The smaller loop gives what an independent slow calibration gives, for both rules."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from calibrations import EXACT, PAPER, assert_same, run_slow, samples_in, settings_of
+from calibrations import EXACT, PAPER, assert_same, cast, run_slow, samples_in, settings_of
 from next_oracle import calibrated_plus
 from oracle import Knobs
 from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
+from torch import nn
+from tricky_models import plain, stack_suite
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.next.calibration import calibrate
+from fusion_bench_featcal.next.core.moments import Moments
 from fusion_bench_featcal.next.rules.paper import Paper
 from fusion_bench_featcal.next.rules.plus import Plus
+from fusion_bench_featcal.next.rules.rule import Linear
 
 SUITES = {
     "clip": clip_suite,
@@ -31,7 +36,8 @@ KNOBS = {
 
 def run(suite: Suite, rule: Any, **more: Any) -> Any:
     settings = settings_of(Knobs(), suite, family=suite.family, **more)
-    return calibrate(suite.merged, suite.base, suite.experts, suite.inputs, settings, rule)
+    inputs = cast(suite.inputs, next(suite.merged.parameters()).dtype)
+    return calibrate(suite.merged, suite.base, suite.experts, inputs, settings, rule)
 
 
 @pytest.mark.parametrize("knobs", KNOBS.values(), ids=list(KNOBS))
@@ -100,3 +106,47 @@ def test_a_dead_task_and_a_singular_system_are_named():
     with pytest.raises(CalibrationError, match=r"module .*singular.*method.ridge_lambda \(now 0"):
         run(suite, Paper(ridge_lambda=0.0, eps=0.0), samples_per_task=1)
     assert samples_in(suite) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_direction_that_no_sample_has_is_not_solved_silently(seed: int, dtype: torch.dtype):
+    suite = stack_suite(plain, sizes=(30, 30), seed=seed)
+    direction = nn.functional.normalize(torch.ones(4, dtype=torch.float64), dim=0)
+    for model in (suite.merged, suite.base, *suite.experts.values()):
+        embed: Any = model.get_submodule("embed")
+        with torch.no_grad():
+            for parameter in (embed.weight, embed.bias):
+                parameter -= torch.einsum("i,j,j...->i...", direction, direction, parameter)
+    rule = Paper(ridge_lambda=0.0, eps=0.0)
+    with pytest.raises(CalibrationError, match=r"layers\.0.*singular.*method\.ridge_lambda"):
+        run(suite.to(dtype), rule)
+
+
+@pytest.mark.parametrize("rule", [Paper(ridge_lambda=0.05), Plus()], ids=["paper", "plus"])
+def test_biases_make_up_for_the_rounding_of_weights(rule: Any):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    group: Any = SimpleNamespace(
+        kind="linear", has_few_outputs=True, biased=True, dtype=torch.bfloat16
+    )
+    merged, expert = (Linear(draw(1, 3, 5), draw(1, 3)) for _ in range(2))
+    sums = rule.sums(group, merged, None)
+    rows = Moments.zeros(rule.folds, 1, 5, 3, merged.weight)
+    for fold in range(rule.folds):
+        rows.add(fold, draw(40, 5) + 1, draw(40, 3))
+    rows = rows.mirrored()
+    sums.add(rows, expert)
+    solved = sums.solve().linear
+    assert torch.equal(solved.weight, solved.weight.bfloat16().double())
+    whole, drift = rows.total(), getattr(rule, "mix_alpha", 1.0)
+    x, y = whole.x[0, 0] / whole.count[0, 0], drift * whole.y[0, 0] / whole.count[0, 0]
+    target = expert.weight[0] @ x + y + expert.bias[0]
+    weight = whole.task_weights(1e-8)[0]
+    free = target - solved.weight[0] @ x
+    pull = getattr(rule, "ridge_lambda", 0.0)
+    wanted = (weight * free + pull * merged.bias[0]) / (weight + pull)
+    torch.testing.assert_close(solved.bias[0], wanted)

@@ -24,6 +24,7 @@ class Group:
         biased: Whether they have biases.
         inputs: Number of inputs of one map.
         outputs: Number of outputs of each module, of one map if it has several.
+        dtype: Dtype in which their parameters are stored.
     """
 
     sites: tuple[Site, ...]
@@ -31,6 +32,7 @@ class Group:
     biased: bool
     inputs: int
     outputs: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def name(self) -> str:
@@ -143,6 +145,7 @@ def find_groups(
             biased=same_input[0].has_bias,
             inputs=_shape(model, same_input[0])[1],
             outputs=tuple(_shape(model, site)[0] for site in same_input),
+            dtype=_dtype(model, same_input[0]),
         )
         for same_input in members.values()
     ]
@@ -157,6 +160,12 @@ def _shape(model: nn.Module, site: Site) -> tuple[int, int]:
         return 1, len(weight)
     _, outputs, inputs = by_map(site, weight).shape
     return outputs, inputs
+
+
+def _dtype(model: nn.Module, site: Site) -> torch.dtype:
+    if site.kind == "batch_norm":
+        return model.get_buffer(f"{site.name}.running_mean").dtype
+    return model.get_parameter(site.weight_name).dtype
 
 
 def normalised(module: Any, site: Site, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from fusion_bench_featcal.next.core.moments import Moments
 from fusion_bench_featcal.next.core.solve import SINGLE_RIDGE, solve_ridge
 from fusion_bench_featcal.next.modules.groups import Group
 from fusion_bench_featcal.next.rules.norms import NormSums
-from fusion_bench_featcal.next.rules.rule import GroupSums, Linear, Solved, anchor_of
+from fusion_bench_featcal.next.rules.rule import GroupSums, Linear, Solved, anchor_of, stored
 
 MAX_ROUNDING = 1e-3
 """Largest accepted float32 rounding of the normal equations, relative to lambda."""
@@ -89,7 +89,8 @@ class PaperSums:
         maps, outputs, inputs = anchor.weight.shape
         self._rows = Moments.zeros(1, maps, inputs, outputs, anchor.weight)
         self._drift: Tensor | None = None
-        self._rounding = 0.0
+        self._dtype = group.dtype
+        self._rounding = rounding_of(group.dtype)
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
@@ -125,10 +126,11 @@ class PaperSums:
             self._rows.gram[0], right, rule.ridge_lambda + rule.eps, rounding=self._rounding
         )
         wide = solve_dtype(right.device)
-        step, x = solution.step.to(wide), self._rows.x[0].to(wide)
+        weight = stored(anchor.weight.to(wide) + solution.step.to(wide), self._dtype)
+        step, x = weight - anchor.weight.to(wide), self._rows.x[0].to(wide)
         shift = self._rows.y[0].to(wide) - (step @ x[..., None])[..., 0]
         shift = shift / (self._rows.count[0].to(wide) + rule.ridge_lambda)[:, None]
-        solved = Linear(anchor.weight.to(wide) + step, anchor.bias.to(wide) + shift)
+        solved = Linear(weight, anchor.bias.to(wide) + shift)
         return Solved(solved, solution.residual, solution.condition)
 
     def _add_anchor(self) -> None:
@@ -136,6 +138,15 @@ class PaperSums:
         if self._drift is not None:
             self._rows.cross[0].add_(product(self._anchor.weight, self._drift))
             self._drift = None
+
+
+def rounding_of(features: torch.dtype) -> float:
+    """Return the rounding of features in a Gram matrix, relative to its diagonal.
+
+    Float32 features fill a direction that they lack with the square of their rounding, which float64
+    sums resolve. Half-precision features are taken as the numbers they are.
+    """
+    return 0.0 if features.itemsize < 4 else torch.finfo(features).eps ** 2
 
 
 def product(weight: Tensor, moment: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from fusion_bench_featcal.next.core.moments import Moments
 from fusion_bench_featcal.next.core.ridge import NO_CHANGE, choose_ridge
 from fusion_bench_featcal.next.core.solve import solve_ridge
 from fusion_bench_featcal.next.modules.groups import Group
-from fusion_bench_featcal.next.rules.rule import GroupSums, Linear, Solved
+from fusion_bench_featcal.next.rules.rule import GroupSums, Linear, Solved, stored
 
 EPS = 1e-8
 """Least norm of a Gram matrix."""
@@ -72,7 +72,7 @@ class PlusSums:
     def __init__(self, rule: Plus, group: Group, merged: Linear, base: Linear | None) -> None:
         """Start with no task."""
         self._rule, self._merged, self._base = rule, merged, base
-        self._few_outputs = group.has_few_outputs
+        self._few_outputs, self._dtype = group.has_few_outputs, group.dtype
         self._biased = group.biased and rule.calibrate_bias
         maps, outputs, inputs = merged.weight.shape
         self._probes = probes_of(merged.weight)
@@ -141,10 +141,11 @@ class PlusSums:
             rounding = torch.finfo(gram.dtype).eps
             solution = solve_ridge(gram, right, ridge, rounding=rounding)
             step, residual, condition = solution.step, solution.residual, solution.condition
-        step = step.to(wide)
-        shift = means.y[0].to(wide) - (step @ means.x[0].to(wide)[..., None])[..., 0]
         merged = self._merged.to(wide)
-        solved = Linear(merged.weight + step, merged.bias + shift)
+        weight = stored(merged.weight + step.to(wide), self._dtype)
+        step = weight - merged.weight
+        shift = means.y[0].to(wide) - (step @ means.x[0].to(wide)[..., None])[..., 0]
+        solved = Linear(weight, merged.bias + shift)
         return Solved(solved, residual, condition, {"ridge": ridge})
 
 

@@ -30,6 +30,11 @@ class Linear(NamedTuple):
         return Linear(self.weight.to(dtype), self.bias.to(dtype))
 
 
+def stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight as it will be stored: biases make up for what its rounding does to means."""
+    return weight.to(dtype).to(weight.dtype)
+
+
 @dataclass(frozen=True)
 class Solved:
     """New parameters of a group, and figures for the log.
