@@ -143,8 +143,8 @@ class PaperSums:
 def rounding_of(features: torch.dtype) -> float:
     """Return the rounding of features in a Gram matrix, relative to its diagonal.
 
-    Float32 features fill a direction that they lack with the square of their rounding, which float64
-    sums resolve. Half-precision features are taken as the numbers they are.
+    Float32 features fill a direction that they lack with the square of their rounding, which
+    float64 sums resolve. Half-precision features are taken as the numbers they are.
     """
     return 0.0 if features.itemsize < 4 else torch.finfo(features).eps ** 2
 
