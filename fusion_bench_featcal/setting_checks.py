@@ -138,6 +138,16 @@ def problems_of(settings: Any, checks: Mapping[str, Check]) -> list[str]:
     ]
 
 
+def check_fields(settings: Any, checks: Mapping[str, Check]) -> None:
+    """Refuse a method's settings that have values which they do not accept.
+
+    Raises:
+        ValueError: Naming each of them.
+    """
+    if problems := problems_of(settings, checks):
+        raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+
+
 POSITIVE: Check = ("a finite number > 0", lambda value: is_number(value) and value > 0)
 SHARE: Check = ("a number in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1)
 BOOLEAN: Check = ("true or false", lambda value: isinstance(value, bool))

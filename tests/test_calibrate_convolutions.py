@@ -308,11 +308,12 @@ def test_rows_of_patches_have_no_sensitivity():
         plus(net_suite(), row_weights="sensitivity")
 
 
-def test_regmean_refuses_groups_by_name():
+def test_regmean_of_equal_experts_with_groups_is_that_expert():
     suite = net_suite()
     settings = FeatCalSettings(samples_per_task=8, family=suite.family)
-    with pytest.raises(CalibrationError, match=r"deep is a convolution with 8 groups.*modules"):
-        merge_blockwise(suite.base, suite.experts, suite.inputs, settings, REGMEAN)
+    expert = next(iter(suite.experts.values()))
+    experts = dict.fromkeys(suite.experts, expert)
+    assert_same(merge_blockwise(suite.base, experts, suite.inputs, settings, REGMEAN), expert)
 
 
 def test_a_batch_norm_that_runs_twice_is_refused_by_name():

@@ -215,9 +215,7 @@ def test_finished_blocks_are_taken_up_again(tmp_path: Path):
 def test_least_squares_leaves_experts_at_their_mean():
     suite = mixtral()
     settings = settings_of(PAPER, suite)
-    found = merge_blockwise(
-        suite.base, suite.experts, suite.inputs, settings, REGMEAN, progress=False
-    )
+    found = merge_blockwise(suite.base, suite.experts, suite.inputs, settings, REGMEAN)
     mixture = find_mixture(suite.base, BLOCKS[0])
     first, second = (matrix(expert, mixture, 1, "up") for expert in suite.experts.values())
     torch.testing.assert_close(matrix(found, mixture, 1, "up"), (first + second) / 2)

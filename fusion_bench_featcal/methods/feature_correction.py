@@ -26,7 +26,7 @@ from fusion_bench_featcal.methods.projection import (
     to_unit_norm,
 )
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
-from fusion_bench_featcal.setting_checks import Check, integer, nullable, one_of, problems_of
+from fusion_bench_featcal.setting_checks import Check, check_fields, integer, nullable, one_of
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -106,8 +106,7 @@ class FeatureCorrection:
         refuse_unknown_settings(keys, self._config_mapping, owner=self.name)
         for name, value in keys.items():
             setattr(self, name, plain(value))
-        if problems := problems_of(self, self.checks):
-            raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+        check_fields(self, self.checks)
         self.losses: dict[str, list[float]] = {}  # of every update of the last `post_merge`
 
     @property

@@ -18,7 +18,7 @@ from fusion_bench_featcal.methods.blockwise import (
     merge_blockwise,
 )
 from fusion_bench_featcal.methods.interface import MethodInputs
-from fusion_bench_featcal.methods.prodistill import ProDistilling
+from fusion_bench_featcal.methods.prodistill import ProDistilling, merge_by_training
 from fusion_bench_featcal.settings import FeatCalSettings
 
 MERGER_SETTINGS = (
@@ -41,7 +41,8 @@ class Merger:
     """
 
     name: ClassVar[str]
-    choices: ClassVar[Any]  # a `BlockMethod`
+    choices: ClassVar[Any]  # a rule
+    merge_models: ClassVar[Any] = staticmethod(merge_blockwise)
     options: ClassVar[tuple[str, ...]] = ()
     _config_mapping: ClassVar[dict[str, str]]
 
@@ -64,7 +65,7 @@ class Merger:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, defaults included."""
-        values = asdict(self._choices) | self._settings.as_dict()
+        values = self._settings.as_dict() | asdict(self._choices)
         return {name: values[name] for name in self._config_mapping}
 
     def check(self, inputs: MethodInputs) -> None:
@@ -83,7 +84,7 @@ class Merger:
             CalibrationError: If models or data are missing, or the merging cannot go on.
         """
         batches = inputs.batches(self._settings)
-        return merge_blockwise(
+        return type(self).merge_models(
             load_pool_model(inputs.modelpool, BASE_MODEL),
             inputs.experts(self._settings),
             batches,
@@ -119,6 +120,7 @@ class ProDistill(Merger):
 
     name = "prodistill"
     choices = ProDistilling()
+    merge_models = staticmethod(merge_by_training)
     options = ("coefficient", "learning_rate", "epochs", "batches_per_step")
 
 

@@ -1,116 +1,113 @@
 """Least-squares means of the layers outside a model's blocks, from one pass of every expert."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from fusion_bench_featcal.core.moments import moment_dtype
-from fusion_bench_featcal.engine.problem import Problem, is_language_model
-from fusion_bench_featcal.engine.samples import Batch, to_device
+from fusion_bench_featcal.core.float32_products import exact_products
+from fusion_bench_featcal.experts import ExpertModel
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import call_model
-from fusion_bench_featcal.methods.least_squares import GainMean, LinearMean
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.next.modules.groups import Group, find_groups
+from fusion_bench_featcal.next.modules.hooks import record
+from fusion_bench_featcal.next.modules.models import device_of, head_of
+from fusion_bench_featcal.next.modules.sites import site_of
+from fusion_bench_featcal.next.rules.rule import GroupSums, Rule
+from fusion_bench_featcal.next.streams.batch import Batch
+from fusion_bench_featcal.next.streams.inputs import to_device
+from fusion_bench_featcal.next.streams.samples import take
+from fusion_bench_featcal.next.streams.task_rows import AffineRows, LinearRows
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
 def load_outside(
-    problem: Problem,
+    model: nn.Module,
     base: nn.Module,
-    samples: Mapping[str, Iterable[Batch]],
-    make_linear: Callable[[Tensor], LinearMean],
-    make_gain: Callable[[Tensor], GainMean],
+    experts: Mapping[str, ExpertModel],
+    batches: Mapping[str, Iterable[Any]],
+    settings: FeatCalSettings,
+    rule: Rule,
 ) -> None:
     """Solve the model's linear layers, convolutions and LayerNorms outside the blocks.
 
-    Their inputs are those in a whole pass of each expert over its own samples. Everything else
-    outside the blocks (biases, shifts, embeddings) is left as it is.
+    Their inputs are those in a whole pass of each expert over its samples. Everything else outside
+    the blocks (biases, shifts, embeddings) stays as it is.
 
     Args:
-        problem: The problem, whose model gets the solutions.
+        model: The model, which gets the solutions.
         base: The base model.
-        samples: By task.
-        make_linear: Makes the running sums of a weight `[m, d]`, given the base's.
-        make_gain: Makes those of a gain `[d]`.
+        experts: The experts by task.
+        batches: Each task's model inputs.
+        settings: `samples_per_task` and `family` are used.
+        rule: Makes the sums of a layer.
 
     Raises:
         CalibrationError: If the model is a language model.
     """
-    if is_language_model(problem.model):
+    if head_of(model) is not None:
         raise CalibrationError(
             "method.outside=true solves the layers around an image model's blocks; a language "
             "model's embedding and head are no such layers. Set method.outside=false"
         )
-    layers = dict(_outside(problem))
-    means: dict[str, Any] = {}
-    for name, layer in layers.items():
-        start = base.get_submodule(name).get_parameter("weight").detach().to(problem.device)
-        make = make_gain if isinstance(layer, nn.LayerNorm) else make_linear
-        means[name] = make(start.flatten(1) if start.ndim > 1 else start)
-    for task, expert in problem.experts.items():
-        with expert.loaded(problem.model.state_dict()) as module:
-            sums = _inputs_of(module, layers, samples[task], problem.device)
-            for name, moment in sums.items():
-                weight = module.get_submodule(name).get_parameter("weight").detach()
-                means[name].add(moment, weight.flatten(1) if weight.ndim > 1 else weight)
-    for name, mean in means.items():
-        solved = mean.solve()
-        weight = problem.model.get_submodule(name).get_parameter("weight").data
-        weight.copy_((solved if isinstance(solved, Tensor) else solved[0]).view_as(weight))
+    device, dtype = device_of(model), rule.dtype(len(experts), device_of(model))
+    samples = {task: take(task, batches[task], settings, model) for task in experts}
+    groups = _groups_outside(model, settings, next(iter(samples.values()))[0])
+
+    def started(group: Group) -> GroupSums:
+        start = group.linear(lambda name: base.get_parameter(name).to(device), dtype)
+        return rule.sums(group, group.linear(model.get_parameter, dtype), start)
+
+    sums = {group: started(group) for group in groups}
+    for task, expert in experts.items():
+        with expert.loaded(model.state_dict()) as module, exact_products():
+            rows = {group: _rows_of(group, module, rule, dtype) for group in groups}
+            for batch in samples[task]:
+                inputs = _inputs_of(module, groups, batch)
+                for group, task_rows in rows.items():
+                    task_rows.add(batch, inputs[group.name])
+            for group, task_rows in rows.items():
+                sums[group].add(task_rows.finished(), task_rows.expert)
+    for group, group_sums in sums.items():
+        for name, value in group.updates(group_sums.solve().linear, biases=False).items():
+            model.get_parameter(name).data.copy_(value)
 
 
-def _outside(problem: Problem) -> Iterator[tuple[str, nn.Module]]:
-    """Layers with a weight of their own outside the blocks, by name."""
-    blocks = tuple(block for stage in problem.stages for block in stage)
-    every = list(problem.model.named_parameters(remove_duplicate=False))
-    for name, module in problem.model.named_modules():
-        weight = getattr(module, "weight", None)
-        inside = any(f"{name}.".startswith(f"{block}.") for block in blocks)
-        if inside or weight is None or sum(other is weight for _, other in every) > 1:
-            continue
-        plain = not isinstance(module, nn.Conv2d) or (
-            module.groups == 1 and not isinstance(module.padding, str)
-        )
-        if isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm) and plain:
-            yield name, module
+def _rows_of(
+    group: Group, expert: nn.Module, rule: Rule, dtype: torch.dtype
+) -> AffineRows | LinearRows:
+    if group.kind == "norm":
+        return AffineRows(group, expert, expert, dtype)
+    return LinearRows(group, expert, rule, dtype)
+
+
+def _groups_outside(model: nn.Module, settings: FeatCalSettings, first: Batch) -> list[Group]:
+    """Return the layers with a weight of their own outside the blocks, as far as they run."""
+    family = resolve_family(settings.family, model)
+    stages = family.stages(family.view.shown(model))
+    blocks = tuple(f"{block}." for stage in stages for block in stage)
+    counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    sites = [
+        site
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(blocks)
+        and isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm)
+        and counts[id(module.weight)] == 1
+        and (site := site_of(name, module)) is not None
+    ]
+    inputs = to_device(first.inputs, device_of(model))
+    model.eval()
+    recorded = record(model, [s.name for s in sites], partial(call_model, model, inputs))
+    sites = [site for site in sites if site.name in recorded.inputs]
+    return find_groups(model, "outside the blocks", sites, recorded, lambda _: None)
 
 
 def _inputs_of(
-    expert: nn.Module,
-    layers: Iterable[str],
-    samples: Iterable[Batch],
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """By layer the mean of `x x'` over its inputs `[d, d]`; of a LayerNorm that of `z^2` `[d]`."""
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
-
-    def add(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        rows = _rows(module, args[0])
-        rows = rows.to(moment_dtype(rows.dtype))
-        moment = rows.square().sum(0) if isinstance(module, nn.LayerNorm) else rows.T @ rows
-        sums[name] = sums[name] + moment if name in sums else moment
-        counts[name] = counts.get(name, 0) + len(rows)
-
-    with ExitStack() as hooks:
-        for name in layers:
-            module = expert.get_submodule(name)
-            handle = module.register_forward_pre_hook(partial(add, name))
-            hooks.callback(handle.remove)
-        for batch in samples:
-            call_model(expert, to_device(batch.inputs, device))
-    return {name: moment / counts[name] for name, moment in sums.items()}
-
-
-def _rows(module: nn.Module, x: Tensor) -> Tensor:
-    """Rows that a layer multiplies by its weight, `[rows, d]`."""
-    if isinstance(module, nn.Conv2d):
-        padding: Any = module.padding
-        patches = functional.unfold(x, module.kernel_size, module.dilation, padding, module.stride)
-        return patches.transpose(1, 2).flatten(0, 1)
-    if isinstance(module, nn.LayerNorm):
-        x = functional.layer_norm(x, module.normalized_shape, eps=module.eps)
-    return x.flatten(0, -2)
+    expert: nn.Module, groups: Sequence[Group], batch: Batch
+) -> Mapping[str, list[Tensor]]:
+    inputs = to_device(batch.inputs, device_of(expert))
+    names = [group.name for group in groups]
+    return record(expert, names, partial(call_model, expert, inputs)).inputs

@@ -8,30 +8,32 @@ given its own features. Parameters outside the blocks keep the coefficient 0.3.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from fusion_bench_featcal.core.moments import moment_dtype
-from fusion_bench_featcal.engine.problem import Problem
-from fusion_bench_featcal.engine.recording import Recorder, Recording
-from fusion_bench_featcal.engine.rows import CountedRows, rows_of
-from fusion_bench_featcal.engine.rules import Rule, Streams, Turn
-from fusion_bench_featcal.engine.samples import Batch
-from fusion_bench_featcal.experts import names_under
+from fusion_bench_featcal.experts import ExpertSource, names_under
+from fusion_bench_featcal.methods.blockwise import BlockStep, merge_blockwise
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
-from fusion_bench_featcal.setting_checks import POSITIVE, Check, integer, is_number, problems_of
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.next.calibration import Autocast
+from fusion_bench_featcal.next.modules.groups import Group
+from fusion_bench_featcal.next.rules.merging import MergingRule
+from fusion_bench_featcal.next.rules.rule import GroupSums, Linear
+from fusion_bench_featcal.next.streams.batch import Batch
+from fusion_bench_featcal.next.streams.rows import CountedRows, rows_of
+from fusion_bench_featcal.next.streams.streams import Streams
+from fusion_bench_featcal.setting_checks import POSITIVE, Check, check_fields, integer, is_number
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProDistilling:
+class ProDistilling(MergingRule):
     """Settings of ProDistill; the defaults are its authors' for images.
 
     Attributes:
@@ -55,32 +57,41 @@ class ProDistilling:
     }
 
     def __post_init__(self) -> None:
-        if problems := problems_of(self, self.checks):
-            raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+        check_fields(self, self.checks)
 
-    @property
-    def weighs_gains(self) -> bool:
-        """No: every parameter of a block is trained."""
-        return False
+    def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
+        """Solve nothing: every parameter of a block is trained."""
+        return []
 
-    def start(self, problem: Problem, base: nn.Module, samples: Any) -> None:
-        """Give the model the first coefficient everywhere (task arithmetic)."""
-        for name, tensor in problem.model.state_dict().items():
-            if tensor.is_floating_point():
-                wide = moment_dtype(tensor.dtype)
-                start = tensor.to(wide)
-                steps = (
-                    expert.tensor(name).to(wide) - start for expert in problem.experts.values()
-                )
-                tensor.copy_(start + self.coefficient * sum(steps))
+    def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
+        """Refuse: no turn has a group."""
+        raise NotImplementedError
 
-    def rule(self, problem: Problem, base: nn.Module) -> "ProDistillRule":
-        """The rule of the block loop."""
-        return ProDistillRule(problem, self, base)
+    def start_scale(self, tasks: int) -> float:
+        """Return that of task arithmetic with the first coefficient."""
+        return self.coefficient * tasks
+
+
+def merge_by_training(
+    base: nn.Module,
+    experts: Mapping[str, nn.Module | ExpertSource],
+    batches: Mapping[str, Iterable[Any]],
+    settings: FeatCalSettings,
+    method: ProDistilling,
+    *,
+    device: torch.device | str | None = None,
+    autocast: Autocast | None = None,
+) -> nn.Module:
+    """Merge experts by ProDistill. Arguments, result and errors are those of `merge_blockwise`."""
+    training = partial(Training, base=base, method=method, seed=settings.seed)
+    models = base, experts, batches
+    return merge_blockwise(
+        *models, settings, method, device=device, autocast=autocast, streams_type=training
+    )
 
 
 @dataclass(frozen=True)
-class BlockLesson:
+class Lesson:
     """Input of a block in the trained model, and output of the sample's expert on its own."""
 
     call: Any
@@ -88,157 +99,99 @@ class BlockLesson:
     rows: CountedRows | None
 
 
-class TaskLessons(list[BlockLesson]):
-    """The lessons of one task at one block, collected while its samples pass by."""
+@dataclass(frozen=True)
+class Training(Streams):
+    """Streams that train each block before its samples pass on.
 
-    def add(self, *_: Any) -> None:
-        """Sum nothing: the rule has added the lesson."""
+    Attributes:
+        base: The base model.
+        method: The settings.
+        seed: Seeds the order of the samples.
+    """
 
-    def check(self) -> None:
-        """Accept anything: training finds what is not finite."""
+    base: nn.Module = field(default_factory=nn.Module)
+    method: ProDistilling = field(default_factory=ProDistilling)
+    seed: int = 0
 
+    @property
+    def runs_experts(self) -> bool:
+        """Return True: their outputs are the targets."""
+        return True
 
-class ProDistillRule(Rule):
-    """Runs model and experts on their own features, and trains each block."""
-
-    runs_model = runs_experts = True
-    shows_drift_before = False
-
-    def __init__(self, problem: Problem, method: ProDistilling, base: nn.Module) -> None:
-        self._problem, self._method, self._base = problem, method, base
-        self._recorder = Recorder()
-        self._lessons = TaskLessons()
-
-    def visits(self, block: str) -> dict[str, list[str]]:
-        """All that running the block needs."""
-        return {block: self._problem.tensors_of(block)}
-
-    def turns(self, block: str, streams: Streams) -> list[Turn]:
-        """One."""
-        return [Turn(block, block, self.visits(block)[block])]
-
-    def opened(self, task: str, names: Sequence[str]) -> Any:
-        """The expert with its block."""
-        return self._problem.experts[task].loaded(names)
-
-    def task_sums(self, task: str, turn: Turn, expert: nn.Module) -> TaskLessons:
-        """No lesson yet."""
-        self._lessons = TaskLessons()
-        return self._lessons
-
-    def record(self, turn: Turn, expert: nn.Module, batch: Batch) -> tuple[Recording, None]:
-        """Run the expert's block, and note the lesson; the model's runs in training."""
-        call = batch.cal
-        hidden = self.follow(turn.block, expert, batch).hidden
-        assert hidden is not None  # the pass ran to its end
-        self._lessons.append(BlockLesson(call, rows_of(hidden, batch.valid), batch.valid))
-        return Recording(output=(hidden, None)), None  # of which rows are counted
-
-    def follow(self, block: str, expert: nn.Module, batch: Batch) -> Recording:
-        """Run the expert's block on the expert's features."""
-        recording = self._recorder.record(
-            expert, [], lambda: self._problem.step(expert, block, batch.exp)
-        )
-        batch.exp = recording.following
-        return recording
-
-    def block_sums(self, turn: Turn) -> "BlockTraining":
-        """The block's training, which takes the tasks one by one."""
-        return BlockTraining(self._problem, self._method, self._base, turn.block)
-
-
-class _Step(nn.Module):
-    """One block of a model as a module of its own, whose parameters may be replaced in a call."""
-
-    def __init__(self, problem: Problem, block: str) -> None:
-        super().__init__()
-        self.model = problem.model
-        self._step = lambda call: problem.step(problem.model, block, call)[0]
-
-    def forward(self, call: Any) -> Tensor:
-        return self._step(call)
-
-
-class BlockTraining:
-    """Coefficients of one block's task vectors, and the lessons that they are trained by."""
-
-    def __init__(
-        self, problem: Problem, method: ProDistilling, base: nn.Module, block: str
+    def follow(
+        self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
     ) -> None:
-        """Start with no task."""
-        self._problem, self._method, self._block = problem, method, block
-        model = dict(problem.model.named_parameters())
-        self._start = {
-            name: base.get_parameter(name).detach().to(problem.device).to(_wide(model[name]))
-            for name in names_under(model, [block])
-        }
-        self._vectors: dict[str, list[Tensor]] = {name: [] for name in self._start}
-        self._lessons: list[BlockLesson] = []
+        """Run a batch through the expert's block and note its output."""
+        batch.expert_hidden, batch.exp = self.runner.step(expert, block, batch.exp)
 
-    def add(self, sums: TaskLessons, expert: nn.Module) -> None:
-        """Take a task: its lessons, and the expert's task vector in this block."""
-        for name, start in self._start.items():
-            own = expert.get_parameter(name).detach().to(start)
-            self._vectors[name].append(own - start)
-        self._lessons += sums
+    def advance(self, block: str) -> None:
+        """Train a block and run all batches through it."""
+        lessons = []
+        for batch in (batch for task in self.tasks for batch in self.visits(task)):
+            counted = batch.rows.counted
+            assert batch.expert_hidden is not None  # as `follow` noted it
+            lessons.append(Lesson(batch.cal, rows_of(batch.expert_hidden, counted), counted))
+        tensors = self.model.state_dict()
+        for name, value in self._trained(block, lessons).items():
+            tensors[name].copy_(value)
+        super().advance(block)
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
     @torch.enable_grad()
-    def solve(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Train, and return the new parameters; nothing is logged of them.
+    def _trained(self, block: str, lessons: Sequence[Lesson]) -> dict[str, Tensor]:
+        """Train the coefficients of a block; its parameters.
 
         Raises:
             CalibrationError: If the training diverges, naming the setting.
         """
-        method = self._method
-        vectors = {name: torch.stack(parts) for name, parts in self._vectors.items()}
+        starts, vectors = self._task_vectors(block)
         coefficients = {
-            name: torch.full_like(stacked, method.coefficient).requires_grad_()
+            name: torch.full_like(stacked, self.method.coefficient).requires_grad_()
             for name, stacked in vectors.items()
         }
-        optimizer = torch.optim.Adam(coefficients.values(), lr=method.learning_rate)
-        run, losses = _Step(self._problem, self._block), []
-        for chosen in self._drawn():
+
+        def mixed() -> dict[str, Tensor]:
+            return {n: starts[n] + (coefficients[n] * vectors[n]).sum(0) for n in starts}
+
+        optimizer = torch.optim.Adam(coefficients.values(), lr=self.method.learning_rate)
+        step, losses = BlockStep(self.runner, self.model, block), []
+        for chosen in self._drawn(block, lessons):
             optimizer.zero_grad()
-            parameters = self._mixed(vectors, coefficients)
-            loss = torch.stack([_loss(run, parameters, lesson) for lesson in chosen]).sum()
+            parameters = mixed()
+            loss = torch.stack([_loss(step, parameters, lesson) for lesson in chosen]).sum()
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        found = {name: value.detach() for name, value in self._mixed(vectors, coefficients).items()}
-        if not all(bool(torch.isfinite(value).all()) for value in found.values()):
+        trained = {name: value.detach() for name, value in mixed().items()}
+        if not all(bool(torch.isfinite(value).all()) for value in trained.values()):
             raise CalibrationError(
-                f"block {self._block}: ProDistill diverged, its weights are not finite. Lower "
-                f"method.learning_rate (now {method.learning_rate})"
+                f"block {block}: ProDistill diverged, its weights are not finite. Lower "
+                f"method.learning_rate (now {self.method.learning_rate})"
             )
-        log.info("%s: loss %.4g, at the end %.4g", self._block, losses[0], losses[-1])
-        return found, []
+        log.info("%s: loss %.4g, at the end %.4g", block, losses[0], losses[-1])
+        return trained
 
-    def _drawn(self) -> Iterator[list[BlockLesson]]:
-        """Lessons of each update, of all tasks in random order."""
-        method, number = self._method, len(self._lessons)
-        steps = method.epochs * -(-number // method.batches_per_step)
-        generator = task_generator(self._problem.settings.seed, self._block, "batches")
-        for positions in shuffled_batches(number, method.batches_per_step, steps, generator):
-            yield [self._lessons[int(position)] for position in positions]
+    def _task_vectors(self, block: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the base's parameters of a block, and the experts' steps from them, `[i, ...]`."""
+        base = dict(self.runner.family.view.shown(self.base).named_parameters())
+        starts, vectors = {}, {}
+        for name in names_under(dict(self.model.named_parameters()), [block]):
+            start = base[name].detach().to(self.runner.device)
+            starts[name] = start = start.to(torch.promote_types(start.dtype, torch.float32))
+            experts = [expert.tensor(name).to(start) for expert in self.experts.values()]
+            vectors[name] = torch.stack(experts) - start
+        return starts, vectors
 
-    def _mixed(
-        self, vectors: Mapping[str, Tensor], coefficients: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Parameters with the coefficients of now."""
-        return {
-            name: start + (coefficients[name] * vectors[name]).sum(0)
-            for name, start in self._start.items()
-        }
-
-
-def _wide(parameter: Tensor) -> torch.dtype:
-    return moment_dtype(parameter.dtype)
+    def _drawn(self, block: str, lessons: Sequence[Lesson]) -> Iterator[list[Lesson]]:
+        """Yield the lessons of each update, of all tasks in random order."""
+        size = self.method.batches_per_step
+        steps = self.method.epochs * -(-len(lessons) // size)
+        generator = task_generator(self.seed, block, "batches")
+        for positions in shuffled_batches(len(lessons), size, steps, generator):
+            yield [lessons[int(position)] for position in positions]
 
 
-def _loss(run: _Step, parameters: Mapping[str, Tensor], lesson: BlockLesson) -> Tensor:
-    """Squared distance of the block's output to the expert's, summed over rows."""
-    own = dict(run.model.named_parameters())
-    replaced = {f"model.{name}": value.to(own[name].dtype) for name, value in parameters.items()}
-    hidden = rows_of(functional_call(run, replaced, (lesson.call,)), lesson.rows)
+def _loss(step: BlockStep, parameters: Mapping[str, Tensor], lesson: Lesson) -> Tensor:
+    """Return the squared distance of the block's output to the expert's, summed over rows."""
+    hidden = rows_of(step.run_with(parameters, lesson.call), lesson.rows)
     return (hidden.float() - lesson.target.float()).square().sum()

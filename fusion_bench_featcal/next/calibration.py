@@ -225,6 +225,7 @@ def calibrate(
     *,
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,
+    streams_type: Callable[..., Streams] = Streams,
 ) -> CalibrationResult:
     """Calibrate a merged model by a rule.
 
@@ -237,6 +238,7 @@ def calibrate(
         rule: `Paper(...)` or `Plus(...)`.
         device: Where to compute; None: where the merged model is.
         autocast: Makes the context of forward passes. Statistics are never inside it.
+        streams_type: Makes the streams: `Streams`, or a subclass that runs batches otherwise.
 
     Returns:
         The calibrated model and the log.
@@ -288,7 +290,7 @@ def calibrate(
     first = next(iter(samples.values()))[0].inputs
     rows = rows_named(settings, first)
     runner = Runner(family, stages, device, with_kernel(kernel, autocast or nullcontext), rows)
-    streams = Streams(
+    streams = streams_type(
         samples,
         runner,
         model,

@@ -140,13 +140,9 @@ def test_model_is_left_as_it_was():
 def test_regmean_falls_back_too(caplog: Any):
     suite = net_suite(Remembering())
     settings = FeatCalSettings(samples_per_task=9)
-    found = merge_blockwise(
-        suite.base, suite.experts, suite.inputs, settings, REGMEAN, progress=False
-    )
+    found = merge_blockwise(suite.base, suite.experts, suite.inputs, settings, REGMEAN)
     settings = settings.replace(family=replay(suite))
-    wanted = merge_blockwise(
-        suite.base, suite.experts, suite.inputs, settings, REGMEAN, progress=False
-    )
+    wanted = merge_blockwise(suite.base, suite.experts, suite.inputs, settings, REGMEAN)
     assert "method.family={name: replay" in caplog.text
     assert_identical(found, wanted)
 

@@ -32,7 +32,6 @@ from fusion_bench_featcal.methods.blockwise import (
     LOT,
     REGMEAN,
     REGMEAN_PLUSPLUS,
-    LeastSquares,
     merge_blockwise,
 )
 
@@ -44,10 +43,10 @@ MERGERS = pytest.mark.parametrize(
 PLAIN: dict[str, Any] = {"scale": 1.0, "cutoff": 0.0}
 
 
-def run(merger: LeastSquares, suite: Suite, *, family: Any = None, **options: Any) -> nn.Module:
+def run(merger: Any, suite: Suite, *, family: Any = None, **options: Any) -> nn.Module:
     settings = FeatCalSettings(samples_per_task=samples_in(suite), family=family or replay(suite))
     models = suite.base, suite.experts, suite.inputs
-    return merge_blockwise(*models, settings, replace(merger, **options), progress=False)
+    return merge_blockwise(*models, settings, replace(merger, **options))
 
 
 class Chain(nn.Module):
@@ -135,7 +134,7 @@ def test_agrees_with_fusion_bench(
 
 
 @MERGERS
-def test_padding_does_not_count_and_inputs_are_not_changed(merger: LeastSquares) -> None:
+def test_padding_does_not_count_and_inputs_are_not_changed(merger: Any) -> None:
     suite = gpt2_suite(padded=6)
     before = copy.deepcopy((suite.base, suite.experts))
     assert_same(run(merger, suite), run(merger, gpt2_suite(padded=9)))
@@ -378,19 +377,13 @@ def test_layers_outside_the_blocks_are_solved_where_it_is_asked_for() -> None:
         assert torch.equal(value, without.state_dict()[name]) == (name not in changed), name
 
 
-@pytest.mark.parametrize("options", [{"scale": 1.2}, {"outside": True}])
-def test_regmean_has_no_step_to_scale(options) -> None:
-    with pytest.raises(ValueError, match=r"method\.scale and method\.outside are for .*LOT"):
-        replace(REGMEAN, **options)
-
-
 def test_layers_outside_a_language_model_s_blocks_are_refused() -> None:
     with pytest.raises(CalibrationError, match=r"Set method\.outside=false"):
         run(LOT, t5_suite(), family="auto", outside=True)
 
 
 @MERGERS
-def test_fused_attention_merges_as_its_parts_would(merger: LeastSquares) -> None:
+def test_fused_attention_merges_as_its_parts_would(merger: Any) -> None:
     plain, fused = two_arrangements()
     before = copy.deepcopy(fused.base.state_dict())
     assert_same_towers(run(merger, fused, family="auto"), run(merger, plain, family="auto"))
@@ -405,7 +398,7 @@ def test_anchor_of_fused_attention_is_that_of_its_parts() -> None:
 
 
 @MERGERS
-def test_experts_that_agree_are_what_t5_merges_to(merger: LeastSquares) -> None:
+def test_experts_that_agree_are_what_t5_merges_to(merger: Any) -> None:
     suite = t5_suite()
     suite.experts.update(dict.fromkeys(suite.experts, suite.experts["task_0"]))
     wanted = suite.experts["task_0"].state_dict()
@@ -414,3 +407,11 @@ def test_experts_that_agree_are_what_t5_merges_to(merger: LeastSquares) -> None:
         if merger is not LOT:
             torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
         assert bool(torch.isfinite(value).all())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_tied_embeddings_move_once(scale: float) -> None:
+    suite = t5_suite()
+    found = run(LOT, suite, family="auto", scale=scale).get_parameter("shared.weight")
+    start, mean = (model.get_parameter("shared.weight") for model in (suite.base, mean_of(suite)))
+    torch.testing.assert_close(found, start + scale * (mean - start))

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.methods import ProDistill
-from fusion_bench_featcal.methods.blockwise import merge_blockwise
-from fusion_bench_featcal.methods.prodistill import ProDistilling
+from fusion_bench_featcal.methods.prodistill import ProDistilling, merge_by_training
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
 
 
@@ -103,9 +102,7 @@ def test_prodistill_trains_coefficients_block_by_block() -> None:
     settings = FeatCalSettings(
         family={"name": "replay", "blocks": ["layers.*"]}, calibrate_norm=False
     )
-    found = merge_blockwise(
-        suite.base, suite.experts, suite.inputs, settings, method, progress=False
-    )
+    found = merge_by_training(suite.base, suite.experts, suite.inputs, settings, method)
     known = prodistill_by_hand(suite, method, settings)
     for name, value in known.named_parameters():
         torch.testing.assert_close(found.get_parameter(name), value, rtol=1e-6, atol=1e-8)
@@ -116,7 +113,7 @@ def test_prodistill_comes_nearer_to_the_experts_than_its_start() -> None:
     suite = clip_suite()
     settings = FeatCalSettings()
     models = [
-        merge_blockwise(suite.base, suite.experts, suite.inputs, settings, method, progress=False)
+        merge_by_training(suite.base, suite.experts, suite.inputs, settings, method)
         for method in (ProDistilling(learning_rate=1e-12, epochs=1), ProDistilling(epochs=60))
     ]
     far = [
@@ -133,7 +130,7 @@ def test_prodistill_comes_nearer_to_the_experts_than_its_start() -> None:
 def test_prodistill_that_diverges_names_block_and_setting() -> None:
     suite = clip_suite()
     with pytest.raises(CalibrationError, match=r"layers\.0.*method\.learning_rate"):
-        merge_blockwise(
+        merge_by_training(
             suite.base, suite.experts, suite.inputs, FeatCalSettings(),
-            ProDistilling(learning_rate=1e300, epochs=5), progress=False,
+            ProDistilling(learning_rate=1e300, epochs=5),
         )  # fmt: skip

@@ -158,7 +158,7 @@ def _find_modules(
         if not (direct or isinstance(module, _BatchNorm)):
             continue
         selected = is_selected(name, settings.modules) and name not in routers
-        site = _site(name, module) if selected else None
+        site = site_of(name, module) if selected else None
         if selected and site is None:
             _refuse_matrices(block, name, module, direct)
         is_routed = name.startswith(experts)
@@ -186,7 +186,8 @@ def _mixtures(model: nn.Module, block: str) -> tuple[set[str], tuple[str, ...]]:
     return routers, tuple(experts)
 
 
-def _site(name: str, module: Any) -> Site | None:
+def site_of(name: str, module: Any) -> Site | None:
+    """Return a module as a site, or None if it cannot be calibrated."""
     from transformers.pytorch_utils import Conv1D
 
     if is_linear(module):

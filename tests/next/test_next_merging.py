@@ -1,17 +1,18 @@
-"""Merged weights from sums: known answers, unseen directions, FeatCal's solve as a special case."""
+"""Merged weights from sums: known answers, unseen directions, grouped maps."""
+
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import normal
 from torch import Tensor
 
-from fusion_bench_featcal.core import linear_moments, solve_linear, task_weight
-from fusion_bench_featcal.methods.least_squares import (
-    GainMean,
-    LinearMean,
-    shrink_off_diagonal,
-    solve_seen,
-)
+from fusion_bench_featcal.next.core.least_squares import shrink_off_diagonal, solve_seen
+from fusion_bench_featcal.next.core.moments import Moments
+from fusion_bench_featcal.next.rules.lot import GainSums
+from fusion_bench_featcal.next.rules.norms import NormRows
+from fusion_bench_featcal.next.rules.regmean import LeastSquaresSums
+from fusion_bench_featcal.next.rules.rule import Linear
 
 TASKS = 3
 
@@ -22,11 +23,40 @@ def problem(rows: int = 20, width: int = 5) -> tuple[list[Tensor], list[Tensor],
     return inputs, weights, normal(20, 4, width)
 
 
-def merged(inputs: list[Tensor], weights: list[Tensor], anchor: Tensor) -> tuple[Tensor, int]:
-    mean = LinearMean(anchor)
+def stacked(*weights: Tensor) -> Linear:
+    """Weights of several maps, without biases."""
+    return Linear(torch.stack(weights), weights[0].new_zeros(len(weights), len(weights[0])))
+
+
+def moments_of(*inputs: Tensor) -> Moments:
+    """Sums over the rows of several maps."""
+    sums = Moments.zeros(1, len(inputs), inputs[0].shape[1], 1, inputs[0])
+    sums.add(0, torch.cat(inputs, 1), None)
+    return sums.mirrored()
+
+
+def merged(
+    inputs: list[Tensor], weights: list[Tensor], anchor: Tensor, **options: Any
+) -> tuple[Tensor, int]:
+    sums = LeastSquaresSums(stacked(anchor), **options)
     for x, weight in zip(inputs, weights, strict=True):
-        mean.add(x.T @ x / len(x), weight)
-    return mean.solve()
+        sums.add(moments_of(x), stacked(weight))
+    solved = sums.solve()
+    return solved.linear.weight[0], solved.facts["seen"]
+
+
+def test_maps_of_a_convolution_with_groups_are_solved_one_by_one() -> None:
+    inputs, weights, anchor = problem()
+    other, others, second = ([part.flip(0) for part in inputs], weights[::-1], anchor.flip(1))
+    sums = LeastSquaresSums(stacked(anchor, second), off_diagonal=0.9)
+    for x, y, weight, w in zip(inputs, other, weights, others, strict=True):
+        sums.add(moments_of(x, y), stacked(weight, w))
+    both = sums.solve().linear.weight
+    alone = [
+        merged(inputs, weights, anchor, off_diagonal=0.9)[0],
+        merged(other, others, second, off_diagonal=0.9)[0],
+    ]
+    torch.testing.assert_close(both, torch.stack(alone), rtol=1e-12, atol=1e-12)
 
 
 def test_agrees_with_the_stacked_least_squares_problem() -> None:
@@ -95,22 +125,6 @@ def test_a_known_floor_changes_the_way_but_not_the_result(dead: bool) -> None:
     torch.testing.assert_close(quick, slow, rtol=1e-9, atol=1e-11)
 
 
-def test_is_featcals_solve_with_its_task_weights_and_no_anchor() -> None:
-    """RegMean's choices: features of one side only (alpha 0), no pull, grams not shrunk."""
-    inputs, weights, anchor = problem()
-    names = [str(i) for i in range(TASKS)]
-    moments = {n: linear_moments(x, x) for n, x in zip(names, inputs, strict=True)}
-    theirs = solve_linear(
-        moments, dict(zip(names, weights, strict=True)), anchor,
-        mix_alpha=0.0, ridge_lambda=0.0, eps=0.0,
-    )  # fmt: skip
-    mean = LinearMean(anchor)
-    for name, weight in zip(names, weights, strict=True):
-        m = moments[name]
-        mean.add(m.gram / m.weight * task_weight(m, 0.0), weight)
-    torch.testing.assert_close(mean.solve()[0], theirs.weight, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("kept", [0.0, 0.6, 1.0])
 def test_shrinking_leaves_the_diagonal(kept: float) -> None:
     gram = normal(0, 4, 4)
@@ -125,16 +139,20 @@ def test_shrinking_leaves_the_diagonal(kept: float) -> None:
 def test_diagonal_grams_weigh_each_input_by_its_energy() -> None:
     """RegMean with everything off the diagonal dropped is a weighted mean, column by column."""
     inputs, weights, anchor = problem()
-    mean = LinearMean(anchor)
     energies = [(x * x).mean(0) for x in inputs]
-    for x, weight in zip(inputs, weights, strict=True):
-        mean.add(shrink_off_diagonal(x.T @ x / len(x), 0.0), weight)
     wanted = sum(w * e for w, e in zip(weights, energies, strict=True)) / sum(energies)
-    torch.testing.assert_close(mean.solve()[0], wanted, rtol=1e-9, atol=1e-11)
+    found, _ = merged(inputs, weights, anchor, off_diagonal=0.0)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_gain_is_the_weighted_mean_and_stays_without_energy() -> None:
-    mean = GainMean(torch.tensor([1.0, 5.0], dtype=torch.float64))
-    for energy, gain in (([1.0, 0.0], [2.0, 9.0]), ([3.0, 0.0], [6.0, 8.0])):
-        mean.add(torch.tensor(energy, dtype=torch.float64), torch.tensor(gain, dtype=torch.float64))
-    torch.testing.assert_close(mean.solve(), torch.tensor([5.0, 5.0], dtype=torch.float64))
+    def norm(*gain: float) -> Linear:
+        return stacked(torch.tensor([gain], dtype=torch.float64))
+
+    sums = GainSums(norm(1.0, 5.0), torch.zeros(1, 2), scale=1.0)
+    for energy, gain in ((1.0, (2.0, 9.0)), (3.0, (6.0, 8.0))):
+        rows = NormRows(2, torch.zeros(1, dtype=torch.float64))
+        rows.add(torch.tensor([[energy**0.5, 0.0]], dtype=torch.float64), None)
+        sums.add(rows, norm(*gain))
+    wanted = torch.tensor([5.0, 5.0], dtype=torch.float64)
+    torch.testing.assert_close(sums.solve().linear.weight[0, 0], wanted)
