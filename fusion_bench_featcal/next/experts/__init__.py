@@ -1,0 +1,21 @@
+"""Sources of weights, and experts of which one block at a time is in memory."""
+
+from fusion_bench_featcal.next.experts.expert_model import ExpertModel, hollow_copy, names_under
+from fusion_bench_featcal.next.experts.source import (
+    ExpertSource,
+    InMemoryExpert,
+    SourceView,
+    known_bytes,
+    source_of,
+)
+
+__all__ = [
+    "ExpertModel",
+    "ExpertSource",
+    "InMemoryExpert",
+    "SourceView",
+    "hollow_copy",
+    "known_bytes",
+    "names_under",
+    "source_of",
+]

@@ -1,0 +1,269 @@
+"""Experts that hold one block's weights at a time, paired with the merged model's names."""
+
+import copy
+import difflib
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.core.finite import is_sound
+from fusion_bench_featcal.module_copies import copied_module
+from fusion_bench_featcal.next.experts.source import ExpertSource, known_bytes
+from fusion_bench_featcal.settings import CalibrationError
+
+_ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
+MOST_PINNED = 256 * 2**20
+"""Bytes of the largest tensor that goes to a GPU through pinned memory."""
+
+
+class ExpertModel:
+    """An expert as a runnable copy of the merged model's structure, empty but for what is loaded.
+
+    Parameters live on the meta device until `loaded` brings some in, in the merged model's dtype.
+
+    Attributes:
+        source: Its weights.
+        module: The runnable copy.
+        keys: Name in the merged model's `state_dict` -> name in the source.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: ExpertSource,
+        like: nn.Module,
+        *,
+        role: str = "expert",
+        spared: Container[str] = (),
+    ) -> None:
+        """Pair the expert's tensors with the model's names and check every shape, reading none.
+
+        Args:
+            name: Its name in the model pool (for an expert, the task's), for messages.
+            source: Its weights.
+            like: The merged model, whose structure, dtypes and device the expert takes.
+            role: What messages call it.
+            spared: Names of the merged model's tensors that are not needed: the expert may lack
+                them or have others.
+
+        Raises:
+            CalibrationError: If a tensor is missing or has another shape, naming it.
+        """
+        self.source = source
+        self._label = f"{role} {name!r}"
+        self._setting = f"modelpool.models.{name}"
+        stored = like.state_dict(keep_vars=True)
+        self.keys = pair_names(name, role, source, stored, aliases(like), spared)
+        parameters = {id(parameter) for parameter in like.parameters()}
+        self._parameters = {name for name, t in stored.items() if id(t) in parameters}
+        self._like = {name: (tensor.dtype, tensor.device) for name, tensor in stored.items()}
+        self.module = hollow_copy(like)
+
+    def stored(self, name: str) -> Tensor:
+        """Return one tensor under the merged model's name, as it is stored.
+
+        Raises:
+            CalibrationError: If it cannot be read, holds NaN or, as a parameter, infinity, or
+                integers in place of real numbers.
+        """
+        try:
+            stored = self.source.tensor(self.keys[name])
+        except CalibrationError as error:
+            raise CalibrationError(f"{self._label}: {error}. Check {self._setting}") from error
+        if self._like[name][0].is_floating_point and not stored.is_floating_point():
+            raise CalibrationError(
+                f"{self._label}: tensor {name!r} is stored as {stored.dtype}, not as real numbers: "
+                f"the model may be quantized. Check {self._setting}"
+            )
+        if not is_sound(stored, is_parameter=name in self._parameters):
+            raise CalibrationError(
+                f"{self._label}: tensor {name!r} has NaN or infinite values. Check {self._setting}"
+            )
+        return stored
+
+    def first_rows(self, name: str, count: int) -> Tensor:
+        """Return the first rows of one tensor on the CPU, read alone where the source can."""
+        return first_rows(self.source, self.keys[name], count)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor under the merged model's name, in its dtype and on its device.
+
+        Raises:
+            CalibrationError: If it holds NaN, or, as a parameter, infinity.
+        """
+        dtype, device = self._like[name]
+        tensor = copied_to(self.stored(name), device, dtype)
+        # A memory-mapped tensor may start anywhere, and matrix products round differently by
+        # alignment: an expert must give the same result from a file and from memory.
+        aligned = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT == 0
+        return tensor if aligned else tensor.clone()
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes that reading one tensor, by the merged model's name, takes.
+
+        Raises:
+            CalibrationError: If the source does not tell.
+        """
+        return known_bytes(self.source, self.keys[name])
+
+    def reading(self, source: ExpertSource) -> "ExpertModel":
+        """Return the same expert with its weights read from a view of its source."""
+        other = copy.copy(self)
+        other.source = source
+        return other
+
+    @contextmanager
+    def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
+        """Context with the module that has the named tensors in memory.
+
+        Args:
+            names: Names in the merged model's `state_dict`.
+
+        Yields:
+            The module. Its other parameters stay on the meta device.
+        """
+        replaced: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        read: dict[str, Tensor] = {}  # tied names share one stored tensor
+        try:
+            for name in names:
+                owner, _, leaf = name.rpartition(".")
+                module = self.module.get_submodule(owner)
+                is_parameter = leaf in module._parameters
+                slot: dict[str, Any] = module._parameters if is_parameter else module._buffers
+                replaced.append((slot, leaf, slot[leaf]))
+                if self.keys[name] not in read:
+                    read[self.keys[name]] = self.tensor(name)
+                tensor = read[self.keys[name]]
+                slot[leaf] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            yield self.module
+        finally:
+            for slot, leaf, empty in reversed(replaced):  # T5's embedding is in several slots
+                slot[leaf] = empty
+
+
+def first_rows(source: Any, name: str, count: int) -> Tensor:
+    """Return the first rows of a source's tensor on the CPU, read alone where the source can."""
+    read = getattr(source, "first_rows", None)
+    return (source.tensor(name)[:count] if read is None else read(name, count)).to("cpu")
+
+
+def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a tensor on a device and in a dtype, itself if it is so already.
+
+    To a GPU it goes through pinned memory: the copy is queued, and while the GPU is busy the host
+    reads the next tensor. Torch never gives pinned memory back, so the largest ones go without.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        if tensor.dtype.itemsize > dtype.itemsize:
+            tensor = tensor.to(dtype)
+        if tensor.nbytes <= MOST_PINNED:
+            return tensor.pin_memory().to(device, non_blocking=True).to(dtype)
+    return tensor.to(device=device, dtype=dtype)
+
+
+def names_under(names: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Select the tensor names that lie inside one of the modules."""
+    prefixes = tuple(f"{module}." for module in modules)
+    return [name for name in names if name.startswith(prefixes)]
+
+
+def hollow_copy(model: nn.Module) -> nn.Module:
+    """Return the model's structure with parameters and persistent buffers on the meta device.
+
+    Buffers that no checkpoint stores (position ids, rotary frequencies) are copied: they belong to
+    the structure. No weight is copied even for a moment: deepcopy takes its stand-in instead.
+    """
+    stand_ins: dict[int, Tensor] = {}
+    for tensor in model.state_dict(keep_vars=True).values():
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+    return copied_module(model, stand_ins).eval()
+
+
+def aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Return for each tensor name the other names of the same (tied) parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return {name: [n for n in group if n != name] for group in groups.values() for name in group}
+
+
+def pair_names(
+    model_name: str,
+    role: str,
+    source: Any,
+    wanted: Mapping[str, Tensor],
+    tied: Mapping[str, list[str]],
+    spared: Container[str] = (),
+) -> "PairedNames":
+    """Return the source's name of each of the model's tensors, with all shapes checked.
+
+    Of tensors in `spared` those that do not fit are left out.
+
+    Raises:
+        CalibrationError: If a tensor is missing or has another shape, naming it.
+    """
+    available = source.names()
+    rename = _renaming(available, set(wanted))
+    keys = PairedNames(f"{role} {model_name!r}", f"modelpool.models.{model_name}")
+    for name, tensor in wanted.items():
+        stored = [n for n in map(rename, [name, *tied[name]]) if n in available]
+        if name in spared and (not stored or source.shape(stored[0]) != tuple(tensor.shape)):
+            continue
+        if not stored:
+            nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
+            raise CalibrationError(
+                f"{role} {model_name!r} has no tensor {name!r}"
+                + (f"; its nearest is {nearest[0]!r}" if nearest else "")
+                + f". Check modelpool.models.{model_name}, or set method.stream_experts=false if "
+                "transformers renames this architecture's tensors when it loads them"
+            )
+        if source.shape(stored[0]) != tuple(tensor.shape):
+            raise CalibrationError(
+                f"{role} {model_name!r}: tensor {name!r} has shape {source.shape(stored[0])}, the "
+                f"merged model's has {tuple(tensor.shape)}. Check modelpool.models.{model_name}"
+            )
+        keys[name] = stored[0]
+    return keys
+
+
+class PairedNames(dict[str, str]):
+    """Source names by the merged model's. A name that is spared and then read is an error."""
+
+    def __init__(self, label: str, setting: str) -> None:
+        """Start empty.
+
+        Args:
+            label: What messages call the model.
+            setting: The setting that names it.
+        """
+        super().__init__()
+        self._label, self._setting = label, setting
+
+    def __missing__(self, name: str) -> str:
+        raise CalibrationError(
+            f"{self._label} has no tensor {name!r} of the merged model's shape. Only its blocks "
+            f"and what comes before them may be read then. Check {self._setting}"
+        )
+
+
+def _renaming(available: set[str], wanted: set[str]) -> Callable[[str], str]:
+    """Find how the source spells the model's names: as they are, or with a prefix more or less.
+
+    The same weights are `vision_model.x` in a file and, from transformers 5.6 on, `x` in memory.
+    """
+    prefixes = {name.split(".")[0] + "." for name in available | wanted}
+    choices = [("", "")] + [(p, "") for p in sorted(prefixes)] + [("", p) for p in sorted(prefixes)]
+
+    def rename(name: str, added: str, removed: str) -> str:
+        return added + name.removeprefix(removed)
+
+    def covered(choice: tuple[str, str]) -> int:
+        return sum(rename(name, *choice) in available for name in wanted)
+
+    best = max(choices, key=covered)  # the first of equals: names as they are
+    return lambda name: rename(name, *best)

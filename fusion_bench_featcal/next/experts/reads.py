@@ -1,0 +1,312 @@
+"""Weights of base and experts, with a count of the bytes read and a budget for them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.digests import digest_tensor
+from fusion_bench_featcal.experts.model_config import check_same_function, config_of
+from fusion_bench_featcal.json_files import digest_json
+from fusion_bench_featcal.next.experts.expert_model import ExpertModel
+from fusion_bench_featcal.next.experts.source import (
+    ExpertSource,
+    SourceView,
+    source_of,
+)
+from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+BASE = "_pretrained_"
+"""Name of the base model, as FusionBench's pools have it."""
+
+OUTSIDE = "outside the blocks"
+
+Gather = Callable[[Any], list[Any]]
+"""Returns every process's value."""
+
+
+class Counted(SourceView):
+    """A source of which every tensor that is read is noted. Reading it again adds nothing.
+
+    Attributes:
+        sizes: Bytes of the tensors that were read, by name.
+        digests: Their digests; empty where these are not wanted.
+    """
+
+    def __init__(self, source: ExpertSource, *, hashed: bool = False) -> None:
+        """Wrap a source.
+
+        Args:
+            source: The source.
+            hashed: Whether to digest tensors when they are first read.
+        """
+        super().__init__(source)
+        self.sizes: dict[str, int] = {}
+        self.digests: dict[str, str] = {}
+        self._hashed = hashed
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor."""
+        tensor = self._source.tensor(name)
+        if name not in self.sizes:
+            try:
+                self.sizes[name] = self.nbytes(name)
+            except CalibrationError:  # the source does not tell
+                self.sizes[name] = tensor.nbytes
+            if self._hashed:
+                self.digests[name] = digest_tensor(tensor)
+        return tensor
+
+
+class Budgeted(SourceView):
+    """A source of which tensors beyond a budget are not read: the merged model's stand in."""
+
+    def __init__(self, source: ExpertSource, stand_ins: Mapping[str, Tensor]) -> None:
+        """Wrap a source.
+
+        Args:
+            source: The source.
+            stand_ins: Tensors in place of those that are not read, by the source's names.
+        """
+        super().__init__(source)
+        self._stand_ins = stand_ins
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes that reading one tensor takes: none where another stands in."""
+        return 0 if name in self._stand_ins else super().nbytes(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor, or the one that stands in for it."""
+        return self._stand_ins[name] if name in self._stand_ins else self._source.tensor(name)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Reads that a budget allows.
+
+    Attributes:
+        limit: Most bytes to read of all experts; None: any.
+        full: Bytes of a full read; None: a source does not tell its sizes.
+        bytes: Bytes of the granted tensors.
+        omitted: Expert -> tensors that are not read, by the merged model's names.
+    """
+
+    limit: int | None = None
+    full: int | None = None
+    bytes: int | None = None
+    omitted: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Base and experts of one calibration. Each tensor that is read counts once.
+
+    Attributes:
+        base: The base model; None: nothing is read of it.
+        experts: The expert of each task of this process.
+        counted: The sources of base and experts.
+        grant: What may be read of the experts.
+    """
+
+    base: ExpertModel | None
+    experts: Mapping[str, ExpertModel]
+    counted: Mapping[str, Counted]
+    grant: Grant = field(default_factory=Grant)
+
+    def limited(
+        self,
+        budget: float | str | None,
+        order: Sequence[str],
+        merged: Mapping[str, Tensor],
+        gather: Gather,
+    ) -> "Weights":
+        """Spend a budget on the experts' tensors by their position, on all experts alike.
+
+        Args:
+            budget: The setting `expert_read_budget`; None: everything is read.
+            order: The merged model's names of the tensors that are read, in forward order.
+            merged: The merged model's tensors, which stand in.
+            gather: Exchanges values with other processes, whose experts count, too.
+
+        Raises:
+            CalibrationError: If there is a budget, and a source does not tell its sizes.
+        """
+        sizes: dict[str, Mapping[str, tuple[str, int]]] = {}
+        try:
+            for task, expert in self.experts.items():
+                sizes[task] = {name: (expert.keys[name], expert.nbytes(name)) for name in order}
+        except CalibrationError:
+            if budget is not None:
+                raise
+            sizes = {}
+        gathered = gather(sizes)
+        if not all(gathered):
+            return self
+        everything = {task: of_task for part in gathered for task, of_task in part.items()}
+        grant = grants(budget, everything)
+        experts = {}
+        for task, expert in self.experts.items():
+            stand_ins = {expert.keys[n]: merged[n] for n in grant.omitted.get(task, ())}
+            view = Budgeted(expert.source, stand_ins) if stand_ins else expert.source
+            experts[task] = expert.reading(view)
+        return replace(self, experts=experts, grant=grant)
+
+    def manifest(
+        self, modules: Mapping[str, Sequence[str]], merged: Mapping[str, Tensor], gather: Gather
+    ) -> dict[str, Any]:
+        """Return what was read, fit for JSON. docs/read_budget.md explains the entries.
+
+        Args:
+            modules: Block -> calibrated modules.
+            merged: The merged model's tensors.
+            gather: Exchanges values with other processes.
+        """
+        blocks, models = list(modules), dict(self.experts)
+        models |= {} if self.base is None else {BASE: self.base}
+        own = {
+            name: _by_place(m.keys, self.counted[name].sizes, blocks) for name, m in models.items()
+        }
+        read: dict[str, dict[str, dict[str, int]]] = defaultdict(dict)
+        for part in gather(own):
+            for name, places in part.items():
+                for place, sizes in places.items():
+                    read[name][place] = {**read[name].get(place, {}), **sizes}
+        counts = {
+            name: {place: sum(places.get(place, {}).values()) for place in (OUTSIDE, *blocks)}
+            for name, places in read.items()
+        }
+        base, grant = counts.pop(BASE, None), self.grant
+        read_of_experts = sum(sum(places.values()) for places in counts.values())
+        missing = [name for names in grant.omitted.values() for name in names]
+        return {
+            "format": 2,
+            "plan": None
+            if grant.full is None
+            else {
+                "limit": grant.limit,
+                "full": grant.full,
+                "bytes": grant.bytes,
+                "omitted": {task: _modules(names) for task, names in grant.omitted.items()},
+            },
+            "experts": counts,
+            "base": base,
+            "modules": {block: list(names) for block, names in modules.items()},
+            "hashes": self._hashes(merged, gather),
+            "totals": {
+                "experts_read": read_of_experts,
+                "experts_planned": grant.bytes,
+                "base_read": sum((base or {}).values()),
+                "merged_stood_in": sum(merged[name].nbytes for name in missing),
+            },
+        }
+
+    def _hashes(self, merged: Mapping[str, Tensor], gather: Gather) -> dict[str, Any] | None:
+        """Return digests of what was read and of the merged model, where these are wanted."""
+        joined: dict[str, dict[str, str]] = defaultdict(dict)
+        for part in gather({name: source.digests for name, source in self.counted.items()}):
+            for name, digests in part.items():
+                joined[name] |= digests
+        if not any(joined.values()):
+            return None
+        models = {
+            name: {"all": digest_json(digests), "tensors": dict(sorted(digests.items()))}
+            for name, digests in joined.items()
+        }
+        whole = digest_json({name: digest_tensor(tensor) for name, tensor in merged.items()})
+        return {"models": models, "merged": whole}
+
+
+def open_weights(
+    shown: nn.Module,
+    model: nn.Module,
+    base: nn.Module | ExpertSource | None,
+    experts: Mapping[str, nn.Module | ExpertSource],
+    settings: FeatCalSettings,
+    view: Any,
+    *,
+    spared: Collection[str] = (),
+    hashed: bool = False,
+) -> Weights:
+    """Open base and experts, of which only names and shapes are read.
+
+    Args:
+        shown: The merged model, with its config.
+        model: The calibrated model, whose dtypes and device the experts take.
+        base: The base model; None: nothing is read of it.
+        experts: Experts by task.
+        settings: `ignore_config` is used.
+        view: The family's view of models, which shows their sources, too.
+        spared: Names of tensors that are not needed, as of heads.
+        hashed: Whether to digest what is read.
+
+    Raises:
+        CalibrationError: If a model's weights or config do not fit the merged model.
+    """
+    counted: dict[str, Counted] = {}
+
+    def paired(name: str, model_or_source: Any, role: str = "expert") -> ExpertModel:
+        counted[name] = Counted(view.source(source_of(model_or_source)), hashed=hashed)
+        expert = ExpertModel(name, counted[name], model, role=role, spared=spared)
+        configs = config_of(model_or_source), config_of(shown)
+        check_same_function(name, *configs, settings.ignore_config, role=role)
+        return expert
+
+    first = None if base is None else paired(BASE, base, "base model")
+    return Weights(first, {task: paired(task, experts[task]) for task in experts}, counted)
+
+
+def grants(budget: float | str | None, sizes: Mapping[str, Mapping[str, tuple[str, int]]]) -> Grant:
+    """Grant modules in forward order, one expert's after another's, until the next does not fit.
+
+    A larger budget grants all that a smaller one does, and more.
+
+    Args:
+        budget: The setting `expert_read_budget`.
+        sizes: Expert -> the merged model's name of each tensor that is read, in forward order ->
+            its name in the source, which tied tensors share, and its bytes.
+    """
+    full = sum(sum(dict(of_expert.values()).values()) for of_expert in sizes.values())
+    limit = None if budget is None else budget_in_bytes(budget, full)
+    order = list(dict.fromkeys(name for of_expert in sizes.values() for name in of_expert))
+    remaining = full if limit is None else limit
+    granted: dict[str, set[str]] = {task: set() for task in sizes}
+    is_open, total = True, 0
+    for _, names in groupby(order, key=_module):
+        inside = list(names)
+        for task, of_expert in sizes.items():
+            new = dict(of_expert[n] for n in inside if of_expert[n][0] not in granted[task])
+            cost = sum(new.values())
+            is_open = is_open and total + cost <= remaining
+            if is_open:
+                granted[task] |= new.keys()
+                total += cost
+    omitted = {
+        task: [name for name, (key, _) in of_expert.items() if key not in granted[task]]
+        for task, of_expert in sizes.items()
+    }
+    return Grant(limit, full, total, omitted)
+
+
+def _by_place(
+    keys: Mapping[str, str], sizes: Mapping[str, int], blocks: Iterable[str]
+) -> dict[str, dict[str, int]]:
+    """Divide the sizes of the tensors that were read by block."""
+    places: dict[str, dict[str, int]] = defaultdict(dict)
+    names = {key: name for name, key in reversed(keys.items())}
+    for key, size in sizes.items():
+        inside = (block for block in blocks if names[key].startswith(f"{block}."))
+        places[next(inside, OUTSIDE)][key] = size
+    return dict(places)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Return the modules that have some tensors, in order."""
+    return list(dict.fromkeys(map(_module, names)))

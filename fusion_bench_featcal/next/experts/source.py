@@ -1,0 +1,110 @@
+"""Sources of weights: a model in memory, and views of other sources."""
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.settings import CalibrationError
+
+
+class ExpertSource(Protocol):
+    """A readable set of named tensors: one model's weights.
+
+    A source may have `first_rows(name, count)`, which reads no more than these rows, and `config`,
+    the model's transformers config or the content of its config.json, which is compared with the
+    merged model's.
+    """
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor, without reading it where that is possible."""
+        ...
+
+    def nbytes(self, name: str) -> int:
+        """Return the number of bytes that reading one tensor takes."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor, as it is stored. It must not be written to."""
+        ...
+
+
+class InMemoryExpert:
+    """Weights of a module in memory. Nothing is copied."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Refer to a module's parameters and persistent buffers.
+
+        Args:
+            module: The expert. It is neither moved nor changed.
+        """
+        self.config = getattr(module, "config", None)
+        self._tensors = module.state_dict()
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor."""
+        return tuple(self._tensors[name].shape)
+
+    def nbytes(self, name: str) -> int:
+        """Return the size of one tensor in memory."""
+        return self._tensors[name].nbytes
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor of the module itself."""
+        return self._tensors[name]
+
+
+class SourceView:
+    """Base of sources that show another one's weights, some of them changed."""
+
+    def __init__(self, source: ExpertSource) -> None:
+        """Refer to a source."""
+        self._source = source
+
+    @property
+    def config(self) -> Any:
+        """The source's config, if it has one."""
+        return getattr(self._source, "config", None)
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor."""
+        return self._source.shape(name)
+
+    def nbytes(self, name: str) -> int:
+        """Return the number of bytes that reading one tensor takes."""
+        return known_bytes(self._source, name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor, as the view shows it."""
+        return self._source.tensor(name)
+
+
+def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
+    """Return a model's weights as a source: a module's own, or the source itself."""
+    return InMemoryExpert(model) if isinstance(model, nn.Module) else model
+
+
+def known_bytes(source: ExpertSource, name: str) -> int:
+    """Return the bytes that reading a tensor takes.
+
+    Raises:
+        CalibrationError: If the source, one of a user's own, does not say.
+    """
+    try:
+        return int(source.nbytes(name))
+    except AttributeError as error:
+        raise CalibrationError(
+            f"{error}: it would tell how many bytes a tensor takes, by which "
+            "method.expert_read_budget plans what to read. Add it, or set that to null"
+        ) from error
