@@ -30,7 +30,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     }
     with new_file(path) as partial:
         try:
-            save_file(own, partial)
+            save_file(own, partial, {"format": "pt"})  # without which transformers loads none
         except SafetensorError as error:
             raise OSError(str(error)) from error
         return digest_file(partial)

@@ -33,6 +33,7 @@ class Counted(SourceView):
     """A source of which every tensor that is read is noted. Reading it again adds nothing.
 
     Attributes:
+        source: The source.
         sizes: Bytes of the tensors that were read, by name.
         digests: Their digests; empty where these are not wanted.
     """
@@ -45,6 +46,7 @@ class Counted(SourceView):
             hashed: Whether to digest tensors when they are first read.
         """
         super().__init__(source)
+        self.source = source
         self.sizes: dict[str, int] = {}
         self.digests: dict[str, str] = {}
         self._hashed = hashed
@@ -165,18 +167,18 @@ class Weights:
             merged: The merged model's tensors.
             gather: Exchanges values with other processes.
         """
-        blocks, models = list(modules), dict(self.experts)
-        models |= {} if self.base is None else {BASE: self.base}
+        models = dict(self.experts) | ({} if self.base is None else {BASE: self.base})
         own = {
-            name: _by_place(m.keys, self.counted[name].sizes, blocks) for name, m in models.items()
+            name: _by_place(model.keys, self.counted[name].sizes, modules)
+            for name, model in models.items()
         }
-        read: dict[str, dict[str, dict[str, int]]] = defaultdict(dict)
+        read: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
         for part in gather(own):
             for name, places in part.items():
                 for place, sizes in places.items():
-                    read[name][place] = {**read[name].get(place, {}), **sizes}
+                    read[name][place] |= sizes
         counts = {
-            name: {place: sum(places.get(place, {}).values()) for place in (OUTSIDE, *blocks)}
+            name: {place: sum(places[place].values()) for place in (OUTSIDE, *modules)}
             for name, places in read.items()
         }
         base, grant = counts.pop(BASE, None), self.grant
