@@ -16,9 +16,10 @@ from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
 from fusion_bench_featcal.core.kernels import choose_kernel, using_kernel, with_kernel
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.log import CalibrationLog
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
-from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.next.experts import ExpertModel, ExpertSource
+from fusion_bench_featcal.next.experts.reads import open_weights
+from fusion_bench_featcal.next.fingerprint import describe_run
 from fusion_bench_featcal.next.modules.groups import Group, find_groups
 from fusion_bench_featcal.next.modules.models import (
     Modes,
@@ -26,9 +27,12 @@ from fusion_bench_featcal.next.modules.models import (
     device_of,
     gives_images,
     refuse_not_finite,
+    tensors_before_stage,
+    tensors_of_block,
     tensors_of_head,
 )
 from fusion_bench_featcal.next.modules.sites import BlockModules, find_all_modules
+from fusion_bench_featcal.next.output import NoOutput
 from fusion_bench_featcal.next.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.next.streams.checks import Checks, warn_of_coarse_sums
 from fusion_bench_featcal.next.streams.drift import DriftLog, Watch
@@ -79,20 +83,30 @@ class Problem:
     log: CalibrationLog
 
 
-def calibrate_blocks(problem: Problem, streams: Streams) -> None:
+def calibrate_blocks(problem: Problem, streams: Streams, output: NoOutput) -> None:
     """Calibrate every block (Algorithm 1)."""
     for index, stage in enumerate(streams.runner.stages):
         streams.begin(index)
         for block in stage:
-            start, groups = time.perf_counter(), groups_of(problem, streams, block)
+            start, updates = time.perf_counter(), output.read(block, problem.model)
+            groups = [] if updates else groups_of(problem, streams, block)
             entering = groups
             for turn in turns_of(problem.rule, groups):
                 enters = not only_statistics(turn)
                 sums = collect(problem, streams, block, turn, entering if enters else None)
-                load_updates(problem.model, block, solve(problem, block, sums))
+                updates |= solve(problem, block, sums)
+                load_updates(problem.model, block, updates)
                 entering = None if enters else entering
             streams.advance(block)
             note(problem, block, streams, time.perf_counter() - start)
+            output.write(block, problem.model, problem.log)
+
+
+def restore(problem: Problem, output: NoOutput) -> None:
+    """Take over all blocks from a run that has finished them."""
+    for block in problem.modules:
+        load_updates(problem.model, block, output.read(block, problem.model))
+        output.write(block, problem.model, problem.log)
 
 
 def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
@@ -226,6 +240,8 @@ def calibrate(
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,
     streams_type: Callable[..., Streams] = Streams,
+    output: NoOutput | None = None,
+    hashed: bool = False,
 ) -> CalibrationResult:
     """Calibrate a merged model by a rule.
 
@@ -239,9 +255,11 @@ def calibrate(
         device: Where to compute; None: where the merged model is.
         autocast: Makes the context of forward passes. Statistics are never inside it.
         streams_type: Makes the streams: `Streams`, or a subclass that runs batches otherwise.
+        output: Takes finished blocks, as `open_output` makes it of settings; None: nothing does.
+        hashed: Whether the count of reads has digests of all tensors that were read.
 
     Returns:
-        The calibrated model and the log.
+        The calibrated model, the log, and a count of what was read (docs/read_budget.md).
 
     Raises:
         CalibrationError: If the calibration cannot go on, naming the place and the setting.
@@ -267,36 +285,41 @@ def calibrate(
             "not calibrated",
             routed,
         )
-    model, heads = copied(shown, device), set(tensors_of_head(shown, stages[0][0]))
-
-    def paired(name: str, source: nn.Module | ExpertSource, role: str = "expert") -> ExpertModel:
-        weights = family.view.source(source_of(source))
-        expert = ExpertModel(name, weights, model, role=role, spared=heads)
-        configs = config_of(source), config_of(shown)
-        check_same_function(name, *configs, settings.ignore_config, role=role)
-        return expert
-
+    model, output = copied(shown, device), output or NoOutput()
+    weights = open_weights(
+        shown,
+        model,
+        base,
+        experts,
+        settings.ignore_config,
+        family.view,
+        spared=set(tensors_of_head(shown, stages[0][0])),
+        hashed=hashed,
+    )
+    images = any(gives_images(model.get_submodule(block)) for block in modules)
+    watch = DriftLog(channels_first=images) if settings.log_drift else Watch()
+    rows = rows_named(settings, next(iter(samples.values()))[0].inputs)
+    runner = Runner(family, stages, device, with_kernel(kernel, autocast or nullcontext), rows)
+    runs_experts = rule.runs_experts or watch.needs_features
+    order = names_in_order(model, runner, modules, runs_experts=runs_experts)
+    weights = weights.limited(settings.expert_read_budget, order, shown.state_dict())
     warn_of_coarse_sums(rule, len(experts), device)
     problem = Problem(
         model=model,
-        base=None if base is None else paired("_pretrained_", base, "base model"),
-        experts={task: paired(task, expert) for task, expert in experts.items()},
+        base=weights.base,
+        experts=weights.experts,
         modules=modules,
         rule=rule,
         dtype=rule.dtype(len(experts), device),
         log=CalibrationLog(family=family.name),
     )
-    images = any(gives_images(model.get_submodule(block)) for block in modules)
-    first = next(iter(samples.values()))[0].inputs
-    rows = rows_named(settings, first)
-    runner = Runner(family, stages, device, with_kernel(kernel, autocast or nullcontext), rows)
     streams = streams_type(
         samples,
         runner,
         model,
         problem.experts,
         rule,
-        watch=DriftLog(channels_first=images) if settings.log_drift else Watch(),
+        watch=watch,
         place=place_of(settings, device),
         last_rows=last_rows_of(settings, rule, family),
         merged=merged_aside(problem, runner, shown) if settings.held_out != 0 else None,
@@ -307,10 +330,34 @@ def calibrate(
         using_kernel(kernel),
     ):
         check_weights(problem, "the merged model", "Check method.base_method")
-        calibrate_blocks(problem, streams)
+        if output.wants_fingerprint:
+            run = describe_run(shown, weights, settings, rule, runner, samples, kernel)
+            output.start(run, list(modules))
+        if output.is_complete:
+            restore(problem, output)
+        else:
+            calibrate_blocks(problem, streams, output)
         check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
     modes.restore(model)
-    return CalibrationResult(family.view.restored(model).to(home), problem.log)
+    calibrated = family.view.restored(model).to(home)
+    output.finish(calibrated, problem.log)
+    sites = {block: [site.name for site in found.sites] for block, found in modules.items()}
+    reads = weights.manifest(settings.expert_read_budget, sites, shown.state_dict())
+    return CalibrationResult(calibrated, problem.log, reads)
+
+
+def names_in_order(
+    model: nn.Module, runner: Runner, modules: Mapping[str, BlockModules], *, runs_experts: bool
+) -> list[str]:
+    """Return the names of the tensors that are read of every expert, in forward order."""
+    names: list[str] = []
+    for index, stage in enumerate(runner.stages):
+        if runs_experts:
+            names += tensors_before_stage(model, runner.family, runner.stages, index)
+        for block in stage:
+            calibrated = [name for site in modules[block].sites for name in site.names]
+            names += tensors_of_block(model, runner.family, block) if runs_experts else calibrated
+    return list(dict.fromkeys(names))
 
 
 def check_weights(problem: Problem, label: str, advice: str) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.next.experts.expert_model import first_rows
 from fusion_bench_featcal.next.experts.reads import BASE, Weights
 from fusion_bench_featcal.next.experts.source import ExpertSource
+from fusion_bench_featcal.next.streams.batch import Batch
+from fusion_bench_featcal.next.streams.runner import Runner
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
 _PACKAGES = ("torch", "transformers", "safetensors", "fusion-bench-featcal")
@@ -48,26 +50,24 @@ def describe_settings(settings: FeatCalSettings) -> dict[str, Any]:
 def describe_run(
     merged: nn.Module,
     weights: Weights,
-    tasks: Sequence[str],
     settings: FeatCalSettings,
     rule: object,
-    family: Any,
-    stages: Sequence[Sequence[str]],
-    precision: Mapping[str, Any],
+    runner: Runner,
+    samples: Mapping[str, Iterable[Batch]],
+    kernel: str,
 ) -> dict[str, dict[str, Any]]:
-    """Return all that a calibration depends on but its samples, fit for JSON.
+    """Return all that a calibration depends on, fit for JSON.
 
     Of base and experts names, shapes and first rows are compared, not every value.
 
     Args:
         merged: The merged model.
         weights: Base and experts.
-        tasks: All tasks, in the order in which they are added up.
         settings: Settings.
         rule: The rule.
-        family: The family.
-        stages: Names of the blocks.
-        precision: How products are computed.
+        runner: How models are cut into blocks and run.
+        samples: The batches of each task.
+        kernel: What multiplies matrices on the CPU.
     """
     tensors = dict(merged.named_buffers()) | merged.state_dict()
     digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
@@ -75,20 +75,31 @@ def describe_run(
         f"{'base' if name == BASE else 'expert'} {name} (modelpool.models.{name})": source.source
         for name, source in weights.counted.items()
     }
-    texts = {"rule": repr(rule), "family": repr(family)}
+    texts = {"rule": repr(rule), "family": repr(runner.family)}
+    stages, device = [list(stage) for stage in runner.stages], runner.device
+    with runner.autocast():
+        on = torch.is_autocast_enabled(device.type)
+        autocast = str(torch.get_autocast_dtype(device.type)) if on else None
     return {
         "settings": describe_settings(settings),
         "run": {
-            "tasks (modelpool.models)": list(tasks),
+            "tasks (modelpool.models)": list(samples),
             **{name: without_addresses(text) for name, text in texts.items()},
         },
-        "model": {**describe_model(merged), "blocks": [list(stage) for stage in stages]},
+        "model": {**describe_model(merged), "blocks": stages},
         "weights": {
             "the merged model": digest_json(digests),
             **{name: glimpse(source) for name, source in models.items()},
         },
-        "precision": {**precision, "products": products_in_force()},
+        "samples": describe_samples(samples),
+        "precision": {
+            "device": device.type,
+            "autocast": autocast,
+            "products": products_in_force(),
+            "linear_kernel": kernel,
+        },
         "software": describe_software(_PACKAGES, _CODE),
+        "machine": describe_machine(device),
     }
 
 
@@ -102,7 +113,7 @@ def glimpse(source: ExpertSource) -> str:
     return digest.hexdigest()[:32]
 
 
-def describe_samples(samples: Mapping[str, Iterable[Any]]) -> dict[str, str]:
+def describe_samples(samples: Mapping[str, Iterable[Batch]]) -> dict[str, str]:
     """Return a digest of each task's batches."""
     digests = {task: InputsDigest() for task in samples}
     for task, batches in samples.items():

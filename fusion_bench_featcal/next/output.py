@@ -120,8 +120,7 @@ class OutputFolder(NoOutput):
         """Begin with the first block, or go on after those that an earlier run has finished.
 
         Args:
-            run: Fingerprint of the run, as `describe_run` and `describe_samples` make it. Samples
-                are those of this process's tasks.
+            run: Fingerprint of the run, as `describe_run` makes it of this process's tasks.
             blocks: Names of the blocks in forward order.
 
         Raises:
@@ -168,7 +167,8 @@ class OutputFolder(NoOutput):
                 like = known.get(name)
                 if like is None or (like.shape, like.dtype) != (tensor.shape, tensor.dtype):
                     raise ReportError(f"{name[:100]!r} does not fit the model")
-        return {n: new for n, t in tensors.items() if not (new := t.to(known[n].device)).equal(known[n])}
+        new = {name: tensor.to(known[name].device) for name, tensor in tensors.items()}
+        return {name: tensor for name, tensor in new.items() if not tensor.equal(known[name])}
 
     def write(self, block: str, model: nn.Module, run_log: CalibrationLog) -> None:
         """Write a calibrated block, and what was logged since the last one.

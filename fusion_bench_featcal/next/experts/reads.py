@@ -18,7 +18,7 @@ from fusion_bench_featcal.next.experts.source import (
     source_of,
 )
 from fusion_bench_featcal.setting_checks import budget_in_bytes
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import CalibrationError
 
 BASE = "_pretrained_"
 """Name of the base model, as FusionBench's pools have it."""
@@ -27,6 +27,11 @@ OUTSIDE = "outside the blocks"
 
 Gather = Callable[[Any], list[Any]]
 """Returns every process's value."""
+
+
+def alone(value: Any) -> list[Any]:
+    """Return the value of a process alone, as `Gather`."""
+    return [value]
 
 
 class Counted(SourceView):
@@ -124,7 +129,7 @@ class Weights:
         budget: float | str | None,
         order: Sequence[str],
         merged: Mapping[str, Tensor],
-        gather: Gather,
+        gather: Gather = alone,
     ) -> "Weights":
         """Spend a budget on the experts' tensors by their position, on all experts alike.
 
@@ -158,11 +163,16 @@ class Weights:
         return replace(self, experts=experts, grant=grant)
 
     def manifest(
-        self, modules: Mapping[str, Sequence[str]], merged: Mapping[str, Tensor], gather: Gather
+        self,
+        budget: float | str | None,
+        modules: Mapping[str, Sequence[str]],
+        merged: Mapping[str, Tensor],
+        gather: Gather = alone,
     ) -> dict[str, Any]:
         """Return what was read, fit for JSON. docs/read_budget.md explains the entries.
 
         Args:
+            budget: The setting `expert_read_budget`.
             modules: Block -> calibrated modules.
             merged: The merged model's tensors.
             gather: Exchanges values with other processes.
@@ -186,6 +196,7 @@ class Weights:
         missing = [name for names in grant.omitted.values() for name in names]
         return {
             "format": 2,
+            "budget": budget,
             "plan": None
             if grant.full is None
             else {
@@ -227,7 +238,7 @@ def open_weights(
     model: nn.Module,
     base: nn.Module | ExpertSource | None,
     experts: Mapping[str, nn.Module | ExpertSource],
-    settings: FeatCalSettings,
+    ignored: Collection[str],
     view: Any,
     *,
     spared: Collection[str] = (),
@@ -240,7 +251,7 @@ def open_weights(
         model: The calibrated model, whose dtypes and device the experts take.
         base: The base model; None: nothing is read of it.
         experts: Experts by task.
-        settings: `ignore_config` is used.
+        ignored: Keys of configs in which they may differ (`ignore_config`).
         view: The family's view of models, which shows their sources, too.
         spared: Names of tensors that are not needed, as of heads.
         hashed: Whether to digest what is read.
@@ -254,7 +265,7 @@ def open_weights(
         counted[name] = Counted(view.source(source_of(model_or_source)), hashed=hashed)
         expert = ExpertModel(name, counted[name], model, role=role, spared=spared)
         configs = config_of(model_or_source), config_of(shown)
-        check_same_function(name, *configs, settings.ignore_config, role=role)
+        check_same_function(name, *configs, ignored, role=role)
         return expert
 
     first = None if base is None else paired(BASE, base, "base model")

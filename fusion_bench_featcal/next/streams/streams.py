@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.experts import ExpertModel
+from fusion_bench_featcal.next.experts import ExpertModel
 from fusion_bench_featcal.next.modules.groups import Group
 from fusion_bench_featcal.next.modules.hooks import Recorded, record
 from fusion_bench_featcal.next.modules.models import tensors_before_stage, tensors_of_block

@@ -1,0 +1,213 @@
+"""Sources give what torch and PEFT's formula give, and every byte of an expert is counted."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrations import assert_identical, settings_of
+from oracle import Knobs
+from safetensors.torch import load_file, save_file
+from test_experts_lora import merged_by_hand, write_adapter
+from tiny_models import Suite, clip_suite, gpt2_suite, t5_model, t5_suite
+from tiny_open_clip import tower_suite
+from torch import nn
+
+from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.next.calibration import calibrate
+from fusion_bench_featcal.next.experts import ExpertModel, InMemoryExpert
+from fusion_bench_featcal.next.experts.lora import LoraExpert
+from fusion_bench_featcal.next.experts.merged import MergedOnRead, fill
+from fusion_bench_featcal.next.experts.reads import BASE, OUTSIDE
+from fusion_bench_featcal.next.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.next.fingerprint import glimpse
+from fusion_bench_featcal.next.rules.paper import Paper
+from fusion_bench_featcal.next.rules.plus import Plus
+
+
+def small_clip() -> Suite:
+    return clip_suite(tasks=2, sizes=(2,))
+
+
+def run(suite: Suite, rule: Any = None, *, hashed: bool = False, **more: Any) -> Any:
+    settings = settings_of(Knobs(), suite, family=suite.family, **more)
+    return calibrate(
+        suite.merged, suite.base, suite.experts, suite.inputs, settings, rule or Paper(),
+        hashed=hashed,
+    )  # fmt: skip
+
+
+def stored(model: nn.Module, folder: Path) -> SafetensorsExpert:
+    """A model's weights in two shards with an index, tied ones once, as transformers writes them."""
+    folder.mkdir(parents=True)
+    first = {id(t): n for n, t in reversed(model.state_dict(keep_vars=True).items())}
+    tensors = {name: model.state_dict()[name].clone().contiguous() for name in first.values()}
+    names = sorted(tensors)
+    index = {}
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, folder / f"{number}.safetensors")
+        index |= dict.fromkeys(part, f"{number}.safetensors")
+    text = str({"weight_map": index}).replace("'", '"')
+    (folder / "model.safetensors.index.json").write_text(text)
+    return SafetensorsExpert(folder)
+
+
+def test_files_give_what_load_file_gives(tmp_path: Path):
+    model = t5_model().float()
+    source = stored(model, tmp_path / "a")
+    wanted = {k: v for f in tmp_path.rglob("*.safetensors") for k, v in load_file(f).items()}
+    assert source.names() == set(wanted)
+    for name, tensor in wanted.items():
+        assert torch.equal(source.tensor(name), tensor)
+        assert torch.equal(source.first_rows(name, 2), tensor[:2])
+        assert (source.shape(name), source.nbytes(name)) == (tuple(tensor.shape), tensor.nbytes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}])
+def test_lora_reads_the_merged_expert_whole_or_by_rows(changes: Any, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "a", t5_model().float(), 1, **changes)
+    source = LoraExpert(InMemoryExpert(t5_model().float()), adapter)
+    scale = 6 / 2**0.5 if changes else 3.0
+    for name, wanted in merged_by_hand(t5_model().float(), adapter, scale).state_dict().items():
+        torch.testing.assert_close(source.tensor(name), wanted, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(source.first_rows(name, 2), wanted[:2], rtol=1e-6, atol=1e-7)
+    other = write_adapter(tmp_path / "b", t5_model().float(), 2, **changes)
+    assert glimpse(LoraExpert(InMemoryExpert(t5_model().float()), other)) != glimpse(source)
+
+
+def test_merged_on_read_is_the_merged_model():
+    suite = t5_suite(depths=(1, 1), tasks=2)
+    models = {"base": suite.base, **suite.experts}
+    base, *experts = (ExpertModel(n, InMemoryExpert(m), suite.merged) for n, m in models.items())
+    source = MergedOnRead(
+        base,
+        dict(zip(suite.experts, experts, strict=True)),
+        lambda first, others: first + 0.4 * sum(other - first for other in others),
+    )
+    merged = fill(copy.deepcopy(suite.base), source)
+    for name, tensor in suite.merged.state_dict().items():
+        torch.testing.assert_close(merged.state_dict()[name], tensor, rtol=1e-12, atol=1e-12)
+    assert source.names() == set(suite.merged.state_dict())
+    name = "shared.weight"
+    assert source.shape(name) == tuple(suite.base.state_dict()[name].shape)
+    assert source.nbytes(name) == 3 * suite.base.state_dict()[name].nbytes
+    with torch.no_grad():
+        suite.experts["task_1"].get_parameter(name)[0, 0] = float("nan")
+    with pytest.raises(CalibrationError, match="expert 'task_1': tensor 'shared.weight' has NaN"):
+        source.tensor(name)
+
+
+def test_merger_that_overflows_and_counts_of_batches():
+    model = nn.BatchNorm1d(2)
+    expert = ExpertModel("a", InMemoryExpert(model), model)
+    source = MergedOnRead(expert, {"a": expert}, lambda first, others: first.div_(0.0))
+    with pytest.raises(CalibrationError, match="'weight' is NaN or infinite.*base_method"):
+        source.tensor("weight")
+    assert source.tensor("num_batches_tracked") == 0
+
+
+SUITES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "clip": (small_clip, Paper(), {}),
+    "weights alone": (small_clip, Paper(mix_alpha=0.0), {"log_drift": False}),
+    "plus": (small_clip, Plus(), {}),
+    "gpt2": (gpt2_suite, Paper(), {"modules": ["h.1.*"]}),
+    "open_clip": (tower_suite, Paper(), {}),
+    "t5": (lambda: t5_suite(depths=(1, 1)), Paper(), {}),
+}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_experts_in_files_give_the_bits_of_experts_in_memory(name: str, tmp_path: Path):
+    make, rule, more = SUITES[name]
+    suite = make()
+    wanted = run(suite, rule, **more)
+    suite.experts = {t: stored(m, tmp_path / t) for t, m in suite.experts.items()}
+    found = run(suite, rule, hashed=True, **more)
+    assert_identical(found.model, wanted.model)
+    for task, places in found.reads["experts"].items():
+        in_memory = wanted.reads["experts"][task]
+        assert {block: places[block] for block in suite.blocks} == {
+            block: in_memory[block] for block in suite.blocks
+        }
+        assert places[OUTSIDE] <= in_memory[OUTSIDE]  # of tied tensors files have one
+    models = found.reads["hashes"]["models"]
+    assert set(models) <= {BASE, *suite.experts} and set(suite.experts) <= set(models)
+    assert wanted.reads["hashes"] is None
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_count_of_a_full_read(name: str):
+    make, rule, more = SUITES[name]
+    suite = make()
+    reads = run(suite, rule, **more).reads
+    totals, plan = reads["totals"], reads["plan"]
+    assert totals["experts_read"] == plan["full"] == plan["bytes"]
+    assert (totals["merged_stood_in"], plan["limit"]) == (0, None)
+    for places in reads["experts"].values():
+        assert list(places) == [OUTSIDE, *suite.blocks]
+        assert places[suite.blocks[-1]] > 0
+        assert (places[OUTSIDE] == 0) == (name == "weights alone")
+        assert sum(places.values()) * len(suite.experts) == totals["experts_read"]
+    assert totals["base_read"] == sum(reads["base"].values()) > 0
+
+
+class Overheard(InMemoryExpert):
+    """Remembers the names of the tensors that were read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.read: dict[str, int] = {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        self.read[name] = self.nbytes(name)
+        return super().tensor(name)
+
+
+@pytest.mark.parametrize("name", ["clip", "weights alone", "plus", "gpt2", "t5"])
+@pytest.mark.parametrize("share", [0.1, 30, 60, 100])
+def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str, share: float):
+    make, rule, more = SUITES[name]
+    suite = make()
+    whole, overheard = suite.experts, {t: Overheard(e) for t, e in suite.experts.items()}
+    suite.experts = overheard
+    found = run(suite, rule, expert_read_budget=f"{share}%", **more)
+    plan = found.reads["plan"]
+    read = sum(sum(source.read.values()) for source in overheard.values())
+    assert read == found.reads["totals"]["experts_read"] == plan["bytes"] <= plan["limit"]
+    assert plan["limit"] == int(plan["full"] * share) // 100
+    assert any(plan["omitted"].values()) == (share < 100)
+    suite.experts = {task: copy.deepcopy(expert) for task, expert in whole.items()}
+    merged = suite.merged.state_dict()
+    for task, modules in plan["omitted"].items():
+        for key, value in suite.experts[task].state_dict().items():
+            if key.rpartition(".")[0] in modules:
+                value.copy_(merged[key])
+    assert_identical(found.model, run(suite, rule, **more).model)
+
+
+def test_a_larger_budget_reads_more_of_the_same_and_first_blocks_come_first():
+    suite = small_clip()
+    omitted = [
+        run(suite, expert_read_budget=f"{share}%").reads["plan"]["omitted"]["task_0"]
+        for share in (20, 50, 80)
+    ]
+    assert set(omitted[0]) > set(omitted[1]) > set(omitted[2])
+    assert all(name.startswith(suite.blocks[-1]) for name in omitted[2])
+
+
+def test_source_that_tells_no_sizes_is_counted_and_takes_no_budget():
+    class Bare:
+        def __init__(self, module: nn.Module) -> None:
+            inner = InMemoryExpert(module)
+            self.names, self.shape, self.tensor = inner.names, inner.shape, inner.tensor
+
+    suite = small_clip()
+    wanted = run(suite)
+    suite.experts = {task: Bare(expert) for task, expert in suite.experts.items()}  # type: ignore
+    found = run(suite)
+    assert_identical(found.model, wanted.model)
+    assert found.reads["plan"] is None
+    assert found.reads["totals"]["experts_read"] == wanted.reads["totals"]["experts_read"]
+    with pytest.raises(CalibrationError, match=r"'Bare' .* 'nbytes'.*method\.expert_read_budget"):
+        run(suite, expert_read_budget="50%")
