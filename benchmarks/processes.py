@@ -5,9 +5,7 @@
 Random models of ViT-B/32's shape, cut to a few blocks, are written to a temporary folder and
 calibrated in turn by one process with two threads and by two processes with one thread each, joined
 by gloo. Only the calibration is timed, without the inputs, which are made on the way; the fastest
-of the repetitions counts. Peak memory includes the program itself. What `featcal plan` would have
-predicted stands beside, from a probe that each process runs beforehand, all at the same time; it
-knows nothing of what they exchange. Needs about 1 GB of disk.
+of the repetitions counts. Peak memory includes the program itself. Needs about 1 GB of disk.
 """
 
 import argparse
@@ -32,8 +30,6 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.engine.processes import TorchProcesses
-from fusion_bench_featcal.experts import hollow_copy
-from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
 from fusion_bench_featcal.results.cost import measure
 
 BATCH = 16
@@ -77,16 +73,6 @@ def batches(
         yield {"pixel_values": pixels}
 
 
-def planned(
-    merged: CLIPVisionModel, settings: FeatCalSettings, options: argparse.Namespace
-) -> Plan:
-    """What `featcal plan` says of this process's share."""
-    request = Request(
-        hollow_copy(merged).to("meta"), settings, options.tasks, loaded=1, processes=options.size
-    )
-    return estimate(request)
-
-
 def take_part(options: argparse.Namespace) -> None:
     """Calibrate as one of the processes, and print what it took."""
     folder, rank, size = Path(options.folder), options.rank, options.size
@@ -96,8 +82,6 @@ def take_part(options: argparse.Namespace) -> None:
     merged = CLIPVisionModel.from_pretrained(folder / "merged")
     settings = FeatCalSettings(samples_per_task=options.samples, batch_size=BATCH)
     names, making = tasks_of(options), []
-    processes.gather(None)
-    plan = planned(merged, settings, options)
     processes.gather(None)
     before = resource.getrusage(resource.RUSAGE_SELF)
     with measure() as cost:
@@ -122,8 +106,6 @@ def take_part(options: argparse.Namespace) -> None:
         "peak": cost.peak_rss_bytes,
         "exchanged": processes.exchanged_bytes,
         "digest": digest.hexdigest(),
-        "planned_wall": plan.seconds,
-        "planned_peak": plan.host,
     }
     print(json.dumps(found))
     dist.destroy_process_group()
@@ -172,10 +154,8 @@ def print_table(runs: list[Any], gap: float, options: argparse.Namespace) -> Non
     print("|---|--:|--:|--:|")
     for label, name, pick, unit in (
         ("wall, s", "wall", max, 1),
-        ("predicted, s", "planned_wall", max, 1),
         ("CPU of all processes, s", "cpu", sum, 1),
         ("peak memory of a process, MB", "peak", max, MB),
-        ("predicted, MB", "planned_peak", max, MB),
         ("peak memory of all processes, MB", "peak", sum, MB),
     ):
         left, right = (pick(part[name] for part in run) / unit for run in (one, two))

@@ -27,7 +27,7 @@ from fusion_bench_featcal.engine.family_check import checked_family
 from fusion_bench_featcal.engine.held_out import hold_out
 from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
 from fusion_bench_featcal.engine.loop import BlockLoop
-from fusion_bench_featcal.engine.memory import naming_memory
+from fusion_bench_featcal.engine.memory import memory_advice, naming_memory
 from fusion_bench_featcal.engine.planned_reads import PlannedReads
 from fusion_bench_featcal.engine.plus_rule import rule_of
 from fusion_bench_featcal.engine.precision import coarse_sums_warning
@@ -240,7 +240,7 @@ def _calibrate(
     if merging is not None:
         fused = FusedMerge(merging, shown.state_dict(), problem.model, problem.modules, reads)
         reads.on_enter = fused
-    short = naming_memory(device, lambda: reporter.place, lambda: _advice(problem, reporter))
+    short = naming_memory(device, lambda: reporter.place, lambda: memory_advice(settings, device))
     try:
         with (
             torch.autocast(device.type, enabled=False),
@@ -289,13 +289,6 @@ def _merged_beside(
             f"method.family={family.name}: set method.fuse_merge=false, or leave out in_place"
         )
     return copied(shown, problem.device)
-
-
-def _advice(problem: Problem, reporter: Reporter) -> str:
-    """The settings that would lower the memory that has run out."""
-    from fusion_bench_featcal.plan.advice import memory_advice
-
-    return memory_advice(problem, reporter.example)
 
 
 def _check_weights(problem: Problem, label: str, advice: str) -> None:

@@ -122,41 +122,18 @@ def calibrate_command(options: argparse.Namespace) -> None:
     print(f"saved: {out}\nnext: {featcal} report {folder}, {featcal} explain {folder}")
 
 
-def preflight_command(options: argparse.Namespace) -> None:
-    """Say what a calibration will meet, from a model's configuration alone: no weights needed."""
-    from fusion_bench_featcal.plan.dry_run import length_for
-    from fusion_bench_featcal.plan.estimate import Request
-    from fusion_bench_featcal.preflight import describe, empty_model
-    from fusion_bench_featcal.settings import FeatCalSettings
-
-    lengths = {"length": options.length, "target_length": options.target_length}
-    with _refusing():
-        if any("=" in word for word in options.words):
-            from fusion_bench_featcal.fusionbench.plan_run import run_request
-
-            request = run_request(options.words, **lengths)
-        else:
-            model = empty_model(options.words[0])
-            lengths["length"] = length_for(model, options.length)
-            request = Request(model, FeatCalSettings(), options.tasks, **lengths)
-        print(describe(request))
-
-
 def plan_command(options: argparse.Namespace) -> None:
-    """Estimate time, memory, bytes read and files of a calibration before anything is loaded."""
+    """Say what a calibration reads and writes, and its memory, before anything is loaded."""
     import json
 
     from fusion_bench_featcal.fusionbench.plan_run import run_request
-    from fusion_bench_featcal.plan.estimate import estimate
-    from fusion_bench_featcal.plan.levers import with_levers
-    from fusion_bench_featcal.plan.show import show_plan
+    from fusion_bench_featcal.plan import plan_of, show_plan
     from fusion_bench_featcal.settings import CalibrationError
 
     lengths = {"length": options.length, "target_length": options.target_length}
     # torch says by an assertion that it was built without the device
     with _refusing(CalibrationError, RuntimeError, AssertionError):
-        request = run_request(options.words, device=options.device, **lengths)
-        plan = with_levers(request, estimate(request))
+        plan = plan_of(run_request(options.words, device=options.device, **lengths))
     if options.json:
         print(json.dumps(plan.as_dict(), indent=1))
     else:
@@ -349,15 +326,6 @@ _COMMANDS: dict[str, Any] = {
         "run": {"metavar": "DIR", "help": "a saved model's folder, or a run's log directory"},
         "--preset": {"metavar": "NAME", "help": "in a log directory: the row featcal:NAME"},
         "--json": {**_JSON, "help": "print everything as JSON"},
-    }),
-    "preflight": (preflight_command, {
-        "words": {"nargs": "+", "metavar": "WORD",
-                  "help": "words of a run (modelpool=flan-t5-base_glue "
-                  "method=featcal/paper_flan_t5), or a configuration: a folder, a hub id, "
-                  "flan-t5-base"},
-        "--tasks": {"type": int, "default": 8, "help": "tasks, without a pool (8)"},
-        "--length": _LENGTH,
-        "--target-length": _TARGET_LENGTH,
     }),
     "plan": (plan_command, {
         "words": {"nargs": "+", "metavar": "WORD",

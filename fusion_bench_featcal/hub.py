@@ -110,6 +110,14 @@ def fetched(location: str, patterns: Sequence[str] | None = None) -> str:
     return str(folder) if folder is not None and _is_whole(folder, patterns) else location
 
 
+def is_here(location: str) -> bool:
+    """Tell whether a path exists or the hub's cache has weights of a model of that name."""
+    if os.path.exists(Path(location).expanduser()):
+        return True
+    folder = _cached(location, None)
+    return folder is not None and any(folder.glob("*.safetensors"))
+
+
 def _with_retries(call: Callable[[], T], option: str, retries: int = RETRIES) -> T:
     """Call a function, and again where the hub is busy or the connection breaks off.
 

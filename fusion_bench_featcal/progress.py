@@ -50,7 +50,14 @@ class _Lines(plain_tqdm):
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Log how far it is; an empty message would only clear the bar."""
         if msg is None:
-            log.info("%s%s of %s %ss", self.desc, self.n, self.total, self.unit)
+            log.info("%s%s of %s %ss%s", self.desc, self.n, self.total, self.unit, self._left())
+
+    def _left(self) -> str:
+        """Return the time that the remaining steps will take at the pace so far."""
+        if not self.n or not self.total:
+            return ""
+        seconds = self.format_dict["elapsed"] / self.n * (self.total - self.n)
+        return f", {self.format_interval(seconds)} left"
 
     def set_description(self, desc: str | None = None, refresh: bool | None = False) -> None:
         """Name the work, without a line of its own."""

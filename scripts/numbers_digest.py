@@ -22,8 +22,9 @@ _STORED = {"results/cost.py", "results/curves.py", "results/items.py", "results/
 # These read results, or start runs; they have no part in making a number.
 _NO_PART = {
     "results", "studies", "diagnosis", "report_verbs.py", "files.py", "json_files.py", "cli.py",
-    "plan", "folders", "_hydra_plugin", "setting_docs.py",
-    "example_files.py", "examples", "comparison/fingerprint.py", "comparison/reports.py",
+    "plan.py", "plan_shapes.py", "feature_shapes.py", "folders", "_hydra_plugin",
+    "setting_docs.py", "example_files.py", "examples",
+    "comparison/fingerprint.py", "comparison/reports.py",
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import platform
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,7 +132,7 @@ def cost_table() -> str:
 
 
 def keep_plans() -> None:
-    """Write what `featcal plan` estimates for the paper's suites on this machine."""
+    """Write what `featcal plan` says of the paper's suites."""
     presets = {"flan": "/paper_flan_t5", "mergebench_llama-3.2": "/paper_llama_3b",
                "mergebench_llama-3.1": "/paper_llama_8b"}  # fmt: skip
     plans = {}
@@ -141,23 +140,22 @@ def keep_plans() -> None:
         method = "featcal" + next(
             (p for start, p in presets.items() if suite.startswith(start)), ""
         )
-        words = ["featcal", "plan", f"modelpool={suite}", f"method={method}", "--json"]
+        words = ["featcal", "plan", f"modelpool={suite}", f"method={method}"]
+        words += ["method.activations=device", "--json"]
         plan = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
-        seconds = sum(sum(stage.values()) for stage in plan["stages"])
-        plans[suite] = {"method": method, "seconds": round(seconds), "host": plan["host"],
-                        "read": plan["read"]}  # fmt: skip
-    machine = f"a machine with {platform.machine()} cores, one thread"
-    content = json.dumps({"machine": machine, "suites": plans}, indent=1)
+        plans[suite] = {"method": method, "host": plan["host"], "read": plan["read"],
+                        "features": plan["parts"]["features"]}  # fmt: skip
+    content = json.dumps({"suites": plans}, indent=1)
     (RESULTS / "plans.json").write_text(f"{content}\n", encoding="utf-8")
 
 
 def plans_table() -> str:
-    """Estimates of `featcal plan` for the paper's suites."""
+    """Memory and reads of the paper's suites by `featcal plan`."""
     plans = json.loads((RESULTS / "plans.json").read_text(encoding="utf-8"))
     table = [
-        (suite, [plan["method"], f"{plan['seconds'] / 3600:.1f}", f"{plan['host'] / 2**30:.1f}",
+        (suite, [plan["method"], f"{plan['host'] / 2**30:.1f}", f"{plan['features'] / 2**30:.1f}",
                  f"{plan['read'] / 1e9:.1f}"])
         for suite, plan in plans["suites"].items()
     ]  # fmt: skip
-    columns = ["method", "hours, one CPU thread", "memory, GiB", "read, GB"]
-    return f"{Grid('suite', columns, table).markdown()}\n\n- estimated on {plans['machine']}"
+    columns = ["method", "memory, GiB", "of these features, GiB", "read, GB"]
+    return Grid("suite", columns, table).markdown()

@@ -32,7 +32,8 @@ from fusion_bench_featcal import (
 )
 from fusion_bench_featcal.engine.mixtures import FEWEST_ROWS
 from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
-from fusion_bench_featcal.plan.dry_run import dry_run
+from fusion_bench_featcal.plan import plan_of
+from fusion_bench_featcal.plan_shapes import Request, Shapes
 
 BLOCKS = ["model.layers.0", "model.layers.1"]
 kinds = pytest.mark.parametrize("row", MIXTURES, ids=lambda row: row.name)
@@ -279,8 +280,8 @@ def test_padding_may_hold_anything():
     assert not torch.equal(found.get_parameter(name), suite.merged.get_parameter(name))
 
 
-def test_plan_says_that_routing_needs_weights():
+def test_plan_counts_the_sums_of_all_experts_of_a_mixture():
     model = suite_of(MIXTURES[0]).merged.to("meta")
-    inputs = {"input_ids": torch.ones(2, 4, dtype=torch.long, device="meta")}
-    with pytest.raises(CalibrationError, match=r"MixtralForCausalLM is a mixture of exp.* planned"):
-        dry_run(model, inputs, FeatCalSettings(), 2)
+    request = Request(model, FeatCalSettings(), 2)
+    experts = [g for g in Shapes.of(request).groups("model.layers.0") if ".experts." in g.name]
+    assert plan_of(request).parts["sums"] > 4 * sum(group.inputs**2 for group in experts) > 0

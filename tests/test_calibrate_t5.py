@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal import InMemoryExpert, SafetensorsExpert
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.families import T5
-from fusion_bench_featcal.plan.dry_run import dry_run, example_inputs
+from fusion_bench_featcal.plan_shapes import Request, Shapes
 
 FLAN = Knobs(alpha=0.6, lam=1e-3, rho=2.0, norm=False)
 CASES: list[tuple[dict[str, Any], Knobs]] = [
@@ -41,9 +41,9 @@ def test_the_engine_shares_statistics_as_the_plan_says():
     for record in run_fast(suite).log.of_kind("module"):  # one system has one condition number
         groups.setdefault((record["block"], record["condition"]), []).append(record["module"])
     settings = settings_of(PAPER, suite)
-    inputs = example_inputs(suite.merged, 2, 7, 4)
-    planned = dry_run(suite.merged.to("meta"), inputs, settings, 1)
-    wanted = [group.names for block in planned.blocks for group in block.groups]
+    shapes = Shapes.of(Request(suite.merged.to("meta"), settings, 1))
+    groups_of_all = [group for block in shapes.modules for group in shapes.groups(block)]
+    wanted = [tuple(s.name for s in g.sites) for g in groups_of_all if g.kind == "linear"]
     assert [tuple(names) for names in groups.values()] == wanted
     cross = "decoder.block.0.layer.1.EncDecAttention"
     assert (f"{cross}.k", f"{cross}.v") in wanted

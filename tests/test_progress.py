@@ -32,7 +32,8 @@ def test_a_pipe_gets_nothing_of_short_work(lines, capsys):
 def test_a_pipe_gets_a_line_now_and_then_of_long_work(monkeypatch, caplog, lines, capsys):
     monkeypatch.setattr(progress, "_SECONDS", 1e-9)
     work(progress_bar(total=3, unit="block"))
-    assert caplog.messages[:3] == [f"block {n}: {n + 1} of 3 blocks" for n in range(3)]
+    wanted = [f"block {n}: {n + 1} of 3 blocks, 00:00 left" for n in range(3)]
+    assert caplog.messages[:3] == wanted
     assert capsys.readouterr() == ("", "")
 
 

@@ -154,11 +154,4 @@ MUTATIONS = [
         "if not cosine >= self.merged[task]]",
         TRIALS,
     ),
-    Mutation(
-        "plans count one calibration",
-        "plan/estimate.py",
-        "return self.calibrations * sum(",
-        "return sum(",
-        "plan/test_estimate.py",
-    ),
 ]

@@ -86,7 +86,6 @@ class Reporter:
         processes: The processes, which say what they wait for.
         place: What is worked on, for messages.
         name: Name of the work.
-        example: The first batch's inputs, without their entries; None before there is one.
     """
 
     log: CalibrationLog
@@ -94,7 +93,6 @@ class Reporter:
     processes: Any
     name: str = "FeatCal"
     place: str = "the start"
-    example: Any = None
 
     def at(self, place: str) -> None:
         """Say what is worked on now."""

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.checkpoints import NoCheckpoints
@@ -213,8 +212,6 @@ class BlockLoop:
             streams[task] = []
             with problem.experts[task].loaded(self._reads.visits[stage_place(index)]) as expert:
                 for batch in batches:
-                    if self._reporter.example is None:
-                        self._reporter.example = to_device(batch.inputs, torch.device("meta"))
                     streams[task].append(self._begin(task, index, batch, expert))
         read = {task: self._reads.read(task, stage_place(index)) for task in samples}
         for task, (nbytes, *_) in self._team.collected(self._team.gather(read)).items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
@@ -82,6 +82,18 @@ def naming_memory(
         raise CalibrationError(
             f"out of memory ({device.type}) at {place()}: {said}. {advice()}"
         ) from error
+
+
+def memory_advice(settings: FeatCalSettings, device: torch.device) -> str:
+    """Return a sentence that names the settings which lower a calibration's memory."""
+    waiting = "host|disk" if device.type != "cpu" else "disk"
+    if settings.activations == "host" and device.type != "cpu":
+        waiting = "disk"
+    ways = [] if settings.activations == "disk" else [f"method.activations={waiting}"]
+    ways += ["a lower method.batch_size", "a lower method.samples_per_task"]
+    ways += ["method.modules without the widest modules"]
+    ways += [] if settings.stream_experts is True else ["method.stream_experts=true"]
+    return f"What lowers it: {', '.join(ways)}"
 
 
 def _left_in_group(files: tuple[str, str, str]) -> int | None:

@@ -32,9 +32,8 @@ from fusion_bench_featcal.folders.pictures import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request, in_words_of_the_command
 from fusion_bench_featcal.folders.saving import HEADS, save
 from fusion_bench_featcal.folders.tasks import Score, Task
-from fusion_bench_featcal.plan.estimate import Request as PlanRequest
-from fusion_bench_featcal.plan.estimate import estimate
-from fusion_bench_featcal.plan.show import one_line, warnings_of
+from fusion_bench_featcal.plan import one_line, plan_of, warnings_of
+from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import (
     EXPERTS,
@@ -180,9 +179,9 @@ class Job:
             device=torch.device(request.device),
         )
         try:
-            plan = estimate(asked)
+            plan = plan_of(asked)
         except Exception as error:  # a model of unknown inputs: the calibration itself will tell
-            print(f"no plan of time and memory: {error}")
+            print(f"no plan of reads and memory: {error}")
             return
         print(one_line(plan))
         for warning in warnings_of(plan):

@@ -18,7 +18,9 @@ from torch import nn
 from fusion_bench_featcal.experts import hollow_copy, known_bytes
 from fusion_bench_featcal.experts.read_plan import budget_left
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.feature_shapes import LENGTH, length_for, needs_length, takes_images
 from fusion_bench_featcal.fusionbench.console import explained
+from fusion_bench_featcal.fusionbench.empty_models import empty_model
 from fusion_bench_featcal.fusionbench.fusing import merger_class
 from fusion_bench_featcal.fusionbench.hydra_job import make_importable
 from fusion_bench_featcal.fusionbench.options import checked_settings
@@ -28,10 +30,9 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     PLAIN_OPTIONS,
 )
 from fusion_bench_featcal.fusionbench.run_results import method_name
-from fusion_bench_featcal.plan.dry_run import LENGTH, length_for, needs_length, takes_images
-from fusion_bench_featcal.plan.estimate import Plan, Request, estimate
-from fusion_bench_featcal.plan.show import one_line, warnings_of
-from fusion_bench_featcal.preflight import empty_model
+from fusion_bench_featcal.hub import is_here
+from fusion_bench_featcal.plan import Plan, one_line, plan_of, warnings_of
+from fusion_bench_featcal.plan_shapes import Request
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -96,8 +97,8 @@ def run_request(
         base_held=base_held,
         itemsize=stored_itemsize(sources[0]),
         device=device,
+        fetches=sum(map(_is_fetched, [*experts, *([] if base is None else [base])])),
         fused=fused,
-        merges=merger is not None,
         processes=processes,
         neighbours=neighbours,
     )
@@ -158,9 +159,9 @@ def log_plan(
     known = {"loaded": 1, "length": settings.max_length or LENGTH, **known}
     try:
         model = hollow_copy(merged).to("meta")
-        plan = estimate(Request(model, settings, tasks, device=device, **known))
+        plan = plan_of(Request(model, settings, tasks, device=device, **known))
     except Exception as error:  # a model of unknown inputs: the calibration itself will tell
-        log.debug("no plan of time and memory: %s", error)
+        log.debug("no plan of reads and memory: %s", error)
         return None
     log.info(one_line(plan))
     for warning in warnings_of(plan):
@@ -195,6 +196,15 @@ def _source_of(entry: Any) -> SafetensorsExpert | None:
         return SafetensorsExpert(Path(_location_of(entry)))
     except (OSError, ValueError, CalibrationError):
         return None
+
+
+def _is_fetched(entry: Any) -> bool:
+    """Tell whether an entry is a model of the hub that is not here."""
+    try:
+        location = _location_of(entry)
+    except ValueError:
+        return False
+    return not is_here(location)
 
 
 def _streams(entry: Any, settings: FeatCalSettings) -> bool:

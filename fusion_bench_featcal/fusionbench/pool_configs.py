@@ -14,6 +14,7 @@ from fusion_bench_featcal.experts.model_config import (
     matching_part,
 )
 from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.fusionbench.empty_models import empty_model, new_model
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
@@ -21,7 +22,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     PoolModels,
 )
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.preflight import empty_model, new_model
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _VISION_TOWER = "clip_vision_model"

@@ -21,6 +21,7 @@ from fusion_bench_featcal.data.images import load_images
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.folders.model_folder import ModelFolder
+from fusion_bench_featcal.fusionbench.empty_models import empty_model
 from fusion_bench_featcal.results import Report, ReportError
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.text_rows import load_chats, load_glue
@@ -223,7 +224,8 @@ def test_configs_of_a_pool(tmp_path, change):
     (name,) = change
     with pytest.raises(CalibrationError, match=rf"two/config\.json: {name} is"):
         FeatCalAlgorithm(base_method=AVERAGE, samples_per_task=2).run(pool)
-    assert main(["preflight", str(file.parent)]) == 2
+    with pytest.raises(ValueError, match="no configuration"):
+        empty_model(str(file.parent))
 
 
 def test_settings_without_aliases(folder, capsys):

@@ -40,7 +40,7 @@ JOBS: dict[str, list[str]] = {
 }
 RUNS = ("featcal", "surgery", "compare")
 
-# {run}, {compare}: log directories of such runs; {tmp}: an empty folder; {suites}: a suite's root.
+# {run}, {compare}: log directories of such runs; {tmp}: an empty folder.
 VERBS: dict[str, list[str]] = {
     "version": ["--version"],
     "help": ["--help"],
@@ -62,9 +62,6 @@ VERBS: dict[str, list[str]] = {
     "report written": ["report", "{run}", "--out", "{tmp}/report"],
     "report of nothing": ["report", "{tmp}/nowhere"],
     "plot of nothing": ["plot", "{tmp}/nowhere"],
-    "preflight": ["preflight", "{suites}/flan-t5-mini/pretrained", "--length", "8"],
-    "preflight of nothing": ["preflight", "{tmp}/nowhere"],
-    "preflight without words": ["preflight"],
     "plan of nothing": ["plan", "method=featcal", "modelpool=nothing"],
     "plan without words": ["plan"],
 }
@@ -75,7 +72,6 @@ SLOW_VERBS: dict[str, list[str]] = {
     "plan": ["plan", "method=featcal", POOL, FEW],
     "plan as JSON": ["plan", "method=featcal", POOL, FEW, "--json"],
     "plan of a wrong setting": ["plan", "method=featcal", POOL, "method.ridge_lambda=-1"],
-    "preflight of a run": ["preflight", "method=featcal", "modelpool=flan-t5-mini_TA6"],
 }
 
 
@@ -93,8 +89,6 @@ def featcal(*words: str) -> tuple[int, str]:
 
 def verb_codes(verbs: dict[str, list[str]], **places: Any) -> dict[str, int]:
     """Exit codes of `featcal` with words in which places are put."""
-    _, suites = featcal("suite", "path")
-    places["suites"] = suites.strip()
     return {
         name: featcal(*(word.format(**places) for word in words))[0]
         for name, words in verbs.items()

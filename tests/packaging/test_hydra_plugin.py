@@ -121,7 +121,7 @@ def test_fusion_bench_finds_the_configs_beside_a_foreign_folder(program, tmp_pat
 @pytest.mark.slow
 def test_featcal_finds_the_configs_beside_a_foreign_folder(tmp_path, plugin_path):
     (tmp_path / "config/method").mkdir(parents=True)
-    words = ["-m", "fusion_bench_featcal.cli", "preflight", "modelpool=clip-vit-mini_TA6"]
+    words = ["-m", "fusion_bench_featcal.cli", "plan", "modelpool=clip-vit-mini_TA6"]
     done = run(words, tmp_path, plugin_path)
     assert done.returncode == 0, done.stderr
 

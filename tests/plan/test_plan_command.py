@@ -22,12 +22,9 @@ def test_suite_and_its_overrides(
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["tasks"], plan["samples"], plan["family"]) == (6, 32, "clip")
-    assert plan["seconds"] > 0
-    assert {"stages", "host", "gpu", "parts", "waiting", "read", "disk", "levers"} <= set(plan)
+    assert {"host", "gpu", "parts", "waiting", "fetched", "read", "base_read", "disk"} <= set(plan)
     assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "6 tasks x 32 samples" in shown
-    assert "samples_per_task=16" in shown
+    assert "6 tasks x 32 samples" in capsys.readouterr().out
 
 
 def test_network_whose_config_names_no_image_size(capsys: pytest.CaptureFixture[str]):
@@ -35,11 +32,18 @@ def test_network_whose_config_names_no_image_size(capsys: pytest.CaptureFixture[
     features = []
     for side in ("28", "56"):
         assert main([*words, "--length", side]) == 0
-        features.append(json.loads(capsys.readouterr().out)["parts"]["activations"])
+        features.append(json.loads(capsys.readouterr().out)["parts"]["features"])
     assert 3.5 < features[1] / features[0] < 4.5
-    for command in (words, ["preflight", "modelpool=resnet-mini_TA3"]):
-        assert main(command) == 2
-        assert "names no image size: give the side" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "names no image size: give the side" in capsys.readouterr().err
+
+
+def test_models_that_are_not_here_are_fetched(tmp_path: Path):
+    words = write_experts(tmp_path, torch.float32)
+    assert run_request(words).fetches == 0
+    assert run_request([*words, "modelpool.models.one=some/model"]).fetches == 1
+    bundled = ["modelpool=flan-t5-base_glue", "method=featcal/paper_flan_t5"]
+    assert run_request(bundled).fetches == 9
 
 
 def write_experts(folder: Path, dtype: torch.dtype) -> list[str]:

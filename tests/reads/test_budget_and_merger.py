@@ -13,7 +13,7 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.fusionbench.plan_run import run_request
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel
-from fusion_bench_featcal.plan.estimate import estimate
+from fusion_bench_featcal.plan import plan_of
 from fusion_bench_featcal.suites import image
 
 TIES = {
@@ -115,7 +115,7 @@ def test_one_shared_read_keeps_a_budget_of_one_read() -> None:
     words = ["method.expert_read_budget='100%'", "method.mix_alpha=0", "method.log_drift=false"]
     request = run_request(["modelpool=clip-vit-mini_alphabets2", *words])
     assert request.fused and request.tasks == len(EXPERTS)
-    assert estimate(request).read == totals["experts_read"]
+    assert plan_of(request).read == totals["experts_read"]
 
 
 def test_merger_by_itself_and_calibration_keep_a_budget_together() -> None:
@@ -141,13 +141,11 @@ def test_merged_model_of_the_pool_is_no_expert_read(tmp_path: Path) -> None:
     assert 0 < totals["all_experts_read"] <= all_experts(pool) // 2
 
 
-def test_plan_offers_no_budget_that_would_be_refused() -> None:
+def test_plan_takes_off_what_a_merger_reads_by_itself() -> None:
     words = ["modelpool=clip-vit-mini_TA6"]
-    assert run_request(words).merges
-    assert not run_request([*words, "method.base_method=null"]).merges
     left = run_request(
         [*words, "method.expert_read_budget=1GB", "method.fuse_merge=false"]
     ).settings.expert_read_budget
     assert isinstance(left, int) and left < 10**9
     half = run_request([*words, "method.expert_read_budget='50%'"])
-    assert half.fused and estimate(half).read <= estimate(run_request(words)).read / 2
+    assert half.fused and plan_of(half).read <= plan_of(run_request(words)).read / 2

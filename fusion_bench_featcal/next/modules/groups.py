@@ -175,3 +175,43 @@ def normalised(module: Any, site: Site, x: Tensor) -> Tensor:
         return group_norm(x, module.num_groups, eps=module.eps).movedim(1, -1)
     x = x.movedim(1, -1) if site.channels_first else x
     return layer_norm(x, x.shape[-1:], eps=module.eps)
+
+
+_SHARING = (
+    {"q", "k", "v"}, {"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"},
+    {"gate_proj", "up_proj"}, {"wi_0", "wi_1"}, {"w1", "w3"},
+)  # fmt: skip
+CROSS = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attn")
+
+
+def groups_by_name(
+    model: nn.Module, sites: Sequence[Site], *, queries_apart: bool = False
+) -> list[Group]:
+    """Group a block's modules by their names, where no sample is at hand.
+
+    Modules of other names count as ones with inputs of their own.
+
+    Args:
+        model: The model, on any device.
+        sites: The modules.
+        queries_apart: Whether other rows count for queries than for keys and values.
+    """
+    members: dict[Any, list[Site]] = {}
+    for site in sites:
+        owner, _, leaf = site.name.rpartition(".")
+        sharing = next((number for number, names in enumerate(_SHARING) if leaf in names), None)
+        crossed = queries_apart or any(part in owner for part in CROSS)
+        queries = leaf.startswith("q") and crossed
+        alone = sharing is None or site.kind == "norm" or site.groups > 1 or queries
+        members.setdefault(site.name if alone else (owner, sharing, site.has_bias), []).append(site)
+    return [
+        Group(
+            tuple(group),
+            calls=1,
+            biased=group[0].has_bias,
+            inputs=_shape(model, group[0])[1],
+            outputs=tuple(_shape(model, site)[0] for site in group),
+            dtype=_dtype(model, group[0]),
+        )
+        for group in members.values()
+    ]

@@ -1,22 +1,16 @@
-"""Models without weights, and what a calibration of one would meet."""
+"""Models without weights, on the meta device, from configurations."""
 
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts.model_config import read_config
-from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.plan.advice import size
-from fusion_bench_featcal.plan.estimate import Request, parts_of
 from fusion_bench_featcal.settings import CalibrationError
 
-KNOWN = Path(__file__).with_name("known_configs")
+KNOWN = Path(__file__).parents[1] / "known_configs"
 
 
 def empty_model(location: str) -> nn.Module:
@@ -76,42 +70,3 @@ def _class_of(config: Any) -> Any:
         return named
     kinds: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForCausalLM)
     return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModel)
-
-
-def describe(request: Request) -> str:
-    """Count parameters, blocks, modules and bytes of a calibration.
-
-    Args:
-        request: The calibration.
-
-    Returns:
-        Lines of text.
-
-    Raises:
-        CalibrationError: If a module cannot be calibrated.
-        ValueError: If no family fits the model.
-    """
-    model, settings = request.model, request.settings
-    family = resolve_family(settings.family, model)
-    model = family.view.shown(model)
-    stages = family.stages(model)
-    shapes, left = Counter[tuple[str, str]](), set[str]()
-    for block, modules in find_all_modules(model, stages, settings).items():
-        left |= {name.removeprefix(f"{block}.") for name in modules.left}
-        for site in modules.sites:
-            shape = list(site.oriented(model.get_parameter(site.weight_name)).shape)
-            shapes[site.name.removeprefix(f"{block}."), str(shape)] += 1
-    parts = parts_of(replace(request, fused=False))
-    lines = [
-        f"{type(model).__name__}, family {family.name}: "
-        f"{sum(p.numel() for p in model.parameters()):,} parameters",
-        f"blocks: {' + '.join(str(len(stage)) for stage in stages)}",
-        *(f"  {count:>4} x {name} {shape}" for (name, shape), count in shapes.items()),
-        f"left as merged: {', '.join(sorted(left)) or 'nothing'}",
-        "memory:",
-        f"  model                {size(parts['model'])}",
-        f"  one block            {size(parts['block'])}, of an expert, with anchors and new values",
-        f"  statistics           {size(parts['statistics'])} in one block",
-        f"  features             {size(parts['activations'])} of all samples, at one block",
-    ]
-    return "\n".join(lines)

@@ -1,0 +1,178 @@
+"""Plan of a calibration: what its busiest process reads and writes, and how much memory it takes.
+
+Everything follows from names and shapes: no weight is read and no model runs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from fusion_bench_featcal.engine.memory import free_bytes, memory_advice
+from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes
+from fusion_bench_featcal.plurals import counted
+
+HOST_SHARE = 0.7
+"""Share of free host memory that features may fill beside a GPU: it cannot be given back."""
+
+LABELS = {
+    "model": "calibrated copy of the model",
+    "loaded": "models loaded whole",
+    "features": "features of all samples",
+    "batch": "one batch in a block",
+    "sums": "sums of a block",
+    "solve": "systems of its widest module",
+    "block": "an expert's block, anchors, new parameters",
+}
+"""Parts of a calibration's memory, for people."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes in bytes, of the busiest process."""
+
+    model: str
+    family: str
+    device: str
+    tasks: int
+    samples: int  # most of a task
+    processes: int
+    neighbours: int
+    parts: Mapping[str, int]  # memory by the names in `LABELS`
+    waiting: Mapping[str, int]  # features on `device`, `host` or `disk`
+    host: int  # host memory at its fullest: this process, the merged model and the calibration
+    gpu: int | None  # device memory at its fullest; None on a CPU
+    more_host: int  # what this machine's processes will need beside what is in use
+    free_host: int
+    free_gpu: int | None
+    fetched: int  # from the hub
+    read: int  # from experts
+    base_read: int
+    disk: int  # files of the run: waiting features, and blocks that `checkpoint_dir` keeps
+    output: int  # the calibrated model's file
+    advice: str  # which settings lower the memory
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, fit for JSON."""
+        return asdict(self)
+
+
+def plan_of(request: Request) -> Plan:
+    """Plan a calibration.
+
+    Raises:
+        CalibrationError: If the model cannot be calibrated, or a read budget is too small.
+        ValueError: If the model's inputs are unknown, or no family fits it.
+    """
+    shapes, settings, device = Shapes.of(request), request.settings, request.device
+    size, on_cpu = shapes.size, device.type == "cpu"
+    share = math.ceil(request.tasks / request.processes) / request.tasks
+    whole = math.ceil(request.held * share) + request.base_held
+    parts = {"model": size, "loaded": whole * size, **shapes.memory()}
+    own, free_host = psutil.Process().memory_info().rss, free_bytes(CPU) or 0
+    free_gpu = None if on_cpu else free_bytes(device)
+    busy = size + parts["block"] + parts["sums"] + max(parts["batch"], parts["solve"])
+    room = {"host": free_host // request.neighbours * HOST_SHARE, "disk": math.inf}
+    room["device"] = (free_gpu or 0 if not on_cpu else free_host // request.neighbours) - busy
+    place = _place(settings.activations, parts["features"], room, on_cpu=on_cpu)
+    waiting = {name: parts["features"] * (name == place) for name in ("device", "host", "disk")}
+    busy += waiting["device"]
+    host = own + (1 + whole - request.loaded) * size + waiting["host"]
+    host += busy if on_cpu else parts["block"]
+    begun = request.loaded > 0  # the other processes are there, too
+    read, base_read = shapes.reads()
+    stored = (request.itemsize or shapes.itemsize) / shapes.itemsize
+    return Plan(
+        model=type(request.model).__name__,
+        family=shapes.family.name,
+        device=device.type,
+        tasks=request.tasks,
+        samples=max(shapes.samples),
+        processes=request.processes,
+        neighbours=request.neighbours,
+        parts=parts,
+        waiting=waiting,
+        host=host,
+        gpu=None if on_cpu else busy,
+        more_host=request.neighbours * (host - own) + (request.neighbours - 1) * own * (not begun),
+        free_host=free_host,
+        free_gpu=free_gpu,
+        fetched=round(request.fetches * size * stored),
+        read=math.ceil(read * share),
+        base_read=base_read,
+        disk=waiting["disk"] + shapes.blocks * bool(settings.checkpoint_dir),
+        output=size,
+        advice=memory_advice(settings.replace(activations=place), device),
+    )
+
+
+def _place(choice: str, size: int, room: Mapping[str, float], *, on_cpu: bool) -> str:
+    """Return where features wait: the first place with room, if settings leave it open."""
+    places = ["device", "disk"] if on_cpu else ["device", "host", "disk"]
+    if choice == "auto":
+        return next(place for place in places if size <= room[place])
+    return choice if choice in places else "device"
+
+
+def one_line(plan: Plan) -> str:
+    """Return the line that a run logs at its start."""
+    gpu = "" if plan.gpu is None else f", {bytes_text(plan.gpu)} of GPU memory"
+    disk = f", {bytes_text(plan.disk)} on disk" if plan.disk else ""
+    whose = f" in the busiest of {plan.processes} processes" if plan.processes > 1 else ""
+    return (
+        f"plan{whose}: {bytes_text(plan.host)} of host memory{gpu}{disk}, "
+        f"{bytes_text(plan.read)} read from experts"
+    )
+
+
+def warnings_of(plan: Plan) -> list[str]:
+    """Return sentences on memory that is not free, with the settings that lower it."""
+    needs = [("host", plan.more_host, plan.free_host), ("GPU", plan.gpu, plan.free_gpu)]
+    return [
+        f"the calibration is predicted to need {bytes_text(needed)} more {kind} memory, "
+        f"{bytes_text(free)} are free. {plan.advice}"
+        for kind, needed, free in needs
+        if needed is not None and free is not None and needed > free
+    ]
+
+
+def show_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print a plan's table to a console; None: standard output."""
+    console = console or Console()
+    console.print(
+        f"{plan.model}, family {plan.family}: {counted(plan.tasks, 'task')} x "
+        f"{counted(plan.samples, 'sample')} on {plan.device}"
+    )
+    if plan.processes > 1:
+        console.print(f"{plan.processes} processes; what follows is for the busiest of them")
+    place = next((name for name, size in plan.waiting.items() if size), "device")
+    rows = {label: plan.parts[part] for part, label in LABELS.items() if plan.parts[part]}
+    rows[f"host memory, at its fullest, of {bytes_text(plan.free_host)} free"] = plan.host
+    if plan.neighbours > 1:
+        together = f"the same of {plan.neighbours} processes on a machine, at most"
+        rows[together] = plan.neighbours * plan.host
+    if plan.gpu is not None:
+        rows["GPU memory, at its fullest"] = plan.gpu
+    rows |= {"fetched from the hub": plan.fetched} if plan.fetched else {}
+    rows |= {"read from experts": plan.read, "read from the base": plan.base_read}
+    rows |= {"files of the run": plan.disk, "the calibrated model's file": plan.output}
+    table = Table("memory and files", "size")
+    table.columns[1].justify = "right"
+    for label, size in rows.items():
+        where = f" ({place})" if label == LABELS["features"] else ""
+        table.add_row(label + where, bytes_text(size))
+    console.print(table)
+    for warning in warnings_of(plan):
+        console.print(f"warning: {warning}")
+
+
+def bytes_text(count: float) -> str:
+    """Return bytes for people."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= step:
+            return f"{count / step:.{2 if count < 10 * step else 1}f} {unit}"
+    return f"{count / 1024:.0f} KiB"

@@ -1,0 +1,228 @@
+"""Reads and memory of a calibration from names and shapes: no weight is read, no model runs."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
+from fusion_bench_featcal.engine.problem import tensors_before_stage, tensors_of_block
+from fusion_bench_featcal.experts.merging import merged_at
+from fusion_bench_featcal.experts.read_plan import make_plan, reads_of
+from fusion_bench_featcal.experts.reading import stage_place
+from fusion_bench_featcal.families import Family, resolve_family
+from fusion_bench_featcal.feature_shapes import LENGTH, Features, features_of, takes_images
+from fusion_bench_featcal.next.modules.groups import CROSS, Group, groups_by_name
+from fusion_bench_featcal.next.rules.paper import Paper
+from fusion_bench_featcal.next.rules.plus import Plus
+from fusion_bench_featcal.next.streams.samples import number_held_out, number_of_copies
+from fusion_bench_featcal.next.streams.task_rows import AffineRows, LinearRows
+from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.settings import FeatCalSettings
+
+CPU = torch.device("cpu")
+SYSTEMS = 4
+"""Matrices in float64, of the widest module's inputs, that a solve takes beside one per fold."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The calibration to be planned."""
+
+    model: nn.Module  # structure of the merged model, on the meta device
+    settings: FeatCalSettings
+    tasks: int
+    length: int = LENGTH  # tokens of a text, or an image's side where no config tells it
+    target_length: int = 8  # tokens of an encoder-decoder's target
+    samples: Sequence[int] = ()  # of each task; empty: `samples_per_task` of each
+    held: int = 0  # experts that are loaded whole
+    base_held: bool = False
+    itemsize: int | None = None  # bytes of a number in the models' files; None: as in the model
+    loaded: int = 0  # models that this process has in memory, the merged one included
+    fetches: int = 0  # models that neither a folder nor the hub's cache has
+    device: torch.device = CPU
+    fused: bool = False  # whether the upstream merge shares the calibration's reads
+    processes: int = 1
+    neighbours: int = 1  # processes on one machine
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A request's model as its family shows it, and the modules that are calibrated."""
+
+    request: Request
+    family: Family
+    model: nn.Module
+    stages: Sequence[Sequence[str]]
+    modules: Mapping[str, BlockModules]
+
+    @classmethod
+    def of(cls, request: Request) -> "Shapes":
+        """Find blocks and modules.
+
+        Raises:
+            CalibrationError: If the model cannot be calibrated.
+            ValueError: If no family fits it.
+        """
+        settings = request.settings
+        family = resolve_family(settings.family, request.model)
+        model = family.view.shown(request.model)
+        stages = family.stages(model)
+        modules = find_all_modules(model, stages, settings, routed=settings.is_paper)
+        return cls(request, family, model, stages, modules)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the model, tied tensors once."""
+        return size_of(self.model.state_dict(keep_vars=True).values())
+
+    @property
+    def blocks(self) -> int:
+        """Return the bytes of all blocks."""
+        return sum(size_of(self.model.get_submodule(b).parameters()) for b in self.modules)
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of a number of the model."""
+        return next(self.model.parameters()).itemsize
+
+    @property
+    def samples(self) -> list[int]:
+        """Return the number of samples of each task."""
+        request, most = self.request, self.request.settings.samples_per_task
+        return [min(count, most) for count in request.samples or [most] * request.tasks]
+
+    def reads(self) -> tuple[int, int]:
+        """Return bytes read of all experts, within the budget, and of the base."""
+        request, settings, model = self.request, self.request.settings, self.model
+        visits: dict[str, list[str]] = {}
+        for index, stage in enumerate(self.stages):
+            before = tensors_before_stage(model, self.family, self.stages, index)
+            visits[stage_place(index)] = before if settings.runs_experts else []
+            for block in stage:
+                new = self.modules[block].calibrated(biased=settings.calibrate_bias)
+                runs = tensors_of_block(model, self.family, block)
+                visits[block] = runs if settings.runs_experts else new
+                if not settings.is_paper:
+                    visits[f"{block} again"] = new
+        if request.fused:  # the merge needs every tensor
+            for place, names in merged_at(model, self.modules).items():
+                visits[place] += names
+        tensors = model.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        tied = {name: first[id(tensor)] for name, tensor in tensors.items()}
+        stored = request.itemsize or self.itemsize
+        sizes = {name: tensors[name].numel() * stored for name in tied.values()}
+        reads = {
+            str(task): reads_of(task, visits, list(self.modules), tied, sizes.__getitem__)
+            for task in range(request.tasks)
+        }
+        plan, budget = make_plan(reads, None), settings.expert_read_budget
+        if budget is not None:
+            plan = make_plan(reads, budget_in_bytes(budget, plan.full))
+        sites = [site for found in self.modules.values() for site in found.sites]
+        anchors = [n for s in sites for n in (s.names if settings.is_paper else [s.weight_name])]
+        return plan.bytes, sum(sizes[tied[name]] for name in anchors) * settings.needs_base
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes of each part at the block where it is largest."""
+        request = self.request
+        received = features_of(self.model, self.stages, request.length, request.target_length)
+        at_blocks = [self._memory_at(block, received[block]) for block in self.modules]
+        return {part: max(sizes[part] for sizes in at_blocks) for part in at_blocks[0]}
+
+    def _memory_at(self, block: str, features: Features) -> dict[str, int]:
+        """Return bytes of each part at one block."""
+        request, settings, rule = self.request, self.request.settings, rule_of(self.request)
+        groups = self.groups(block)
+        turns = [*rule.turns(groups)] or [[]]
+        solved, held, batches = self._dealt()
+        sides = 1 + settings.runs_experts
+        waiting = sides * features.numbers(solved + held, batches) + features.numbers(held, 0)
+        for group in (group for turn in turns[1:] for group in turn if not is_encoded(group)):
+            noted = sum(group.outputs) if group.has_few_outputs else inputs_of(group)
+            waiting += solved * features.positions * noted
+        inputs = [inputs_of(group) for group in groups]
+        rows = features.positions * min(settings.batch_size, max(self.samples))
+        dtype = rule.dtype(request.tasks, request.device)
+        widest = max((group.inputs for group in groups if group.kind == "linear"), default=0)
+        needed = tensors_of_block(self.model, self.family, block)
+        tensors = self.model.state_dict(keep_vars=True)
+        read = size_of(tensors[name] for name in needed)
+        new = [self.model.get_parameter(n) for group in groups for n in group.parameters]
+        return {
+            "features": self.itemsize * waiting,
+            "batch": self.itemsize * rows * (sides * sum(inputs) + 2 * max(inputs, default=0)),
+            "sums": max(sum(sums_of(g, self.model, rule, dtype) for g in turn) for turn in turns),
+            "solve": (SYSTEMS + rule.folds) * 8 * widest**2,
+            "block": read * (request.tasks if request.fused else 1)
+            + 2 * dtype.itemsize * sum(parameter.numel() for parameter in new),
+        }
+
+    def groups(self, block: str) -> list[Group]:
+        """Return the groups of a block's modules, by their names."""
+        rule = rule_of(self.request)
+        sites = self.modules[block].sites
+        sites = [site for site in sites if site.kind != "norm" or rule.calibrate_norm]
+        hidden = torch.empty(1, 2, 1, device="meta")
+        closes = (
+            rule.reads_closing_rows
+            and block == self.stages[-1][-1]
+            and self.family.closing_rows(self.model, hidden) is not None
+        )
+        return groups_by_name(self.model, sites, queries_apart=closes)
+
+    def _dealt(self) -> tuple[int, int, int]:
+        """Return samples with their copies, held-out samples and batches of the busiest process."""
+        request, settings = self.request, self.request.settings
+        images = torch.empty(1, 3, 1, 1, device="meta") if takes_images(self.model) else None
+        shared = max(request.processes // request.tasks, 1)  # processes that share a task's batches
+        work = []
+        for samples in self.samples:
+            held = min(number_held_out(samples, settings.held_out), samples - 1)
+            copies = 1 + number_of_copies(samples - held, settings, images)
+            batches = math.ceil(math.ceil((samples - held) / settings.batch_size) / shared)
+            solved = min(samples - held, batches * settings.batch_size)
+            work.append((solved * copies, held, batches * copies + (held > 0)))
+        dealt = filter(None, (work[rank :: request.processes] for rank in range(request.processes)))
+        solved, held, batches = max(tuple(map(sum, zip(*tasks, strict=True))) for tasks in dealt)
+        return solved, held, batches
+
+
+def rule_of(request: Request) -> Any:
+    """Return the rule of a request, as far as sizes depend on it."""
+    settings = request.settings
+    if settings.is_paper:
+        return Paper(ridge_lambda=settings.ridge_lambda, mix_alpha=settings.mix_alpha)
+    return Plus()
+
+
+def sums_of(group: Group, model: nn.Module, rule: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of a group's sums: over tasks, and over the rows of one task."""
+    rows = (
+        AffineRows(group, model, model, dtype)
+        if group.kind == "norm"
+        else LinearRows(group, model, rule, dtype)
+    )
+    sums = rule.sums(group, group.linear(model.get_parameter, dtype), None)
+    return size_of([*sums.tensors(), *rows.tensors()])
+
+
+def is_encoded(group: Group) -> bool:
+    """Tell whether a group receives an encoder's features, which wait with the batch anyway."""
+    owner, _, leaf = group.name.rpartition(".")
+    return leaf.startswith(("k", "v")) and any(part in owner for part in CROSS)
+
+
+def inputs_of(group: Group) -> int:
+    """Return the numbers that a group receives at one position."""
+    patches = group.sites[0].patches
+    return group.inputs if patches is None else patches.channels
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors, each counted once."""
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
