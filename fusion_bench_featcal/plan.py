@@ -69,23 +69,21 @@ def plan_of(request: Request) -> Plan:
         ValueError: If the model's inputs are unknown, or no family fits it.
     """
     shapes, settings, device = Shapes.of(request), request.settings, request.device
-    size, on_cpu = shapes.size, device.type == "cpu"
+    size, on_cpu, neighbours = shapes.size, device.type == "cpu", request.neighbours
     share = math.ceil(request.tasks / request.processes) / request.tasks
     whole = math.ceil(request.held * share) + request.base_held
     parts = {"model": size, "loaded": whole * size, **shapes.memory()}
     own, free_host = psutil.Process().memory_info().rss, free_bytes(CPU) or 0
     free_gpu = None if on_cpu else free_bytes(device)
     busy = size + parts["block"] + parts["sums"] + max(parts["batch"], parts["solve"])
-    room = {"host": free_host // request.neighbours * HOST_SHARE, "disk": math.inf}
-    room["device"] = (free_gpu or 0 if not on_cpu else free_host // request.neighbours) - busy
-    place = _place(settings.activations, parts["features"], room, on_cpu=on_cpu)
-    waiting = {name: parts["features"] * (name == place) for name in ("device", "host", "disk")}
+    room = (free_host // neighbours if on_cpu else free_gpu or 0) - busy
+    waiting = _waiting(request, parts["features"], room, free_host // neighbours)
     busy += waiting["device"]
     host = own + (1 + whole - request.loaded) * size + waiting["host"]
     host += busy if on_cpu else parts["block"]
-    begun = request.loaded > 0  # the other processes are there, too
+    others = 0 if request.loaded else (neighbours - 1) * own  # those that have not begun
     read, base_read = shapes.reads()
-    stored = (request.itemsize or shapes.itemsize) / shapes.itemsize
+    place = max(waiting, key=lambda name: waiting[name])
     return Plan(
         model=type(request.model).__name__,
         family=shapes.family.name,
@@ -93,15 +91,15 @@ def plan_of(request: Request) -> Plan:
         tasks=request.tasks,
         samples=max(shapes.samples),
         processes=request.processes,
-        neighbours=request.neighbours,
+        neighbours=neighbours,
         parts=parts,
         waiting=waiting,
         host=host,
         gpu=None if on_cpu else busy,
-        more_host=request.neighbours * (host - own) + (request.neighbours - 1) * own * (not begun),
+        more_host=neighbours * (host - own) + others,
         free_host=free_host,
         free_gpu=free_gpu,
-        fetched=round(request.fetches * size * stored),
+        fetched=request.fetches * size * shapes.stored // shapes.itemsize,
         read=math.ceil(read * share),
         base_read=base_read,
         disk=waiting["disk"] + shapes.blocks * bool(settings.checkpoint_dir),
@@ -110,12 +108,16 @@ def plan_of(request: Request) -> Plan:
     )
 
 
-def _place(choice: str, size: int, room: Mapping[str, float], *, on_cpu: bool) -> str:
-    """Return where features wait: the first place with room, if settings leave it open."""
-    places = ["device", "disk"] if on_cpu else ["device", "host", "disk"]
+def _waiting(request: Request, size: int, room: int, host: int) -> dict[str, int]:
+    """Return the bytes of features by place: the first one with room, if settings leave it open."""
+    rooms = {"device": room, "host": host * HOST_SHARE, "disk": math.inf}
+    if request.device.type == "cpu":
+        del rooms["host"]  # the same as the device
+    choice = request.settings.activations
     if choice == "auto":
-        return next(place for place in places if size <= room[place])
-    return choice if choice in places else "device"
+        choice = next(place for place in rooms if size <= rooms[place])
+    choice = choice if choice in rooms else "device"
+    return {place: size * (place == choice) for place in ("device", "host", "disk")}
 
 
 def one_line(plan: Plan) -> str:

@@ -90,6 +90,11 @@ class Shapes:
         return next(self.model.parameters()).itemsize
 
     @property
+    def stored(self) -> int:
+        """Return the bytes of a number in the models' files."""
+        return self.request.itemsize or self.itemsize
+
+    @property
     def samples(self) -> list[int]:
         """Return the number of samples of each task."""
         request, most = self.request, self.request.settings.samples_per_task
@@ -114,8 +119,7 @@ class Shapes:
         tensors = model.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(tensors.items())}
         tied = {name: first[id(tensor)] for name, tensor in tensors.items()}
-        stored = request.itemsize or self.itemsize
-        sizes = {name: tensors[name].numel() * stored for name in tied.values()}
+        sizes = {name: tensors[name].numel() * self.stored for name in tied.values()}
         reads = {
             str(task): reads_of(task, visits, list(self.modules), tied, sizes.__getitem__)
             for task in range(request.tasks)

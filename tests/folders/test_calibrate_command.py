@@ -92,7 +92,7 @@ def test_a_language_model_as_calibrated_in_python(tmp_path, capsys):
     assert set(report.loss["featcal"]) == {*TASKS, "average"}
     assert report.test_sets[TASKS[0]]["items"] == ROWS // 5
     shown = capsys.readouterr().out
-    assert "roughly" in shown and "loss" in shown and "one: evaluated on 6 rows" in shown
+    assert "plan: " in shown and "loss" in shown and "one: evaluated on 6 rows" in shown
     screen = " ".join(shown.split())  # the last notes are wrapped
     assert report.notes and [screen.count(note) for note in report.notes] == [1] * len(report.notes)
     assert not (tmp_path / "out.blocks").exists()
