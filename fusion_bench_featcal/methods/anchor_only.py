@@ -5,14 +5,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fusion_bench_featcal.core import extrapolate_anchor
-from fusion_bench_featcal.engine.block import load_updates
-from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.methods.interface import MethodInputs, WithoutData
 from fusion_bench_featcal.module_copies import copied_module
+from fusion_bench_featcal.next.core.finite import solve_dtype
+from fusion_bench_featcal.next.modules.models import refuse_not_finite
+from fusion_bench_featcal.next.modules.sites import find_all_modules
 from fusion_bench_featcal.settings import FeatCalSettings
 
 ANCHOR_SETTINGS = ("anchor_rho", "calibrate_bias", "calibrate_norm", "modules", "family")
@@ -73,15 +73,17 @@ def anchor_only(
     family = resolve_family(settings.family, merged)
     # What is shown may share tensors with the model.
     model = copied_module(family.view.shown(merged))
-    modules = find_all_modules(model, family.stages(model), settings)
+    stages, norms = family.stages(model), settings.calibrate_norm
+    modules = find_all_modules(model, stages, settings, calibrate_norm=norms)
     source = family.view.source(source_of(base))
     start = ExpertModel("_pretrained_", source, model, role="base model")
-    for block, found in modules.items():
-        anchors = {
-            name: extrapolate_anchor(
-                model.get_parameter(name).detach(), start.tensor(name), settings.anchor_rho
-            )
-            for name in found.calibrated(biased=settings.calibrate_bias)
-        }
-        load_updates(model, block, anchors)
+    for site in (site for found in modules.values() for site in found.sites):
+        has_bias = settings.calibrate_bias or site.kind == "norm"
+        for name in site.names if has_bias else site.names[:1]:
+            parameter = model.get_parameter(name).data
+            wide = solve_dtype(parameter.device)
+            first, merged_one = start.tensor(name).to(wide), parameter.to(wide)
+            parameter.copy_(torch.lerp(first, merged_one, settings.anchor_rho))
+    advice = "Lower method.anchor_rho, or merge in a wider dtype"
+    refuse_not_finite(model, "the anchor", advice)
     return family.view.restored(model)

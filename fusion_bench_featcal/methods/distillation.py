@@ -6,11 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.moments import moment_dtype
-from fusion_bench_featcal.engine.problem import copied
-from fusion_bench_featcal.engine.samples import naming_task, take_samples, to_device
 from fusion_bench_featcal.experts import names_under
-from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
@@ -19,10 +16,12 @@ from fusion_bench_featcal.methods.interface import SAMPLE_SETTINGS, MethodInputs
 from fusion_bench_featcal.methods.lessons import (
     Lesson,
     expert_lessons,
-    features_problem,
     mean_square,
 )
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
+from fusion_bench_featcal.next.modules.models import copied
+from fusion_bench_featcal.next.streams.inputs import to_device
+from fusion_bench_featcal.next.streams.samples import naming_task, take_samples
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.setting_checks import POSITIVE, Check, integer
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -97,20 +96,20 @@ class Distillation(WeightsOnly):
             CalibrationError: If samples or features are unusable, or the training diverges.
         """
         device = inputs.fabric.device
-        wide = moment_dtype(next(merged.parameters()).dtype)
+        wide = torch.promote_types(next(merged.parameters()).dtype, torch.float32)
         student = copied(merged, device).to(wide)
-        problem = features_problem(student, inputs.modelpool.model_names, self._settings)
         batches = inputs.batches(self._settings)
         lessons: dict[str, list[Lesson]] = {}
-        for task in problem.tasks:
+        for task in inputs.modelpool.model_names:
             with naming_task(task):
                 taken = list(take_samples(task, batches[task], self._settings, student))
                 expert = load_pool_model(inputs.modelpool, task).to(device, wide).eval()
                 given = [to_device(batch.inputs, device) for batch in taken]
-                lessons[task] = expert_lessons(problem, expert, given)
+                lessons[task] = expert_lessons(student, expert, given, self._settings)
                 self._drawn[task] = sum(batch.samples for batch in taken)
             del expert
-        blocks = [block for stage in problem.stages for block in stage]
+        stages = resolve_family(self._settings.family, student).stages(student)
+        blocks = [block for stage in stages for block in stage]
         trained = names_under(dict(student.named_parameters()), blocks)
         losses = self.train(student, trained, lessons)
         for name in trained:

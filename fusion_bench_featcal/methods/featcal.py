@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.engine.augmentation import change_of
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.methods.interface import Choice, MethodInputs, WeightsOnly
+from fusion_bench_featcal.next.streams.augmentation import change_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 

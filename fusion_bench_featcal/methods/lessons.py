@@ -1,18 +1,16 @@
 """Experts' final features on samples, which other models are compared with."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.engine.problem import Problem
-from fusion_bench_featcal.engine.rows import CountedRows, rows_of
-from fusion_bench_featcal.engine.sensitivity import final_features, final_rows
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.feature_correction import check_features
+from fusion_bench_featcal.methods.final_features import final_features, final_rows
+from fusion_bench_featcal.next.streams.rows import CountedRows, rows_of
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 
@@ -36,13 +34,16 @@ class Lesson:
 
 
 @torch.no_grad()
-def expert_lessons(problem: Problem, expert: nn.Module, batches: Sequence[Any]) -> list[Lesson]:
+def expert_lessons(
+    model: nn.Module, expert: nn.Module, batches: Sequence[Any], settings: FeatCalSettings
+) -> list[Lesson]:
     """Run one task's expert once over its batches.
 
     Args:
-        problem: The problem, whose model is trained.
+        model: The model that is compared with the expert.
         expert: The task's expert, on the model's device.
         batches: Batches of the models' inputs, on that device.
+        settings: `family` is used.
 
     Returns:
         A lesson for each batch.
@@ -51,13 +52,15 @@ def expert_lessons(problem: Problem, expert: nn.Module, batches: Sequence[Any]) 
         CalibrationError: If the final features of expert and model do not fit each other, are not
             finite, or the expert's are zero.
     """
+    family, answers = resolve_family(settings.family, model), settings.replace(decoder_rows="auto")
     lessons = []
     for inputs in batches:
-        features, rows = final_features(expert, inputs), final_rows(problem, inputs)
+        features = final_features(expert, inputs)
+        rows = final_rows(model, family, answers, inputs)
         if rows is not None and features.shape[:-1] != rows.shape:
             rows = None  # pooled
         lessons.append(Lesson(inputs, rows, rows_of(features, rows)))
-    check_features(lessons[0].features(problem.model), lessons[0].target, "")
+    check_features(lessons[0].features(model), lessons[0].target, "")
     norm = mean_square(lessons)
     if not bool(torch.isfinite(norm)) or not bool(norm > 0):
         raise CalibrationError(
@@ -65,22 +68,6 @@ def expert_lessons(problem: Problem, expert: nn.Module, batches: Sequence[Any]) 
             "NaN or infinite values in its weights"
         )
     return lessons
-
-
-def features_problem(model: nn.Module, tasks: Sequence[str], settings: FeatCalSettings) -> Problem:
-    """A problem of which only model and family are asked; nothing is solved."""
-    family = resolve_family(settings.family, model)
-    return Problem(
-        model=model,
-        base=None,
-        experts={},
-        tasks=tuple(tasks),
-        family=family,
-        settings=settings.replace(decoder_rows="auto"),  # the positions that answer
-        stages=family.stages(model),
-        modules={},
-        autocast=nullcontext,
-    )
 
 
 def mean_square(lessons: Sequence[Lesson]) -> Tensor:

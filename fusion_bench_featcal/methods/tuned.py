@@ -18,15 +18,15 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fusion_bench_featcal.engine.samples import to_device
 from fusion_bench_featcal.fusionbench.options import checked_settings, plain, take_fusion_bench_keys
 from fusion_bench_featcal.fusionbench.pool_models import import_target, load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
 from fusion_bench_featcal.methods.corrected_model import Corrected
 from fusion_bench_featcal.methods.interface import Choice, MethodInputs
-from fusion_bench_featcal.methods.lessons import Lesson, expert_lessons, features_problem
+from fusion_bench_featcal.methods.lessons import Lesson, expert_lessons
 from fusion_bench_featcal.module_copies import copied_module
+from fusion_bench_featcal.next.streams.inputs import to_device
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
@@ -68,9 +68,8 @@ class HeldOut:
             batches = replace(drawn, indices=drawn.indices[skip:])
             given = [to_device(batch, device) for batch in batches]
             expert = load_pool_model(inputs.modelpool, task).to(device).eval()
-            problem = features_problem(expert, [task], settings)
-            self._lessons[task] = expert_lessons(problem, expert, given)
-            del expert, problem
+            self._lessons[task] = expert_lessons(expert, expert, given, settings)
+            del expert
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> float:
