@@ -5,17 +5,17 @@ from mistakes.entry import Mutation
 MUTATIONS = (
     Mutation(
         "local mismatch is the whole drift",
-        "core/drift.py",
+        "diagnosis/drift.py",
         "features - expert, crossed - expert, features - crossed",
         "features - expert, features - expert, features - crossed",
-        "core/test_split_drift.py",
+        "diagnosis/test_split_drift.py",
     ),
     Mutation(
         "PCA is not of centred features",
-        "core/drift.py",
+        "diagnosis/drift.py",
         "features.double() - features.double().mean(0)",
         "features.double()",
-        "core/test_split_drift.py",
+        "diagnosis/test_split_drift.py",
     ),
     Mutation(
         "a severity has the noise of the one before",

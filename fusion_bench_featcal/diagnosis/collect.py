@@ -7,16 +7,16 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.drift import DriftParts, principal_plane
 from fusion_bench_featcal.diagnosis.class_counts import count_classes
+from fusion_bench_featcal.diagnosis.drift import DriftParts, principal_plane
 from fusion_bench_featcal.diagnosis.items import TaskItems
 from fusion_bench_featcal.diagnosis.measure import Measures, Projection, measure
-from fusion_bench_featcal.engine.family_check import checked_family
-from fusion_bench_featcal.engine.problem import head_of
-from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.families import Family, resolve_family
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.methods.projection import load_projection
+from fusion_bench_featcal.next.modules.models import head_of
+from fusion_bench_featcal.next.streams.family_check import checked_family
+from fusion_bench_featcal.next.streams.samples import take_samples
 from fusion_bench_featcal.results import EXPERTS, Report
 from fusion_bench_featcal.results.diagnosis import Diagnosis, row_order
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -160,10 +160,12 @@ class Collector:
     def _family_of(self, model: nn.Module) -> Family:
         if self._family is None:
             asked = self._settings.family
-            shown = resolve_family(asked, model)
-            batches = {task: items.batches for task, items in self._items.items()}
-            args = (asked, model, batches, list(batches), Processes())
-            self._family, _ = checked_family(shown, *args, needs_closing=self._positions == "read")
+            task, items = next(iter(self._items.items()))
+            first = next(take_samples(task, items.batches, self._settings, model))
+            reads = self._positions == "read"
+            self._family = checked_family(
+                resolve_family(asked, model), asked, model, {task: [first]}, needs_closing=reads
+            )
         return self._family
 
     def _projection_for(self, model: nn.Module) -> Projection | None:

@@ -2,22 +2,32 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
-from fusion_bench_featcal.core.kernels import choose_kernel
+from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
 from fusion_bench_featcal.diagnosis.passes import Passes, item_means
-from fusion_bench_featcal.engine.problem import Autocast, Modes, Problem, device_of, head_of
-from fusion_bench_featcal.engine.rows import rows_of
-from fusion_bench_featcal.engine.samples import Batch, naming_task, take_samples, to_device
-from fusion_bench_featcal.engine.sensitivity import final_features, final_rows
-from fusion_bench_featcal.engine.setup import set_up
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource
+from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
+from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.families import Family
+from fusion_bench_featcal.methods.final_features import final_features, final_rows
+from fusion_bench_featcal.next.calibration import Autocast
+from fusion_bench_featcal.next.modules.models import (
+    Modes,
+    copied,
+    device_of,
+    head_of,
+    tensors_of_head,
+)
+from fusion_bench_featcal.next.streams.batch import Batch
+from fusion_bench_featcal.next.streams.inputs import to_device
+from fusion_bench_featcal.next.streams.rows import rows_of
+from fusion_bench_featcal.next.streams.runner import Runner
+from fusion_bench_featcal.next.streams.samples import naming_task, rows_named, take_samples
 from fusion_bench_featcal.settings import FeatCalSettings
 
 Projection = Callable[[Tensor], Tensor]
@@ -82,35 +92,39 @@ def measure(
     """
     shown, home = family.view.shown(model), device_of(model)
     modes, device = Modes.of(shown), torch.device(device or home)
-    problem, _ = set_up(
-        shown,
-        base,
-        experts,
-        settings.replace(decoder_rows="auto") if positions == "read" else settings,
-        family,
-        device=device,
-        autocast=autocast or nullcontext,
-        kernel=choose_kernel(settings.linear_kernel, device),
-        mine=[task],
-        in_place=True,
-    )
+    settings = settings.replace(decoder_rows="auto") if positions == "read" else settings
+    stages, shown = family.stages(shown), copied(shown, device, in_place=True)
+    spared = set(tensors_of_head(shown, stages[0][0]))
+
+    def paired(name: str, source: nn.Module | ExpertSource, role: str = "expert") -> ExpertModel:
+        configs = config_of(source), config_of(shown)
+        check_same_function(name, *configs, settings.ignore_config, role=role)
+        weights = family.view.source(source_of(source))
+        return ExpertModel(name, weights, shown, role=role, spared=spared)
+
     try:
-        expert = problem.experts[task]
+        expert = paired(task, experts[task])
+        start = None if base is None else paired("_pretrained_", base, "base model")
         items = list(take_samples(task, batches, settings, shown))
+        forward = with_kernel(
+            choose_kernel(settings.linear_kernel, device), autocast or nullcontext
+        )
+        runner = Runner(family, stages, device, forward, rows_named(settings, items[0].inputs))
+        passes = Passes(shown, runner, settings, positions)
         with expert.loaded(list(expert.keys)) as module:
-            drift = Passes(problem, positions).drift(task, module, items)
-            pairs = [final_pair(problem, module, batch, task, projection) for batch in items]
-        cosines, mine, theirs = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        blocks = [block for stage in problem.stages for block in stage]
-        vector = task_vector_cosine(problem, expert)
+            drift = passes.drift(task, module, items)
+            pairs = [final_pair(passes, module, batch, task, projection) for batch in items]
+        cosines, features, expert_features = (torch.cat(p) for p in zip(*pairs, strict=True))
+        blocks = [block for stage in stages for block in stage]
+        vector = None if start is None else task_vector_cosine(shown, start, expert)
     finally:
         modes.restore(shown)
         shown.to(home)
-    return Measures(blocks, drift, cosines, mine, theirs, vector)
+    return Measures(blocks, drift, cosines, features, expert_features, vector)
 
 
 def final_pair(
-    problem: Problem, expert: nn.Module, batch: Batch, task: str, projection: Projection | None
+    passes: Passes, expert: nn.Module, batch: Batch, task: str, projection: Projection | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compare the final features of a model and an expert on a batch.
 
@@ -121,15 +135,15 @@ def final_pair(
         The cosines, mean over each item's positions, `[items]`; and both models' mean features of
         norm 1, `[items, d]`; on the CPU.
     """
-    inputs = to_device(batch.inputs, problem.device)
-    has_head = head_of(problem.model) is not None
+    runner, answers = passes.runner, passes.settings.replace(decoder_rows="auto")
+    inputs = to_device(batch.inputs, runner.device)
+    has_head = head_of(passes.model) is not None
     rows = None
     sides = []
-    with naming_task(task), torch.no_grad(), problem.autocast():
+    with naming_task(task), torch.no_grad(), runner.autocast():
         if has_head:
-            auto = replace(problem, settings=problem.settings.replace(decoder_rows="auto"))
-            rows = final_rows(auto, inputs)
-        for side in (problem.model, expert):
+            rows = final_rows(passes.model, runner.family, answers, inputs)
+        for side in (passes.model, expert):
             body = side if has_head else getattr(side, "base_model", side)
             found = final_features(body, inputs)
             found = found if has_head else found.flatten(1)
@@ -140,22 +154,24 @@ def final_pair(
     return means[0].flatten().cpu(), features[0], features[1]
 
 
-def task_vector_cosine(problem: Problem, expert: ExpertModel) -> float | None:
-    """Cosine of `theta - theta_0` and `theta_i - theta_0` over all parameters but those of heads.
+def task_vector_cosine(model: nn.Module, base: ExpertModel, expert: ExpertModel) -> float | None:
+    """Return the cosine of `theta - theta_0` and `theta_i - theta_0`, heads excluded.
 
     Args:
-        problem: The model and the base.
+        model: The model.
+        base: The base.
         expert: The expert.
+
+    Returns:
+        None where the model or the expert is the base.
     """
-    if problem.base is None:
-        return None
     sums = torch.zeros(3, dtype=torch.float64)
-    for name, parameter in problem.model.named_parameters():
-        if name not in expert.keys or name not in problem.base.keys:
+    for name, parameter in model.named_parameters():
+        if name not in expert.keys or name not in base.keys:
             continue  # a head, of which each model may have its own
-        start = problem.base.tensor(name).double()
-        mine, theirs = parameter.detach().double() - start, expert.tensor(name).double() - start
-        pairs = ((mine, theirs), (mine, mine), (theirs, theirs))
+        start = base.tensor(name).double()
+        steps = parameter.detach().double() - start, expert.tensor(name).double() - start
+        pairs = (steps, (steps[0], steps[0]), (steps[1], steps[1]))
         sums += torch.stack([(a * b).sum().cpu() for a, b in pairs])
-    product, mine, theirs = sums.tolist()
-    return product / (mine * theirs) ** 0.5 if mine > 0 and theirs > 0 else None
+    product, square, expert_square = sums.tolist()
+    return product / (square * expert_square) ** 0.5 if square > 0 and expert_square > 0 else None

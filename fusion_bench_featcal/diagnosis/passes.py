@@ -1,25 +1,22 @@
 """Passes of test items through a model and an expert side by side, block by block."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.drift import split_drift
-from fusion_bench_featcal.engine.held_out import compared_rows
-from fusion_bench_featcal.engine.problem import Problem
-from fusion_bench_featcal.engine.rows import CountedRows, rows_of
-from fusion_bench_featcal.engine.samples import (
-    Batch,
-    check_finite_inputs,
-    find_rows,
-    naming_task,
-    to_device,
-)
-from fusion_bench_featcal.engine.visits import IMAGE_DIMS
+from fusion_bench_featcal.diagnosis.drift import split_drift
 from fusion_bench_featcal.families.base import call_block, capture_call, hidden_output
+from fusion_bench_featcal.methods.final_features import final_rows
+from fusion_bench_featcal.next.modules.models import gives_images
+from fusion_bench_featcal.next.streams.batch import Batch
+from fusion_bench_featcal.next.streams.inputs import check_finite_inputs, to_device
+from fusion_bench_featcal.next.streams.rows import CountedRows, rows_of
+from fusion_bench_featcal.next.streams.runner import Runner
+from fusion_bench_featcal.next.streams.samples import naming_task
+from fusion_bench_featcal.settings import FeatCalSettings
 
 POSITIONS = ("all", "read")
 """Positions at which features are compared: all that count, or those whose final features are
@@ -31,11 +28,15 @@ class Passes:
     """A model beside the experts.
 
     Attributes:
-        problem: The model, the experts and how they are cut into blocks.
+        model: The model.
+        runner: Runs blocks of models.
+        settings: `decoder_rows` is used.
         positions: One of `POSITIONS`.
     """
 
-    problem: Problem
+    model: nn.Module
+    runner: Runner
+    settings: FeatCalSettings
     positions: str = "all"
 
     def drift(self, task: str, expert: nn.Module, batches: Iterable[Batch]) -> Tensor:
@@ -50,43 +51,53 @@ class Passes:
             `[blocks, items, 9]` on the CPU, columns as `DriftParts`.
         """
         parts = []
-        for batch in batches:
+        for number, batch in enumerate(batches):
             with naming_task(task), torch.no_grad():
-                parts.append(torch.stack(list(self._blocks(task, expert, batch))).cpu())
+                blocks = self._blocks(task, number, expert, batch)
+                parts.append(torch.stack(list(blocks)).cpu())
         return torch.cat(parts, dim=1)
 
-    def _blocks(self, task: str, expert: nn.Module, batch: Batch) -> Iterator[Tensor]:
-        problem = self.problem
-        inputs = to_device(batch.inputs, problem.device)
-        ends: tuple[Any, Any] = (None, None)
-        for index, stage in enumerate(problem.stages):
-            valid, _ = find_rows(problem, inputs, index)
-            if index == 0 and valid is None:
-                check_finite_inputs(inputs, task, batch.index)
-            cal = problem.begin(problem.model, index, inputs, ends[0])
-            exp = problem.begin(expert, index, inputs, ends[1])
-            if self.positions == "read":
-                valid = compared_rows(problem, index, inputs, replace(batch, cal=cal, valid=valid))
+    def _blocks(self, task: str, number: int, expert: nn.Module, batch: Batch) -> Iterator[Tensor]:
+        model, runner = self.model, self.runner
+        inputs = to_device(batch.inputs, runner.device)
+        calls: tuple[Any, Any] = (None, None)
+        for index, stage in enumerate(runner.stages):
+            counted = runner.rows(inputs, index, 1).counted
+            if index == 0 and counted is None:
+                check_finite_inputs(inputs, task, number)
+            cal = runner.begin(model, inputs, index, calls[0])
+            exp = runner.begin(expert, inputs, index, calls[1])
+            if self.positions == "read" and index == len(runner.stages) - 1:
+                counted = self._read(inputs, cal)
             for block in stage:
                 crossed = self._crossed(block, expert, exp)
-                hidden, cal = problem.step(problem.model, block, cal)
-                wanted, exp = problem.step(expert, block, exp)
-                images = problem.gives_images(block) and hidden.ndim == IMAGE_DIMS
+                hidden, cal = runner.step(model, block, cal)
+                target, exp = runner.step(expert, block, exp)
+                images = gives_images(model.get_submodule(block)) and hidden.ndim == 4
                 rows = [
-                    rows_of(part.movedim(1, -1) if images else part, valid)
-                    for part in (hidden, wanted, crossed)
+                    rows_of(part.movedim(1, -1) if images else part, counted)
+                    for part in (hidden, target, crossed)
                 ]
-                yield item_means(split_drift(*rows), batch.samples, valid)
-            ends = (cal, exp) if problem.family.hands_on else (None, None)
+                yield item_means(split_drift(*rows), batch.samples, counted)
+            calls = cal, exp
+
+    def _read(self, inputs: Any, call: Any) -> CountedRows | None:
+        """Return the positions of the last stage whose final features are read; None: all."""
+        hidden, read = getattr(call, "hidden", None), None
+        if isinstance(hidden, Tensor):
+            read = self.runner.family.closing_rows(self.model, hidden)
+        if read is not None:
+            return CountedRows.of_weights(read)
+        return final_rows(self.model, self.runner.family, self.settings, inputs)
 
     def _crossed(self, block: str, expert: nn.Module, call: Any) -> Tensor:
-        """The model's block on the expert's input."""
-        problem = self.problem
-        if not problem.family.whole_model:
-            return problem.step(problem.model, block, call)[0]
-        with problem.autocast():  # a step would give the block the model's own features
+        """Return the output of the model's block on the expert's input."""
+        runner = self.runner
+        if not runner.family.whole_model:
+            return runner.step(self.model, block, call)[0]
+        with runner.autocast():  # a step would run the block on the model's features
             received = capture_call(expert, call, block)
-            return hidden_output(call_block(problem.model, block, received))
+            return hidden_output(call_block(self.model, block, received))
 
 
 def item_means(values: Tensor, items: int, counted: CountedRows | None) -> Tensor:

@@ -11,7 +11,7 @@ from tiny_convs import tower_suite
 from tiny_models import ROUNDING, Suite, clip_suite, decoder_suite, residual_suite, t5_suite
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.drift import DriftParts
+from fusion_bench_featcal.diagnosis.drift import DriftParts
 from fusion_bench_featcal.diagnosis.measure import Measures, measure
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.settings import FeatCalSettings

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.drift import DriftParts, principal_plane, split_drift
+from fusion_bench_featcal.diagnosis.drift import DriftParts, principal_plane, split_drift
 
 
 def normal(seed: int, *shape: int) -> Tensor:
