@@ -193,7 +193,7 @@ def damage(folder: Path, other: Path, seed: int) -> str:
     elif what == "of another run":
         shutil.copyfile(other / path.name, path)
     elif what == "another block's":
-        same_kind = sorted(set(folder.glob(f"block-*{path.suffix}")) - {path})
+        same_kind = sorted(set(folder.glob(f"*{path.suffix}")) - {path})
         shutil.copyfile(generator.choice(same_kind), path)
     elif what == "added bytes":
         path.write_bytes(data + b"\0" * generator.randrange(1, 9))

@@ -39,7 +39,7 @@ def run(suite: Suite, rule: Any = None, *, hashed: bool = False, **more: Any) ->
 
 
 def stored(model: nn.Module, folder: Path) -> SafetensorsExpert:
-    """A model's weights in two shards with an index, tied ones once, as transformers writes them."""
+    """A model's weights in two shards with an index, tied ones once, as transformers has them."""
     folder.mkdir(parents=True)
     first = {id(t): n for n, t in reversed(model.state_dict(keep_vars=True).items())}
     tensors = {name: model.state_dict()[name].clone().contiguous() for name in first.values()}
@@ -94,7 +94,7 @@ def test_merged_on_read_is_the_merged_model():
     assert source.nbytes(name) == 3 * suite.base.state_dict()[name].nbytes
     with torch.no_grad():
         suite.experts["task_1"].get_parameter(name)[0, 0] = float("nan")
-    with pytest.raises(CalibrationError, match="expert 'task_1': tensor 'shared.weight' has NaN"):
+    with pytest.raises(CalibrationError, match=r"expert 'task_1': tensor 'shared\.weight' has NaN"):
         source.tensor(name)
 
 
@@ -102,7 +102,7 @@ def test_merger_that_overflows_and_counts_of_batches():
     model = nn.BatchNorm1d(2)
     expert = ExpertModel("a", InMemoryExpert(model), model)
     source = MergedOnRead(expert, {"a": expert}, lambda first, others: first.div_(0.0))
-    with pytest.raises(CalibrationError, match="'weight' is NaN or infinite.*base_method"):
+    with pytest.raises(CalibrationError, match=r"'weight' is NaN or infinite.*base_method"):
         source.tensor("weight")
     assert source.tensor("num_batches_tracked") == 0
 
