@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.next.experts import ExpertModel, ExpertSource
 from fusion_bench_featcal.next.experts.reads import open_weights
-from fusion_bench_featcal.next.fingerprint import describe_run
 from fusion_bench_featcal.next.modules.groups import Group, find_groups
 from fusion_bench_featcal.next.modules.models import (
     Modes,
@@ -33,6 +33,7 @@ from fusion_bench_featcal.next.modules.models import (
 )
 from fusion_bench_featcal.next.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.next.output import NoOutput
+from fusion_bench_featcal.next.output.fingerprint import describe_run
 from fusion_bench_featcal.next.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.next.streams.checks import Checks, warn_of_coarse_sums
 from fusion_bench_featcal.next.streams.drift import DriftLog, Watch
@@ -330,9 +331,8 @@ def calibrate(
         using_kernel(kernel),
     ):
         check_weights(problem, "the merged model", "Check method.base_method")
-        if output.wants_fingerprint:
-            run = describe_run(shown, weights, settings, rule, runner, samples, kernel)
-            output.start(run, list(modules))
+        describe = partial(describe_run, shown, weights, settings, rule, runner, samples, kernel)
+        output.start(describe, list(modules))
         if output.is_complete:
             restore(problem, output)
         else:

@@ -27,7 +27,8 @@ from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.json_files import read_json, sealed_json
 from fusion_bench_featcal.next.calibration import calibrate
 from fusion_bench_featcal.next.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.next.output import OutputFolder, check_output, open_output
+from fusion_bench_featcal.next.output import check_output, open_output
+from fusion_bench_featcal.next.output.folder import OutputFolder
 from fusion_bench_featcal.next.rules.paper import Paper
 from fusion_bench_featcal.next.rules.plus import Plus
 

@@ -21,7 +21,7 @@ from fusion_bench_featcal.next.experts.lora import LoraExpert
 from fusion_bench_featcal.next.experts.merged import MergedOnRead, fill
 from fusion_bench_featcal.next.experts.reads import BASE, OUTSIDE
 from fusion_bench_featcal.next.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.next.fingerprint import glimpse
+from fusion_bench_featcal.next.output.fingerprint import glimpse
 from fusion_bench_featcal.next.rules.paper import Paper
 from fusion_bench_featcal.next.rules.plus import Plus
 

@@ -116,12 +116,14 @@ class Weights:
         base: The base model; None: nothing is read of it.
         experts: The expert of each task of this process.
         counted: The sources of base and experts.
+        tasks: All tasks, those of other processes, too.
         grant: What may be read of the experts.
     """
 
     base: ExpertModel | None
     experts: Mapping[str, ExpertModel]
     counted: Mapping[str, Counted]
+    tasks: Sequence[str]
     grant: Grant = field(default_factory=Grant)
 
     def limited(
@@ -154,7 +156,7 @@ class Weights:
         if not all(gathered):
             return self
         everything = {task: of_task for part in gathered for task, of_task in part.items()}
-        grant = grants(budget, everything)
+        grant = grants(budget, {task: everything[task] for task in self.tasks})
         experts = {}
         for task, expert in self.experts.items():
             stand_ins = {expert.keys[n]: merged[n] for n in grant.omitted.get(task, ())}
@@ -189,7 +191,7 @@ class Weights:
                     read[name][place] |= sizes
         counts = {
             name: {place: sum(places[place].values()) for place in (OUTSIDE, *modules)}
-            for name, places in read.items()
+            for name, places in ((name, read[name]) for name in (BASE, *self.tasks) if name in read)
         }
         base, grant = counts.pop(BASE, None), self.grant
         read_of_experts = sum(sum(places.values()) for places in counts.values())
@@ -238,10 +240,11 @@ def open_weights(
     model: nn.Module,
     base: nn.Module | ExpertSource | None,
     experts: Mapping[str, nn.Module | ExpertSource],
-    ignored: Collection[str],
+    ignored: Sequence[str],
     view: Any,
     *,
     spared: Collection[str] = (),
+    own: Iterable[str] | None = None,
     hashed: bool = False,
 ) -> Weights:
     """Open base and experts, of which only names and shapes are read.
@@ -254,6 +257,7 @@ def open_weights(
         ignored: Keys of configs in which they may differ (`ignore_config`).
         view: The family's view of models, which shows their sources, too.
         spared: Names of tensors that are not needed, as of heads.
+        own: The tasks of this process; None: all. Other experts are not opened.
         hashed: Whether to digest what is read.
 
     Raises:
@@ -269,7 +273,9 @@ def open_weights(
         return expert
 
     first = None if base is None else paired(BASE, base, "base model")
-    return Weights(first, {task: paired(task, experts[task]) for task in experts}, counted)
+    tasks = experts if own is None else own
+    opened = {task: paired(task, experts[task]) for task in tasks}
+    return Weights(first, opened, counted, tuple(experts))
 
 
 def grants(budget: float | str | None, sizes: Mapping[str, Mapping[str, tuple[str, int]]]) -> Grant:
@@ -305,7 +311,7 @@ def grants(budget: float | str | None, sizes: Mapping[str, Mapping[str, tuple[st
 
 
 def _by_place(
-    keys: Mapping[str, str], sizes: Mapping[str, int], blocks: Iterable[str]
+    keys: dict[str, str], sizes: Mapping[str, int], blocks: Iterable[str]
 ) -> dict[str, dict[str, int]]:
     """Divide the sizes of the tensors that were read by block."""
     places: dict[str, dict[str, int]] = defaultdict(dict)

@@ -83,7 +83,7 @@ def describe_run(
     return {
         "settings": describe_settings(settings),
         "run": {
-            "tasks (modelpool.models)": list(samples),
+            "tasks (modelpool.models)": list(weights.tasks),
             **{name: without_addresses(text) for name, text in texts.items()},
         },
         "model": {**describe_model(merged), "blocks": stages},

@@ -8,55 +8,30 @@ remaining tensors and an index are: with its config.json the folder is the model
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.engine.log import CalibrationLog
-from fusion_bench_featcal.engine.processes import Processes
-from fusion_bench_featcal.files import (
-    ReportError,
-    free_space,
-    prepare_directory,
-    remove_orphans,
-    write_whole,
-)
-from fusion_bench_featcal.json_files import digest_json, read_json, sealed_json
+from fusion_bench_featcal.files import ReportError, prepare_directory, remove_orphans, write_whole
+from fusion_bench_featcal.json_files import digest_json, sealed_json
 from fusion_bench_featcal.next.experts import names_under
 from fusion_bench_featcal.next.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.next.fingerprint import describe_settings, differences
-from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.next.output import NoOutput
+from fusion_bench_featcal.next.output.fingerprint import differences
+from fusion_bench_featcal.next.output.manifest import (
+    FORMAT,
+    naming_damage,
+    naming_room,
+    read_manifest,
+)
+from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
 MANIFEST, REST, INDEX = "blocks.json", "rest.safetensors", "model.safetensors.index.json"
-_FORMAT = 3
-_NUMBERS = {"task": ("samples",), "block": ("seconds",)}
-"""Numbers that reports read of a log record, by its kind."""
-
-
-class NoOutput:
-    """Stands in for `OutputFolder` without `checkpoint_dir`: reads and writes nothing."""
-
-    wants_fingerprint = False
-    is_complete = False
-
-    def start(self, run: Mapping[str, Any], blocks: list[str]) -> None:
-        """Do nothing."""
-
-    def read(self, block: str, model: nn.Module) -> dict[str, Tensor]:
-        """Return nothing: no block has been finished."""
-        return {}
-
-    def write(self, block: str, model: nn.Module, run_log: CalibrationLog) -> None:
-        """Do nothing."""
-
-    def finish(self, model: nn.Module, run_log: CalibrationLog) -> None:
-        """Do nothing."""
 
 
 class OutputFolder(NoOutput):
@@ -66,9 +41,7 @@ class OutputFolder(NoOutput):
     missing are calibrated anew.
     """
 
-    wants_fingerprint = True
-
-    def __init__(self, folder: Path, *, resume: bool, processes: Processes) -> None:
+    def __init__(self, folder: Path, *, resume: bool, processes: Any) -> None:
         """Open a folder, made if need be. Of several processes the first one writes.
 
         Raises:
@@ -88,7 +61,7 @@ class OutputFolder(NoOutput):
                     "method.resume=true to go on with it, or choose another folder, or remove this "
                     "one"
                 )
-            self._content = _read_manifest(folder / MANIFEST)
+            self._content = read_manifest(folder / MANIFEST)
         self._finished: list[str] = []
         self._files: dict[str, str] = {}
         self._logged = 0
@@ -116,17 +89,18 @@ class OutputFolder(NoOutput):
         for text in differences(then, machine):
             log.warning("resumed on another machine, which may round otherwise: %s", text)
 
-    def start(self, run: Mapping[str, Any], blocks: list[str]) -> None:
+    def start(self, describe: Callable[[], Mapping[str, Any]], blocks: list[str]) -> None:
         """Begin with the first block, or go on after those that an earlier run has finished.
 
         Args:
-            run: Fingerprint of the run, as `describe_run` makes it of this process's tasks.
+            describe: Returns the fingerprint of the run, as `describe_run` makes it of this
+                process's tasks.
             blocks: Names of the blocks in forward order.
 
         Raises:
             CalibrationError: If the blocks that are there are another run's.
         """
-        gather, run = self._processes.gather, dict(run)
+        gather, run = self._processes.gather, dict(describe())
         for key in ("samples", "weights"):
             run[key] = {name: text for part in gather(run[key]) for name, text in part.items()}
         run["run"] = {**run["run"], "processes": self._processes.size}
@@ -147,7 +121,7 @@ class OutputFolder(NoOutput):
         if self._processes.rank == 0:
             finished = {block: listed[block] for block in self._finished}
             if not self._content or finished != listed:
-                self._write_manifest({"format": _FORMAT, "run": run, "blocks": finished})
+                self._write_manifest({"format": FORMAT, "run": run, "blocks": finished})
             for prefix in (".block-", f".{MANIFEST}.", f".{REST}.", f".{INDEX}."):
                 remove_orphans(self.folder, prefix)
 
@@ -161,7 +135,7 @@ class OutputFolder(NoOutput):
             return {}
         path, known = self.folder / self._files[block], model.state_dict()
         remedy = f"{path} to calibrate its block and later ones anew, or the whole folder"
-        with _naming_damage(path, remedy):
+        with naming_damage(path, remedy):
             tensors = read_tensors(path, self._content["blocks"][block]["digest"])
             for name, tensor in tensors.items():
                 like = known.get(name)
@@ -170,7 +144,7 @@ class OutputFolder(NoOutput):
         new = {name: tensor.to(known[name].device) for name, tensor in tensors.items()}
         return {name: tensor for name, tensor in new.items() if not tensor.equal(known[name])}
 
-    def write(self, block: str, model: nn.Module, run_log: CalibrationLog) -> None:
+    def write(self, block: str, model: nn.Module, run_log: Any) -> None:
         """Write a calibrated block, and what was logged since the last one.
 
         What was logged for a block of an earlier run is replaced by what was logged then.
@@ -190,7 +164,7 @@ class OutputFolder(NoOutput):
             self._write_manifest({**self._content, "blocks": blocks})
         self._logged = len(run_log.records)
 
-    def finish(self, model: nn.Module, run_log: CalibrationLog) -> None:
+    def finish(self, model: nn.Module, run_log: Any) -> None:
         """Write the remaining tensors and the index, with which the folder is the model.
 
         Args:
@@ -215,105 +189,23 @@ class OutputFolder(NoOutput):
         self._write(REST, {n: tensor for n, tensor in tensors.items() if files[n] == REST})
         size = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": files}
-        with _naming_room(self.folder / INDEX, size):
+        with naming_room(self.folder / INDEX, size):
             write_whole(self.folder / INDEX, json.dumps(index, indent=2).encode())
 
     def _write(self, file: str, tensors: Mapping[str, Tensor]) -> str:
         path = self.folder / file
-        with _naming_room(path, sum(tensor.nbytes for tensor in tensors.values())):
+        with naming_room(path, sum(tensor.nbytes for tensor in tensors.values())):
             return write_tensors(path, tensors)
 
     def _write_manifest(self, content: dict[str, Any]) -> None:
         """Replace the manifest, if it is still the one that this run read or wrote last."""
         path = self.folder / MANIFEST
-        there = _read_manifest(path) if path.exists() else {}
+        there = read_manifest(path) if path.exists() else {}
         if there != self._content:
             raise CalibrationError(
                 f"another run has begun to use method.checkpoint_dir {self.folder}. Choose another"
             )
         data = sealed_json(content).encode()
-        with _naming_room(path, len(data)):
+        with naming_room(path, len(data)):
             write_whole(path, data)
         self._content = json.loads(json.dumps(content))
-
-
-def open_output(settings: FeatCalSettings, processes: Processes) -> NoOutput:
-    """Open the output folder that settings name.
-
-    Raises:
-        CalibrationError: As `OutputFolder`.
-    """
-    if settings.checkpoint_dir is None:
-        return NoOutput()
-    folder = Path(settings.checkpoint_dir)
-    return OutputFolder(folder, resume=settings.resume, processes=processes)
-
-
-def check_output(settings: FeatCalSettings, processes: Processes) -> None:
-    """Refuse, before any work, a folder that a run with these settings cannot use.
-
-    Raises:
-        CalibrationError: As `OutputFolder`, or if blocks were finished with other settings.
-    """
-    output = open_output(settings, processes)
-    if isinstance(output, OutputFolder):
-        output.compare({"settings": describe_settings(settings)})
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Read a manifest.
-
-    Raises:
-        CalibrationError: If it is damaged or edited, or an entry is missing.
-    """
-    with _naming_damage(path, "that folder"):
-        content = read_json(path, sealed=True)
-        if not isinstance(content, dict) or not _is_whole(content):
-            raise ReportError("an entry is missing or of another type")
-    return content
-
-
-def _is_whole(content: Mapping[str, Any]) -> bool:
-    """Return whether a manifest has all that it is read for."""
-    blocks = content.get("blocks")
-    return (
-        content.get("format") == _FORMAT
-        and isinstance(content.get("run"), dict)
-        and isinstance(blocks, dict)
-        and all(isinstance(entry, dict) for entry in blocks.values())
-        and all(isinstance(entry.get("digest"), str) for entry in blocks.values())
-        and all(isinstance(entry.get("records"), list) for entry in blocks.values())
-        and all(_is_record(record) for entry in blocks.values() for record in entry["records"])
-    )
-
-
-def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        type(value.get(name, 0)) in (int, float)
-        for name in _NUMBERS.get(str(value.get("kind")), ())
-    )
-
-
-@contextmanager
-def _naming_damage(path: Path, remedy: str) -> Iterator[None]:
-    """Context whose errors of reading a file say how to go on without it."""
-    try:
-        yield
-    except ReportError as error:
-        raise CalibrationError(
-            f"{path} (method.checkpoint_dir) cannot be used: {error}. Remove {remedy} to begin anew"
-        ) from error
-
-
-@contextmanager
-def _naming_room(path: Path, size: int) -> Iterator[None]:
-    """Context whose errors of writing a file say what it needs and what is free."""
-    try:
-        yield
-    except OSError as error:
-        raise CalibrationError(
-            f"cannot write {path}: {error.strerror or error}. It needs {size / 1e6:.3g} MB, and "
-            f"{free_space(path.parent) / 1e6:.3g} MB are free. Make room or change "
-            "method.checkpoint_dir; with method.resume=true a run goes on after its last whole "
-            "block"
-        ) from error

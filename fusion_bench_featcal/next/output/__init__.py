@@ -1,0 +1,69 @@
+"""The output folder of a calibration, in which finished blocks are written and found again.
+
+Its code is imported only where `checkpoint_dir` is set.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.settings import FeatCalSettings
+
+
+class NoOutput:
+    """Stands in for `OutputFolder` without `checkpoint_dir`: reads and writes nothing.
+
+    Attributes:
+        is_complete: Whether all blocks have been finished.
+    """
+
+    is_complete = False
+
+    def compare(self, run: Mapping[str, Any]) -> None:
+        """Do nothing: there is nothing to compare with."""
+
+    def start(self, describe: Callable[[], Mapping[str, Any]], blocks: list[str]) -> None:
+        """Do nothing."""
+
+    def read(self, block: str, model: nn.Module) -> dict[str, Tensor]:
+        """Return nothing: no block has been finished."""
+        return {}
+
+    def write(self, block: str, model: nn.Module, run_log: Any) -> None:
+        """Do nothing."""
+
+    def finish(self, model: nn.Module, run_log: Any) -> None:
+        """Do nothing."""
+
+
+def open_output(settings: FeatCalSettings, processes: Any) -> NoOutput:
+    """Open the output folder that settings name.
+
+    Args:
+        settings: `checkpoint_dir` and `resume` are used.
+        processes: The processes, of which the first one writes.
+
+    Raises:
+        CalibrationError: If it cannot be used.
+    """
+    if settings.checkpoint_dir is None:
+        return NoOutput()
+    from fusion_bench_featcal.next.output.folder import OutputFolder
+
+    folder = Path(settings.checkpoint_dir)
+    return OutputFolder(folder, resume=settings.resume, processes=processes)
+
+
+def check_output(settings: FeatCalSettings, processes: Any) -> None:
+    """Refuse, before any work, a folder that a run with these settings cannot use.
+
+    Raises:
+        CalibrationError: If it cannot be used, or blocks were finished with other settings.
+    """
+    output = open_output(settings, processes)
+    if settings.checkpoint_dir is not None:
+        from fusion_bench_featcal.next.output.fingerprint import describe_settings
+
+        output.compare({"settings": describe_settings(settings)})
