@@ -105,7 +105,7 @@ class Provenance:
         yield f"{self.row}: {how}" if how else self.row
         plan = reads["plan"] or {}
         full = f", of {_megabytes(plan['full'])} in all" if plan else ""
-        limit = "" if reads["budget"] is None else f"; budget {reads['budget']}, {plan['order']}"
+        limit = "" if reads["budget"] is None else f"; budget {reads['budget']}, in forward order"
         yield (
             f"calibration read {_megabytes(totals['experts_read'])} of experts{full}{limit}; "
             f"{_megabytes(totals['base_read'])} of the base"
@@ -119,8 +119,6 @@ class Provenance:
                 f"modules that the merger did not read ({counts_of(omitted)}) added no step from "
                 "the base to the merged model"
             )
-        for expert, block in plan.get("stale_from", {}).items():
-            yield f"{expert}: features from {block} on are partly the merged model's"
         hashes = reads.get("hashes")
         if hashes is None:
             yield "what was read was not hashed: that happens where the model is saved"

@@ -15,6 +15,8 @@ from tiny_open_clip import tower_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.json_files import sealed_json
 from fusion_bench_featcal.next.calibration import calibrate
 from fusion_bench_featcal.next.experts import ExpertModel, InMemoryExpert
 from fusion_bench_featcal.next.experts.lora import LoraExpert
@@ -184,6 +186,17 @@ def test_budgeted_run_is_the_run_with_merged_weights_in_the_experts(name: str, s
             if key.rpartition(".")[0] in modules:
                 value.copy_(merged[key])
     assert_identical(found.model, run(suite, rule, **more).model)
+
+
+def test_count_of_reads_is_explained(tmp_path: Path, capsys: Any):
+    suite = small_clip()
+    reads = run(suite, hashed=True, expert_read_budget="60%").reads
+    (tmp_path / "reads.json").write_text(sealed_json(reads))
+    assert main(["explain", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "; budget 60%, in forward order; " in shown
+    assert f"merged model: {reads['hashes']['merged'][:16]}" in shown
+    assert "layers.1 (8 modules)" in shown
 
 
 def test_a_larger_budget_reads_more_of_the_same_and_first_blocks_come_first():

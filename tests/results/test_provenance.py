@@ -79,7 +79,7 @@ def test_explanation_says_whose_weights_each_module_was_made_from(
     assert main(["explain", str(saved[0])]) == 0
     shown = capsys.readouterr().out
     assert "shared the calibration's reads" in shown
-    assert "budget 60%, first_blocks_first" in shown
+    assert "budget 60%, in forward order" in shown
     assert "layers.0 (8 modules)" in shown
     assert "files of the model: as they were written" in shown
     assert main(["explain", str(saved[1]), "--json"]) == 0

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.json_files import digest_json
+from fusion_bench_featcal.next.experts.counted import Budgeted, Counted
 from fusion_bench_featcal.next.experts.expert_model import ExpertModel
 from fusion_bench_featcal.next.experts.source import (
     ExpertSource,
-    SourceView,
     source_of,
 )
 from fusion_bench_featcal.setting_checks import budget_in_bytes
@@ -32,63 +32,6 @@ Gather = Callable[[Any], list[Any]]
 def alone(value: Any) -> list[Any]:
     """Return the value of a process alone, as `Gather`."""
     return [value]
-
-
-class Counted(SourceView):
-    """A source of which every tensor that is read is noted. Reading it again adds nothing.
-
-    Attributes:
-        source: The source.
-        sizes: Bytes of the tensors that were read, by name.
-        digests: Their digests; empty where these are not wanted.
-    """
-
-    def __init__(self, source: ExpertSource, *, hashed: bool = False) -> None:
-        """Wrap a source.
-
-        Args:
-            source: The source.
-            hashed: Whether to digest tensors when they are first read.
-        """
-        super().__init__(source)
-        self.source = source
-        self.sizes: dict[str, int] = {}
-        self.digests: dict[str, str] = {}
-        self._hashed = hashed
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor."""
-        tensor = self._source.tensor(name)
-        if name not in self.sizes:
-            try:
-                self.sizes[name] = self.nbytes(name)
-            except CalibrationError:  # the source does not tell
-                self.sizes[name] = tensor.nbytes
-            if self._hashed:
-                self.digests[name] = digest_tensor(tensor)
-        return tensor
-
-
-class Budgeted(SourceView):
-    """A source of which tensors beyond a budget are not read: the merged model's stand in."""
-
-    def __init__(self, source: ExpertSource, stand_ins: Mapping[str, Tensor]) -> None:
-        """Wrap a source.
-
-        Args:
-            source: The source.
-            stand_ins: Tensors in place of those that are not read, by the source's names.
-        """
-        super().__init__(source)
-        self._stand_ins = stand_ins
-
-    def nbytes(self, name: str) -> int:
-        """Return the bytes that reading one tensor takes: none where another stands in."""
-        return 0 if name in self._stand_ins else super().nbytes(name)
-
-    def tensor(self, name: str) -> Tensor:
-        """Return one tensor, or the one that stands in for it."""
-        return self._stand_ins[name] if name in self._stand_ins else self._source.tensor(name)
 
 
 @dataclass(frozen=True)
@@ -179,40 +122,24 @@ class Weights:
             merged: The merged model's tensors.
             gather: Exchanges values with other processes.
         """
-        models = dict(self.experts) | ({} if self.base is None else {BASE: self.base})
-        own = {
-            name: _by_place(model.keys, self.counted[name].sizes, modules)
-            for name, model in models.items()
-        }
-        read: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
-        for part in gather(own):
-            for name, places in part.items():
-                for place, sizes in places.items():
-                    read[name][place] |= sizes
-        counts = {
-            name: {place: sum(places[place].values()) for place in (OUTSIDE, *modules)}
-            for name, places in ((name, read[name]) for name in (BASE, *self.tasks) if name in read)
-        }
-        base, grant = counts.pop(BASE, None), self.grant
-        read_of_experts = sum(sum(places.values()) for places in counts.values())
+        models, grant = {BASE: self.base, **self.experts}, self.grant
+        sizes = {name: _by_own_names(models[name], c.sizes) for name, c in self.counted.items()}
+        read = self._joined(gather(sizes))
+        counts = {name: _by_place(of_model, list(modules)) for name, of_model in read.items()}
+        base = counts.pop(BASE, None)
+        planned: dict[str, Any] = {"limit": grant.limit, "full": grant.full, "bytes": grant.bytes}
+        planned["omitted"] = {task: _modules(names) for task, names in grant.omitted.items()}
         missing = [name for names in grant.omitted.values() for name in names]
         return {
             "format": 2,
             "budget": budget,
-            "plan": None
-            if grant.full is None
-            else {
-                "limit": grant.limit,
-                "full": grant.full,
-                "bytes": grant.bytes,
-                "omitted": {task: _modules(names) for task, names in grant.omitted.items()},
-            },
+            "plan": None if grant.full is None else planned,
             "experts": counts,
             "base": base,
             "modules": {block: list(names) for block, names in modules.items()},
             "hashes": self._hashes(merged, gather),
             "totals": {
-                "experts_read": read_of_experts,
+                "experts_read": sum(sum(places.values()) for places in counts.values()),
                 "experts_planned": grant.bytes,
                 "base_read": sum((base or {}).values()),
                 "merged_stood_in": sum(merged[name].nbytes for name in missing),
@@ -221,18 +148,22 @@ class Weights:
 
     def _hashes(self, merged: Mapping[str, Tensor], gather: Gather) -> dict[str, Any] | None:
         """Return digests of what was read and of the merged model, where these are wanted."""
-        joined: dict[str, dict[str, str]] = defaultdict(dict)
-        for part in gather({name: source.digests for name, source in self.counted.items()}):
-            for name, digests in part.items():
-                joined[name] |= digests
-        if not any(joined.values()):
-            return None
+        own = {name: source.digests for name, source in self.counted.items()}
         models = {
             name: {"all": digest_json(digests), "tensors": dict(sorted(digests.items()))}
-            for name, digests in joined.items()
+            for name, digests in self._joined(gather(own)).items()
+            if digests
         }
         whole = digest_json({name: digest_tensor(tensor) for name, tensor in merged.items()})
-        return {"models": models, "merged": whole}
+        return {"models": models, "merged": whole} if models else None
+
+    def _joined(self, gathered: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict]:
+        """Join what processes have noted of each model's tensors, the models in order."""
+        joined: dict[str, dict[str, Any]] = defaultdict(dict)
+        for part in gathered:
+            for name, of_model in part.items():
+                joined[name] |= of_model
+        return {name: joined[name] for name in (BASE, *self.tasks) if name in joined}
 
 
 def open_weights(
@@ -310,16 +241,19 @@ def grants(budget: float | str | None, sizes: Mapping[str, Mapping[str, tuple[st
     return Grant(limit, full, total, omitted)
 
 
-def _by_place(
-    keys: dict[str, str], sizes: Mapping[str, int], blocks: Iterable[str]
-) -> dict[str, dict[str, int]]:
-    """Divide the sizes of the tensors that were read by block."""
-    places: dict[str, dict[str, int]] = defaultdict(dict)
-    names = {key: name for name, key in reversed(keys.items())}
-    for key, size in sizes.items():
-        inside = (block for block in blocks if names[key].startswith(f"{block}."))
-        places[next(inside, OUTSIDE)][key] = size
-    return dict(places)
+def _by_own_names(model: ExpertModel | None, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return sizes of a source's tensors by the merged model's names, tied ones once."""
+    names = {key: name for name, key in reversed(model.keys.items())} if model else {}
+    return {names[key]: size for key, size in sizes.items()}
+
+
+def _by_place(sizes: Mapping[str, int], blocks: Sequence[str]) -> dict[str, int]:
+    """Add up the sizes of tensors by block."""
+    places = dict.fromkeys((OUTSIDE, *blocks), 0)
+    for name, size in sizes.items():
+        inside = (block for block in blocks if name.startswith(f"{block}."))
+        places[next(inside, OUTSIDE)] += size
+    return places
 
 
 def _module(name: str) -> str:
