@@ -32,8 +32,8 @@ from fusion_bench_featcal.next.modules.models import (
     tensors_of_head,
 )
 from fusion_bench_featcal.next.modules.sites import BlockModules, find_all_modules
-from fusion_bench_featcal.next.output import NoOutput
 from fusion_bench_featcal.next.output.fingerprint import describe_run
+from fusion_bench_featcal.next.output.no_output import NoOutput
 from fusion_bench_featcal.next.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.next.streams.checks import Checks, warn_of_coarse_sums
 from fusion_bench_featcal.next.streams.drift import DriftLog, Watch

@@ -18,7 +18,6 @@ from fusion_bench_featcal.files import ReportError, prepare_directory, remove_or
 from fusion_bench_featcal.json_files import digest_json, sealed_json
 from fusion_bench_featcal.next.experts import names_under
 from fusion_bench_featcal.next.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.next.output import NoOutput
 from fusion_bench_featcal.next.output.fingerprint import differences
 from fusion_bench_featcal.next.output.manifest import (
     FORMAT,
@@ -26,6 +25,7 @@ from fusion_bench_featcal.next.output.manifest import (
     naming_room,
     read_manifest,
 )
+from fusion_bench_featcal.next.output.no_output import NoOutput
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
 
