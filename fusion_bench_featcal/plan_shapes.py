@@ -187,7 +187,7 @@ class Shapes:
         work = []
         for samples in self.samples:
             held = min(number_held_out(samples, settings.held_out), samples - 1)
-            copies = 1 + number_of_copies(samples - held, settings, images)
+            copies = 1 + number_of_copies(samples - held, settings.augment, images)
             batches = math.ceil(math.ceil((samples - held) / settings.batch_size) / shared)
             solved = min(samples - held, batches * settings.batch_size)
             work.append((solved * copies, held, batches * copies + (held > 0)))

@@ -116,13 +116,13 @@ class Spy:
 
     def turns(self, groups: Any) -> Any:
         self.groups += groups
-        for turn in self.rule.turns(groups):
-            self.summed.append(0)
-            yield turn
-            batches = [each for each in gc.get_objects() if isinstance(each, Batch)]
-            self.waiting.append(sum(map(waiting_bytes, batches)))
+        turns = self.rule.turns(groups)
+        self.first = {id(turn[0]) for turn in turns if turn}
+        return turns
 
     def sums(self, group: Any, merged: Any, base: Any) -> "SpySums":
+        if id(group) in self.first:
+            self.summed.append(0)
         return SpySums(self.rule.sums(group, merged, base), self)
 
 
@@ -141,6 +141,8 @@ class SpySums:
 
     def solve(self) -> Any:
         self._spy.summed[-1] += self._rows + sum(t.nbytes for t in self._sums.tensors())
+        batches = [each for each in gc.get_objects() if isinstance(each, Batch)]
+        self._spy.waiting.append(sum(map(waiting_bytes, batches)))
         return self._sums.solve()
 
 

@@ -154,8 +154,10 @@ class Weights:
             for name, digests in self._joined(gather(own)).items()
             if digests
         }
+        if not models:
+            return None
         whole = digest_json({name: digest_tensor(tensor) for name, tensor in merged.items()})
-        return {"models": models, "merged": whole} if models else None
+        return {"models": models, "merged": whole}
 
     def _joined(self, gathered: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict]:
         """Join what processes have noted of each model's tensors, the models in order."""
