@@ -119,6 +119,8 @@ class Provenance:
                 f"modules that the merger did not read ({counts_of(omitted)}) added no step from "
                 "the base to the merged model"
             )
+        for expert, block in plan.get("stale_from", {}).items():
+            yield f"{expert}: features from {block} on are partly the merged model's"
         hashes = reads.get("hashes")
         if hashes is None:
             yield "what was read was not hashed: that happens where the model is saved"
