@@ -169,7 +169,7 @@ class Shapes:
     def groups(self, block: str) -> list[Group]:
         """Return the groups of a block's modules, by their names."""
         rule = rule_of(self.request)
-        sites = self.modules[block].sites
+        sites: list[Any] = list(self.modules[block].sites)
         sites = [site for site in sites if site.kind != "norm" or rule.calibrate_norm]
         hidden = torch.empty(1, 2, 1, device="meta")
         closes = (

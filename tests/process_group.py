@@ -15,22 +15,27 @@ import torch.distributed as dist
 
 from fusion_bench_featcal.engine.processes import TorchProcesses
 
-Work = Callable[[TorchProcesses], Any]
+Work = Callable[[Any], Any]
 
 
-def in_processes(size: int, work: Work, *, seconds: float = 60.0) -> list[Any]:
-    """Run a function in several processes that are joined; otherwise as `in_forks`."""
+def in_processes(
+    size: int,
+    work: Work,
+    *,
+    seconds: float = 60.0,
+    patience: float | None = None,
+    join: Callable[..., Any] = TorchProcesses,
+) -> list[Any]:
+    """Run a function in several processes that are joined by `join`; otherwise as `in_forks`."""
     with tempfile.TemporaryDirectory() as folder:
 
-        def join(rank: int) -> Any:
+        def joined(rank: int) -> Any:
             store = dist.FileStore(f"{folder}/store", size)
-            patience = timedelta(seconds=seconds)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=patience
-            )
-            return work(TorchProcesses(patience=patience))
+            waits = timedelta(seconds=patience or seconds)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=waits)
+            return work(join(patience=waits))
 
-        return in_forks(size, join, seconds=seconds)
+        return in_forks(size, joined, seconds=seconds)
 
 
 def in_forks(size: int, work: Callable[[int], Any], *, seconds: float = 60.0) -> list[Any]:

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +15,18 @@ from torch import Tensor, nn
 from fusion_bench_featcal.calibration import CalibrationResult
 from fusion_bench_featcal.core.cholesky import UnsolvedError
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
-from fusion_bench_featcal.core.kernels import choose_kernel, using_kernel, with_kernel
+from fusion_bench_featcal.core.kernels import (
+    agreed_kernel,
+    choose_kernel,
+    using_kernel,
+    with_kernel,
+)
+from fusion_bench_featcal.digests import glimpse
 from fusion_bench_featcal.engine.block import load_updates
 from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.next.experts import ExpertModel, ExpertSource
-from fusion_bench_featcal.next.experts.reads import open_weights
+from fusion_bench_featcal.next.experts.reads import Weights, open_weights
 from fusion_bench_featcal.next.modules.groups import Group, find_groups
 from fusion_bench_featcal.next.modules.models import (
     Modes,
@@ -34,7 +41,9 @@ from fusion_bench_featcal.next.modules.models import (
 from fusion_bench_featcal.next.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.next.output.fingerprint import describe_run
 from fusion_bench_featcal.next.output.no_output import NoOutput
+from fusion_bench_featcal.next.processes import Processes, announced, check_agreement
 from fusion_bench_featcal.next.rules.rule import GroupSums, Rule
+from fusion_bench_featcal.next.streams.batch import Batch
 from fusion_bench_featcal.next.streams.checks import Checks, warn_of_coarse_sums
 from fusion_bench_featcal.next.streams.drift import DriftLog, Watch
 from fusion_bench_featcal.next.streams.family_check import checked_family
@@ -54,6 +63,7 @@ from fusion_bench_featcal.next.streams.task_rows import (
     LinearRows,
     StatisticsSums,
 )
+from fusion_bench_featcal.next.team import Alone, Figures, team_of
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 logger = logging.getLogger(__name__)
@@ -84,22 +94,25 @@ class Problem:
     log: CalibrationLog
 
 
-def calibrate_blocks(problem: Problem, streams: Streams, output: NoOutput) -> None:
+def calibrate_blocks(problem: Problem, streams: Streams, team: Alone, output: NoOutput) -> None:
     """Calibrate every block (Algorithm 1)."""
     for index, stage in enumerate(streams.runner.stages):
         streams.begin(index)
         for block in stage:
             start, updates = time.perf_counter(), output.read(block, problem.model)
-            groups = [] if updates else groups_of(problem, streams, block)
-            entering = groups
+            groups = [] if updates else groups_of(problem, streams, team, block)
+            entering, figures = groups, Figures()
             for turn in turns_of(problem.rule, groups):
                 enters = not only_statistics(turn)
-                sums = collect(problem, streams, block, turn, entering if enters else None)
-                updates |= solve(problem, block, sums)
+                sums = collect(problem, streams, team, block, turn, entering if enters else None)
+                solved = solve(problem, block, team.add_up(sums))
+                new, new_figures = team.spread(*solved)
+                updates |= new
+                figures |= new_figures
                 load_updates(problem.model, block, updates)
                 entering = None if enters else entering
             streams.advance(block)
-            note(problem, block, streams, time.perf_counter() - start)
+            note(problem, streams, team, block, figures, time.perf_counter() - start)
             output.write(block, problem.model, problem.log)
 
 
@@ -121,18 +134,24 @@ def only_statistics(turn: Sequence[Group]) -> bool:
     return any(group.kind == "batch_norm" for group in turn)
 
 
-def groups_of(problem: Problem, streams: Streams, block: str) -> list[Group]:
+def groups_of(problem: Problem, streams: Streams, team: Alone, block: str) -> list[Group]:
     """Return the groups of a block's modules, in the order of their calls."""
     sites = problem.modules[block].sites
     if not sites:
         return []
-    recorded, rows = streams.record_first(block, sites)
-    return find_groups(problem.model, block, sites, recorded, rows.of)
+    streams.narrow(block, team.of_first(lambda: streams.names_of_last_rows(block, sites)))
+
+    def find() -> list[Group]:
+        recorded, rows = streams.record_first(block, sites)
+        return find_groups(problem.model, block, sites, recorded, rows.of)
+
+    return team.of_first(find)
 
 
 def collect(
     problem: Problem,
     streams: Streams,
+    team: Alone,
     block: str,
     turn: Sequence[Group],
     entering: Sequence[Group] | None,
@@ -142,6 +161,7 @@ def collect(
     Args:
         problem: The problem.
         streams: The samples, at the block.
+        team: The processes.
         block: The block.
         turn: The groups that are solved.
         entering: In a block's first turn, in which experts run, all groups of the block.
@@ -150,6 +170,23 @@ def collect(
         CalibrationError: If sums are empty or not finite, naming task and module.
     """
     sums, checks = {group: empty_sums(problem, group) for group in turn}, Checks(block)
+    for task, rows in team.whole(task_rows(problem, streams, block, turn, entering)):
+        with exact_products():
+            for group, group_rows in rows.items():
+                figures = sums[group].add(group_rows.finished(), group_rows.expert)
+                checks.add(task, group, group_rows, figures)
+    checks.run(team.gather)
+    return sums
+
+
+def task_rows(
+    problem: Problem,
+    streams: Streams,
+    block: str,
+    turn: Sequence[Group],
+    entering: Sequence[Group] | None,
+) -> Iterator[tuple[str, dict[Group, LinearRows | AffineRows | ChannelRows]]]:
+    """Yield each task of this process with the sums over its rows. Arguments as for `collect`."""
     needed = [name for group in turn for name in group.parameters]
     if entering is not None and streams.runs_experts:
         needed = streams.tensors_of(block)
@@ -162,15 +199,10 @@ def collect(
                 if turn and not batch.is_held_out:
                     watched = entering is not None
                     inputs = streams.inputs_of(task, batch, block, turn, watched=watched)
-                    for group, task_rows in rows.items():
+                    for group, group_rows in rows.items():
                         with naming_module(task, block, group.name):
-                            task_rows.add(batch, inputs.get(group.name, []))
-            with exact_products():
-                for group, task_rows in rows.items():
-                    figures = sums[group].add(task_rows.finished(), task_rows.expert)
-                    checks.add(task, group, task_rows, figures)
-    checks.run()
-    return sums
+                            group_rows.add(batch, inputs.get(group.name, []))
+        yield task, rows
 
 
 def empty_rows(
@@ -196,13 +228,15 @@ def empty_sums(problem: Problem, group: Group) -> GroupSums:
 
 
 @exact_products()
-def solve(problem: Problem, block: str, sums: Mapping[Group, GroupSums]) -> dict[str, Tensor]:
-    """Return new parameters of the modules of a turn.
+def solve(
+    problem: Problem, block: str, sums: Mapping[Group, GroupSums]
+) -> tuple[dict[str, Tensor], Figures]:
+    """Return new parameters of groups of a turn, and figures of each linear module.
 
     Raises:
         CalibrationError: If a system has no trustworthy solution, naming block and module.
     """
-    updates: dict[str, Tensor] = {}
+    updates, figures, like = dict[str, Tensor](), Figures(), problem.model.state_dict()
     for group, group_sums in sums.items():
         try:
             solved = group_sums.solve()
@@ -210,24 +244,31 @@ def solve(problem: Problem, block: str, sums: Mapping[Group, GroupSums]) -> dict
             raise CalibrationError(
                 f"block {block}, module {group.name}: {error}. {problem.rule.remedy}"
             ) from error
-        updates |= group.updates(solved.linear, biases=problem.rule.calibrate_bias)
-        figures = {"residual": solved.residual, "condition": solved.condition, **solved.facts}
-        for site in group.sites if group.kind == "linear" else ():
-            problem.log.add("module", {"block": block, "module": site.name, **figures})
-    return updates
+        new = group.updates(solved.linear, biases=problem.rule.calibrate_bias)
+        updates |= {name: value.to(like[name].dtype) for name, value in new.items()}
+        of_group = {"residual": solved.residual, "condition": solved.condition, **solved.facts}
+        if group.kind == "linear":
+            figures |= {site.name: of_group for site in group.sites}
+    return updates, figures
 
 
-def note(problem: Problem, block: str, streams: Streams, seconds: float) -> None:
-    """Log a finished block."""
-    log = problem.log
-    figures = streams.watch.records()
-    for task in streams.tasks:
-        record = {"block": block, "task": task, **streams.counts(task), **figures.get(task, {})}
-        log.add("task", record)
-    left = list(problem.modules[block].left)
-    log.add("block", {"block": block, "seconds": seconds, "left": left})
+def note(
+    problem: Problem, streams: Streams, team: Alone, block: str, figures: Figures, seconds: float
+) -> None:
+    """Log a finished block, alike in every process."""
+    log, modules = problem.log, problem.modules[block]
+    for module in (site.name for site in modules.sites if site.name in figures):
+        log.add("module", {"block": block, "module": module, **figures[module]})
+    drifts, counts = streams.watch.records(team.gather), dict[str, Counter[str]]()
+    for part in team.gather({task: streams.counts(task) for task in streams.tasks}):
+        for task, of_task in part.items():
+            counts.setdefault(task, Counter()).update(of_task)
+    for task, of_task in counts.items():
+        log.add("task", {"block": block, "task": task, **of_task, **drifts.get(task, {})})
+    log.add("block", {"block": block, "seconds": seconds, "left": list(modules.left)})
 
 
+@announced
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
 @torch.no_grad()
 def calibrate(
@@ -240,6 +281,7 @@ def calibrate(
     *,
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,
+    processes: Processes | None = None,
     streams_type: Callable[..., Streams] = Streams,
     output: NoOutput | None = None,
     hashed: bool = False,
@@ -255,43 +297,110 @@ def calibrate(
         rule: `Paper(...)` or `Plus(...)`.
         device: Where to compute; None: where the merged model is.
         autocast: Makes the context of forward passes. Statistics are never inside it.
+        processes: The processes that work on this calibration together, each on a device of its
+            own. All call this with the same arguments. Each asks only for experts and samples of
+            tasks that it works on. None: this process alone.
         streams_type: Makes the streams: `Streams`, or a subclass that runs batches otherwise.
         output: Takes finished blocks, as `open_output` makes it of settings; None: nothing does.
         hashed: Whether the count of reads has digests of all tensors that were read.
 
     Returns:
-        The calibrated model, the log, and a count of what was read (docs/read_budget.md).
+        The calibrated model, the log, and a count of what was read (docs/read_budget.md), the same
+        in every process.
 
     Raises:
         CalibrationError: If the calibration cannot go on, naming the place and the setting.
         ValueError: If the family is unknown.
     """
     check_inputs(base, experts, batches, settings)
-    samples = {task: take(task, batches[task], settings, merged) for task in experts}
+    device, processes = torch.device(device or device_of(merged)), processes or Processes()
+    check_alike(processes, merged, experts, settings, rule)
+    team, output = team_of(processes, tuple(experts), device), output or NoOutput()
+    samples = {
+        task: take(task, batches[task], settings, merged, team.cut) for task in team.tasks(experts)
+    }
     family = checked_family(
         resolve_family(settings.family, merged),
         settings.family,
         merged,
         samples,
         needs_closing=rule.reads_closing_rows or settings.held_out != 0,
+        of_first=team.of_first,
     )
     shown, home = family.view.shown(merged), device_of(merged)
-    modes, device = Modes.of(shown), torch.device(device or home)
-    kernel = choose_kernel(settings.linear_kernel, device)
-    stages = family.stages(shown)
+    modes, stages = Modes.of(shown), family.stages(shown)
+    kernel = agreed_kernel(team.gather(choose_kernel(settings.linear_kernel, device)))
+    rows = team.of_first(lambda: rows_named(settings, next(iter(samples.values()))[0].inputs))
+    runner = Runner(family, stages, device, with_kernel(kernel, autocast or nullcontext), rows)
+    problem, weights, streams = prepare(
+        shown,
+        base,
+        experts,
+        samples,
+        settings,
+        rule,
+        runner,
+        team,
+        streams_type=streams_type,
+        hashed=hashed,
+    )
+    with (
+        torch.autocast(device.type, enabled=False),
+        convolving_as_multiplying(),
+        using_kernel(kernel),
+    ):
+        check_weights(problem, "the merged model", "Check method.base_method")
+        describe = partial(describe_run, shown, weights, settings, rule, runner, samples, kernel)
+        output.start(describe, list(problem.modules))
+        if output.is_complete:
+            restore(problem, output)
+        else:
+            calibrate_blocks(problem, streams, team, output)
+        check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
+    modes.restore(problem.model)
+    calibrated = family.view.restored(problem.model).to(home)
+    output.finish(calibrated, problem.log)
+    sites = {block: [site.name for site in found.sites] for block, found in problem.modules.items()}
+    reads = weights.manifest(settings.expert_read_budget, sites, shown.state_dict(), team.gather)
+    return CalibrationResult(calibrated, problem.log, reads)
+
+
+def prepare(
+    shown: nn.Module,
+    base: nn.Module | ExpertSource | None,
+    experts: Mapping[str, nn.Module | ExpertSource],
+    samples: Mapping[str, list[Batch]],
+    settings: FeatCalSettings,
+    rule: Rule,
+    runner: Runner,
+    team: Alone,
+    *,
+    streams_type: Callable[..., Streams],
+    hashed: bool,
+) -> tuple[Problem, Weights, Streams]:
+    """Return the problem, the weights of the tasks of this process, and their streams.
+
+    Args:
+        shown: The merged model as the family sees it.
+        base: The base model, or None.
+        experts: The experts of all tasks.
+        samples: The batches of each task of this process.
+        settings: The settings.
+        rule: The rule.
+        runner: Runs blocks of models.
+        team: The processes.
+        streams_type: Makes the streams.
+        hashed: Whether the count of reads has digests.
+    """
+    device, family, stages = runner.device, runner.family, runner.stages
     modules = find_all_modules(shown, stages, settings, calibrate_norm=rule.calibrate_norm)
-    if routed := sum(found.routed for found in modules.values()):
-        logger.warning(
-            "all %d linear modules of experts stay as merged: modules that a router chooses are "
-            "not calibrated",
-            routed,
-        )
-    model, output = copied(shown, device), output or NoOutput()
+    warn_of_routed(modules)
+    model = copied(shown, device)
     weights = open_weights(
         shown,
         model,
         base,
-        experts,
+        {task: experts[task] for task in samples},
         settings.ignore_config,
         family.view,
         spared=set(tensors_of_head(shown, stages[0][0])),
@@ -299,11 +408,10 @@ def calibrate(
     )
     images = any(gives_images(model.get_submodule(block)) for block in modules)
     watch = DriftLog(channels_first=images) if settings.log_drift else Watch()
-    rows = rows_named(settings, next(iter(samples.values()))[0].inputs)
-    runner = Runner(family, stages, device, with_kernel(kernel, autocast or nullcontext), rows)
     runs_experts = rule.runs_experts or watch.needs_features
     order = names_in_order(model, runner, modules, runs_experts=runs_experts)
-    weights = weights.limited(settings.expert_read_budget, order, shown.state_dict())
+    budget = settings.expert_read_budget
+    weights = weights.limited(budget, order, shown.state_dict(), team.gather)
     warn_of_coarse_sums(rule, len(experts), device)
     problem = Problem(
         model=model,
@@ -325,25 +433,34 @@ def calibrate(
         last_rows=last_rows_of(settings, rule, family),
         merged=merged_aside(problem, runner, shown) if settings.held_out != 0 else None,
     )
-    with (
-        torch.autocast(device.type, enabled=False),
-        convolving_as_multiplying(),
-        using_kernel(kernel),
-    ):
-        check_weights(problem, "the merged model", "Check method.base_method")
-        describe = partial(describe_run, shown, weights, settings, rule, runner, samples, kernel)
-        output.start(describe, list(modules))
-        if output.is_complete:
-            restore(problem, output)
-        else:
-            calibrate_blocks(problem, streams, output)
-        check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
-    modes.restore(model)
-    calibrated = family.view.restored(model).to(home)
-    output.finish(calibrated, problem.log)
-    sites = {block: [site.name for site in found.sites] for block, found in modules.items()}
-    reads = weights.manifest(settings.expert_read_budget, sites, shown.state_dict())
-    return CalibrationResult(calibrated, problem.log, reads)
+    return problem, weights, streams
+
+
+def check_alike(
+    processes: Processes,
+    merged: nn.Module,
+    experts: Mapping[str, Any],
+    settings: FeatCalSettings,
+    rule: Rule,
+) -> None:
+    """Refuse processes that were started with other arguments than the first one.
+
+    Raises:
+        CalibrationError: If one differs, naming the process and the difference.
+    """
+    if processes.size > 1:
+        facts = {"settings": (rule, settings.of_the_model().as_dict()), "tasks": tuple(experts)}
+        check_agreement(processes, **facts, weights=glimpse(merged))
+
+
+def warn_of_routed(modules: Mapping[str, BlockModules]) -> None:
+    """Warn of modules that a router chooses: they stay as merged."""
+    if routed := sum(of_block.routed for of_block in modules.values()):
+        logger.warning(
+            "all %d linear modules of experts stay as merged: modules that a router chooses are "
+            "not calibrated",
+            routed,
+        )
 
 
 def names_in_order(

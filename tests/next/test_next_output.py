@@ -22,15 +22,17 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.digests import digest_file
-from fusion_bench_featcal.engine.processes import Processes
 from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.json_files import read_json, sealed_json
 from fusion_bench_featcal.next.calibration import calibrate
 from fusion_bench_featcal.next.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.next.output import check_output, open_output
 from fusion_bench_featcal.next.output.folder import OutputFolder
+from fusion_bench_featcal.next.processes import Processes
 from fusion_bench_featcal.next.rules.paper import Paper
 from fusion_bench_featcal.next.rules.plus import Plus
+
+PAPER_RULE: Any = Paper()
 
 
 class Interrupted(BaseException):
@@ -39,12 +41,12 @@ class Interrupted(BaseException):
 
 def run(suite: Suite, folder: Path | None = None, *, resume: bool = False, rule: Any = None,
         autocast: Any = None, **more: Any) -> Any:  # fmt: skip
-    place = None if folder is None else str(folder)
+    place, rule = None if folder is None else str(folder), rule if rule is not None else PAPER_RULE
     settings = settings_of(
         Knobs(), suite, family=suite.family, checkpoint_dir=place, resume=resume, **more
     )
     return calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, settings, rule or Paper(),
+        suite.merged, suite.base, suite.experts, suite.inputs, settings, rule,
         autocast=autocast, output=open_output(settings, Processes()),
     )  # fmt: skip
 

@@ -34,8 +34,9 @@ def small_clip() -> Suite:
 
 def run(suite: Suite, rule: Any = None, *, hashed: bool = False, **more: Any) -> Any:
     settings = settings_of(Knobs(), suite, family=suite.family, **more)
+    rule = Paper() if rule is None else rule
     return calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, settings, rule or Paper(),
+        suite.merged, suite.base, suite.experts, suite.inputs, settings, rule,
         hashed=hashed,
     )  # fmt: skip
 

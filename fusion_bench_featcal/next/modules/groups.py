@@ -55,6 +55,13 @@ class Group:
         return self.kind == "linear" and self.maps == 1 and 2 * sum(self.outputs) <= self.inputs
 
     @property
+    def cost(self) -> float:
+        """Products of numbers that its solve takes, up to a factor."""
+        if self.kind != "linear":
+            return self.inputs
+        return self.maps * self.inputs**2 * (self.inputs / 3 + 2 * sum(self.outputs))
+
+    @property
     def parameters(self) -> list[str]:
         """Names of all parameters of the modules."""
         return [name for site in self.sites for name in site.names]

@@ -82,10 +82,7 @@ def describe_run(
         autocast = str(torch.get_autocast_dtype(device.type)) if on else None
     return {
         "settings": describe_settings(settings),
-        "run": {
-            "tasks (modelpool.models)": list(weights.tasks),
-            **{name: without_addresses(text) for name, text in texts.items()},
-        },
+        "run": {name: without_addresses(text) for name, text in texts.items()},
         "model": {**describe_model(merged), "blocks": stages},
         "weights": {
             "the merged model": digest_json(digests),

@@ -102,8 +102,13 @@ class OutputFolder(NoOutput):
         """
         gather, run = self._processes.gather, dict(describe())
         for key in ("samples", "weights"):
-            run[key] = {name: text for part in gather(run[key]) for name, text in part.items()}
-        run["run"] = {**run["run"], "processes": self._processes.size}
+            joined: dict[str, list[str]] = {}
+            for part in gather(run[key]):
+                for name, text in part.items():
+                    joined.setdefault(name, []).append(text)
+            run[key] = {name: " ".join(dict.fromkeys(texts)) for name, texts in joined.items()}
+        tasks = {"tasks (modelpool.models)": list(run["samples"])}
+        run["run"] = {**tasks, **run["run"], "processes": self._processes.size}
         self.compare(run)
         self._files = {block: f"block-{i:04d}.safetensors" for i, block in enumerate(blocks)}
         listed = self._content.get("blocks", {})

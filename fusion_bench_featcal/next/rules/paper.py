@@ -90,7 +90,6 @@ class PaperSums:
         self._rows = Moments.zeros(1, maps, inputs, outputs, anchor.weight)
         self._drift: Tensor | None = None
         self._dtype = group.dtype
-        self._rounding = rounding_of(group.dtype)
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
@@ -114,7 +113,6 @@ class PaperSums:
         y = y + (step.weight @ x[..., None])[..., 0] + step.bias * rows.count[0][:, None]
         target = Moments(rows.gram, cross[None], rows.x, y[None], rows.count)
         self._rows.merge(target, weight / rows.count[0])
-        self._rounding = max(self._rounding, torch.finfo(rows.gram.dtype).eps)
         return {"norm": rows.gram_norms().mean()}
 
     def solve(self) -> Solved:
@@ -122,9 +120,9 @@ class PaperSums:
         self._add_anchor()
         rule, anchor = self._rule, self._anchor
         right = self._rows.cross[0] - rule.eps * anchor.weight
-        solution = solve_ridge(
-            self._rows.gram[0], right, rule.ridge_lambda + rule.eps, rounding=self._rounding
-        )
+        gram, rounding = self._rows.gram[0], rounding_of(self._dtype)
+        rounding = max(rounding, torch.finfo(right.dtype).eps)
+        solution = solve_ridge(gram, right, rule.ridge_lambda + rule.eps, rounding=rounding)
         wide = solve_dtype(right.device)
         weight = stored(anchor.weight.to(wide) + solution.step.to(wide), self._dtype)
         step, x = weight - anchor.weight.to(wide), self._rows.x[0].to(wide)

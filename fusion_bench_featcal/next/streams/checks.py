@@ -3,7 +3,8 @@
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Checks:
     def __init__(self, block: str) -> None:
         """Start with nothing."""
         self._block = block
-        self._places: list[tuple[str, Group]] = []
+        self._places: list[tuple[str, str]] = []
         self._numbers: list[Tensor] = []
 
     def add(self, task: str, group: Group, rows: Any, figures: Mapping[str, Tensor]) -> None:
@@ -49,22 +50,25 @@ class Checks:
             rows: Its `LinearRows` or `AffineRows`.
             figures: What `GroupSums.add` returned.
         """
-        self._places.append((task, group))
+        self._places.append((task, group.name))
         broken = torch.stack([not_finite(sums) for sums in rows.tensors()]).any()
         norm = figures.get("norm", torch.ones_like(rows.count))
         self._numbers += [broken.to(norm), rows.count.to(norm), norm]
 
-    def run(self) -> None:
+    def run(self, gather: Callable[[Any], list[Any]]) -> None:
         """Look at all sums.
+
+        Args:
+            gather: Returns the values of all processes.
 
         Raises:
             CalibrationError: If no position counts, sums are not finite, or a task's inputs are
                 almost zero, naming task, block and module.
         """
-        values = iter(read_back(self._numbers))
-        norms: dict[Group, dict[str, float]] = defaultdict(dict)
-        for task, group in self._places:
-            broken, count, norm = (next(values) for _ in range(3))
+        numbers = iter(read_back(self._numbers))
+        figures = [(*place, *(next(numbers) for _ in range(3))) for place in self._places]
+        norms: dict[str, dict[str, float]] = defaultdict(dict)
+        for task, module, broken, count, norm in chain(*gather(figures)):
             place = f"task {task}, block {self._block}"
             if count == 0:
                 raise CalibrationError(
@@ -73,19 +77,19 @@ class Checks:
                 )
             if broken:
                 raise CalibrationError(
-                    f"{place}, module {group.name}: inputs are NaN or infinite, or their sums "
+                    f"{place}, module {module}: inputs are NaN or infinite, or their sums "
                     "overflow, while weights and samples are finite: a forward pass overflows. "
                     "Compute in a wider precision (fabric.precision=32-true, or wider "
                     f"modelpool.models), or check modelpool.models.{task} and "
                     f"modelpool.train_datasets.{task} for extreme values"
                 )
-            norms[group][task] = norm
-        for group, by_task in norms.items():
+            norms[module][task] = norm
+        for module, by_task in norms.items():
             median = statistics.median(by_task.values())
             for task, norm in by_task.items():
                 if norm < DEAD_TASK_RATIO * median:
                     raise CalibrationError(
-                        f"task {task}, block {self._block}, module {group.name}: its inputs are "
+                        f"task {task}, block {self._block}, module {module}: its inputs are "
                         f"almost zero (gram norm {norm:.1e}, median task {median:.1e}), so its "
                         f"weight would swamp the bias. Check modelpool.models.{task} and its "
                         "calibration data, or drop the task"

@@ -1,6 +1,6 @@
 """Distance of the model's features from the experts', block by block (Eq. 2)."""
 
-from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from fusion_bench_featcal.next.streams.batch import Batch
 from fusion_bench_featcal.next.streams.rows import CountedRows, rows_of
 
 BEFORE, AFTER, MERGED = "before", "after", "merged"
+
+Gather = Callable[[Any], list[Any]]
 
 
 class Watch:
@@ -44,8 +46,12 @@ class Watch:
             is_last: Whether the model reads on from them.
         """
 
-    def records(self) -> dict[str, dict[str, Any]]:
-        """Return each task's figures at the block in hand, and start anew."""
+    def records(self, gather: Gather) -> dict[str, dict[str, Any]]:
+        """Return each task's figures at the block in hand, and start anew.
+
+        Args:
+            gather: Returns the values of all processes, whose sums are added up.
+        """
         return {}
 
 
@@ -90,8 +96,11 @@ class DriftLog(Watch):
         is_image = self._channels_first and hidden.ndim == 4
         return rows_of(hidden.movedim(1, -1) if is_image else hidden, counted)
 
-    def records(self) -> dict[str, dict[str, Any]]:
+    def records(self, gather: Gather) -> dict[str, dict[str, Any]]:
         """Return each task's figures at the block, and start anew.
+
+        Args:
+            gather: Returns the values of all processes, whose sums are added up.
 
         Returns:
             Task -> mean L2 drift over rows and root mean square drift relative to the expert's
@@ -100,8 +109,14 @@ class DriftLog(Watch):
         numbers = iter(read_back(list(self.sums.values())))
         read = {key: [next(numbers) for _ in range(len(s))] for key, s in self.sums.items()}
         self.sums = {}
-        records: dict[str, dict[str, Any]] = defaultdict(dict)
-        for (task, when), (norms, squares, expert, cosines, rows) in read.items():
+        totals: dict[tuple[str, str], list[float]] = {}
+        for part in gather(read):
+            for key, values in part.items():
+                before = totals.get(key, [0.0] * len(values))
+                totals[key] = [a + b for a, b in zip(before, values, strict=True)]
+        records: dict[str, dict[str, Any]] = {task: {} for task, _ in totals}
+        ordered = sorted(totals.items(), key=lambda item: item[0][1])
+        for (task, when), (norms, squares, expert, cosines, rows) in ordered:
             if when.startswith("held out"):
                 end = "_merged" if when.endswith(MERGED) else ""
                 records[task][f"held_out_drift{end}"] = (squares / (expert or 1)) ** 0.5

@@ -31,7 +31,7 @@ def checked_family(
     samples: Mapping[str, list[Any]],
     *,
     needs_closing: bool = False,
-    gather: Callable[[Any], list[Any]] = lambda value: [value],
+    of_first: Callable[[Callable[[], Any]], Any] = lambda find: find(),
 ) -> Family:
     """Compare a family's steps with the model's own forward pass, if the family needs it.
 
@@ -39,9 +39,10 @@ def checked_family(
         family: The family.
         setting: `method.family`; `auto` takes `replay` in place of steps that differ.
         model: The model, with weights.
-        samples: Batches of each task of this process. The first one of the first task runs.
+        samples: Batches of each task of this process. The first one of the first task runs, in
+            the first process.
         needs_closing: Whether the positions that the model reads behind its last block are needed.
-        gather: Returns the values of all processes, which take the same family.
+        of_first: Returns in all processes what a function returns in the first one.
 
     Raises:
         CalibrationError: If the steps differ and the family was named, or the model does not run
@@ -49,21 +50,23 @@ def checked_family(
     """
     if not family.compared:
         return family
-    task = next(iter(samples))
-    first, modes = samples[task][0], Modes.of(model)
-    inputs = part_of(first.inputs, first.samples, slice(_SAMPLES))
-    if isinstance(inputs, Mapping):  # labels are for the head
-        inputs = {name: value for name, value in inputs.items() if name != "labels"}
-    inputs = to_device(inputs, device_of(model))
+    task, modes = next(iter(samples)), Modes.of(model)
     blocks = [block for stage in family.stages(model) for block in stage]
+
+    def inputs() -> Any:
+        first = samples[task][0]
+        few = part_of(first.inputs, first.samples, slice(_SAMPLES))
+        if isinstance(few, Mapping):  # labels are for the head
+            few = {name: value for name, value in few.items() if name != "labels"}
+        return to_device(few, device_of(model))
+
     model.eval()
     try:
-        reason = _difference(family, model, task, inputs)
-        reason = next(filter(None, gather(reason)), None)
+        reason = of_first(lambda: _difference(family, model, task, inputs()))
         if reason is None:
             if needs_closing and isinstance(family, StackFamily):
-                reads_first = all(gather(reads_first_position(model, blocks[-1], inputs)))
-                family = replace(family, reads_first=reads_first)
+                reads = of_first(lambda: reads_first_position(model, blocks[-1], inputs()))
+                family = replace(family, reads_first=reads)
             return family
     finally:
         modes.restore(model)

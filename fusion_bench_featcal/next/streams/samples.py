@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -71,7 +71,11 @@ def check_inputs(
 
 
 def take(
-    task: str, batches: Iterable[Any], settings: FeatCalSettings, model: nn.Module
+    task: str,
+    batches: Iterable[Any],
+    settings: FeatCalSettings,
+    model: nn.Module,
+    cut: Callable[[str, Sequence[Batch]], Sequence[Batch]] = lambda _, batches: batches,
 ) -> list[Batch]:
     """Return a task's batches: as many samples as the settings ask for, the last ones held out.
 
@@ -80,6 +84,8 @@ def take(
         batches: Its model inputs. With an attribute `samples` too few of them cause no warning.
         settings: `samples_per_task`, `held_out`, `augment` and `seed` are used.
         model: Takes the samples. Token ids are checked against its vocabulary.
+        cut: Returns those of a task's batches that this process works on. Batches of copies follow
+            their originals.
 
     Raises:
         CalibrationError: If there is no sample, none is left to solve with, or one cannot be used.
@@ -94,7 +100,7 @@ def take(
         )
     dealt = list(hold_out(taken, samples - held_out))
     copies = number_of_copies(samples - held_out, settings.augment, dealt[0].inputs)
-    return [part for batch in dealt for part in with_copies(task, batch, copies, settings)]
+    return [p for b in cut(task, dealt) for p in with_copies(task, b, copies, settings)]
 
 
 def take_samples(

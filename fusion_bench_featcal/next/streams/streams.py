@@ -104,26 +104,33 @@ class Streams:
         counts = {"samples": sum(batch.samples for batch in self.tasks[task])}
         return counts | ({"held_out": held_out} if held_out else {})
 
+    def names_of_last_rows(self, block: str, sites: Sequence[Site]) -> list[str]:
+        """Return names of modules of the last block in which positions count of their own."""
+        first = self._first()
+        with self.place.at_hand(first):
+            mask, run = self._last_mask(block, first), partial(self._hidden, block, first)
+            if mask is None:
+                return []
+            return self.last_rows.modules(self.model, block, sites, run, mask)
+
     def record_first(self, block: str, sites: Sequence[Site]) -> tuple[Recorded, Rows]:
         """Run one batch through a block to its end and note what modules receive."""
-        first = next(iter(self.tasks.values()))[0]
+        first = self._first()
         with self.place.at_hand(first):
-            names = self._names_of_last_rows(block, sites, first)
+            run = partial(self.runner.step, self.model, block, first.cal)
+            return record(self.model, [site.name for site in sites], run), first.rows
+
+    def narrow(self, block: str, names: Sequence[str]) -> None:
+        """Count in some modules of the last block the positions that `last_rows` chooses."""
         for batches in self.tasks.values() if names else ():
             for batch in self.place.visits(batches):
                 mask = self._last_mask(block, batch)
                 assert mask is not None  # as in the first batch
                 other = dict.fromkeys(names, counted_by_fold(mask, self.rule.folds))
                 batch.rows = replace(batch.rows, other=other | {**batch.rows.other})
-        with self.place.at_hand(first):
-            run = partial(self.runner.step, self.model, block, first.cal)
-            return record(self.model, [site.name for site in sites], run), first.rows
 
-    def _names_of_last_rows(self, block: str, sites: Sequence[Site], first: Batch) -> list[str]:
-        mask, run = self._last_mask(block, first), partial(self._hidden, block, first)
-        if mask is None:
-            return []
-        return self.last_rows.modules(self.model, block, sites, run, mask)
+    def _first(self) -> Batch:
+        return next(iter(self.tasks.values()))[0]
 
     def _hidden(self, block: str, batch: Batch) -> Tensor:
         return self.runner.step(self.model, block, batch.cal)[0]

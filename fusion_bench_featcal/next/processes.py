@@ -1,0 +1,264 @@
+"""Several processes that work on one calibration, joined by `torch.distributed`.
+
+Every exchange of tensors follows a `gather`, in which each process reports that it is well. A
+process that fails announces it in its next one, so that all end with the same error and none waits
+for ever.
+"""
+
+import atexit
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusion_bench_featcal.settings import CalibrationError
+
+Value = TypeVar("Value")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+REPORTS_EVERY = 30.0
+"""Seconds after which a process that waits for others reports it, again and again."""
+
+PATIENCE = timedelta(days=7)
+"""How long a process waits for the others: one of them may be evaluating models meanwhile. A
+process that ended is noticed at once, by its closed connections."""
+
+GRACE = 2.0
+"""Seconds that processes have to report that they are there once one has been lost."""
+
+
+class OtherProcessError(CalibrationError):
+    """Another process failed, and all know of it."""
+
+
+class LostProcessError(OtherProcessError):
+    """Another process does not answer."""
+
+
+class Processes:
+    """Processes that work on one calibration. This base is one process alone.
+
+    Attributes:
+        rank: This process's number, from 0.
+        size: Number of processes.
+        neighbours: Number of those on this process's machine, itself included.
+        exchanged_bytes: Bytes of the tensors that this process helped to add up or to spread.
+        doing: Work in hand, named by a process that waits for another one.
+    """
+
+    rank = 0
+    size = 1
+    neighbours = 1
+    exchanged_bytes = 0
+    doing = "the start"
+
+    def prepare(self, groups: Iterable[Sequence[int]]) -> None:
+        """Make ready to add up tensors within groups of processes. All call it alike."""
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return every process's value, by rank. All processes wait for each other here.
+
+        Raises:
+            OtherProcessError: If a process announces an error, or is lost.
+        """
+        return [value]
+
+    def announce(self, error: BaseException) -> None:
+        """Tell the others, in place of the next `gather`, that this process fails.
+
+        An error is announced once, and never to the process that it came from.
+        """
+
+    def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
+        """Add up a tensor over some processes, in place in process `to`; spent in the others."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill a contiguous tensor with its content in process `source`."""
+
+
+class TorchProcesses(Processes):
+    """The processes of an initialised `torch.distributed`.
+
+    Tensors go over its default backend (gloo for CPUs, NCCL for CUDA), all else over gloo.
+    """
+
+    def __init__(self, *, patience: timedelta = PATIENCE) -> None:
+        """Join; all processes do.
+
+        Args:
+            patience: How long a process waits for another one that is alive.
+        """
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._patience, self._meetings, self._hosts = patience, 0, [""] * self.size
+        self._announced: BaseException | None = None
+        self._gloo: Any = dist.new_group(backend="gloo", timeout=patience)
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.size)): None}
+        self._hosts = self.gather(socket.gethostname())
+        self.neighbours = self._hosts.count(self._hosts[self.rank])
+
+    def prepare(self, groups: Iterable[Sequence[int]]) -> None:
+        """Make the groups."""
+        with self._contact():
+            for ranks in map(tuple, groups):
+                if len(ranks) > 1 and ranks not in self._groups:
+                    self._groups[ranks] = dist.new_group(list(ranks), timeout=self._patience)
+
+    def gather(self, value: Value) -> list[Value]:
+        """Exchange values over gloo."""
+        return self._exchange(None, value)
+
+    def _exchange(self, failure: str | None, value: Any) -> list[Any]:
+        answers: list[Any] = [None] * self.size
+        with self._contact():
+            self._meet()
+            dist.all_gather_object(answers, (failure, value), group=self._gloo)
+        for rank, (error, _) in enumerate(answers):
+            if error is not None:
+                raise OtherProcessError(f"{error} (process {rank} of {self.size} ended with this)")
+        return [value for _, value in answers]
+
+    def _meet(self) -> None:
+        """Wait for all processes, open to signals, and report it every now and then."""
+        self._meetings += 1
+        met = threading.Event()
+        work: Any = dist.barrier(group=self._gloo, async_op=True)
+        work.get_future().add_done_callback(lambda _: met.set())
+        began = time.monotonic()
+        try:
+            if not met.wait(min(1.0, REPORTS_EVERY)):
+                dist_store().set(f"featcal/{self._meetings}/{self.rank}", "waits")
+                while not met.wait(REPORTS_EVERY):
+                    log.info(
+                        "process %d of %d has waited %.0f s for %s at: %s",
+                        *(self.rank, self.size, time.monotonic() - began),
+                        *(self._absent() or "the slowest process", self.doing),
+                    )
+        except BaseException as stop:
+            # The backend's end would wait for the other processes, or abort this one.
+            atexit.register(_leave, stop.code if isinstance(stop, SystemExit) else 130)
+            raise
+        work.wait()
+
+    def _absent(self) -> str:
+        """Name the processes that are neither at this meeting or the next nor report a loss."""
+        stages = self._meetings, self._meetings + 1, "lost"
+
+        def is_there(rank: int) -> bool:
+            return any(dist_store().check([f"featcal/{stage}/{rank}"]) for stage in stages)
+
+        absent = [rank for rank in range(self.size) if not is_there(rank)]
+        return ", ".join(f"process {rank} ({self._hosts[rank]})" for rank in absent)
+
+    def announce(self, error: BaseException) -> None:
+        """Tell the others an error that did not come from them."""
+        if isinstance(error, OtherProcessError) or error is self._announced:
+            return
+        self._announced = error
+        is_plain = isinstance(error, CalibrationError)
+        try:
+            self._exchange(str(error) if is_plain else f"{type(error).__name__}: {error}", None)
+        except OtherProcessError:  # that is this one, or one that failed at the same time
+            return
+
+    def reduce(self, tensor: Tensor, to: int, ranks: Sequence[int]) -> None:
+        """Add up a tensor within a prepared group."""
+        if len(ranks) == 1:
+            return
+        buffer = tensor.contiguous()
+        with self._contact():
+            dist.reduce(buffer, dst=to, group=self._groups[tuple(ranks)])
+        if self.rank == to and buffer is not tensor:
+            tensor.copy_(buffer)
+        self.exchanged_bytes += buffer.numel() * buffer.element_size()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Spread a tensor over all processes."""
+        with self._contact():
+            dist.broadcast(tensor, src=source)
+        self.exchanged_bytes += tensor.numel() * tensor.element_size()
+
+    @contextmanager
+    def _contact(self) -> Iterator[None]:
+        """Context whose broken connections end this process, naming the one that is lost."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what all backends raise when a connection breaks
+            raise LostProcessError(
+                f"process {self.rank} of {self.size} has lost contact with {self._lost()}, which "
+                f"was ended, hangs, or has lost its machine ({error}). Start all of them again: "
+                "with method.checkpoint_dir and method.resume=true a run goes on after its last "
+                "whole block"
+            ) from error
+
+    def _lost(self) -> str:
+        """Name the processes that do not report in time that they are there."""
+        try:
+            dist_store().set(f"featcal/lost/{self.rank}", "is there")
+            time.sleep(GRACE)
+            return self._absent() or "another one"
+        except RuntimeError:  # the first process holds the store
+            return f"process 0 ({self._hosts[0]})"
+
+
+def dist_store() -> Any:
+    """Return the key-value store over which torch's processes have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _leave(code: Any) -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def announced(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a function's errors end the other processes too, if it is called with `processes`."""
+
+    @wraps(work)
+    def announcing(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return work(*args, **kwargs)
+        except Exception as error:
+            processes: Any = kwargs.get("processes")
+            if processes is not None:
+                processes.announce(error)
+            raise
+
+    return announcing
+
+
+def check_agreement(processes: Processes, **facts: Any) -> None:
+    """Refuse processes that were not started alike.
+
+    Args:
+        processes: The processes.
+        **facts: What must be the same in all of them, under its name in the message.
+
+    Raises:
+        CalibrationError: If one differs, naming the process and the difference.
+    """
+    gathered = processes.gather(facts)
+    for rank, other in enumerate(gathered):
+        names = [name for name, value in other.items() if value != gathered[0][name]]
+        if names:
+            raise CalibrationError(
+                f"process {rank} was started with other {' and '.join(names)} than process 0. "
+                "Give all processes the same command, configuration and files"
+            )
