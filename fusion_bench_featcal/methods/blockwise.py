@@ -164,6 +164,18 @@ class ExpertStreams(Streams):
         """Return what the expert's modules received."""
         return {group.name: batch.noted.pop(group.name) for group in groups}
 
+    def advance(self, block: str) -> None:
+        """Run all batches through a merged block, or the first one alone.
+
+        Where experts run on their features, the merged model's only serve to find the groups of
+        modules, for which one batch is enough.
+        """
+        if self.behind_merged:
+            return super().advance(block)
+        first = next(iter(self.tasks.values()))[0]
+        with self.place.at_hand(first):
+            _, first.cal = self.runner.step(self.model, block, first.cal)
+
 
 class BlockStep(nn.Module):
     """One block of a model as a module of its own, whose parameters can be replaced in a call."""
