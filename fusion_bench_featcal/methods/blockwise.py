@@ -89,10 +89,11 @@ def merge_blockwise(
     if rule.outside:
         load_outside(start, base, weights, batches, settings, rule)
     behind_merged = rule.features == "merged"
+    sources: Mapping[str, Any] = experts
     return calibrate(
         start,
         base,
-        experts,
+        sources,
         batches,
         settings,
         rule,
