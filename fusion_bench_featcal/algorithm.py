@@ -233,8 +233,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         exchanged = processes.exchanged_bytes
         with measure() as cost:
             base, experts = inputs.base(limited), inputs.experts(limited)
-            shares = {"fused": merging is not None, "merges": first and upstream.config is not None}
-            self._log_plan(merged, limited, base, experts, batches, **shares)
+            self._log_plan(merged, limited, base, experts, batches, fused=merging is not None)
             result = calibrate(
                 merged,
                 base,
@@ -273,7 +272,8 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         base: Any,
         experts: ExpertSources,
         batches: Mapping[str, Any],
-        **shares: bool,
+        *,
+        fused: bool,
     ) -> None:
         if self._processes.rank > 0:
             return
@@ -290,7 +290,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             itemsize=stored_itemsize(base),
             processes=self._processes.size,
             neighbours=self._processes.neighbours,
-            **shares,
+            fused=fused,
         )
 
     def _how_to_go_on(self) -> str:

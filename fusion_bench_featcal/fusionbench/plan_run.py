@@ -157,9 +157,10 @@ def log_plan(
     if needs_length(merged) and (settings.max_length is None or takes_images(merged)):
         return None
     known = {"loaded": 1, "length": settings.max_length or LENGTH, **known}
+    model = hollow_copy(merged).to("meta")
+    request = Request(model, settings, tasks, device=device, **known)
     try:
-        model = hollow_copy(merged).to("meta")
-        plan = plan_of(Request(model, settings, tasks, device=device, **known))
+        plan = plan_of(request)
     except Exception as error:  # a model of unknown inputs: the calibration itself will tell
         log.debug("no plan of reads and memory: %s", error)
         return None
