@@ -16,7 +16,7 @@ _BESIDE = ("shortcut", "downsample")
 
 @dataclass(frozen=True)
 class Features:
-    """What one block receives in one model.
+    """Features that one block receives in one model.
 
     Attributes:
         positions: Number of positions of a sample.

@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.methods.interface import MethodInputs, WithoutData
 from fusion_bench_featcal.module_copies import copied_module
-from fusion_bench_featcal.next.core.finite import solve_dtype
 from fusion_bench_featcal.next.modules.models import refuse_not_finite
 from fusion_bench_featcal.next.modules.sites import find_all_modules
 from fusion_bench_featcal.settings import FeatCalSettings

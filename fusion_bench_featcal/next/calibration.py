@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,34 +20,21 @@ from fusion_bench_featcal.core.kernels import (
     using_kernel,
     with_kernel,
 )
-from fusion_bench_featcal.digests import glimpse
 from fusion_bench_featcal.engine.block import load_updates
-from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.next.experts import ExpertModel, ExpertSource
-from fusion_bench_featcal.next.experts.reads import Weights, open_weights
+from fusion_bench_featcal.next.experts import ExpertSource
 from fusion_bench_featcal.next.modules.groups import Group, find_groups
 from fusion_bench_featcal.next.modules.models import (
     Modes,
-    copied,
     device_of,
-    gives_images,
-    refuse_not_finite,
-    tensors_before_stage,
-    tensors_of_block,
-    tensors_of_head,
 )
-from fusion_bench_featcal.next.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.next.output.fingerprint import describe_run
 from fusion_bench_featcal.next.output.no_output import NoOutput
-from fusion_bench_featcal.next.processes import Processes, announced, check_agreement
+from fusion_bench_featcal.next.problem import Problem, check_alike, check_weights, prepare
+from fusion_bench_featcal.next.processes import Processes, announced
 from fusion_bench_featcal.next.rules.rule import GroupSums, Rule
-from fusion_bench_featcal.next.streams.batch import Batch
-from fusion_bench_featcal.next.streams.checks import Checks, warn_of_coarse_sums
-from fusion_bench_featcal.next.streams.drift import DriftLog, Watch
+from fusion_bench_featcal.next.streams.checks import Checks
 from fusion_bench_featcal.next.streams.family_check import checked_family
-from fusion_bench_featcal.next.streams.last_rows import last_rows_of
-from fusion_bench_featcal.next.streams.places import place_of
 from fusion_bench_featcal.next.streams.runner import Runner
 from fusion_bench_featcal.next.streams.samples import (
     check_inputs,
@@ -71,45 +57,21 @@ logger = logging.getLogger(__name__)
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Models and modules of one calibration. Only the parameters of `model` change.
-
-    Attributes:
-        model: The merged model; blocks that have been passed are calibrated.
-        base: The base model; None: anchors are the merged parameters.
-        experts: The expert of each task.
-        modules: The modules of each block.
-        rule: How blocks are calibrated.
-        dtype: Least precise dtype of sums over rows.
-        log: Records of every block.
-    """
-
-    model: nn.Module
-    base: ExpertModel | None
-    experts: Mapping[str, ExpertModel]
-    modules: Mapping[str, BlockModules]
-    rule: Rule
-    dtype: torch.dtype
-    log: CalibrationLog
-
-
 def calibrate_blocks(problem: Problem, streams: Streams, team: Alone, output: NoOutput) -> None:
     """Calibrate every block (Algorithm 1)."""
     for index, stage in enumerate(streams.runner.stages):
         streams.begin(index)
         for block in stage:
-            start, updates = time.perf_counter(), output.read(block, problem.model)
-            groups = [] if updates else groups_of(problem, streams, team, block)
+            start, finished = time.perf_counter(), output.read(block, problem.model)
+            groups = [] if finished else groups_of(problem, streams, team, block)
             entering, figures = groups, Figures()
             for turn in turns_of(problem.rule, groups):
                 enters = not only_statistics(turn)
                 sums = collect(problem, streams, team, block, turn, entering if enters else None)
                 solved = solve(problem, block, team.add_up(sums))
                 new, new_figures = team.spread(*solved)
-                updates |= new
                 figures |= new_figures
-                load_updates(problem.model, block, updates)
+                load_updates(problem.model, block, {**finished, **new})
                 entering = None if enters else entering
             streams.advance(block)
             note(problem, streams, team, block, figures, time.perf_counter() - start)
@@ -363,133 +325,3 @@ def calibrate(
     sites = {block: [site.name for site in found.sites] for block, found in problem.modules.items()}
     reads = weights.manifest(settings.expert_read_budget, sites, shown.state_dict(), team.gather)
     return CalibrationResult(calibrated, problem.log, reads)
-
-
-def prepare(
-    shown: nn.Module,
-    base: nn.Module | ExpertSource | None,
-    experts: Mapping[str, nn.Module | ExpertSource],
-    samples: Mapping[str, list[Batch]],
-    settings: FeatCalSettings,
-    rule: Rule,
-    runner: Runner,
-    team: Alone,
-    *,
-    streams_type: Callable[..., Streams],
-    hashed: bool,
-) -> tuple[Problem, Weights, Streams]:
-    """Return the problem, the weights of the tasks of this process, and their streams.
-
-    Args:
-        shown: The merged model as the family sees it.
-        base: The base model, or None.
-        experts: The experts of all tasks.
-        samples: The batches of each task of this process.
-        settings: The settings.
-        rule: The rule.
-        runner: Runs blocks of models.
-        team: The processes.
-        streams_type: Makes the streams.
-        hashed: Whether the count of reads has digests.
-    """
-    device, family, stages = runner.device, runner.family, runner.stages
-    modules = find_all_modules(shown, stages, settings, calibrate_norm=rule.calibrate_norm)
-    warn_of_routed(modules)
-    model = copied(shown, device)
-    weights = open_weights(
-        shown,
-        model,
-        base,
-        {task: experts[task] for task in samples},
-        settings.ignore_config,
-        family.view,
-        spared=set(tensors_of_head(shown, stages[0][0])),
-        hashed=hashed,
-    )
-    images = any(gives_images(model.get_submodule(block)) for block in modules)
-    watch = DriftLog(channels_first=images) if settings.log_drift else Watch()
-    runs_experts = rule.runs_experts or watch.needs_features
-    order = names_in_order(model, runner, modules, runs_experts=runs_experts)
-    budget = settings.expert_read_budget
-    weights = weights.limited(budget, order, shown.state_dict(), team.gather)
-    warn_of_coarse_sums(rule, len(experts), device)
-    problem = Problem(
-        model=model,
-        base=weights.base,
-        experts=weights.experts,
-        modules=modules,
-        rule=rule,
-        dtype=rule.dtype(len(experts), device),
-        log=CalibrationLog(family=family.name),
-    )
-    streams = streams_type(
-        samples,
-        runner,
-        model,
-        problem.experts,
-        rule,
-        watch=watch,
-        place=place_of(settings, device),
-        last_rows=last_rows_of(settings, rule, family),
-        merged=merged_aside(problem, runner, shown) if settings.held_out != 0 else None,
-    )
-    return problem, weights, streams
-
-
-def check_alike(
-    processes: Processes,
-    merged: nn.Module,
-    experts: Mapping[str, Any],
-    settings: FeatCalSettings,
-    rule: Rule,
-) -> None:
-    """Refuse processes that were started with other arguments than the first one.
-
-    Raises:
-        CalibrationError: If one differs, naming the process and the difference.
-    """
-    if processes.size > 1:
-        facts = {"settings": (rule, settings.of_the_model().as_dict()), "tasks": tuple(experts)}
-        check_agreement(processes, **facts, weights=glimpse(merged))
-
-
-def warn_of_routed(modules: Mapping[str, BlockModules]) -> None:
-    """Warn of modules that a router chooses: they stay as merged."""
-    if routed := sum(of_block.routed for of_block in modules.values()):
-        logger.warning(
-            "all %d linear modules of experts stay as merged: modules that a router chooses are "
-            "not calibrated",
-            routed,
-        )
-
-
-def names_in_order(
-    model: nn.Module, runner: Runner, modules: Mapping[str, BlockModules], *, runs_experts: bool
-) -> list[str]:
-    """Return the names of the tensors that are read of every expert, in forward order."""
-    names: list[str] = []
-    for index, stage in enumerate(runner.stages):
-        if runs_experts:
-            names += tensors_before_stage(model, runner.family, runner.stages, index)
-        for block in stage:
-            calibrated = [name for site in modules[block].sites for name in site.names]
-            names += tensors_of_block(model, runner.family, block) if runs_experts else calibrated
-    return list(dict.fromkeys(names))
-
-
-def check_weights(problem: Problem, label: str, advice: str) -> None:
-    """Refuse NaN and infinity in the model, naming the base or expert that brought them."""
-    models = [*([problem.base] if problem.base else []), *problem.experts.values()]
-
-    def reader(source: ExpertModel) -> Callable[[str], object]:
-        return lambda name: source.stored(name) if name in source.keys else None
-
-    refuse_not_finite(problem.model, label, advice, map(reader, models))
-
-
-def merged_aside(problem: Problem, runner: Runner, shown: nn.Module) -> nn.Module | None:
-    """Return a copy of the merged model, if held-out samples need blocks that have changed."""
-    family, stages = runner.family, runner.stages
-    several = len(stages) > 1 and not family.hands_on
-    statistics = any(s.kind == "batch_norm" for m in problem.modules.values() for s in m.sites)
-    return copied(shown, runner.device) if family.whole_model or several or statistics else None

@@ -34,7 +34,7 @@ REPORTS_EVERY = 30.0
 """Seconds after which a process that waits for others reports it, again and again."""
 
 PATIENCE = timedelta(days=7)
-"""How long a process waits for the others: one of them may be evaluating models meanwhile. A
+"""Time that a process waits for the others: one of them may be evaluating models meanwhile. A
 process that ended is noticed at once, by its closed connections."""
 
 GRACE = 2.0

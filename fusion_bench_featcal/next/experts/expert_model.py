@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.module_copies import copied_module
-from fusion_bench_featcal.next.core.finite import is_sound
 from fusion_bench_featcal.next.experts.source import ExpertSource, known_bytes
 from fusion_bench_featcal.settings import CalibrationError
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.next.core.finite import all_finite
+from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.next.experts.expert_model import ExpertModel
 from fusion_bench_featcal.settings import CalibrationError
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusion_bench_featcal.core.finite import is_sound, not_finite, read_back
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.module_copies import copied_module
-from fusion_bench_featcal.next.core.finite import is_sound, not_finite, read_back
 from fusion_bench_featcal.next.experts import names_under
 from fusion_bench_featcal.settings import CalibrationError
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
-from fusion_bench_featcal.next.core.patches import Patches
+from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.next.modules.kinds import is_layer_norm, is_linear, runs_as
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.next.core.finite import solve_dtype
+from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.next.rules.merging import MergingRule
 from fusion_bench_featcal.next.rules.norms import NormRows
 from fusion_bench_featcal.next.rules.regmean import LeastSquaresSums

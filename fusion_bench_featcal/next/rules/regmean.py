@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.next.core.finite import solve_dtype
+from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.next.core.least_squares import shrink_off_diagonal, solve_seen
 from fusion_bench_featcal.next.core.moments import Moments
 from fusion_bench_featcal.next.rules.merging import MergingRule

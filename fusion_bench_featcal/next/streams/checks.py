@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.next.core.finite import not_finite, read_back
+from fusion_bench_featcal.core.finite import not_finite, read_back
 from fusion_bench_featcal.next.modules.groups import Group
 from fusion_bench_featcal.next.rules.rule import Rule
 from fusion_bench_featcal.settings import CalibrationError

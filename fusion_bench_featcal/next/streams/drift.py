@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from fusion_bench_featcal.next.core.finite import read_back, solve_dtype
+from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.next.streams.batch import Batch
 from fusion_bench_featcal.next.streams.rows import CountedRows, rows_of
 

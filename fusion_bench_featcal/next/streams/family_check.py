@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.families import Family, ReplayFamily, StackFamily
 from fusion_bench_featcal.families.base import call_model, hidden_output, stop_forward, stoppable
-from fusion_bench_featcal.next.core.finite import all_finite
 from fusion_bench_featcal.next.modules.models import Modes, device_of
 from fusion_bench_featcal.next.streams.inputs import part_of, to_device
 from fusion_bench_featcal.next.streams.samples import naming_task

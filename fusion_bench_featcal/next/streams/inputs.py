@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.next.core.finite import all_finite
+from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.settings import CalibrationError
 
 

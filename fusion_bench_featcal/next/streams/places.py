@@ -1,4 +1,4 @@
-"""Where features wait between visits: on the device, in host memory, or in mapped files.
+"""Places in which features wait between visits: on the device, in host memory, or in mapped files.
 
 Features come back with their values and memory layout, so the place changes no bit of the result.
 """

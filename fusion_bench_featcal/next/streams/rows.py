@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.next.core.patches import Patches
+from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.next.modules.sites import matches
 from fusion_bench_featcal.plurals import counted as counted_as
 from fusion_bench_featcal.settings import CalibrationError

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from fusion_bench_featcal.next.core.finite import solve_dtype
+from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.next.core.moments import Moments
 from fusion_bench_featcal.next.modules.groups import Group, normalised
 from fusion_bench_featcal.next.rules.norms import NormRows
