@@ -42,7 +42,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "without copies": {"augment": None},
     "wider jitter": {
         "augment": {
-            "_target_": "fusion_bench_featcal.engine.augmentation.Jitter",
+            "_target_": "fusion_bench_featcal.streams.augmentation.Jitter",
             "degrees": 16,
             "scale": 0.16,
             "shift": 0.16,

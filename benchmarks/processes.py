@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.engine.processes import TorchProcesses
+from fusion_bench_featcal.processes import TorchProcesses
 from fusion_bench_featcal.results.cost import measure
 
 BATCH = 16

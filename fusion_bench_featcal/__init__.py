@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.calibration import CalibrationResult, calibrate
-    from fusion_bench_featcal.engine.log import CalibrationLog
-    from fusion_bench_featcal.engine.processes import TorchProcesses
     from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
     from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
     from fusion_bench_featcal.families import Family, ReplayFamily
+    from fusion_bench_featcal.log import CalibrationLog
+    from fusion_bench_featcal.processes import TorchProcesses
     from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 __version__ = "0.1.0"

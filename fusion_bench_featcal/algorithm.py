@@ -12,11 +12,8 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
-from fusion_bench_featcal.checkpoints import check_checkpoints
 from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.ending import ending_cleanly
-from fusion_bench_featcal.engine.processes import Processes
-from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import (
     MERGED,
@@ -40,6 +37,8 @@ from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.featcal import check_calibration
 from fusion_bench_featcal.methods.interface import MethodInputs
+from fusion_bench_featcal.output import check_output
+from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.results import FEATCAL, UNAVAILABLE, Cost, measure, prepare_directory
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -150,18 +149,10 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         # Data sets are opened before a merger that may take hours.
         batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
         self._results = results = self._open_results(inputs, upstream.name, choices)
-        merged, merging = self._merge(inputs, upstream, results)
-        if merging is None:
-            results.saver.offer(merged, CardFacts(MERGED, self.base_method))
+        merged = self._merge(inputs, upstream, results)
+        results.saver.offer(merged, CardFacts(MERGED, self.base_method))
         for name, settings in rows.items():
-            result, cost = self._calibrate(
-                name, settings, merged, batches[name], inputs, upstream, merging
-            )
-            if merging is not None:
-                facts = CardFacts(MERGED, self.base_method, reads=result.reads)
-                results.saver.offer(merged, facts)
-                results.add_notes(upstream.notes)
-                merging = None  # the merged model is complete: presets are calibrated on it
+            result, cost = self._calibrate(name, settings, merged, batches[name], inputs, upstream)
             results.add_calibrated(name, result, settings, cost, self.base_method)
             del result  # one model less in memory
         images.close()
@@ -195,25 +186,22 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     def _upstream(self, inputs: MethodInputs, rows: Iterable[FeatCalSettings]) -> Upstream:
         """Look at folders and models, and return the merger; nothing is loaded or merged."""
         for settings in rows:
-            check_checkpoints(settings, self._processes)
+            check_output(settings, self._processes)
             if settings.activations_dir is not None:
                 prepare_directory(settings.activations_dir, "method.activations_dir")
         upstream = Upstream(self.base_method, inputs.models)
         check_pool_models(inputs.models, self.fabric)
-        upstream.plan_reads(self.settings, self.fuse_merge, self._processes.size)
+        upstream.plan_reads(self.settings, self.fuse_merge)
         return upstream
 
-    def _merge(
-        self, inputs: MethodInputs, upstream: Upstream, results: RunResults
-    ) -> tuple[nn.Module, UpstreamMerge | None]:
-        """Return the merged model; or the one that is to become it, and the merger."""
-        merged = merging = None
+    def _merge(self, inputs: MethodInputs, upstream: Upstream, results: RunResults) -> nn.Module:
+        """Return the merged model."""
+        merged = None
         self._processes.doing = "the upstream merger (method.base_method)"
         if self._processes.rank == 0:
             results.add_notes(check_experts(inputs.models))
-            merged, merging = upstream.start(self._program, self.settings)
-        merged = share_model(merged, self._processes, self.fabric.device, "method.base_method")
-        return merged, merging
+            merged = upstream.merged_model(self._program)
+        return share_model(merged, self._processes, self.fabric.device, "method.base_method")
 
     def _calibrate(
         self,
@@ -223,7 +211,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         batches: Mapping[str, Iterable[Any]],
         inputs: MethodInputs,
         upstream: Upstream,
-        merging: UpstreamMerge | None,
     ) -> tuple[CalibrationResult, Cost]:
         """Calibrate one row, and add to the first one's reads those of the upstream merger."""
         first, processes, fabric = name == FEATCAL, self._processes, self.fabric
@@ -233,7 +220,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         exchanged = processes.exchanged_bytes
         with measure() as cost:
             base, experts = inputs.base(limited), inputs.experts(limited)
-            self._log_plan(merged, limited, base, experts, batches, fused=merging is not None)
+            self._log_plan(merged, limited, base, experts, batches)
             result = calibrate(
                 merged,
                 base,
@@ -242,7 +229,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 limited,
                 device=fabric.device,
                 autocast=fabric.autocast,
-                merging=merging,
                 processes=processes,
                 hashed=processes.gather(self._saves(name))[0],  # the first one saves
             )
@@ -272,8 +258,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
         base: Any,
         experts: ExpertSources,
         batches: Mapping[str, Any],
-        *,
-        fused: bool,
     ) -> None:
         if self._processes.rank > 0:
             return
@@ -290,7 +274,6 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             itemsize=stored_itemsize(base),
             processes=self._processes.size,
             neighbours=self._processes.neighbours,
-            fused=fused,
         )
 
     def _how_to_go_on(self) -> str:
@@ -316,10 +299,7 @@ def _add_amounts(cost: Cost, result: CalibrationResult) -> None:
     totals = result.reads["totals"]
     read, planned = totals["all_experts_read"], totals["experts_planned"]
     cost.more["expert_bytes"] = UNAVAILABLE if read is None else read
-    trials = result.log.of_kind("trial")
-    if len(trials) > 1:
-        cost.more["calibrations"] = len(trials)
-        if read is not None:
-            cost.more["expert_bytes"] = read + totals["trials_read"] - totals["experts_read"]
+    if result.log.of_kind("drift_weights"):
+        cost.more["calibrations"] = 2
     if planned is not None:
         cost.more["expert_bytes_planned"] = planned

@@ -1,75 +1,252 @@
-"""FeatCal: repair a merged model block by block in forward order.
+"""Algorithm 1: repair a merged model block by block, in forward order."""
 
-Algorithm 1 itself, which this prepares and runs, is `engine.loop.BlockLoop`.
-"""
-
-import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fusion_bench_featcal.checkpoints import open_checkpoints
-from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
+from fusion_bench_featcal.core.cholesky import UnsolvedError
+from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
 from fusion_bench_featcal.core.kernels import (
     agreed_kernel,
     choose_kernel,
     processor,
     using_kernel,
+    with_kernel,
 )
-from fusion_bench_featcal.engine.activations import open_activations
-from fusion_bench_featcal.engine.augmentation import augmented, change_of
-from fusion_bench_featcal.engine.checks import refuse_not_finite
-from fusion_bench_featcal.engine.family_check import checked_family
-from fusion_bench_featcal.engine.held_out import hold_out
-from fusion_bench_featcal.engine.log import CalibrationLog, Reporter
-from fusion_bench_featcal.engine.loop import BlockLoop
-from fusion_bench_featcal.engine.memory import memory_advice, naming_memory
-from fusion_bench_featcal.engine.planned_reads import PlannedReads
-from fusion_bench_featcal.engine.plus_rule import rule_of
-from fusion_bench_featcal.engine.precision import coarse_sums_warning
-from fusion_bench_featcal.engine.problem import (
-    Autocast,
-    Modes,
-    Problem,
-    copied,
-    device_of,
-    is_language_model,
-)
-from fusion_bench_featcal.engine.processes import Processes, announced
-from fusion_bench_featcal.engine.routing import left_experts
-from fusion_bench_featcal.engine.samples import check_inputs, take_samples, weighs_by_sensitivity
-from fusion_bench_featcal.engine.setup import set_up
-from fusion_bench_featcal.engine.team import Shares, team_of
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource
-from fusion_bench_featcal.experts.merging import FusedMerge, UpstreamMerge
+from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.progress import progress_bar
-from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.trials import Agreement, best_of, changes_of, refuse_behind
+from fusion_bench_featcal.log import CalibrationLog
+from fusion_bench_featcal.memory import memory_advice, naming_memory
+from fusion_bench_featcal.modules.groups import Group, find_groups
+from fusion_bench_featcal.modules.models import Modes, device_of, load_updates, relative_change
+from fusion_bench_featcal.output import NoOutput, open_output
+from fusion_bench_featcal.output.fingerprint import describe_run
+from fusion_bench_featcal.problem import Problem, check_alike, check_weights, prepare
+from fusion_bench_featcal.processes import Processes, announced
+from fusion_bench_featcal.progress import Progress
+from fusion_bench_featcal.rules import rule_of
+from fusion_bench_featcal.rules.rule import GroupSums, Rule
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.checks import Checks
+from fusion_bench_featcal.streams.family_check import checked_family
+from fusion_bench_featcal.streams.runner import Runner
+from fusion_bench_featcal.streams.samples import (
+    check_inputs,
+    naming_module,
+    rows_named,
+    take,
+)
+from fusion_bench_featcal.streams.streams import Streams
+from fusion_bench_featcal.streams.task_rows import (
+    AffineRows,
+    ChannelRows,
+    LinearRows,
+    StatisticsSums,
+)
+from fusion_bench_featcal.team import Alone, Figures, team_of
 
-log = logging.getLogger(__name__)
-
-MARKS = 4
-"""Features that FeatCal+ keeps of an expert's pass through a block, in widths of its features."""
+Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """A calibrated model and what was done to it.
+    """A calibrated model and its history.
 
     Attributes:
         model: The calibrated model: class, dtype and device of the merged one.
         log: Records of every block.
-        reads: What was planned and what was read, see docs/read_budget.md.
+        reads: Count of what was read, see docs/read_budget.md.
     """
 
     model: nn.Module
     log: CalibrationLog
     reads: dict[str, Any] = field(default_factory=dict)
+
+
+def calibrate_blocks(problem: Problem, streams: Streams, team: Alone, output: NoOutput) -> None:
+    """Calibrate every block (Algorithm 1)."""
+    for index, stage in enumerate(streams.runner.stages):
+        streams.begin(index)
+        for block in stage:
+            start, finished = time.perf_counter(), output.read(block, problem.model)
+            groups = [] if finished else groups_of(problem, streams, team, block)
+            entering, figures = groups, Figures()
+            for turn in turns_of(problem.rule, groups):
+                enters = not only_statistics(turn)
+                sums = collect(problem, streams, team, block, turn, entering if enters else None)
+                solved = solve(problem, block, team.add_up(sums))
+                new, new_figures = team.spread(*solved)
+                figures |= new_figures
+                load_updates(problem.model, block, {**finished, **new})
+                entering = None if enters else entering
+            problem.progress.at(f"{block} · update")
+            streams.advance(block)
+            note(problem, streams, team, block, figures, time.perf_counter() - start)
+            output.write(block, problem.model, problem.log)
+
+
+def restore(problem: Problem, output: NoOutput) -> None:
+    """Take over all blocks from a run that has finished them."""
+    for block in problem.modules:
+        load_updates(problem.model, block, output.read(block, problem.model))
+        output.write(block, problem.model, problem.log)
+
+
+def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
+    """Return the turns of a block, in at least one of which experts can run."""
+    turns = rule.turns(groups)
+    return [*turns, []] if all(map(only_statistics, turns)) else turns
+
+
+def only_statistics(turn: Sequence[Group]) -> bool:
+    """Return whether a turn changes nothing but statistics, in which experts have no part."""
+    return any(group.kind == "batch_norm" for group in turn)
+
+
+def groups_of(problem: Problem, streams: Streams, team: Alone, block: str) -> list[Group]:
+    """Return the groups of a block's modules, in the order of their calls."""
+    sites = problem.modules[block].sites
+    if not sites:
+        return []
+    streams.narrow(block, team.of_first(lambda: streams.names_of_last_rows(block, sites)))
+
+    def find() -> list[Group]:
+        recorded, rows = streams.record_first(block, sites)
+        return find_groups(problem.model, block, sites, recorded, rows.of)
+
+    return team.of_first(find)
+
+
+def collect(
+    problem: Problem,
+    streams: Streams,
+    team: Alone,
+    block: str,
+    turn: Sequence[Group],
+    entering: Sequence[Group] | None,
+) -> dict[Group, GroupSums]:
+    """Sum what the modules of a turn receive, over all tasks.
+
+    Args:
+        problem: The problem.
+        streams: The samples, at the block.
+        team: The processes.
+        block: The block.
+        turn: The groups that are solved.
+        entering: In a block's first turn, in which experts run, all groups of the block.
+
+    Raises:
+        CalibrationError: If sums are empty or not finite, naming task and module.
+    """
+    sums, checks = {group: empty_sums(problem, group) for group in turn}, Checks(block)
+    for task, rows in team.whole(task_rows(problem, streams, block, turn, entering)):
+        with exact_products():
+            for group, group_rows in rows.items():
+                figures = sums[group].add(task, group_rows.finished(), group_rows.expert)
+                checks.add(task, group, group_rows, figures)
+    checks.run(team.gather)
+    return sums
+
+
+def task_rows(
+    problem: Problem,
+    streams: Streams,
+    block: str,
+    turn: Sequence[Group],
+    entering: Sequence[Group] | None,
+) -> Iterator[tuple[str, dict[Group, LinearRows | AffineRows | ChannelRows]]]:
+    """Yield each task of this process with the sums over its rows. Arguments as for `collect`."""
+    needed = [name for group in turn for name in group.parameters]
+    if entering is not None and streams.runs_experts:
+        needed = streams.tensors_of(block)
+    for task in streams.tasks:
+        problem.progress.at(f"{block} · {task}")
+        with problem.experts[task].loaded(needed) as expert:
+            rows = {group: empty_rows(problem, group, expert) for group in turn}
+            for batch in streams.visits(task):
+                if entering is not None and streams.runs_experts:
+                    streams.follow(task, batch, block, expert, entering)
+                if turn and not batch.is_held_out:
+                    watched = entering is not None
+                    inputs = streams.inputs_of(task, batch, block, turn, watched=watched)
+                    for group, group_rows in rows.items():
+                        with naming_module(task, block, group.name):
+                            group_rows.add(batch, inputs.get(group.name, []))
+        if entering is not None:
+            problem.progress.step()
+        yield task, rows
+
+
+def empty_rows(
+    problem: Problem, group: Group, expert: nn.Module
+) -> LinearRows | AffineRows | ChannelRows:
+    """Return sums over no rows of one task for one group."""
+    if group.kind == "batch_norm":
+        return ChannelRows(group, problem.model)
+    if group.kind == "norm":
+        return AffineRows(group, problem.model, expert, problem.dtype)
+    return LinearRows(group, expert, problem.rule, problem.dtype)
+
+
+def empty_sums(problem: Problem, group: Group) -> GroupSums:
+    """Return sums over no task for one group."""
+    if group.kind == "batch_norm":
+        return StatisticsSums(group, problem.model)
+    merged = group.linear(problem.model.get_parameter, problem.dtype)
+    base = None
+    if problem.base is not None:
+        base = group.linear(problem.base.tensor, problem.dtype)
+    return problem.rule.sums(group, merged, base)
+
+
+@exact_products()
+def solve(
+    problem: Problem, block: str, sums: Mapping[Group, GroupSums]
+) -> tuple[dict[str, Tensor], Figures]:
+    """Return new parameters of groups of a turn, and figures of each linear module.
+
+    Raises:
+        CalibrationError: If a system has no trustworthy solution, naming block and module.
+    """
+    problem.progress.at(f"{block} · solve")
+    updates, figures, like = dict[str, Tensor](), Figures(), problem.model.state_dict()
+    for group, group_sums in sums.items():
+        try:
+            solved = group_sums.solve()
+        except UnsolvedError as error:
+            raise CalibrationError(
+                f"block {block}, module {group.name}: {error}. {problem.rule.remedy}"
+            ) from error
+        new = group.updates(solved.linear, biases=problem.rule.calibrate_bias)
+        updates |= {name: value.to(like[name].dtype) for name, value in new.items()}
+        of_group = {"residual": solved.residual, "condition": solved.condition, **solved.facts}
+        for site in group.sites if group.kind == "linear" else ():
+            change = relative_change(like[site.weight_name], new[site.weight_name])
+            figures[site.name] = of_group | change
+    return updates, figures
+
+
+def note(
+    problem: Problem, streams: Streams, team: Alone, block: str, figures: Figures, seconds: float
+) -> None:
+    """Log a finished block, alike in every process."""
+    log, modules = problem.log, problem.modules[block]
+    for module in (site.name for site in modules.sites if site.name in figures):
+        log.add("module", {"block": block, "module": module, **figures[module]})
+    drifts, counts = streams.watch.records(team.gather), dict[str, Counter[str]]()
+    for part in team.gather({task: streams.counts(task) for task in streams.tasks}):
+        for task, of_task in part.items():
+            counts.setdefault(task, Counter()).update(of_task)
+    for task, of_task in counts.items():
+        log.add("task", {"block": block, "task": task, **of_task, **drifts.get(task, {})})
+    log.add("block", {"block": block, "seconds": seconds, "left": list(modules.left)})
 
 
 @announced
@@ -80,269 +257,142 @@ def calibrate(
     base: nn.Module | ExpertSource | None,
     experts: Mapping[str, nn.Module | ExpertSource],
     batches: Mapping[str, Iterable[Any]],
-    settings: FeatCalSettings,
+    settings: FeatCalSettings | Rule,
     family: Any = None,
     *,
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,
     progress: bool = True,
-    in_place: bool = False,
-    merging: UpstreamMerge | None = None,
     processes: Processes | None = None,
+    streams_type: Callable[..., Streams] = Streams,
     hashed: bool = False,
 ) -> CalibrationResult:
     """Calibrate a merged model (Algorithm 1).
 
-    All modules of a block are solved from one snapshot, taken before the block changes; the next
-    block sees what the updated block produces.
-
     Args:
-        merged: The merged model. It is not changed (but by `in_place` and `merging`); its hooks,
-            if any, go with the copy.
-        base: The base model; None needs `anchor_rho` 1, which pulls towards the merged
-            parameters.
+        merged: The merged model. It is not changed.
+        base: The base model or a source of its weights. None needs `anchor_rho` 1, which pulls
+            towards the merged parameters, and FeatCal+ then has samples alone.
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
-            arguments, tuples of arguments, or single tensors; batch first.
-        settings: Settings; `samples_per_task` samples of each task are used, or all where there
-            are fewer.
-        family: How the model is cut into blocks; None takes `settings.family`.
+            arguments, tuples of arguments, or single tensors. The first dimension is the batch's.
+        settings: Settings, or a rule (`Paper(...)`, `Plus(...)`) with all else at its default.
+            `samples_per_task` samples of each task are used, or all where there are fewer.
+        family: How the model is cut into blocks; None: `settings.family`.
         device: Where to compute; None: where the merged model is.
-        autocast: Makes the context for forward passes (Fabric's `autocast`); statistics are never
+        autocast: Makes the context of forward passes (Fabric's `autocast`). Statistics are never
             inside it.
         progress: Whether to show a progress bar.
-        in_place: Whether the merged model is used up, which saves a copy of it. A run that fails
-            then leaves it partly calibrated.
-        merging: An upstream merger to run on the way; then `merged` has the weights that it begins
-            with, and becomes the merged model.
-        processes: The processes that work on this calibration together: all of them call this with
-            the same arguments, each on its own device. Each works on its share of the tasks; it
-            asks for no other experts and no other samples. None: this process alone.
-        hashed: Whether the reads' manifest has digests of all tensors that were read.
+        processes: The processes that work on this calibration together, each on a device of its
+            own. All call this with the same arguments. Each asks only for experts and samples of
+            tasks that it works on. None: this process alone.
+        streams_type: Makes the streams: `Streams`, or a subclass that runs batches otherwise.
+        hashed: Whether the count of reads has digests of all tensors that were read.
 
     Returns:
-        The calibrated model and the log, the same in every process.
+        The calibrated model, the log and a count of reads, the same in every process.
 
     Raises:
-        CalibrationError: If the run cannot go on; the message names the place and the setting.
-        ValueError: If the family is unknown, rho needs a base that is not there, `in_place` would
-            change the base or an expert, or what is asked for does not go together.
+        CalibrationError: If the calibration cannot go on, naming the place and the setting.
+        ValueError: If the family or rule is unknown, or rho needs a base that is not there.
     """
-    processes = processes or Processes()
+    if not isinstance(settings, FeatCalSettings):
+        settings = FeatCalSettings(rule=settings, calibrate_norm=settings.calibrate_norm)
+    if family is not None:
+        settings = settings.replace(family=family)
     check_inputs(base, experts, batches, settings)
-    change_of(settings.augment)
-    _check_options(
-        merged, base, experts, settings, processes, merging, in_place=in_place, hashed=hashed
-    )
-    asked = settings.family if family is None else family
-    mine = Shares(tuple(experts), processes.rank, processes.size).mine
-    family, batches = checked_family(
-        resolve_family(asked, merged),
-        asked,
-        merged,
-        batches,
-        mine,
-        processes,
-        needs_closing=not settings.is_paper or settings.held_out != 0,
-    )
-    text = is_language_model(merged)
 
-    def calibrated(settings: FeatCalSettings, *, again: bool = False) -> CalibrationResult:
-        return _calibrate(
+    def calibrated(settings: FeatCalSettings) -> CalibrationResult:
+        return calibrate_once(
             merged,
             base,
             experts,
             batches,
             settings,
-            family,
-            device=device,
-            autocast=autocast,
+            device=torch.device(device or device_of(merged)),
+            autocast=autocast or nullcontext,
             progress=progress,
-            in_place=in_place,
-            merging=None if again else merging,  # by then the merged model is complete
-            processes=processes,
+            processes=processes or Processes(),
+            streams_type=streams_type,
             hashed=hashed,
         )
 
-    result = (
-        best_of(calibrated, settings, text=text)
-        if changes_of(settings, text=text)
-        else calibrated(settings.of_one_trial())
-    )
-    if settings.strict:
-        refuse_behind(Agreement.of(result.log), settings)
-    return result
+    if settings.held_out == 0:
+        return calibrated(settings)
+    from fusion_bench_featcal.agreement import calibrate_and_compare
+
+    if settings.task_weights == "drift":  # there may be a second calibration
+        batches = {t: list(b) if isinstance(b, Iterator) else b for t, b in batches.items()}
+    return calibrate_and_compare(calibrated, settings)
 
 
-def _calibrate(
+def calibrate_once(
     merged: nn.Module,
     base: nn.Module | ExpertSource | None,
     experts: Mapping[str, nn.Module | ExpertSource],
     batches: Mapping[str, Iterable[Any]],
     settings: FeatCalSettings,
-    family: Any,
     *,
-    device: torch.device | str | None,
-    autocast: Autocast | None,
+    device: torch.device,
+    autocast: Autocast,
     progress: bool,
-    in_place: bool,
-    merging: UpstreamMerge | None,
     processes: Processes,
+    streams_type: Callable[..., Streams],
     hashed: bool,
 ) -> CalibrationResult:
-    """Calibrate once."""
+    """Calibrate with given task weights. Arguments and errors are those of `calibrate`."""
+    rule, output = rule_of(settings), open_output(settings, processes)
+    check_alike(processes, merged, experts, settings, rule)
+    team = team_of(processes, tuple(experts), device)
+    samples = {
+        task: take(task, batches[task], settings, merged, team.cut) for task in team.tasks(experts)
+    }
+    family = checked_family(
+        resolve_family(settings.family, merged),
+        settings.family,
+        merged,
+        samples,
+        needs_closing=rule.reads_closing_rows or settings.held_out != 0,
+        of_first=team.of_first,
+    )
     shown, home = family.view.shown(merged), device_of(merged)
-    modes, device = Modes.of(shown), torch.device(device or home)
-    shares = Shares(tuple(experts), processes.rank, processes.size)
-    team = team_of(processes, shares, settings, shown, family)
-    kept = open_checkpoints(settings, processes, hashed=hashed)
-    kernel = choose_kernel(kept.kernel() or settings.linear_kernel, device)
-    kernel = agreed_kernel(processes.gather(kernel))
-    problem, reads = set_up(
+    modes, stages = Modes.of(shown), family.stages(shown)
+    kernel = agreed_kernel(team.gather(choose_kernel(settings.linear_kernel, device)))
+    rows = team.of_first(lambda: rows_named(settings, next(iter(samples.values()))[0].inputs))
+    runner = Runner(family, stages, device, with_kernel(kernel, autocast), rows)
+    bar = Progress(processes, sum(map(len, stages)) * len(samples), show=progress)
+    problem, weights, streams = prepare(
         shown,
-        base,
+        base if rule.reads_base else None,
         experts,
+        samples,
         settings,
-        family,
-        device=device,
-        autocast=autocast or nullcontext,
-        kernel=kernel,
-        mine=shares.mine,
-        in_place=in_place,
-        routed=settings.is_paper,
-        watched=kept.watched,
-    )
-    warning = coarse_sums_warning(settings, len(problem.tasks), device)
-    if warning and processes.rank == 0:
-        log.warning(warning)
-    visits = len(problem.modules) * len(shares.mine)
-    bar = progress_bar(total=visits, unit="visit", show=progress and processes.rank == 0)
-    reporter = Reporter(CalibrationLog(family=family.name), bar, processes)
-    rule = rule_of(problem, team)
-    activations = open_activations(
-        settings,
-        device,
-        problem.room_of_a_visit,
-        processes.neighbours,
-        further=1 if settings.is_paper else MARKS,
-    )
-    loop = BlockLoop(
-        problem,
         rule,
-        reads,
-        reporter,
-        team=team,
-        kept=kept,
-        activations=activations,
-        merged=_merged_beside(problem, shown, merging, in_place=in_place),
+        runner,
+        team,
+        bar,
+        streams_type=streams_type,
+        hashed=hashed,
     )
-    fused = None
-    if merging is not None:
-        fused = FusedMerge(merging, shown.state_dict(), problem.model, problem.modules, reads)
-        reads.on_enter = fused
-    short = naming_memory(device, lambda: reporter.place, lambda: memory_advice(settings, device))
-    try:
-        with (
-            torch.autocast(device.type, enabled=False),
-            convolving_as_multiplying(),
-            using_kernel(kernel),
-            bar,
-            short,
-            activations,
-        ):
-            if fused is None:
-                _check_weights(problem, "the merged model", "Check method.base_method")
-            planned = PlannedReads(problem, reads, team, shown.state_dict(), fused)
-            reporter.log.add("plan", planned.record())
-            reporter.log.add("engine", {"linear_kernel": kernel, "processor": processor()})
-            if not settings.is_paper:
-                sensitive = weighs_by_sensitivity(settings, problem.model)
-                reporter.log.add("rows", {"weights": "sensitivity" if sensitive else "uniform"})
-            kept.compare(lambda: _description(shown, problem, kernel, merging))
-            samples = {t: take_samples(t, batches[t], settings, shown) for t in shares.mine}
-            watched = {t: kept.watched_samples(t, taken) for t, taken in samples.items()}
-            dealt = {t: hold_out(t, taken, settings.held_out) for t, taken in watched.items()}
-            loop.run({t: augmented(t, all_, settings, team.cut) for t, all_ in dealt.items()})
-            _check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
-            left = left_experts(problem.modules, reporter.log)
-            if left and processes.rank == 0:
-                log.warning(left)
-    finally:
-        modes.restore(problem.model)
-    manifest = planned.manifest(kept.digests() if hashed else None)
-    model = family.view.restored(problem.model).to(home)
-    return CalibrationResult(model, reporter.log, manifest)
-
-
-def _merged_beside(
-    problem: Problem, shown: nn.Module, merging: UpstreamMerge | None, *, in_place: bool
-) -> nn.Module | None:
-    """The merged model, for held-out samples, where blocks that have not changed are not enough."""
-    family, several = problem.family, len(problem.stages) > 1 and not problem.family.hands_on
-    # Statistics change before the paper's rule looks at a block.
-    ahead = problem.settings.is_paper and any(m.batch_norms for m in problem.modules.values())
-    if problem.settings.held_out == 0 or not (family.whole_model or several or ahead):
-        return None
-    if merging is not None or in_place:
-        raise ValueError(
-            f"method.held_out needs the merged model beside the calibrated one with "
-            f"method.family={family.name}: set method.fuse_merge=false, or leave out in_place"
-        )
-    return copied(shown, problem.device)
-
-
-def _check_weights(problem: Problem, label: str, advice: str) -> None:
-    """Refuse NaN and infinity in the model, naming the base or expert that brought them."""
-    models = [*([problem.base] if problem.base is not None else []), *problem.experts.values()]
-
-    def reader(source: ExpertModel) -> Callable[[str], object]:
-        return lambda name: source.stored(name) if name in source.keys else None
-
-    refuse_not_finite(problem.model, label, advice, map(reader, models))
-
-
-def _check_options(
-    merged: nn.Module,
-    base: Any,
-    experts: Mapping[str, Any],
-    settings: FeatCalSettings,
-    processes: Processes,
-    merging: UpstreamMerge | None,
-    *,
-    in_place: bool,
-    hashed: bool,
-) -> None:
-    """Refuse options that do not go together."""
-    if in_place and changes_of(settings, text=is_language_model(merged)):
-        raise ValueError(
-            "in_place uses up the merged model, from which every calibration of method.trials "
-            "begins; set one of them off (method.trials=1)"
-        )
-    if merging is not None and merging.own is not None and settings.expert_read_budget is not None:
-        raise ValueError(
-            f"merging begins with the weights of {merging.own!r}, which method.expert_read_budget "
-            "may leave out: begin with the base's (own=None)"
-        )
-    if merging is not None and in_place:
-        raise ValueError("merging completes the merged model, which in_place would use up")
-    if merging is not None and processes.size > 1:
-        raise ValueError("merging needs all experts, of which each process reads only its own")
-    if in_place and hashed:
-        raise ValueError("in_place uses up the merged model, of which hashed takes a digest")
-    if in_place and settings.expert_read_budget is not None:
-        raise ValueError(
-            "in_place uses up the merged weights, which method.expert_read_budget puts in place of "
-            "those that are not read; set one of them off"
-        )
-    if in_place and any(model is merged for model in (base, *experts.values())):
-        raise ValueError("in_place needs a merged model that is neither the base nor an expert")
-
-
-def _description(
-    shown: nn.Module, problem: Problem, kernel: str, merging: UpstreamMerge | None
-) -> dict[str, Any]:
-    """Everything that kept blocks depend on, but for samples and weights that are read later."""
-    from fusion_bench_featcal.checkpoints.dependencies import describe_run
-
-    upstream = None if merging is None else merging.description
-    return describe_run(shown, problem, kernel, upstream)
+    problem.log.add("engine", {"linear_kernel": kernel, "processor": processor()})
+    with (
+        torch.autocast(device.type, enabled=False),
+        convolving_as_multiplying(),
+        using_kernel(kernel),
+        bar.bar,
+        naming_memory(device, lambda: bar.place, lambda: memory_advice(settings, device)),
+    ):
+        check_weights(problem, "the merged model", "Check method.base_method")
+        describe = partial(describe_run, shown, weights, settings, rule, runner, samples, kernel)
+        output.start(describe, list(problem.modules))
+        if output.is_complete:
+            restore(problem, output)
+        else:
+            calibrate_blocks(problem, streams, team, output)
+        check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
+    modes.restore(problem.model)
+    calibrated = family.view.restored(problem.model).to(home)
+    output.finish(calibrated, problem.log)
+    sites = {block: [site.name for site in found.sites] for block, found in problem.modules.items()}
+    reads = weights.manifest(settings.expert_read_budget, sites, shown.state_dict(), team.gather)
+    return CalibrationResult(calibrated, problem.log, reads)

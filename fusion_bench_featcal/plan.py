@@ -12,7 +12,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from fusion_bench_featcal.engine.memory import free_bytes, memory_advice
+from fusion_bench_featcal.memory import free_bytes, memory_advice
 from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes
 from fusion_bench_featcal.plurals import counted
 

@@ -8,20 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.engine.modules import BlockModules, find_all_modules
-from fusion_bench_featcal.engine.problem import tensors_before_stage, tensors_of_block
-from fusion_bench_featcal.experts.merging import merged_at
-from fusion_bench_featcal.experts.read_plan import make_plan, reads_of
-from fusion_bench_featcal.experts.reading import stage_place
+from fusion_bench_featcal.experts.reads import grants
 from fusion_bench_featcal.families import Family, resolve_family
 from fusion_bench_featcal.feature_shapes import LENGTH, Features, features_of, takes_images
-from fusion_bench_featcal.next.modules.groups import CROSS, Group, groups_by_name
-from fusion_bench_featcal.next.rules.paper import Paper
-from fusion_bench_featcal.next.rules.plus import Plus
-from fusion_bench_featcal.next.streams.samples import number_held_out, number_of_copies
-from fusion_bench_featcal.next.streams.task_rows import AffineRows, LinearRows
-from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.modules.groups import CROSS, Group, groups_by_name
+from fusion_bench_featcal.modules.models import names_in_order, tensors_of_block
+from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
+from fusion_bench_featcal.rules import Rule, rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.streams.samples import number_held_out, number_of_copies
+from fusion_bench_featcal.streams.task_rows import AffineRows, LinearRows
 
 CPU = torch.device("cpu")
 SYSTEMS = 4
@@ -44,7 +40,6 @@ class Request:
     loaded: int = 0  # models that this process has in memory, the merged one included
     fetches: int = 0  # models that neither a folder nor the hub's cache has
     device: torch.device = CPU
-    fused: bool = False  # whether the upstream merge shares the calibration's reads
     processes: int = 1
     neighbours: int = 1  # processes on one machine
 
@@ -56,6 +51,7 @@ class Shapes:
     request: Request
     family: Family
     model: nn.Module
+    rule: Rule
     stages: Sequence[Sequence[str]]
     modules: Mapping[str, BlockModules]
 
@@ -70,9 +66,9 @@ class Shapes:
         settings = request.settings
         family = resolve_family(settings.family, request.model)
         model = family.view.shown(request.model)
-        stages = family.stages(model)
-        modules = find_all_modules(model, stages, settings, routed=settings.is_paper)
-        return cls(request, family, model, stages, modules)
+        stages, rule = family.stages(model), rule_of(settings)
+        modules = find_all_modules(model, stages, settings, calibrate_norm=rule.calibrate_norm)
+        return cls(request, family, model, rule, stages, modules)
 
     @property
     def size(self) -> int:
@@ -100,36 +96,25 @@ class Shapes:
         request, most = self.request, self.request.settings.samples_per_task
         return [min(count, most) for count in request.samples or [most] * request.tasks]
 
+    @property
+    def runs_experts(self) -> bool:
+        """Return whether experts run."""
+        return self.rule.runs_experts or self.request.settings.log_drift
+
     def reads(self) -> tuple[int, int]:
         """Return bytes read of all experts, within the budget, and of the base."""
         request, settings, model = self.request, self.request.settings, self.model
-        visits: dict[str, list[str]] = {}
-        for index, stage in enumerate(self.stages):
-            before = tensors_before_stage(model, self.family, self.stages, index)
-            visits[stage_place(index)] = before if settings.runs_experts else []
-            for block in stage:
-                new = self.modules[block].calibrated(biased=settings.calibrate_bias)
-                runs = tensors_of_block(model, self.family, block)
-                visits[block] = runs if settings.runs_experts else new
-                if not settings.is_paper:
-                    visits[f"{block} again"] = new
-        if request.fused:  # the merge needs every tensor
-            for place, names in merged_at(model, self.modules).items():
-                visits[place] += names
+        runs, calibrated = self.runs_experts, self.modules
+        names = names_in_order(model, self.family, self.stages, calibrated, runs_experts=runs)
         tensors = model.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(tensors.items())}
         tied = {name: first[id(tensor)] for name, tensor in tensors.items()}
         sizes = {name: tensors[name].numel() * self.stored for name in tied.values()}
-        reads = {
-            str(task): reads_of(task, visits, list(self.modules), tied, sizes.__getitem__)
-            for task in range(request.tasks)
-        }
-        plan, budget = make_plan(reads, None), settings.expert_read_budget
-        if budget is not None:
-            plan = make_plan(reads, budget_in_bytes(budget, plan.full))
-        sites = [site for found in self.modules.values() for site in found.sites]
-        anchors = [n for s in sites for n in (s.names if settings.is_paper else [s.weight_name])]
-        return plan.bytes, sum(sizes[tied[name]] for name in anchors) * settings.needs_base
+        of_expert = {name: (tied[name], sizes[tied[name]]) for name in names}
+        experts = {str(task): of_expert for task in range(request.tasks)}
+        anchors = {tied[n] for m in calibrated.values() for site in m.sites for n in site.names}
+        read = grants(settings.expert_read_budget, experts).bytes or 0
+        return read, sum(sizes[name] for name in anchors) * self.rule.reads_base
 
     def memory(self) -> dict[str, int]:
         """Return bytes of each part at the block where it is largest."""
@@ -140,11 +125,11 @@ class Shapes:
 
     def _memory_at(self, block: str, features: Features) -> dict[str, int]:
         """Return bytes of each part at one block."""
-        request, settings, rule = self.request, self.request.settings, rule_of(self.request)
+        request, settings, rule = self.request, self.request.settings, self.rule
         groups = self.groups(block)
         turns = [*rule.turns(groups)] or [[]]
         solved, held, batches = self._dealt()
-        sides = 1 + settings.runs_experts
+        sides = 1 + self.runs_experts
         waiting = sides * features.numbers(solved + held, batches) + features.numbers(held, 0)
         for group in (group for turn in turns[1:] for group in turn if not is_encoded(group)):
             noted = sum(group.outputs) if group.has_few_outputs else inputs_of(group)
@@ -162,13 +147,12 @@ class Shapes:
             "batch": self.itemsize * rows * (sides * sum(inputs) + 2 * max(inputs, default=0)),
             "sums": max(sum(sums_of(g, self.model, rule, dtype) for g in turn) for turn in turns),
             "solve": (SYSTEMS + rule.folds) * 8 * widest**2,
-            "block": read * (request.tasks if request.fused else 1)
-            + 2 * dtype.itemsize * sum(parameter.numel() for parameter in new),
+            "block": read + 2 * dtype.itemsize * sum(parameter.numel() for parameter in new),
         }
 
     def groups(self, block: str) -> list[Group]:
         """Return the groups of a block's modules, by their names."""
-        rule = rule_of(self.request)
+        rule = self.rule
         sites: list[Any] = list(self.modules[block].sites)
         sites = [site for site in sites if site.kind != "norm" or rule.calibrate_norm]
         hidden = torch.empty(1, 2, 1, device="meta")
@@ -194,14 +178,6 @@ class Shapes:
         dealt = filter(None, (work[rank :: request.processes] for rank in range(request.processes)))
         solved, held, batches = max(tuple(map(sum, zip(*tasks, strict=True))) for tasks in dealt)
         return solved, held, batches
-
-
-def rule_of(request: Request) -> Any:
-    """Return the rule of a request, as far as sizes depend on it."""
-    settings = request.settings
-    if settings.is_paper:
-        return Paper(ridge_lambda=settings.ridge_lambda, mix_alpha=settings.mix_alpha)
-    return Plus()
 
 
 def sums_of(group: Group, model: nn.Module, rule: Any, dtype: torch.dtype) -> int:

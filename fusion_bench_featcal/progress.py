@@ -62,3 +62,31 @@ class _Lines(plain_tqdm):
     def set_description(self, desc: str | None = None, refresh: bool | None = False) -> None:
         """Name the work, without a line of its own."""
         super().set_description(desc, refresh=False)
+
+
+class Progress:
+    """A bar over the visits of tasks to blocks, and the name of the work in hand.
+
+    Attributes:
+        place: The work in hand, for messages.
+    """
+
+    def __init__(self, processes: Any, visits: int, *, show: bool) -> None:
+        """Start.
+
+        Args:
+            processes: The processes, which name the work in hand to one another.
+            visits: Number of visits.
+            show: Whether to show a bar. Only the first process does.
+        """
+        self.place, self._processes = "the start", processes
+        self.bar = progress_bar(total=visits, unit="visit", show=show and processes.rank == 0)
+
+    def at(self, place: str) -> None:
+        """Name the work in hand."""
+        self.place = self._processes.doing = place
+        self.bar.set_description(f"FeatCal {place}")
+
+    def step(self) -> None:
+        """Count a visit."""
+        self.bar.update()

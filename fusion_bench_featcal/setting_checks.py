@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-ORDERS = ("model", "block", "module")
-TARGETS = ("module", "residual")
-RIDGES = ("fixed", "kfold")
-ROW_WEIGHTS = ("uniform", "sensitivity", "auto")
+RULES = ("paper", "plus")
 TOKEN_WEIGHTS = ("uniform", "demo_last_block")
 CALIBRATION_SPLITS = ("train", "val", "test")
 BATCH_NORMS = ("reestimate", "merged")
@@ -79,12 +76,12 @@ def _is_pattern_list(value: Any) -> bool:
     return value is None or (_is_text_list(value) and len(value) > 0)
 
 
+def _names_class(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
+
+
 def _is_augmentation(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("_target_"), str)
-        and _is_integer(value.get("copies", 1), 1)
-    )
+    return _names_class(value) and _is_integer(value.get("copies", 1), 1)
 
 
 def _are_factors(value: Any) -> bool:
@@ -151,8 +148,6 @@ def check_fields(settings: Any, checks: Mapping[str, Check]) -> None:
 POSITIVE: Check = ("a finite number > 0", lambda value: is_number(value) and value > 0)
 SHARE: Check = ("a number in [0, 1]", lambda value: is_number(value) and 0 <= value <= 1)
 BOOLEAN: Check = ("true or false", lambda value: isinstance(value, bool))
-MOST_SCALE = 1000
-"""Largest `first_ridge_scale`."""
 
 # Every gram has norm 1: beyond this no digit of float64 is left for the data.
 _RIDGE = "a finite number >= 0 and at most 1e12"
@@ -168,25 +163,19 @@ CHECKS: dict[str, Check] = {
         lambda value: is_number(value) and abs(value) <= 1000,
     ),
     "eps": (_RIDGE, _is_ridge),
-    "order": one_of(ORDERS),
-    "target": one_of(TARGETS),
-    "ridge": one_of(RIDGES),
-    "stages": one_of((1, 2)),
-    "first_ridge_scale": (
-        f"a number above 0, at most {MOST_SCALE}",
-        lambda value: is_number(value) and 0 < value <= MOST_SCALE,
+    "rule": (
+        "paper, plus, a mapping with `_target_`, a rule's class, and its settings, or a rule",
+        lambda value: value in RULES or _names_class(value) or hasattr(value, "turns"),
     ),
     "task_weights": (
-        "null, equal, drift, or a mapping of tasks to numbers above 0",
-        lambda value: value in (None, "equal", "drift") or _are_factors(value),
+        "null, drift, or a mapping of tasks to numbers above 0",
+        lambda value: value in (None, "drift") or _are_factors(value),
     ),
-    "row_weights": one_of(ROW_WEIGHTS),
     "augment": (
         "null, auto, jitter, or a mapping with `_target_` and, if given, `copies` >= 1",
         lambda value: value in (None, "auto", "jitter") or _is_augmentation(value),
     ),
     "held_out": _or_auto(0),
-    "trials": _or_auto(1),
     "strict": BOOLEAN,
     "samples_per_task": integer(1),
     "batch_size": integer(1),

@@ -23,19 +23,18 @@ SETTINGS_OF_THE_RUN = (
 
 
 PLUS: Mapping[str, Any] = {
-    "order": "module",
-    "target": "residual",
-    "ridge": "kfold",
-    "stages": 2,
+    "rule": "plus",
     "task_weights": "drift",
-    "row_weights": "auto",
     "augment": "auto",
     "held_out": "auto",
-    "trials": "auto",
     "decoder_rows": "auto",
     "calibrate_norm": False,
 }
 """FeatCal+, as `config/featcal_settings/plus.yaml` has it for the command line."""
+
+
+OF_THE_PAPER = ("ridge_lambda", "mix_alpha", "anchor_rho", "eps")
+"""Numbers that only the paper's rule has."""
 
 
 class CalibrationError(RuntimeError):
@@ -57,30 +56,14 @@ class FeatCalSettings:
             falls short of them.
         eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
             (Eqs. 14, 17), 0 to 1e12.
-        order: Solve all modules of a `block` from one look at it (Algorithm 1), or each `module`
-            (those that share an input together) once the ones before it have changed. `model`
-            solves every block from the merged model's features, none of which has changed: an
-            ablation of the forward order, for the paper's target and ridge.
-        target: Towards the expert's output of each `module` (Eq. 10), or, for modules that write to
-            the hidden features, towards the expert's hidden features (`residual`): they then make
-            up for what earlier modules have left.
-        ridge: A `fixed` `ridge_lambda` with `mix_alpha`, or `kfold`: strengths are chosen for each
-            module by 4-fold held-out error, and these two have no part. Unless all of order, target
-            and ridge are the paper's, a fixed lambda is relative to the norm of the summed Gram
-            matrix, divided by the number of tasks.
-        stages: With `ridge` `kfold`: 1: solve towards the target alone; 2: first towards what the
-            experts' weights give on the calibrated features, then from there towards the target.
-        first_ridge_scale: With `stages` 2: factor of the first stage's lambdas that held-out error
-            has chosen, above 0 and at most 1000.
+        rule: How a block is solved: `paper`: all modules from one look at it, with `ridge_lambda`,
+            `mix_alpha`, `anchor_rho` and `eps` (Algorithm 1); `plus`: groups of modules one after
+            another, with rows out of the experts' weights and ridges chosen by held-out error
+            (docs/plus.md), for which these four have no part; or a mapping with the class of a rule
+            of one's own and its settings (`{_target_: my_module.MyRule, option: 1}`).
         task_weights: Factors of the tasks' weights by task (null: 1 each; tasks that are not named
-            have 1), or `drift`: where a calibration leaves a task far behind, a second one of
-            `trials` gives it more weight. Neither is for the paper's order, target and ridge, for
-            which there is `equal`: an ablation in which Gram matrices enter as they are, and
-            lambda is relative to the mean of their norms.
-        row_weights: `uniform`, or `sensitivity`: a row weighs as the expert's final features depend
-            on it, by the gradient of a random probe of them at the positions that `decoder_rows`
-            names (with `auto` and no labels the last one); all other rows count, too. `auto`:
-            sensitivity for language models. Not for the paper's order, target and ridge.
+            have 1), or `drift`: where a calibration leaves a task far behind, a second one gives it
+            more weight, and is kept if held-out samples agree.
         augment: Changed copies of calibration samples that are used besides them: null: none;
             `auto`: of images jittered ones (turned by up to 8 degrees, scaled and shifted by up
             to 8 %), of other inputs none; `jitter`: the same, but images are a must; or a mapping
@@ -91,11 +74,6 @@ class FeatCalSettings:
         held_out: Samples of each task that take no part in the solves, and on which the calibrated
             model is compared with the merged one: how many, >= 0, or `auto`: one of eight, at most
             32, and none where a task has fewer than 16. They are the last ones.
-        trials: Most calibrations that one run may take, >= 1, each of the same merged model with
-            one setting changed; the one with the highest cosine of final features to the experts'
-            on held-out samples is kept. `auto`: 1, and up to 2 more with larger first lambdas for
-            language models, and up to 2 more where `task_weights` is `drift`. docs/plus.md has
-            what is tried.
         strict: Whether a run fails where, on held-out samples, final features of a task are not
             closer to its expert's than the merged model's are. Without it that is a warning.
         samples_per_task: Calibration samples drawn for each task, >= 1; fewer: all of them.
@@ -103,8 +81,8 @@ class FeatCalSettings:
             copies, where this is a multiple of 4. Changes memory and rounding.
         seed: Seeds each task's own draw of samples, together with the task's name, >= 0.
         calibrate_bias: Whether biases are calibrated (Eqs. 51-55).
-        calibrate_norm: Whether gains and shifts of LayerNorm, GroupNorm and BatchNorm are
-            calibrated (Eqs. 56-59).
+        calibrate_norm: Whether gains and shifts of LayerNorm and GroupNorm are calibrated
+            (Eqs. 56-59).
         batch_norm: Running statistics of BatchNorm: `reestimate` them on the calibration samples,
             all tasks weighing the same, once the modules before have changed; or keep those of
             the `merged` model.
@@ -169,16 +147,10 @@ class FeatCalSettings:
     mix_alpha: float = 0.3
     anchor_rho: float = 2.0
     eps: float = 1e-8
-    order: str = "block"
-    target: str = "module"
-    ridge: str = "fixed"
-    stages: int = 1
-    first_ridge_scale: float = 1.0
+    rule: Any = "paper"
     task_weights: Any = None
-    row_weights: str = "uniform"
     augment: Any = None
     held_out: int | str = 0
-    trials: int | str = 1
     strict: bool = False
     samples_per_task: int = 256
     batch_size: int = 16
@@ -221,7 +193,7 @@ class FeatCalSettings:
         problems += self._clashes() + self._without_held_out()
         if problems:
             raise ValueError("; ".join(f"method.{problem}" for problem in problems))
-        for name in ("ridge_lambda", "mix_alpha", "anchor_rho", "eps", "first_ridge_scale"):
+        for name in OF_THE_PAPER:
             object.__setattr__(self, name, float(getattr(self, name)))
         for name in ("activations_dir", "cache_dir", "checkpoint_dir"):
             if getattr(self, name) is not None:
@@ -230,61 +202,22 @@ class FeatCalSettings:
             object.__setattr__(self, "modules", tuple(self.modules))
         object.__setattr__(self, "ignore_config", tuple(self.ignore_config))
 
-    def _clashes_of_ablations(self) -> list[str]:
-        """A phrase for each ablation that the other settings do not allow."""
-        clashes = [
-            f"{name}={value} needs method.target=module and method.ridge=fixed, and no "
-            "method.order=module"
-            for name, value in (("order", "model"), ("task_weights", "equal"))
-            if getattr(self, name) == value and not self.is_paper
-        ]
-        if self.order == "model" and (self.held_out != 0 or self.checkpoint_dir is not None):
-            clashes.append(
-                "order=model changes all blocks at the end: set method.held_out=0 and "
-                "method.checkpoint_dir=null"
-            )
-        return clashes
-
     def _clashes(self) -> list[str]:
-        """A phrase for each setting that has no part in what the others ask for."""
-        clashes: list[str] = []
-        if self.stages == 2 and self.ridge != "kfold":
-            clashes.append("stages=2 needs method.ridge=kfold")
-        if self.first_ridge_scale != 1 and self.stages == 1:
-            clashes.append(f"first_ridge_scale={self.first_ridge_scale} needs method.stages=2")
-        if self.trials not in (1, "auto") and self.expert_read_budget is not None:
-            clashes.append("expert_read_budget is for one calibration: set method.trials=1")
-        clashes += self._clashes_of_ablations()
-        if self.is_paper:
-            clashes += [
-                f"{name}={getattr(self, name)} needs method.order=module, method.target=residual "
-                "or method.ridge=kfold"
-                for name in ("row_weights", "task_weights")
-                if getattr(self, name) not in (getattr(FeatCalSettings, name), "equal")
-            ]
-            return clashes
+        """Return a phrase for each setting that has no part in the rule."""
+        if self.rule == "paper" and self.task_weights is not None:
+            return ["task_weights has no part in method.rule=paper: set method.rule=plus"]
+        if self.rule != "plus":
+            return []
+        clashes = [
+            f"{name}={getattr(self, name)} has no part in method.rule=plus: leave it at its "
+            f"default, {getattr(FeatCalSettings, name)}"
+            for name in OF_THE_PAPER
+            if getattr(self, name) != getattr(FeatCalSettings, name)
+        ]
         if self.calibrate_norm:
             clashes.append(
-                "calibrate_norm must be false unless method.order=block, method.target=module and "
-                "method.ridge=fixed"
+                "rule=plus needs method.calibrate_norm=false, as method=featcal/plus has"
             )
-        if self.token_weights != "uniform":
-            clashes.append(
-                f"token_weights={self.token_weights} needs method.order=block, "
-                "method.target=module and method.ridge=fixed"
-            )
-        if self.ridge == "kfold":
-            clashes += [
-                f"{name}={getattr(self, name)} has no part in method.ridge=kfold: leave it at its "
-                f"default, {getattr(FeatCalSettings, name)}"
-                for name in ("ridge_lambda", "mix_alpha", "eps")
-                if getattr(self, name) != getattr(FeatCalSettings, name)
-            ]
-            if self.stages == 1 and self.anchor_rho not in (1, FeatCalSettings.anchor_rho):
-                clashes.append(
-                    f"anchor_rho={self.anchor_rho} has no part in method.ridge=kfold with "
-                    f"method.stages=1: leave it at its default, {FeatCalSettings.anchor_rho}"
-                )
         return clashes
 
     def _without_held_out(self) -> list[str]:
@@ -293,7 +226,6 @@ class FeatCalSettings:
             return [] if self.log_drift else ["held_out needs method.log_drift=true"]
         wanting = {
             "strict=true": self.strict is True,
-            f"trials={self.trials}": self.trials != 1,
             "task_weights=drift": self.task_weights == "drift",
         }
         return [f"{name} needs method.held_out, such as auto" for name in wanting if wanting[name]]
@@ -332,37 +264,23 @@ class FeatCalSettings:
         return dataclasses.replace(self, **changes)
 
     def with_paper_update(self) -> "FeatCalSettings":
-        """Copy in which modules are solved as the paper has it: where a pool's presets begin."""
-        if self.is_paper:
+        """Copy with the paper's rule: where a pool's presets begin."""
+        if self.rule == "paper":
             return self
         kept = () if self.decoder_rows == "auto" else ("decoder_rows",)
-        names = {*PLUS, "first_ridge_scale", "strict"}.difference(kept)
+        names = {*PLUS, "strict"}.difference(kept)
         return self.replace(**{name: getattr(FeatCalSettings, name) for name in names})
 
     @property
-    def is_paper(self) -> bool:
-        """Return whether modules are solved as the paper has it."""
-        return self.order != "module" and (self.target, self.ridge) == ("module", "fixed")
-
-    @property
     def needs_base(self) -> bool:
-        """Return whether anchors are made of the base model."""
-        return self.anchor_rho != 1 and (self.ridge == "fixed" or self.stages == 2)
-
-    @property
-    def runs_experts(self) -> bool:
-        """Return whether experts run: a target without their features needs only their weights."""
-        return self.mix_alpha > 0 or self.log_drift or not self.is_paper
+        """Return whether there must be a base model."""
+        of_paper = self.anchor_rho != 1 and self.rule != "plus"
+        return getattr(self.rule, "needs_base", of_paper)
 
     @property
     def task_factors(self) -> Mapping[str, float]:
         """Factors of the tasks' weights that are given as such."""
         return self.task_weights if isinstance(self.task_weights, Mapping) else {}
-
-    def of_one_trial(self) -> "FeatCalSettings":
-        """Copy for one calibration of what may be several."""
-        weights = None if self.task_weights == "drift" else self.task_weights
-        return self.replace(trials=1, strict=False, task_weights=weights)
 
     def of_the_model(self) -> "FeatCalSettings":
         """Copy in which everything without a part in the model has its default."""
@@ -383,7 +301,7 @@ class FeatCalSettings:
         values["ignore_config"] = list(self.ignore_config)
         if not isinstance(self.family, str):
             values["family"] = _describe_mapping(self.family)
-        for name in ("augment", "calibration_data", "task_weights"):
+        for name in ("rule", "augment", "calibration_data", "task_weights"):
             if isinstance(getattr(self, name), Mapping):
                 values[name] = _describe_mapping(getattr(self, name))
         return values

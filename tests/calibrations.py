@@ -18,13 +18,7 @@ from fusion_bench_featcal import (
 
 EXACT = 1e-9  # float64, relative to each parameter's norm
 PAPER = Knobs(eps=1e-8)
-PLUS: dict[str, Any] = {
-    "order": "module",
-    "target": "residual",
-    "ridge": "kfold",
-    "stages": 2,
-    "calibrate_norm": False,
-}
+PLUS: dict[str, Any] = {"rule": "plus", "calibrate_norm": False}
 OPTIONS = {"hashed", "autocast", "device", "in_place", "merging", "processes", "progress"}
 
 

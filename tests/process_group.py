@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusion_bench_featcal.engine.processes import TorchProcesses
+from fusion_bench_featcal.processes import TorchProcesses
 
 Work = Callable[[Any], Any]
 

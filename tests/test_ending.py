@@ -16,7 +16,7 @@ from process_group import in_forks, in_processes
 
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.engine import processes as waiting
-from fusion_bench_featcal.engine.processes import Processes
+from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.methods.standalone import (
     AnchorOnlyAlgorithm,
@@ -165,7 +165,7 @@ import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from fusion_bench_featcal.ending import ending_cleanly
-from fusion_bench_featcal.engine.processes import TorchProcesses
+from fusion_bench_featcal.processes import TorchProcesses
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 store = dist.FileStore(f"{folder}/store", 2)

@@ -12,7 +12,7 @@ import pytest
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
-from fusion_bench_featcal.engine.log import CalibrationLog
+from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.fusionbench import loggers
 from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.results import Report

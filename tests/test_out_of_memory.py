@@ -15,7 +15,7 @@ from tiny_models import clip_suite, residual_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.engine.memory import is_out_of_memory
+from fusion_bench_featcal.memory import is_out_of_memory
 
 ALLOCATOR = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "

@@ -17,7 +17,7 @@ from tricky_models import Remembering, net_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult
 from fusion_bench_featcal.core import LinearSystem
-from fusion_bench_featcal.engine.processes import LostProcessError, Processes
+from fusion_bench_featcal.processes import LostProcessError, Processes
 
 Change = Callable[[Suite, Processes], Any]
 

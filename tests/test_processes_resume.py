@@ -13,7 +13,7 @@ from tiny_models import Suite, clip_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.checkpoints.store import Checkpoints
-from fusion_bench_featcal.engine.processes import LostProcessError, Processes
+from fusion_bench_featcal.processes import LostProcessError, Processes
 from fusion_bench_featcal.json_files import read_json
 
 

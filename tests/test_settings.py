@@ -23,16 +23,10 @@ DEFAULTS = {
     "mix_alpha": 0.3,
     "anchor_rho": 2.0,
     "eps": 1e-8,
-    "order": "block",
-    "target": "module",
-    "ridge": "fixed",
-    "stages": 1,
-    "first_ridge_scale": 1.0,
+    "rule": "paper",
     "task_weights": None,
-    "row_weights": "uniform",
     "augment": None,
     "held_out": 0,
-    "trials": 1,
     "strict": False,
     "samples_per_task": 256,
     "batch_size": 16,
@@ -274,8 +268,8 @@ def test_calibration_error_is_a_runtime_error():
 def test_plus_is_in_python_what_it_is_on_the_command_line():
     written = read_yaml(METHOD.parent / "featcal_settings" / "plus.yaml")
     assert FeatCalSettings.plus() == FeatCalSettings(**written)
-    assert FeatCalSettings.plus().needs_base is True
-    assert FeatCalSettings.plus(anchor_rho=1.0).needs_base is False
-    assert FeatCalSettings.plus(trials=1, seed=3).replace(seed=42) == FeatCalSettings.plus(trials=1)
-    with pytest.raises(ValueError, match=r"ridge_lambda=0.1 has no part in method\.ridge=kfold"):
+    assert FeatCalSettings.plus(seed=3).replace(seed=42) == FeatCalSettings.plus()
+    with pytest.raises(ValueError, match=r"ridge_lambda=0.1 has no part in method\.rule=plus"):
         FeatCalSettings.plus(ridge_lambda=0.1)
+    with pytest.raises(ValueError, match=r"rule=plus needs method\.calibrate_norm=false"):
+        FeatCalSettings(rule="plus")

@@ -14,12 +14,12 @@ from fusion_bench_featcal.diagnosis.measure import Measures, Projection, measure
 from fusion_bench_featcal.families import Family, resolve_family
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.methods.projection import load_projection
-from fusion_bench_featcal.next.modules.models import head_of
-from fusion_bench_featcal.next.streams.family_check import checked_family
-from fusion_bench_featcal.next.streams.samples import take_samples
+from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.results import EXPERTS, Report
 from fusion_bench_featcal.results.diagnosis import Diagnosis, row_order
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.family_check import checked_family
+from fusion_bench_featcal.streams.samples import take_samples
 
 log = logging.getLogger(__name__)
 

@@ -9,26 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
+from fusion_bench_featcal.calibration import Autocast
 from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
 from fusion_bench_featcal.diagnosis.passes import Passes, item_means
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.methods.final_features import final_features, final_rows
-from fusion_bench_featcal.next.calibration import Autocast
-from fusion_bench_featcal.next.modules.models import (
+from fusion_bench_featcal.modules.models import (
     Modes,
     copied,
     device_of,
     head_of,
     tensors_of_head,
 )
-from fusion_bench_featcal.next.streams.batch import Batch
-from fusion_bench_featcal.next.streams.inputs import to_device
-from fusion_bench_featcal.next.streams.rows import rows_of
-from fusion_bench_featcal.next.streams.runner import Runner
-from fusion_bench_featcal.next.streams.samples import naming_task, rows_named, take_samples
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.inputs import to_device
+from fusion_bench_featcal.streams.rows import rows_of
+from fusion_bench_featcal.streams.runner import Runner
+from fusion_bench_featcal.streams.samples import naming_task, rows_named, take_samples
 
 Projection = Callable[[Tensor], Tensor]
 

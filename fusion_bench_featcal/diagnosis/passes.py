@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from fusion_bench_featcal.diagnosis.drift import split_drift
 from fusion_bench_featcal.families.base import call_block, capture_call, hidden_output
 from fusion_bench_featcal.methods.final_features import final_rows
-from fusion_bench_featcal.next.modules.models import gives_images
-from fusion_bench_featcal.next.streams.batch import Batch
-from fusion_bench_featcal.next.streams.inputs import check_finite_inputs, to_device
-from fusion_bench_featcal.next.streams.rows import CountedRows, rows_of
-from fusion_bench_featcal.next.streams.runner import Runner
-from fusion_bench_featcal.next.streams.samples import naming_task
+from fusion_bench_featcal.modules.models import gives_images
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
+from fusion_bench_featcal.streams.rows import CountedRows, rows_of
+from fusion_bench_featcal.streams.runner import Runner
+from fusion_bench_featcal.streams.samples import naming_task
 
 POSITIONS = ("all", "read")
 """Positions at which features are compared: all that count, or those whose final features are

@@ -1,4 +1,4 @@
-"""Sources of weights: models in memory, safetensors files, LoRA adapters, and hollow experts."""
+"""Sources of weights, and experts of which one block at a time is in memory."""
 
 from fusion_bench_featcal.experts.expert_model import ExpertModel, hollow_copy, names_under
 from fusion_bench_featcal.experts.source import (

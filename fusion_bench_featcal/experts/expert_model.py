@@ -1,5 +1,6 @@
 """Experts that hold one block's weights at a time, paired with the merged model's names."""
 
+import copy
 import difflib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
-from fusion_bench_featcal.experts.fetching import copied_to
-from fusion_bench_featcal.experts.source import ExpertSource, known_bytes, tell_expected
+from fusion_bench_featcal.experts.source import ExpertSource, known_bytes
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import CalibrationError
 
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
+MOST_PINNED = 256 * 2**20
+"""Bytes of the largest tensor that goes to a GPU through pinned memory."""
 
 
 class ExpertModel:
@@ -23,6 +25,7 @@ class ExpertModel:
     Parameters live on the meta device until `loaded` brings some in, in the merged model's dtype.
 
     Attributes:
+        source: Its weights.
         module: The runnable copy.
         keys: Name in the merged model's `state_dict` -> name in the source.
     """
@@ -49,26 +52,25 @@ class ExpertModel:
         Raises:
             CalibrationError: If a tensor is missing or has another shape, naming it.
         """
-        self._source = source
+        self.source = source
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
-        wanted = like.state_dict()
-        self.keys = pair_names(name, role, source, wanted, aliases(like), spared)
-        parameters = {id(parameter) for parameter in like.parameters()}
         stored = like.state_dict(keep_vars=True)
+        self.keys = pair_names(name, role, source, stored, aliases(like), spared)
+        parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
-        self._like = {name: (tensor.dtype, tensor.device) for name, tensor in wanted.items()}
+        self._like = {name: (tensor.dtype, tensor.device) for name, tensor in stored.items()}
         self.module = hollow_copy(like)
 
     def stored(self, name: str) -> Tensor:
-        """One tensor under the merged model's name, as it is stored.
+        """Return one tensor under the merged model's name, as it is stored.
 
         Raises:
             CalibrationError: If it cannot be read, holds NaN or, as a parameter, infinity, or
                 integers in place of real numbers.
         """
         try:
-            stored = self._source.tensor(self.keys[name])
+            stored = self.source.tensor(self.keys[name])
         except CalibrationError as error:
             raise CalibrationError(f"{self._label}: {error}. Check {self._setting}") from error
         if self._like[name][0].is_floating_point and not stored.is_floating_point():
@@ -83,51 +85,45 @@ class ExpertModel:
         return stored
 
     def first_rows(self, name: str, count: int) -> Tensor:
-        """The first rows of one tensor on the CPU, read alone where the source can."""
-        read = getattr(self._source, "first_rows", None)
-        key = self.keys[name]
-        rows = self._source.tensor(key)[:count] if read is None else read(key, count)
-        return rows.to("cpu")
+        """Return the first rows of one tensor on the CPU, read alone where the source can."""
+        return first_rows(self.source, self.keys[name], count)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor under the merged model's name, in its dtype and on its device.
+        """Return one tensor under the merged model's name, in its dtype and on its device.
 
         Raises:
             CalibrationError: If it holds NaN, or, as a parameter, infinity.
         """
-        stored = self.stored(name)
         dtype, device = self._like[name]
-        tensor = copied_to(stored, device, dtype)
+        tensor = copied_to(self.stored(name), device, dtype)
         # A memory-mapped tensor may start anywhere, and matrix products round differently by
         # alignment: an expert must give the same result from a file and from memory.
         aligned = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT == 0
         return tensor if aligned else tensor.clone()
 
-    def expect(self, names: Iterable[str]) -> None:
-        """Tell the source which tensors will be asked for next, if it wants to know.
-
-        Args:
-            names: Names in the merged model's `state_dict`.
-        """
-        tell_expected(self._source, {self.keys[name] for name in names})
-
     def nbytes(self, name: str) -> int:
-        """Bytes that reading one tensor, by the merged model's name, takes.
+        """Return the bytes that reading one tensor, by the merged model's name, takes.
 
         Raises:
             CalibrationError: If the source does not tell.
         """
-        return known_bytes(self._source, self.keys[name])
+        return known_bytes(self.source, self.keys[name])
+
+    def reading(self, source: ExpertSource) -> "ExpertModel":
+        """Return the same expert with its weights read from a view of its source."""
+        other = copy.copy(self)
+        other.source = source
+        return other
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
-        """The module with the named tensors in memory, for the duration of the context.
+        """Context with the module that has the named tensors in memory.
 
         Args:
             names: Names in the merged model's `state_dict`.
 
         Yields:
-            The module; its other parameters stay on the meta device.
+            The module. Its other parameters stay on the meta device.
         """
         replaced: list[tuple[dict[str, Any], str, Tensor | None]] = []
         read: dict[str, Tensor] = {}  # tied names share one stored tensor
@@ -148,6 +144,26 @@ class ExpertModel:
                 slot[leaf] = empty
 
 
+def first_rows(source: Any, name: str, count: int) -> Tensor:
+    """Return the first rows of a source's tensor on the CPU, read alone where the source can."""
+    read = getattr(source, "first_rows", None)
+    return (source.tensor(name)[:count] if read is None else read(name, count)).to("cpu")
+
+
+def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a tensor on a device and in a dtype, itself if it is so already.
+
+    To a GPU it goes through pinned memory: the copy is queued, and while the GPU is busy the host
+    reads the next tensor. Torch never gives pinned memory back, so the largest ones go without.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        if tensor.dtype.itemsize > dtype.itemsize:
+            tensor = tensor.to(dtype)
+        if tensor.nbytes <= MOST_PINNED:
+            return tensor.pin_memory().to(device, non_blocking=True).to(dtype)
+    return tensor.to(device=device, dtype=dtype)
+
+
 def names_under(names: Iterable[str], modules: Iterable[str]) -> list[str]:
     """Select the tensor names that lie inside one of the modules."""
     prefixes = tuple(f"{module}." for module in modules)
@@ -155,14 +171,13 @@ def names_under(names: Iterable[str], modules: Iterable[str]) -> list[str]:
 
 
 def hollow_copy(model: nn.Module) -> nn.Module:
-    """The model's structure with parameters and persistent buffers on the meta device.
+    """Return the model's structure with parameters and persistent buffers on the meta device.
 
     Buffers that no checkpoint stores (position ids, rotary frequencies) are copied: they belong to
-    the structure. No weight is copied even for a moment: deepcopy finds its stand-in instead.
+    the structure. No weight is copied even for a moment: deepcopy takes its stand-in instead.
     """
     stand_ins: dict[int, Tensor] = {}
-    stored = model.state_dict(keep_vars=True)
-    for tensor in stored.values():
+    for tensor in model.state_dict(keep_vars=True).values():
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
@@ -170,7 +185,7 @@ def hollow_copy(model: nn.Module) -> nn.Module:
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """For each tensor name, the other names of the same (tied) parameter."""
+    """Return for each tensor name the other names of the same (tied) parameter."""
     groups: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
@@ -185,9 +200,12 @@ def pair_names(
     tied: Mapping[str, list[str]],
     spared: Container[str] = (),
 ) -> "PairedNames":
-    """Source name of each of the model's tensors, with all shapes checked.
+    """Return the source's name of each of the model's tensors, with all shapes checked.
 
     Of tensors in `spared` those that do not fit are left out.
+
+    Raises:
+        CalibrationError: If a tensor is missing or has another shape, naming it.
     """
     available = source.names()
     rename = _renaming(available, set(wanted))
@@ -214,7 +232,7 @@ def pair_names(
 
 
 class PairedNames(dict[str, str]):
-    """Source names by the merged model's; a name that is spared and then asked for is an error."""
+    """Source names by the merged model's. A name that is spared and then read is an error."""
 
     def __init__(self, label: str, setting: str) -> None:
         """Start empty.

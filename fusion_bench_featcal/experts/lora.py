@@ -2,14 +2,15 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.experts import ExpertSource, SourceView
+from fusion_bench_featcal.experts.expert_model import first_rows
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
@@ -55,31 +56,32 @@ class LoraExpert(SourceView):
         self._adapted = self._pair()
 
     def nbytes(self, name: str) -> int:
-        """Bytes of one tensor of the base and, where it is adapted, of the adapter's two."""
+        """Return the bytes of one tensor of the base and of the adapter's two, if it has them."""
         module = self._adapted.get(name)
         ends = () if module is None else (_A, _B)
         adapter = sum(self._weights.nbytes(f"{_PREFIX}{module}{end}") for end in ends)
         return adapter + super().nbytes(name)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, with the adapter's share where it has one; in the base's dtype."""
-        stored = super().tensor(name)
+        """Return one tensor, with the adapter's share if it has one, in the base's dtype."""
+        return self._changed(super().tensor(name), name)
+
+    def first_rows(self, name: str, count: int) -> Tensor:
+        """Return the first rows of one tensor."""
+        return self._changed(first_rows(self._source, name, count), name)
+
+    def _changed(self, rows: Tensor, name: str) -> Tensor:
+        """Add the adapter's share to the first rows of a tensor."""
         module = self._adapted.get(name)
         if module is None:
-            return stored
+            return rows
         down = self._weights.tensor(_PREFIX + module + _A).float()
         up = self._weights.tensor(_PREFIX + module + _B).float()
-        change = up @ down
         if self._config.get("fan_in_fan_out"):
-            change = change.T
-        return (stored.float() + change * self._scale(module, len(down))).to(stored.dtype)
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Tell the base which of its tensors will be read next, and fetch the adapter's share."""
-        names = set(names)
-        super().expect(names)
-        modules = [self._adapted[name] for name in names if name in self._adapted]
-        self._weights.expect(_PREFIX + module + end for module in modules for end in (_A, _B))
+            change = (up @ down[:, : len(rows)]).T
+        else:
+            change = up[: len(rows)] @ down
+        return (rows.float() + change * self._scale(module, len(down))).to(rows.dtype)
 
     def _scale(self, module: str, rank: int) -> float:
         alpha = _by_pattern(self._config.get("alpha_pattern"), module, self._config["lora_alpha"])

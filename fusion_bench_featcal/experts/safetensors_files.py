@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fusion_bench_featcal.experts.fetching import TensorRanges
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
@@ -37,7 +36,6 @@ class SafetensorsExpert:
         """
         self._folder = Path(path) if Path(path).is_dir() else Path(path).parent
         self._files: dict[str, Path] = {}
-        self._ranges = TensorRanges()
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
         for file in safetensors_files(Path(path)):
@@ -77,19 +75,19 @@ class SafetensorsExpert:
         return read_config(self._folder)
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return set(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor, from the file's header."""
+        """Return the shape of one tensor, from the file's header."""
         return self._shapes[name]
 
     def stored_dtype(self, name: str) -> str:
-        """The dtype of one tensor as the file's header has it: `F32`, `BF16`."""
+        """Return the dtype of one tensor as the file's header has it: `F32`, `BF16`."""
         return self._dtypes[name]
 
     def nbytes(self, name: str) -> int:
-        """Size of one tensor in the file, from its header."""
+        """Return the size of one tensor in the file, from its header."""
         bits = re.search(r"\d+", self._dtypes[name])  # BOOL has none and takes a byte
         return math.prod(self._shapes[name]) * int(bits[0] if bits else 8) // 8
 
@@ -109,9 +107,10 @@ class SafetensorsExpert:
         return tensor
 
     def first_rows(self, name: str, count: int) -> Tensor:
-        """Read the first `count` rows of one tensor; raises as `tensor`."""
+        """Read the first `count` rows of one tensor. Raises as `tensor`."""
         with self._opened(name) as handle:
-            return handle.get_slice(name)[:count]
+            rows = handle.get_slice(name)
+            return rows[:count] if self._shapes[name] else handle.get_tensor(name)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
@@ -124,17 +123,9 @@ class SafetensorsExpert:
                 f"{file} could be read at the start of the run and no longer can: {error}"
             ) from error
 
-    def expect(self, names: Iterable[str]) -> None:
-        """Have the system fetch tensors that will be read soon; it never fails.
-
-        Args:
-            names: Names of tensors; unknown ones are passed over.
-        """
-        self._ranges.fetch((name, self._files[name]) for name in names if name in self._files)
-
 
 def safetensors_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
+    """Return the safetensors files of a checkpoint.
 
     Raises:
         FileNotFoundError: If there is none, naming what was looked for.
@@ -155,7 +146,7 @@ def safetensors_files(path: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[str]:
-    """Names of the files that an index of shards lists."""
+    """Return the names of the files that an index of shards lists."""
     try:
         files = read_json(index).get("weight_map")
     except ValueError as error:

@@ -1,6 +1,5 @@
 """Sources of weights: a model in memory, and views of other sources."""
 
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -11,72 +10,55 @@ from fusion_bench_featcal.settings import CalibrationError
 class ExpertSource(Protocol):
     """A readable set of named tensors: one model's weights.
 
-    A source may have a method `expect(names)` besides: it is told which tensors will be read next.
-    `nbytes(name)`, how many bytes reading a tensor takes, is needed for read budgets only. An
-    attribute `config`, the model's transformers config or the content of its config.json, is
-    compared with the merged model's.
+    A source may have `first_rows(name, count)`, which reads no more than these rows, and `config`,
+    the model's transformers config or the content of its config.json, which is compared with the
+    merged model's.
     """
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor, without reading it where that is possible."""
+        """Return the shape of one tensor, without reading it where that is possible."""
+        ...
+
+    def nbytes(self, name: str) -> int:
+        """Return the number of bytes that reading one tensor takes."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, as it is stored. It must not be written to."""
+        """Return one tensor, as it is stored. It must not be written to."""
         ...
 
 
 class InMemoryExpert:
-    """Weights of a module that is in memory anyway; nothing is copied."""
+    """Weights of a module in memory. Nothing is copied."""
 
     def __init__(self, module: nn.Module) -> None:
         """Refer to a module's parameters and persistent buffers.
 
         Args:
-            module: The expert; it is neither moved nor changed.
+            module: The expert. It is neither moved nor changed.
         """
         self.config = getattr(module, "config", None)
         self._tensors = module.state_dict()
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return set(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
+        """Return the shape of one tensor."""
         return tuple(self._tensors[name].shape)
 
     def nbytes(self, name: str) -> int:
-        """Size of one tensor in memory."""
-        return self._tensors[name].numel() * self._tensors[name].element_size()
+        """Return the size of one tensor in memory."""
+        return self._tensors[name].nbytes
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor of the module itself."""
+        """Return one tensor of the module itself."""
         return self._tensors[name]
-
-
-def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
-    """A model's weights as a source: a module's own, or the source itself."""
-    return InMemoryExpert(model) if isinstance(model, nn.Module) else model
-
-
-def known_bytes(source: ExpertSource, name: str) -> int:
-    """Bytes that reading a tensor takes.
-
-    Raises:
-        CalibrationError: If the source does not tell.
-    """
-    try:
-        return int(source.nbytes(name))  # type: ignore[attr-defined]
-    except AttributeError as error:  # of this source, or of one that it wraps
-        raise CalibrationError(
-            f"{error}: it would tell how many bytes a tensor takes, by which "
-            "method.expert_read_budget plans what to read; add it, or set that to null"
-        ) from error
 
 
 class SourceView:
@@ -92,32 +74,37 @@ class SourceView:
         return getattr(self._source, "config", None)
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return self._source.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
+        """Return the shape of one tensor."""
         return self._source.shape(name)
 
     def nbytes(self, name: str) -> int:
-        """Bytes that reading one tensor takes.
-
-        Raises:
-            CalibrationError: If the source does not tell.
-        """
+        """Return the number of bytes that reading one tensor takes."""
         return known_bytes(self._source, name)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, as it is seen."""
+        """Return one tensor, as the view shows it."""
         return self._source.tensor(name)
 
-    def expect(self, names: Iterable[str]) -> None:
-        """Tell the source which tensors will be read next."""
-        tell_expected(self._source, names)
+
+def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
+    """Return a model's weights as a source: a module's own, or the source itself."""
+    return InMemoryExpert(model) if isinstance(model, nn.Module) else model
 
 
-def tell_expected(source: Any, names: Iterable[str]) -> None:
-    """Tell a source which of its tensors will be read next, where it has a method `expect`."""
-    expect = getattr(source, "expect", None)
-    if expect is not None:
-        expect(names)
+def known_bytes(source: ExpertSource, name: str) -> int:
+    """Return the bytes that reading a tensor takes.
+
+    Raises:
+        CalibrationError: If the source, one of a user's own, does not say.
+    """
+    try:
+        return int(source.nbytes(name))
+    except AttributeError as error:
+        raise CalibrationError(
+            f"{error}: it would tell how many bytes a tensor takes, by which "
+            "method.expert_read_budget plans what to read. Add it, or set that to null"
+        ) from error

@@ -1,7 +1,5 @@
 """Weights of a base without the heads and poolers that its experts have."""
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from fusion_bench_featcal.experts import ExpertSource, SourceView
@@ -47,7 +45,3 @@ class Completed(SourceView):
     def tensor(self, name: str) -> Tensor:
         """One tensor."""
         return self._other.tensor(name) if name in self._added else super().tensor(self._own[name])
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Tell the model which of its own tensors will be read next."""
-        super().expect(self._own[name] for name in names if name in self._own)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.tokenizers import differing_tokens
-from fusion_bench_featcal.engine.modules import find_all_modules
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource
 from fusion_bench_featcal.experts.far_experts import base_sample, experts_alike, task_vectors
@@ -21,6 +20,8 @@ from fusion_bench_featcal.folders.completed import Completed
 from fusion_bench_featcal.folders.model_folder import ModelFolder, body_of
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.hub import PROCESSOR_FILES, local
+from fusion_bench_featcal.modules.sites import find_all_modules
+from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.untrusted import read_template
 
 UNRELATED = 1.0
@@ -143,7 +144,7 @@ class Models:
         kind = home.kind
         body = self.empty_body
         stages = resolve_family(settings.family, body).stages(body)
-        find_all_modules(body, stages, settings)
+        find_all_modules(body, stages, settings, calibrate_norm=rule_of(settings).calibrate_norm)
         whole = [m for m in (self.base, *self.experts.values()) if m and not m.is_adapter]
         for model in whole:
             role = "expert" if model.name in self.experts else "model"

@@ -15,9 +15,10 @@ import datasets
 import torch
 from torch import nn
 
+from fusion_bench_featcal.agreement import Agreement, outcome_of
+from fusion_bench_featcal.agreement import warnings_of as warnings_of_agreement
 from fusion_bench_featcal.calibration import CalibrationResult, calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
-from fusion_bench_featcal.engine.samples import warn_of_few_samples
 from fusion_bench_featcal.folders.classifiers import open_classifier_task
 from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.language import open_language_task
@@ -50,8 +51,7 @@ from fusion_bench_featcal.results.remarks import (
     tasks_with_high_drift,
 )
 from fusion_bench_featcal.saved_model import CardFacts
-from fusion_bench_featcal.trials import Agreement, outcome_of
-from fusion_bench_featcal.trials import warnings_of as warnings_of_trials
+from fusion_bench_featcal.streams.samples import warn_of_few_samples
 
 
 def run(request: Request) -> Path:
@@ -245,7 +245,7 @@ class Job:
         self._add_row(name, scores, **made)
         notes = tasks_with_high_drift(name, result.log.records)
         notes += largest_update(name, result.log.records)
-        behind = warnings_of_trials(Agreement.of(result.log), self.request.settings)
+        behind = warnings_of_agreement(Agreement.of(result.log), self.request.settings)
         notes += [f"{name}: {line}" for line in behind]
         self.report.notes += [*notes, *(f"{name}: {line}" for line in outcome_of(result.log))]
         self.report.notes += tasks_below_merged(self.report)

@@ -11,12 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from fusion_bench_featcal.engine.log import CalibrationLog
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import ReportError, free_space, replacing
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.json_files import read_json
+from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.saved_model import (

@@ -1,8 +1,7 @@
-"""FusionBench's simple average and task arithmetic, fused with the calibration's reads."""
+"""FusionBench's simple average and task arithmetic, tensor by tensor from files."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from numbers import Real
 from typing import Any
 
@@ -17,7 +16,7 @@ from hydra.utils import get_object
 from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.experts.merging import UpstreamMerge
+from fusion_bench_featcal.experts.merged import MergedOnRead, fill
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, plain
@@ -46,19 +45,18 @@ def merger_class(base_method: Any) -> type | None:
     return found if found is SimpleAverageAlgorithm and "scaling_factor" not in config else None
 
 
-def why_not_fused(merger: type | None, models: PoolModels, *, limited: bool) -> str:
-    """Reason against fusing a merger, as far as configs and headers tell; empty if none.
+def why_not_read(merger: type | None, models: PoolModels) -> str:
+    """Return the reason against merging from files, as far as configs and headers tell, or "".
 
     Args:
         merger: `merger_class` of its config.
         models: The pool's models.
-        limited: Whether there is a read budget.
     """
     if merger is None:
         return "it is neither plain simple average nor plain task arithmetic"
-    if models.base is None and (limited or merger is TaskArithmeticAlgorithm):
+    if models.base is None and merger is TaskArithmeticAlgorithm:
         return f"the pool has no modelpool.models.{BASE_MODEL}"
-    merged = _models_of(merger, models, limited=limited)
+    merged = _models_of(merger, models)
     for model in merged:
         if type(model.files) is not SafetensorsExpert:
             return _why_not_read(model)
@@ -78,10 +76,10 @@ def _why_not_read(model: PoolModel) -> str:
     return f"{model.name} does not lie whole in safetensors files"
 
 
-def _models_of(merger: type, models: PoolModels, *, limited: bool) -> list[PoolModel]:
-    """The models that a merger reads, the one that it begins with first."""
-    experts, base = list(models.experts.values()), limited or merger is TaskArithmeticAlgorithm
-    return [models[BASE_MODEL], *experts] if base else experts
+def _models_of(merger: type, models: PoolModels) -> list[PoolModel]:
+    """Return the models that a merger reads, the one from which it takes dtypes first."""
+    experts = list(models.experts.values())
+    return [models[BASE_MODEL], *experts] if merger is TaskArithmeticAlgorithm else experts
 
 
 def _entry_but_path(model: PoolModel) -> str:
@@ -91,38 +89,36 @@ def _entry_but_path(model: PoolModel) -> str:
     return json.dumps(options, sort_keys=True, default=str)
 
 
-def prepare_fused(
-    base_method: Any, name: str, models: PoolModels, *, limited: bool
-) -> tuple[nn.Module, UpstreamMerge] | str:
-    """The model that becomes the merged one, and the merger; or what keeps it from being fused.
+def merge_from_files(base_method: Any, models: PoolModels) -> nn.Module | str:
+    """Return the merged model, of which no more than one tensor of each expert was in memory.
 
     Experts are read from files in the dtype that the pool would load them in: that is known where
     all models are stored and configured alike.
 
     Args:
-        base_method: Config of a merger that `why_not_fused` has nothing against.
-        name: The merger's name.
+        base_method: Config of a merger that `why_not_read` has nothing against.
         models: The pool's models.
-        limited: Whether a read budget may leave experts' tensors out, in whose place the base's
-            are merged. A simple average then begins with the base, too.
+
+    Returns:
+        The model, or what keeps it from being merged this way.
+
+    Raises:
+        CalibrationError: If a tensor is not finite, naming the model.
     """
     merger = merger_class(base_method)
     assert merger is not None
-    merged = _models_of(merger, models, limited=limited)
-    names = [model.name for model in merged]
-    model = load_pool_model(models.pool, names[0])
+    merged = _models_of(merger, models)
+    model = load_pool_model(models.pool, merged[0].name)
     partial = getattr(model, "_fusion_bench_target_modules", None) is not None
     if not isinstance(model, nn.Module) or partial:
         return f"the pool loads {type(model).__name__} objects, or merges a part of them only"
     if not _stored_alike(merged, model):
         return "the models are stored in different dtypes"
-    description = {"fused": name, "models": names, "fusion_bench": version("fusion_bench")}
-    own, merge = None if limited else names[0], _average
+    opened = {m.name: ExpertModel(m.name, _files(m), model, role="model") for m in merged}
+    experts, merge = {name: opened[name] for name in models.experts}, _average
     if merger is TaskArithmeticAlgorithm:
-        scale = plain(base_method)["scaling_factor"]
-        description["scaling_factor"] = scale
-        own, merge = None, _arithmetic(scale)
-    return model.requires_grad_(False), UpstreamMerge(merge, own, description)
+        merge = _arithmetic(plain(base_method)["scaling_factor"])
+    return fill(model, MergedOnRead(opened[merged[0].name], experts, merge)).requires_grad_(False)
 
 
 def _configured_dtypes(model: PoolModel) -> frozenset[str]:
@@ -137,10 +133,15 @@ def _stored_alike(merged: Sequence[PoolModel], model: nn.Module) -> bool:
     """Return whether every tensor has one dtype in all files."""
     dtypes = []
     for other in merged:
-        source: Any = other.files
+        source = _files(other)
         keys = ExpertModel(other.name, source, model).keys
         dtypes.append({wanted: source.stored_dtype(key) for wanted, key in keys.items()})
     return all(stored == dtypes[0] for stored in dtypes)
+
+
+def _files(model: PoolModel) -> SafetensorsExpert:
+    assert isinstance(model.files, SafetensorsExpert)  # as `why_not_read` has found
+    return model.files
 
 
 # FusionBench's own functions on one tensor at a time, in the order in which its classes call them:

@@ -125,7 +125,7 @@ def _without_own(
     folder = settings.checkpoint_dir
     others = {n: p for n, p in presets.items() if p.replace(checkpoint_dir=folder) != settings}
     default = FeatCalSettings()
-    names = ("ridge_lambda", "mix_alpha", "anchor_rho", "order", "target", "ridge")
+    names = ("ridge_lambda", "mix_alpha", "anchor_rho", "rule")
     is_default = all(getattr(settings, name) == getattr(default, name) for name in names)
     for name in presets.keys() - others.keys():
         log.info("the pool's preset %s is this run's own settings: the row is featcal", name)

@@ -16,12 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from fusion_bench_featcal.experts import hollow_copy, known_bytes
-from fusion_bench_featcal.experts.read_plan import budget_left
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.feature_shapes import LENGTH, length_for, needs_length, takes_images
 from fusion_bench_featcal.fusionbench.console import explained
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
-from fusion_bench_featcal.fusionbench.fusing import merger_class
 from fusion_bench_featcal.fusionbench.hydra_job import make_importable
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_models import (
@@ -30,6 +28,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     PLAIN_OPTIONS,
 )
 from fusion_bench_featcal.fusionbench.run_results import method_name
+from fusion_bench_featcal.fusionbench.upstream import budget_left
 from fusion_bench_featcal.hub import is_here
 from fusion_bench_featcal.plan import Plan, one_line, plan_of, warnings_of
 from fusion_bench_featcal.plan_shapes import Request
@@ -77,13 +76,12 @@ def run_request(
     base_held = base is not None and not _streams(base, settings)
     neighbours = _devices(fabric.get("devices", 1), device := torch.device(device))
     processes = neighbours * int(fabric.get("num_nodes", 1))
-    fused = processes == 1 and not (held or base_held) and _fuses(method)
     sources = [_source_of(entry) for entry in experts]
     if merger is not None and settings.expert_read_budget is not None:
         whole = sum(value.nbytes for value in model.state_dict().values())
         read = sum(whole if s is None else sum(map(s.nbytes, s.names())) for s in sources)
         try:
-            left = budget_left(settings.expert_read_budget, read, method_name(merger), fused=fused)
+            left = budget_left(settings.expert_read_budget, read, method_name(merger))
         except CalibrationError as error:
             raise ValueError(str(error)) from error
         settings = settings.replace(expert_read_budget=left)
@@ -98,7 +96,6 @@ def run_request(
         itemsize=stored_itemsize(sources[0]),
         device=device,
         fetches=sum(map(_is_fetched, [*experts, *([] if base is None else [base])])),
-        fused=fused,
         processes=processes,
         neighbours=neighbours,
     )
@@ -216,12 +213,6 @@ def _streams(entry: Any, settings: FeatCalSettings) -> bool:
         plain = "pretrained_model_name_or_path" in entry and not set(entry) - PLAIN_OPTIONS
         return plain or "peft_model_path" in entry
     return isinstance(entry, str) and (not Path(entry).is_dir() or _source_of(entry) is not None)
-
-
-def _fuses(method: Mapping[str, Any]) -> bool:
-    """Return whether the upstream merge, by its entry, will share the calibration's reads."""
-    merger = merger_class(method.get("base_method") or {})
-    return merger is not None and method.get("fuse_merge", "auto") == "auto"
 
 
 def _devices(asked: Any, device: torch.device) -> int:

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fusion_bench_featcal.engine.checks import refuse_not_finite
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     load_pool_model,
@@ -27,6 +26,7 @@ from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.save_target import check_save_target
 from fusion_bench_featcal.json_files import masked
 from fusion_bench_featcal.module_copies import bind_own_functions, copied_module
+from fusion_bench_featcal.modules.models import refuse_not_finite
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.settings import CalibrationError

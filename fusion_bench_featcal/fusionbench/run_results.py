@@ -10,6 +10,7 @@ from typing import Any
 from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
+from fusion_bench_featcal.agreement import Agreement, outcome_of, warnings_of
 from fusion_bench_featcal.calibration import CalibrationResult
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.fusionbench.evaluation import (
@@ -43,7 +44,6 @@ from fusion_bench_featcal.results.remarks import (
 )
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
-from fusion_bench_featcal.trials import Agreement, outcome_of, warnings_of
 
 log = logging.getLogger(__name__)
 

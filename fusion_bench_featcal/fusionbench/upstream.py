@@ -5,9 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.experts.merging import UpstreamMerge
-from fusion_bench_featcal.experts.read_plan import budget_left
-from fusion_bench_featcal.fusionbench.fusing import merger_class, prepare_fused, why_not_fused
+from fusion_bench_featcal.fusionbench.fusing import merge_from_files, merger_class, why_not_read
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
@@ -18,7 +16,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
 )
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.fusionbench.run_results import method_name
-from fusion_bench_featcal.results.provenance import BY_ITSELF, EARLIER, FUSED, counts_of
+from fusion_bench_featcal.setting_checks import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -30,9 +28,6 @@ class Upstream:
     Attributes:
         config: `method.base_method`; None: the pool's own merged model is taken.
         name: Name of its row in reports.
-        fused: Whether it shares the reads of the first calibration. A look at headers tells
-            nearly always; `merged_model` has the last word.
-        notes: Sentences for the report, once the merged model is complete.
     """
 
     def __init__(self, config: Any, models: PoolModels) -> None:
@@ -57,39 +52,27 @@ class Upstream:
             import_target("method.base_method", target)
         self.config = config
         self.name = MERGED if config is None else method_name(config)
-        self.fused = False
-        self._limited = False
-        self._omitted: dict[str, list[str]] = {}
-        self.notes: list[str] = []
         self._models = models
-        self._why_alone = ""
+        self._why_whole = ""
 
-    def plan_reads(self, settings: FeatCalSettings, fuse: bool | str, processes: int) -> None:
-        """Find out whether the merger can share the reads of the first calibration.
+    def plan_reads(self, settings: FeatCalSettings, fuse: bool | str) -> None:
+        """Find out whether the merger can go through files tensor by tensor.
 
         Args:
-            settings: Settings of that calibration.
+            settings: Settings of the first calibration.
             fuse: `method.fuse_merge`: `auto` or False.
-            processes: Number of processes.
 
         Raises:
             CalibrationError: If the merger alone reads more than `expert_read_budget`.
         """
         if self.config is None:
             return
-        self._limited = settings.expert_read_budget is not None
         if fuse is False:
-            self._why_alone = "method.fuse_merge is false"
-        elif processes > 1:
-            self._why_alone = (
-                "there are several processes, of which each reads only its own experts"
-            )
+            self._why_whole = "method.fuse_merge is false"
         elif settings.stream_experts is False:
-            self._why_alone = "method.stream_experts is false"
+            self._why_whole = "method.stream_experts is false"
         else:
-            merger = merger_class(self.config)
-            self._why_alone = why_not_fused(merger, self._models, limited=self._limited)
-        self.fused = not self._why_alone
+            self._why_whole = why_not_read(merger_class(self.config), self._models)
         self.budget_left(settings)
 
     def merged_model(self, program: Any) -> nn.Module:
@@ -100,36 +83,18 @@ class Upstream:
         """
         if self.config is None:
             return load_pool_model(self._models.pool, MERGED_MODEL)
+        why = self._why_whole
+        if not why:
+            merged = merge_from_files(self.config, self._models)
+            if not isinstance(merged, str):
+                log.info("%s merges tensor by tensor from files", self.name)
+                return merged
+            why = merged
+        log.info("%s merges models that are loaded whole: %s", self.name, why)
         return run_merger(program, self.config, self._models.pool, "method.base_method")
 
-    def start(
-        self, program: Any, settings: FeatCalSettings
-    ) -> tuple[nn.Module, UpstreamMerge | None]:
-        """Merge; or, where merging shares the calibration's reads, prepare to.
-
-        Args:
-            program: The running program, or None.
-            settings: Settings of the first calibration, which would complete the merged model.
-
-        Returns:
-            The merged model and None; or the model that is to become it, and the merger.
-
-        Raises:
-            CalibrationError: As `merged_model`; or if a read budget cannot be kept.
-        """
-        if self.fused:
-            prepared = prepare_fused(self.config, self.name, self._models, limited=self._limited)
-            if not isinstance(prepared, str):
-                log.info("%s shares the calibration's reads", self.name)
-                return prepared
-            self.fused, self._why_alone = False, prepared
-        if self.config is not None:
-            log.info("%s runs by itself: %s", self.name, self._why_alone)
-            self.budget_left(settings)
-        return self.merged_model(program), None
-
     def budget_left(self, settings: FeatCalSettings) -> float | str | None:
-        """Rest of a read budget that the merger leaves to the first calibration; None: no limit.
+        """Return the rest of a read budget that the merger leaves to calibration; None: no limit.
 
         Raises:
             CalibrationError: If the merger alone reads more than the budget.
@@ -138,31 +103,18 @@ class Upstream:
         if budget is None or self.config is None:
             return budget
         read = sum(expert.file_bytes or 0 for expert in self._models.experts.values())
-        return budget_left(budget, read, self.name, fused=self.fused, why=self._why_alone)
+        return budget_left(budget, read, self.name)
 
     def add_reads(self, reads: dict[str, Any], *, first: bool) -> None:
-        """Add what the merger reads to a calibration's manifest of reads, and to its totals.
+        """Add what the merger reads to a calibration's count of reads, and to its totals.
 
         Args:
-            reads: The manifest.
-            first: Whether the calibration is the run's first; with later ones it reads nothing.
+            reads: The count.
+            first: Whether the calibration is the run's first: with later ones it reads nothing.
         """
-        how = (FUSED if self.fused else BY_ITSELF) if first else EARLIER
-        files = {name: self._models[name].file_bytes for name in self._read_besides(how)}
+        files = {name: self._models[name].file_bytes for name in self._read()} if first else {}
         merger = None if self.config is None else self.name
-        if first and self.fused:
-            omitted = (reads["plan"] or {}).get("omitted", {})
-            self._omitted = {expert: names for expert, names in omitted.items() if names}
-            if self._omitted:
-                self.notes = [
-                    f"{merger} was merged under method.expert_read_budget={reads['budget']}: "
-                    f"modules that were not read ({counts_of(self._omitted)}) add no step from the "
-                    "base, so it is not the merger of all experts that gains are measured against "
-                    "elsewhere"
-                ]
-        reads["upstream"] = {
-            "merger": merger, "how": how, "files": files, "omitted": self._omitted
-        }  # fmt: skip
+        reads["upstream"] = {"merger": merger, "files": files, "earlier": not first}
         totals = reads["totals"]
         for key, chosen in (
             ("upstream_experts_read", self._models.experts),
@@ -171,16 +123,35 @@ class Upstream:
         ):
             sizes = [files[name] for name in chosen if name in files]
             totals[key] = None if None in sizes else sum(size for size in sizes if size)
-        besides = totals["upstream_experts_read"]
-        totals["all_experts_read"] = None if besides is None else totals["experts_read"] + besides
+        upstream = totals["upstream_experts_read"]
+        totals["all_experts_read"] = None if upstream is None else totals["experts_read"] + upstream
 
-    def _read_besides(self, how: str) -> list[str]:
-        """Models that the merger reads itself: what it shares, the calibration counts."""
-        if how == EARLIER:
-            return []
+    def _read(self) -> list[str]:
+        """Return the models that the merger reads."""
         if self.config is None:
             return [MERGED_MODEL]
-        experts = [] if how == FUSED else list(self._models.experts)
-        from_base = self.name != "simple_average" or (how == FUSED and self._limited)
-        takes_base = self._models.base is not None and from_base
-        return [BASE_MODEL, *experts] if takes_base else experts
+        takes_base = self._models.base is not None and self.name != "simple_average"
+        return [*([BASE_MODEL] if takes_base else []), *self._models.experts]
+
+
+def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
+    """Return the rest of a read budget behind an upstream merger, which reads every expert whole.
+
+    Args:
+        budget: The setting `expert_read_budget`.
+        upstream: Bytes of the experts' files.
+        merger: The merger's name, for the message.
+
+    Raises:
+        CalibrationError: If nothing is left, naming what can be set instead.
+    """
+    if upstream == 0:
+        return budget
+    limit = budget_in_bytes(budget, upstream)
+    if limit > upstream and not str(budget).endswith("%"):
+        return limit - upstream
+    raise CalibrationError(
+        f"method.expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
+        f"({upstream} bytes), and the calibration reads besides. Give more bytes than that, or let "
+        "the pool bring a merged model (modelpool.models._merged_, method.base_method=null)"
+    )

@@ -11,8 +11,8 @@ from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.methods.interface import MethodInputs, WithoutData
 from fusion_bench_featcal.module_copies import copied_module
-from fusion_bench_featcal.next.modules.models import refuse_not_finite
-from fusion_bench_featcal.next.modules.sites import find_all_modules
+from fusion_bench_featcal.modules.models import refuse_not_finite
+from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.settings import FeatCalSettings
 
 ANCHOR_SETTINGS = ("anchor_rho", "calibrate_bias", "calibrate_norm", "modules", "family")

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fusion_bench_featcal.calibration import Autocast, calibrate
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under, source_of
 from fusion_bench_featcal.methods.outside import load_outside
 from fusion_bench_featcal.module_copies import copied_module
-from fusion_bench_featcal.next.calibration import Autocast, calibrate
-from fusion_bench_featcal.next.modules.groups import Group
-from fusion_bench_featcal.next.modules.hooks import record
-from fusion_bench_featcal.next.modules.models import device_of
-from fusion_bench_featcal.next.rules.lot import Lot
-from fusion_bench_featcal.next.rules.regmean import RegMean
-from fusion_bench_featcal.next.rules.rule import Rule
-from fusion_bench_featcal.next.streams.batch import Batch
-from fusion_bench_featcal.next.streams.runner import Runner
-from fusion_bench_featcal.next.streams.samples import check_inputs
-from fusion_bench_featcal.next.streams.streams import Streams
+from fusion_bench_featcal.modules.groups import Group
+from fusion_bench_featcal.modules.hooks import record
+from fusion_bench_featcal.modules.models import device_of
+from fusion_bench_featcal.rules.lot import Lot
+from fusion_bench_featcal.rules.regmean import RegMean
+from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.runner import Runner
+from fusion_bench_featcal.streams.samples import check_inputs
+from fusion_bench_featcal.streams.streams import Streams
 
 # FusionBench's RegMean++ keeps the base's values behind the last block, ours the experts' mean.
 REGMEAN, REGMEAN_PLUSPLUS, LOT = RegMean(), RegMean(features="merged"), Lot()
@@ -78,9 +78,7 @@ def merge_blockwise(
         CalibrationError: If the run cannot go on, naming the place and the setting.
         ValueError: If the family is unknown.
     """
-    settings = settings.replace(
-        anchor_rho=1.0, batch_norm="merged", held_out=0, augment=None, log_drift=False
-    )
+    settings = settings.replace(batch_norm="merged", held_out=0, augment=None, log_drift=False)
     check_inputs(base, experts, batches, settings)
     home = device_of(base)
     start = copied_module(base).to(device or home)
@@ -95,8 +93,7 @@ def merge_blockwise(
         base,
         sources,
         batches,
-        settings,
-        rule,
+        settings.replace(rule=rule),
         device=device,
         autocast=autocast,
         streams_type=streams_type or partial(ExpertStreams, behind_merged=behind_merged),

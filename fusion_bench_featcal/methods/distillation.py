@@ -19,12 +19,12 @@ from fusion_bench_featcal.methods.lessons import (
     mean_square,
 )
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
-from fusion_bench_featcal.next.modules.models import copied
-from fusion_bench_featcal.next.streams.inputs import to_device
-from fusion_bench_featcal.next.streams.samples import naming_task, take_samples
+from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.setting_checks import POSITIVE, Check, integer
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.inputs import to_device
+from fusion_bench_featcal.streams.samples import naming_task, take_samples
 
 DISTILLATION_SETTINGS = (*SAMPLE_SETTINGS, "family", "ignore_config")
 """Fields of `FeatCalSettings` that distillation has too, with the same meaning."""

@@ -10,8 +10,8 @@ from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.methods.interface import Choice, MethodInputs, WeightsOnly
-from fusion_bench_featcal.next.streams.augmentation import change_of
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.streams.augmentation import change_of
 
 
 def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[str, Any]:
@@ -96,9 +96,8 @@ class FeatCal(WeightsOnly):
             autocast=inputs.fabric.autocast,
         )
         self._drawn = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
-        trials = result.log.of_kind("trial")
         model: Any = result.model
-        if trials:
-            kept = next(trial for trial in trials if trial["kept"])
-            model.choice = Choice.of(len(trials), kept["change"])
+        for record in result.log.of_kind("drift_weights"):
+            change = {"task_weights": record["weights"]} if record["kept"] else {}
+            model.choice = Choice.of(2, change)
         return model

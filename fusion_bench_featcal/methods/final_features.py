@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
-from fusion_bench_featcal.next.modules.models import head_of
-from fusion_bench_featcal.next.streams.rows import CountedRows
-from fusion_bench_featcal.next.streams.samples import rows_named
+from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.streams.rows import CountedRows
+from fusion_bench_featcal.streams.samples import rows_named
 
 
 def final_features(model: nn.Module, inputs: Any) -> Tensor:

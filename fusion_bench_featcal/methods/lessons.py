@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.feature_correction import check_features
 from fusion_bench_featcal.methods.final_features import final_features, final_rows
-from fusion_bench_featcal.next.streams.rows import CountedRows, rows_of
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.rows import CountedRows, rows_of
 
 
 @dataclass(frozen=True)

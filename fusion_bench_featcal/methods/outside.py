@@ -12,16 +12,16 @@ from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import call_model
-from fusion_bench_featcal.next.modules.groups import Group, find_groups
-from fusion_bench_featcal.next.modules.hooks import record
-from fusion_bench_featcal.next.modules.models import device_of, head_of
-from fusion_bench_featcal.next.modules.sites import site_of
-from fusion_bench_featcal.next.rules.rule import GroupSums, Rule
-from fusion_bench_featcal.next.streams.batch import Batch
-from fusion_bench_featcal.next.streams.inputs import to_device
-from fusion_bench_featcal.next.streams.samples import take
-from fusion_bench_featcal.next.streams.task_rows import AffineRows, LinearRows
+from fusion_bench_featcal.modules.groups import Group, find_groups
+from fusion_bench_featcal.modules.hooks import record
+from fusion_bench_featcal.modules.models import device_of, head_of
+from fusion_bench_featcal.modules.sites import site_of
+from fusion_bench_featcal.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.inputs import to_device
+from fusion_bench_featcal.streams.samples import take
+from fusion_bench_featcal.streams.task_rows import AffineRows, LinearRows
 
 
 def load_outside(
@@ -70,7 +70,7 @@ def load_outside(
                 for group, task_rows in rows.items():
                     task_rows.add(batch, inputs[group.name])
             for group, task_rows in rows.items():
-                sums[group].add(task_rows.finished(), task_rows.expert)
+                sums[group].add(task, task_rows.finished(), task_rows.expert)
     for group, group_sums in sums.items():
         for name, value in group.updates(group_sums.solve().linear, biases=False).items():
             model.get_parameter(name).data.copy_(value)

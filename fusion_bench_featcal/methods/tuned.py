@@ -26,9 +26,9 @@ from fusion_bench_featcal.methods.corrected_model import Corrected
 from fusion_bench_featcal.methods.interface import Choice, MethodInputs
 from fusion_bench_featcal.methods.lessons import Lesson, expert_lessons
 from fusion_bench_featcal.module_copies import copied_module
-from fusion_bench_featcal.next.streams.inputs import to_device
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.inputs import to_device
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,8 @@ from .tables import Grid
 
 PROVENANCE = "provenance.json"
 OWN, MERGED = "own", "merged"
-FUSED, BY_ITSELF, EARLIER = "fused", "by itself", "earlier"
-_HOW = {
-    FUSED: "merged by {merger}, which shared the calibration's reads",
-    BY_ITSELF: "merged by {merger}, which read the models by itself",
-    EARLIER: "the run's merged model, made by {merger} for an earlier row",
-}
+_EARLIER = "the run's merged model, made by {merger} for an earlier row"
+_MERGED = "merged by {merger}, which read the models by itself"
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,8 @@ class Provenance:
         """Sentences on the merger, on what was read of its models, and on their digests."""
         reads, totals = self.reads, self.reads["totals"]
         upstream = reads.get("upstream") or {}
-        how = _HOW.get(upstream.get("how", ""), "").format(merger=upstream.get("merger"))
+        how = _EARLIER if upstream.get("earlier") else _MERGED
+        how = how.format(merger=upstream["merger"]) if upstream else ""
         if upstream and upstream["merger"] is None:
             how = "calibrated on the pool's own merged model"
         yield f"{self.row}: {how}" if how else self.row
@@ -112,15 +109,6 @@ class Provenance:
         )
         if merging := totals.get("upstream_experts_read"):
             yield f"the merger read {_megabytes(merging)} of experts besides"
-        if trials := totals.get("trials_read", 0) - totals["experts_read"]:
-            yield f"calibrations with other settings read {_megabytes(trials)} of experts besides"
-        if omitted := upstream.get("omitted"):
-            yield (
-                f"modules that the merger did not read ({counts_of(omitted)}) added no step from "
-                "the base to the merged model"
-            )
-        for expert, block in plan.get("stale_from", {}).items():
-            yield f"{expert}: features from {block} on are partly the merged model's"
         hashes = reads.get("hashes")
         if hashes is None:
             yield "what was read was not hashed: that happens where the model is saved"
@@ -162,11 +150,6 @@ def explain(found: Provenance) -> Sequence[str]:
         state = f"changed since: {', '.join(changed)}" if changed else "as they were written"
         print(without_codes(f"files of the model: {state}"))
     return changed
-
-
-def counts_of(omitted: Mapping[str, Sequence[str]]) -> str:
-    """Numbers of modules by expert, for a sentence: `3 of cars, 1 of dtd`."""
-    return ", ".join(f"{len(names)} of {expert}" for expert, names in omitted.items())
 
 
 def _counted(count: int, what: str) -> str:

@@ -98,8 +98,7 @@ def _is_papers(report: Report, suite: str, name: str, method: str) -> bool:
     if expected is None or numbers != {SAMPLES}:
         return False
     settings = report.settings.get(name, {})
-    is_ablation = settings.get("order") == "model" or settings.get("task_weights") == "equal"
-    return _agree(settings, expected) and not is_ablation
+    return _agree(settings, expected) and settings.get("rule", "paper") == "paper"
 
 
 def _agree(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:

@@ -25,10 +25,10 @@ from fusion_bench_featcal.data.text_samples import (
     TextKind,
     pad_samples,
 )
-from fusion_bench_featcal.engine.samples import check_token_ids
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.progress import progress_bar
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.streams.inputs import check_token_ids
 from fusion_bench_featcal.tasks.pool_settings import (
     build_part,
     evaluation_report,

@@ -21,7 +21,7 @@ from fusion_bench_featcal.engine.activations import (
     open_activations,
 )
 from fusion_bench_featcal.engine.places import DiskPlace, HostPlace
-from fusion_bench_featcal.engine.problem import Problem
+from fusion_bench_featcal.modules.models import Problem
 from fusion_bench_featcal.engine.rows import CountedRows
 from fusion_bench_featcal.engine.samples import Batch
 from fusion_bench_featcal.engine.transfers import PlainTransfers

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.engine.augmentation import Jitter, augmented, images_of
+from fusion_bench_featcal.streams.augmentation import Jitter, augmented, images_of
 from fusion_bench_featcal.engine.fold_rows import FoldRows
 from fusion_bench_featcal.engine.samples import Batch
 
 IMAGES = normal(0, 3, 2, 8, 6).float()
 HERE = f"{__name__}"
-THREE = {"_target_": "fusion_bench_featcal.engine.augmentation.Jitter", "copies": 3}
+THREE = {"_target_": "fusion_bench_featcal.streams.augmentation.Jitter", "copies": 3}
 
 
 def random(seed: int = 0) -> torch.Generator:

@@ -20,7 +20,7 @@ from fusion_bench_featcal.core.kernels import (
     using_kernel,
     with_kernel,
 )
-from fusion_bench_featcal.engine.processes import Processes
+from fusion_bench_featcal.processes import Processes
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")

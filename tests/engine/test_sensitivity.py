@@ -19,7 +19,7 @@ from fusion_bench_featcal.engine.sensitivity import final_rows, sensitivities
 from fusion_bench_featcal.families import resolve_family
 
 STEP = 1e-5
-JITTER = "fusion_bench_featcal.engine.augmentation.Jitter"
+JITTER = "fusion_bench_featcal.streams.augmentation.Jitter"
 
 
 def small_clip(depth: int = 1) -> Suite:

@@ -10,7 +10,7 @@ from tiny_models import normal
 from torch import Tensor, nn
 from transformers import ConvNextV2Config, ConvNextV2ForImageClassification
 
-from fusion_bench_featcal.engine.modules import find_all_modules
+from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.families import STAGES, resolve_family
 from fusion_bench_featcal.settings import FeatCalSettings
 

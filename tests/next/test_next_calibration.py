@@ -13,11 +13,11 @@ from torch import nn
 from tricky_models import plain, stack_suite
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.next.calibration import calibrate
-from fusion_bench_featcal.next.core.moments import Moments
-from fusion_bench_featcal.next.rules.paper import Paper
-from fusion_bench_featcal.next.rules.plus import Plus
-from fusion_bench_featcal.next.rules.rule import Linear
+from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.rules.paper import Paper
+from fusion_bench_featcal.rules.plus import Plus
+from fusion_bench_featcal.rules.rule import Linear
 
 SUITES = {
     "clip": clip_suite,

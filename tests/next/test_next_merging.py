@@ -7,12 +7,12 @@ import torch
 from tiny_models import normal
 from torch import Tensor
 
-from fusion_bench_featcal.next.core.least_squares import shrink_off_diagonal, solve_seen
-from fusion_bench_featcal.next.core.moments import Moments
-from fusion_bench_featcal.next.rules.lot import GainSums
-from fusion_bench_featcal.next.rules.norms import NormRows
-from fusion_bench_featcal.next.rules.regmean import LeastSquaresSums
-from fusion_bench_featcal.next.rules.rule import Linear
+from fusion_bench_featcal.core.least_squares import shrink_off_diagonal, solve_seen
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.rules.lot import GainSums
+from fusion_bench_featcal.rules.norms import NormRows
+from fusion_bench_featcal.rules.regmean import LeastSquaresSums
+from fusion_bench_featcal.rules.rule import Linear
 
 TASKS = 3
 

@@ -24,13 +24,13 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.digests import digest_file
 from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.json_files import read_json, sealed_json
-from fusion_bench_featcal.next.calibration import calibrate
-from fusion_bench_featcal.next.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.next.output import check_output, open_output
-from fusion_bench_featcal.next.output.folder import OutputFolder
-from fusion_bench_featcal.next.processes import Processes
-from fusion_bench_featcal.next.rules.paper import Paper
-from fusion_bench_featcal.next.rules.plus import Plus
+from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.output import check_output, open_output
+from fusion_bench_featcal.output.folder import OutputFolder
+from fusion_bench_featcal.processes import Processes
+from fusion_bench_featcal.rules.paper import Paper
+from fusion_bench_featcal.rules.plus import Plus
 
 PAPER_RULE: Any = Paper()
 
@@ -130,7 +130,7 @@ def test_finished_run_is_repeated_without_running_anything(tmp_path: Path, monke
     suite = clip_suite()
     wanted = run(suite, tmp_path)
     monkeypatch.setattr(torch.nn.MultiheadAttention, "forward", None)
-    monkeypatch.setattr("fusion_bench_featcal.next.calibration.calibrate_blocks", None)
+    monkeypatch.setattr("fusion_bench_featcal.calibration.calibrate_blocks", None)
     assert_identical(run(suite, tmp_path, resume=True).model, wanted.model)
 
 

@@ -20,13 +20,13 @@ from tiny_convs import net_suite, tower_suite
 from tiny_models import Suite, clip_suite
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, FeatCalSettings
-from fusion_bench_featcal.next import processes as transport
-from fusion_bench_featcal.next.calibration import calibrate
-from fusion_bench_featcal.next.output import open_output
-from fusion_bench_featcal.next.processes import LostProcessError, Processes, TorchProcesses
-from fusion_bench_featcal.next.rules.paper import Paper
-from fusion_bench_featcal.next.rules.plus import Plus
-from fusion_bench_featcal.next.team import Team
+from fusion_bench_featcal import processes as transport
+from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.output import open_output
+from fusion_bench_featcal.processes import LostProcessError, Processes, TorchProcesses
+from fusion_bench_featcal.rules.paper import Paper
+from fusion_bench_featcal.rules.plus import Plus
+from fusion_bench_featcal.team import Team
 
 Change = Callable[[Any, Processes], Any]
 RULES: dict[str, Any] = {"paper": Paper(), "plus": Plus()}

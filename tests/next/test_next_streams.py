@@ -14,9 +14,9 @@ from torch import Tensor
 from tricky_models import shares_sometimes, stack_suite
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.next.calibration import calibrate
-from fusion_bench_featcal.next.rules.paper import Paper
-from fusion_bench_featcal.next.rules.plus import Plus
+from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.rules.paper import Paper
+from fusion_bench_featcal.rules.plus import Plus
 
 RULES = {"paper": Paper(calibrate_norm=False), "plus": Plus()}
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))

@@ -11,8 +11,8 @@ from tiny_models import normal
 from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.next.streams.batch import Batch
-from fusion_bench_featcal.next.streams.places import Disk, Here, Host, Waiting, place_of
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.places import Disk, Here, Host, Waiting, place_of
 
 CPU = torch.device("cpu")
 

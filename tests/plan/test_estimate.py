@@ -35,11 +35,11 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.feature_shapes import features_of
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
 from fusion_bench_featcal.fusionbench.plan_run import log_plan
-from fusion_bench_featcal.next.calibration import calibrate as calibrate_next
-from fusion_bench_featcal.next.modules.groups import Group
-from fusion_bench_featcal.next.rules.paper import Paper
-from fusion_bench_featcal.next.rules.plus import Plus
-from fusion_bench_featcal.next.streams.batch import Batch
+from fusion_bench_featcal.calibration import calibrate as calibrate_next
+from fusion_bench_featcal.modules.groups import Group
+from fusion_bench_featcal.rules.paper import Paper
+from fusion_bench_featcal.rules.plus import Plus
+from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.plan import Plan, one_line, plan_of, show_plan, warnings_of
 from fusion_bench_featcal.plan_shapes import Request, Shapes
 from fusion_bench_featcal.settings import CalibrationError

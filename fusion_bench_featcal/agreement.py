@@ -1,0 +1,160 @@
+"""Agreement with the experts on held-out samples, and a second calibration for far tasks."""
+
+import logging
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_bench_featcal.log import CalibrationLog
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+log = logging.getLogger(__name__)
+
+UNEVEN = 2.0
+"""Drift weights are tried where the largest squared drift is so many times the median."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of final features with the experts' on held-out samples, by task.
+
+    Attributes:
+        cosine: Mean cosine of the calibrated model's features to the expert's.
+        merged: The same of the merged model's.
+        drift: Root mean square drift of the calibrated model's, relative to the expert's norm.
+        samples: Number of samples.
+    """
+
+    cosine: Mapping[str, float]
+    merged: Mapping[str, float]
+    drift: Mapping[str, float]
+    samples: Mapping[str, int]
+
+    @classmethod
+    def of(cls, log: CalibrationLog) -> "Agreement":
+        """Read it from the records of the last block; tasks without held-out samples lack."""
+        last = {record["task"]: record for record in log.of_kind("task")}
+        known = {task: record for task, record in last.items() if record.get("held_out")}
+
+        def column(name: str) -> dict[str, Any]:
+            return {task: record[name] for task, record in known.items()}
+
+        return cls(
+            column("held_out_cosine"),
+            column("held_out_cosine_merged"),
+            column("held_out_drift"),
+            column("held_out"),
+        )
+
+    @property
+    def mean(self) -> float:
+        """Mean cosine over tasks."""
+        return statistics.fmean(self.cosine.values())
+
+    @property
+    def behind(self) -> list[str]:
+        """Tasks whose features are not closer to their expert's than the merged model's are."""
+        return [task for task, cosine in self.cosine.items() if not cosine > self.merged[task]]
+
+    def drift_weights(self) -> dict[str, float] | None:
+        """Return weights in proportion to each task's drift, of mean 1; None: the drift is even."""
+        drifts = self.drift.values()
+        if not drifts or max(drifts) ** 2 <= UNEVEN * statistics.median(
+            drift**2 for drift in drifts
+        ):
+            return None
+        mean = statistics.fmean(self.drift.values())
+        return {task: drift / mean for task, drift in self.drift.items()}
+
+
+def warnings_of(agreement: Agreement, settings: FeatCalSettings) -> list[str]:
+    """A sentence for each task on which calibration brings final features no closer.
+
+    Args:
+        agreement: The agreement.
+        settings: Settings of the calibration, which the advice is made for.
+    """
+    advice = ["Raise method.samples_per_task"]
+    if settings.rule != "plus":
+        gives_weight = "whose method.task_weights=drift gives such tasks more weight"
+        advice.append(f"use method=featcal/plus, {gives_weight}")
+    elif settings.task_weights != "drift":
+        advice.append("set method.task_weights=drift, which gives such tasks more weight")
+    if len(agreement.behind) < len(agreement.cosine):
+        advice.append("drop the task")
+    else:
+        advice.append("check the calibration samples: all tasks are behind")
+    return [
+        f"{task}: on {agreement.samples[task]} held-out samples the calibrated model's final "
+        f"features are no closer to the expert's than the merged model's (cosine "
+        f"{agreement.cosine[task]:.4f}, merged {agreement.merged[task]:.4f}). "
+        f"{', '.join(advice[:-1])}, or {advice[-1]}"
+        for task in agreement.behind
+    ]
+
+
+def calibrate_and_compare(
+    calibrated: Callable[[FeatCalSettings], Any], settings: FeatCalSettings
+) -> Any:
+    """Calibrate, and once more with weights by drift where that leaves a task far behind.
+
+    The second model is kept if it raises the mean cosine of final features on held-out samples over
+    tasks, and brings no further task behind the merged model.
+
+    Args:
+        calibrated: Calibrates with given settings, from the same samples each time.
+        settings: The settings. With `task_weights=drift` there may be a second calibration.
+
+    Returns:
+        The better `CalibrationResult`. After a second calibration its log ends with a record of
+        kind `drift_weights`, and its count of reads has those of both.
+
+    Raises:
+        CalibrationError: If `strict` is set and a task is no closer to its expert than before.
+    """
+    seeks_weights = settings.task_weights == "drift"
+    best = calibrated(settings.replace(task_weights=None) if seeks_weights else settings)
+    before = Agreement.of(best.log)
+    weights = before.drift_weights() if seeks_weights else None
+    if weights is not None:
+        folder = settings.checkpoint_dir and f"{settings.checkpoint_dir}/drift_weights"
+        log.info("calibrating again with more weight for far tasks: %s", weights)
+        again = calibrated(settings.replace(task_weights=weights, checkpoint_dir=folder))
+        after = Agreement.of(again.log)
+        is_better = after.mean > before.mean and not set(after.behind) - set(before.behind)
+        best, other = (again, best) if is_better else (best, again)
+        best.reads["totals"]["experts_read"] += other.reads["totals"]["experts_read"]
+        figures = {"weights": weights, "cosine_before": before.mean, "cosine": after.mean}
+        best.log.add("drift_weights", {**figures, "kept": is_better})
+    if settings.strict:
+        refuse_behind(Agreement.of(best.log), settings)
+    return best
+
+
+def outcome_of(log: CalibrationLog) -> list[str]:
+    """Return a sentence on a second calibration and whether it was kept; none without one."""
+    return [
+        f"calibrated again with more weight for far tasks "
+        f"({', '.join(f'{task} {weight:.2f}' for task, weight in record['weights'].items())}), "
+        f"{'which was kept' if record['kept'] else 'which was dropped'}: mean cosine of final "
+        f"features on held-out samples {record['cosine']:.4f}, before "
+        f"{record['cosine_before']:.4f}"
+        for record in log.of_kind("drift_weights")
+    ]
+
+
+def refuse_behind(agreement: Agreement, settings: FeatCalSettings) -> None:
+    """Refuse a model that is no closer to a task's expert than the merged model.
+
+    Args:
+        agreement: Its agreement with the experts.
+        settings: Settings of the calibration.
+
+    Raises:
+        CalibrationError: Naming the tasks and what to change.
+    """
+    if sentences := warnings_of(agreement, settings):
+        raise CalibrationError(
+            "; ".join(sentences) + ". To keep such a model set method.strict=false"
+        )

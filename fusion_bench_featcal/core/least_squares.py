@@ -1,0 +1,59 @@
+"""Least-squares systems `E G = R` whose Gram matrix may be singular."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fusion_bench_featcal.core.solve import solve_ridge
+
+
+def shrink_off_diagonal(gram: Float[Tensor, "*g d d"], factor: float) -> Float[Tensor, "*g d d"]:
+    """Return Gram matrices with their entries off the diagonal scaled (RegMean's shrinkage)."""
+    shrunk = gram * factor
+    shrunk.diagonal(dim1=-2, dim2=-1).copy_(gram.diagonal(dim1=-2, dim2=-1))
+    return shrunk
+
+
+def solve_seen(
+    gram: Float[Tensor, "d d"],
+    right: Float[Tensor, "m d"],
+    *,
+    precision: torch.dtype,
+    floor: float = 0.0,
+    cutoff: float = 0.0,
+) -> tuple[Float[Tensor, "m d"], int]:
+    """Return the minimum-norm solution of `E G = R`: exact where `G` has energy, elsewhere zero.
+
+    Channels may differ in size by orders of magnitude, and each has a relative precision of its
+    own. Energies are therefore those of `G` with all channels scaled to size 1.
+
+    Args:
+        gram: `G`, positive semi-definite.
+        right: `R`, whose rows lie in the range of `G`.
+        precision: Dtype in which `G` was summed. Energies of the size of its rounding count as
+            none.
+        floor: Lower bound of the energies. Above 0 only channels without any input are unseen, and
+            the solve needs no eigenvectors.
+        cutoff: Energies up to this share of the largest count as none.
+
+    Returns:
+        `R G^+`, and the number of directions with energy.
+
+    Raises:
+        UnsolvedError: If the system has no trustworthy solution in spite of a floor.
+    """
+    sizes = gram.diagonal().clamp_min(0).sqrt()
+    scales = sizes.where(sizes > 0, torch.ones_like(sizes))
+    correlations, scaled = (gram + gram.T) / 2 / (scales[:, None] * scales), right / scales
+    rounding = torch.finfo(precision).eps
+    if floor > 0 and bool((sizes > 0).all()):
+        doubt = rounding if floor < rounding else 0.0
+        solved = solve_ridge(correlations[None], scaled[None], 0.0, rounding=doubt)
+        return solved.step[0] / scales, len(gram)
+    energies, directions = torch.linalg.eigh(correlations)
+    seen = energies > max(len(gram) * rounding, cutoff) * energies.max()
+    basis = directions[:, seen]
+    solution = (scaled @ basis / energies[seen]) @ basis.T / scales
+    # Of all solutions the shortest has no part in the null space, which scaling has tilted.
+    unseen = torch.linalg.qr(directions[:, ~seen] / scales[:, None]).Q
+    return solution - (solution @ unseen) @ unseen.T, int(seen.sum())

@@ -1,0 +1,94 @@
+"""Choice of a ridge by held-out error: each fold is predicted from the sums of the others."""
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.solve import SINGLE_RIDGE, shifted
+
+GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+"""Candidates, relative to the mean eigenvalue of the inputs' second moments."""
+
+NO_CHANGE = math.inf
+"""Candidate that leaves the modules as they are."""
+
+_START = 2
+
+
+def choose_ridge(folds: Moments, *, biased: bool) -> float:
+    """Choose the ridge with the least error on folds that are left out, over all maps.
+
+    Args:
+        folds: Sums by fold; `y` are the targets.
+        biased: Whether a bias takes up the means.
+
+    Returns:
+        A value of `GRID`, or infinity for no change; 1 where samples fill one fold only.
+    """
+    used = (folds.count[:, 0] > 0).tolist()
+    if sum(used) < 2:
+        return 1.0
+    left = Moments(*(tensor[used] for tensor in folds.tensors()))
+    whole = left.total()
+    others = Moments(*(a - b for a, b in zip(whole.tensors(), left.tensors(), strict=True)))
+    train = others.means(centred=biased)
+    candidates = (*GRID, NO_CHANGE)
+    best = downhill(
+        _START, len(candidates), lambda n: float(held_out_error(train, left, candidates[n], biased))
+    )
+    return candidates[best]
+
+
+def downhill(start: int, count: int, error_of: Callable[[int], float]) -> int:
+    """Return the first candidate on the way down whose neighbours have no smaller error.
+
+    Args:
+        start: Number of the first candidate.
+        count: Number of candidates.
+        error_of: Error of a candidate; NaN counts as infinite.
+    """
+
+    @cache
+    def error(number: int) -> float:
+        value = error_of(number)
+        return value if math.isfinite(value) else math.inf
+
+    for direction in (1, -1):
+        number = start
+        while 0 <= number + direction < count and (
+            error(number + direction) < error(number)
+            or (direction > 0 and error(number) == math.inf)
+        ):
+            number += direction
+        if number != start:
+            return number
+    return start
+
+
+def held_out_error(train: Moments, left: Moments, ridge: float, biased: bool) -> Tensor:
+    """Return the sum of `|E x + b - y|^2` over rows that are left out, less that of `y`.
+
+    Args:
+        train: Means over the other folds, for each fold.
+        left: Sums over each fold.
+        ridge: The candidate.
+        biased: Whether `b` is the one that the means leave; else it is zero.
+    """
+    step = torch.zeros_like(train.cross)
+    if ridge != NO_CHANGE:
+        dtype = train.gram.dtype if ridge >= SINGLE_RIDGE else torch.float64
+        scale = train.gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+        lower, failed = torch.linalg.cholesky_ex(shifted(train.gram.to(dtype), ridge * scale))
+        step = torch.cholesky_solve(train.cross.mT.to(dtype), lower).mT.to(step.dtype)
+        step = torch.where(failed[..., None, None] == 0, step, torch.nan)
+    error = ((step @ left.gram - 2 * left.cross) * step).sum().double()
+    if biased:
+        bias = train.y - (step @ train.x[..., None])[..., 0]
+        ahead = (step @ left.x[..., None])[..., 0] - left.y
+        both = 2 * (bias * ahead).sum(-1) + left.count * bias.square().sum(-1)
+        error = error + both.sum().double()
+    return error

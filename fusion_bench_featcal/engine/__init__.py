@@ -1,1 +1,0 @@
-"""Parts of the calibration loop: samples, hooks, sums and solves of one block."""

@@ -1,0 +1,267 @@
+"""Weights of base and experts, with a count of the bytes read and a budget for them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.digests import digest_tensor
+from fusion_bench_featcal.experts.counted import Budgeted, Counted
+from fusion_bench_featcal.experts.expert_model import ExpertModel
+from fusion_bench_featcal.experts.model_config import check_same_function, config_of
+from fusion_bench_featcal.experts.source import (
+    ExpertSource,
+    source_of,
+)
+from fusion_bench_featcal.json_files import digest_json
+from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.settings import CalibrationError
+
+BASE = "_pretrained_"
+"""Name of the base model, as FusionBench's pools have it."""
+
+OUTSIDE = "outside the blocks"
+
+Gather = Callable[[Any], list[Any]]
+"""Returns every process's value."""
+
+
+def alone(value: Any) -> list[Any]:
+    """Return the value of a process alone, as `Gather`."""
+    return [value]
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Reads that a budget allows.
+
+    Attributes:
+        limit: Most bytes to read of all experts; None: any.
+        full: Bytes of a full read; None: a source does not tell its sizes.
+        bytes: Bytes of the granted tensors.
+        omitted: Expert -> tensors that are not read, by the merged model's names.
+    """
+
+    limit: int | None = None
+    full: int | None = None
+    bytes: int | None = None
+    omitted: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Base and experts of one calibration. Each tensor that is read counts once.
+
+    Attributes:
+        base: The base model; None: nothing is read of it.
+        experts: The expert of each task of this process.
+        counted: The sources of base and experts.
+        tasks: All tasks, those of other processes, too.
+        grant: What may be read of the experts.
+    """
+
+    base: ExpertModel | None
+    experts: Mapping[str, ExpertModel]
+    counted: Mapping[str, Counted]
+    tasks: Sequence[str]
+    grant: Grant = field(default_factory=Grant)
+
+    def limited(
+        self,
+        budget: float | str | None,
+        order: Sequence[str],
+        merged: Mapping[str, Tensor],
+        gather: Gather = alone,
+    ) -> "Weights":
+        """Spend a budget on the experts' tensors by their position, on all experts alike.
+
+        Args:
+            budget: The setting `expert_read_budget`; None: everything is read.
+            order: The merged model's names of the tensors that are read, in forward order.
+            merged: The merged model's tensors, which stand in.
+            gather: Exchanges values with other processes, whose experts count, too.
+
+        Raises:
+            CalibrationError: If there is a budget, and a source does not tell its sizes.
+        """
+        sizes: dict[str, Mapping[str, tuple[str, int]]] = {}
+        try:
+            for task, expert in self.experts.items():
+                sizes[task] = {name: (expert.keys[name], expert.nbytes(name)) for name in order}
+        except CalibrationError:
+            if budget is not None:
+                raise
+            sizes = {}
+        gathered = gather(sizes)
+        if not all(gathered):
+            return self
+        everything = {task: of_task for part in gathered for task, of_task in part.items()}
+        grant = grants(budget, {task: everything[task] for task in self.tasks})
+        experts = {}
+        for task, expert in self.experts.items():
+            stand_ins = {expert.keys[n]: merged[n] for n in grant.omitted.get(task, ())}
+            view = Budgeted(expert.source, stand_ins) if stand_ins else expert.source
+            experts[task] = expert.reading(view)
+        return replace(self, experts=experts, grant=grant)
+
+    def manifest(
+        self,
+        budget: float | str | None,
+        modules: Mapping[str, Sequence[str]],
+        merged: Mapping[str, Tensor],
+        gather: Gather = alone,
+    ) -> dict[str, Any]:
+        """Return what was read, fit for JSON. docs/read_budget.md explains the entries.
+
+        Args:
+            budget: The setting `expert_read_budget`.
+            modules: Block -> calibrated modules.
+            merged: The merged model's tensors.
+            gather: Exchanges values with other processes.
+        """
+        models, grant = {BASE: self.base, **self.experts}, self.grant
+        sizes = {name: _by_own_names(models[name], c.sizes) for name, c in self.counted.items()}
+        read = self._joined(gather(sizes))
+        counts = {name: _by_place(of_model, list(modules)) for name, of_model in read.items()}
+        base = counts.pop(BASE, None)
+        planned: dict[str, Any] = {"limit": grant.limit, "full": grant.full, "bytes": grant.bytes}
+        planned["omitted"] = {task: _modules(names) for task, names in grant.omitted.items()}
+        missing = [name for names in grant.omitted.values() for name in names]
+        return {
+            "format": 2,
+            "budget": budget,
+            "plan": None if grant.full is None else planned,
+            "experts": counts,
+            "base": base,
+            "modules": {block: list(names) for block, names in modules.items()},
+            "hashes": self._hashes(merged, gather),
+            "totals": {
+                "experts_read": sum(sum(places.values()) for places in counts.values()),
+                "experts_planned": grant.bytes,
+                "base_read": sum((base or {}).values()),
+                "merged_stood_in": sum(merged[name].nbytes for name in missing),
+            },
+        }
+
+    def _hashes(self, merged: Mapping[str, Tensor], gather: Gather) -> dict[str, Any] | None:
+        """Return digests of what was read and of the merged model, where these are wanted."""
+        own = {name: source.digests for name, source in self.counted.items()}
+        models = {
+            name: {"all": digest_json(digests), "tensors": dict(sorted(digests.items()))}
+            for name, digests in self._joined(gather(own)).items()
+            if digests
+        }
+        if not models:
+            return None
+        whole = digest_json({name: digest_tensor(tensor) for name, tensor in merged.items()})
+        return {"models": models, "merged": whole}
+
+    def _joined(self, gathered: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict]:
+        """Join what processes have noted of each model's tensors, the models in order."""
+        joined: dict[str, dict[str, Any]] = defaultdict(dict)
+        for part in gathered:
+            for name, of_model in part.items():
+                joined[name] |= of_model
+        return {name: joined[name] for name in (BASE, *self.tasks) if name in joined}
+
+
+def open_weights(
+    shown: nn.Module,
+    model: nn.Module,
+    base: nn.Module | ExpertSource | None,
+    experts: Mapping[str, nn.Module | ExpertSource],
+    ignored: Sequence[str],
+    view: Any,
+    *,
+    spared: Collection[str] = (),
+    own: Iterable[str] | None = None,
+    hashed: bool = False,
+) -> Weights:
+    """Open base and experts, of which only names and shapes are read.
+
+    Args:
+        shown: The merged model, with its config.
+        model: The calibrated model, whose dtypes and device the experts take.
+        base: The base model; None: nothing is read of it.
+        experts: Experts by task.
+        ignored: Keys of configs in which they may differ (`ignore_config`).
+        view: The family's view of models, which shows their sources, too.
+        spared: Names of tensors that are not needed, as of heads.
+        own: The tasks of this process; None: all. Other experts are not opened.
+        hashed: Whether to digest what is read.
+
+    Raises:
+        CalibrationError: If a model's weights or config do not fit the merged model.
+    """
+    counted: dict[str, Counted] = {}
+
+    def paired(name: str, model_or_source: Any, role: str = "expert") -> ExpertModel:
+        counted[name] = Counted(view.source(source_of(model_or_source)), hashed=hashed)
+        expert = ExpertModel(name, counted[name], model, role=role, spared=spared)
+        configs = config_of(model_or_source), config_of(shown)
+        check_same_function(name, *configs, ignored, role=role)
+        return expert
+
+    first = None if base is None else paired(BASE, base, "base model")
+    tasks = experts if own is None else own
+    opened = {task: paired(task, experts[task]) for task in tasks}
+    return Weights(first, opened, counted, tuple(experts))
+
+
+def grants(budget: float | str | None, sizes: Mapping[str, Mapping[str, tuple[str, int]]]) -> Grant:
+    """Grant modules in forward order, one expert's after another's, until the next does not fit.
+
+    A larger budget grants all that a smaller one does, and more.
+
+    Args:
+        budget: The setting `expert_read_budget`.
+        sizes: Expert -> the merged model's name of each tensor that is read, in forward order ->
+            its name in the source, which tied tensors share, and its bytes.
+    """
+    full = sum(sum(dict(of_expert.values()).values()) for of_expert in sizes.values())
+    limit = None if budget is None else budget_in_bytes(budget, full)
+    order = list(dict.fromkeys(name for of_expert in sizes.values() for name in of_expert))
+    remaining = full if limit is None else limit
+    granted: dict[str, set[str]] = {task: set() for task in sizes}
+    is_open, total = True, 0
+    for _, names in groupby(order, key=_module):
+        inside = list(names)
+        for task, of_expert in sizes.items():
+            new = dict(of_expert[n] for n in inside if of_expert[n][0] not in granted[task])
+            cost = sum(new.values())
+            is_open = is_open and total + cost <= remaining
+            if is_open:
+                granted[task] |= new.keys()
+                total += cost
+    omitted = {
+        task: [name for name, (key, _) in of_expert.items() if key not in granted[task]]
+        for task, of_expert in sizes.items()
+    }
+    return Grant(limit, full, total, omitted)
+
+
+def _by_own_names(model: ExpertModel | None, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return sizes of a source's tensors by the merged model's names, tied ones once."""
+    names = {key: name for name, key in reversed(model.keys.items())} if model else {}
+    return {names[key]: size for key, size in sizes.items()}
+
+
+def _by_place(sizes: Mapping[str, int], blocks: Sequence[str]) -> dict[str, int]:
+    """Add up the sizes of tensors by block."""
+    places = dict.fromkeys((OUTSIDE, *blocks), 0)
+    for name, size in sizes.items():
+        inside = (block for block in blocks if name.startswith(f"{block}."))
+        places[next(inside, OUTSIDE)] += size
+    return places
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Return the modules that have some tensors, in order."""
+    return list(dict.fromkeys(map(_module, names)))

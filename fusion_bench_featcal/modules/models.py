@@ -1,0 +1,182 @@
+"""Whole models: copies, modes, and the tensors that running a model needs."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.core.finite import all_finite, is_sound, not_finite, read_back
+from fusion_bench_featcal.experts import names_under
+from fusion_bench_featcal.families import Family
+from fusion_bench_featcal.module_copies import copied_module
+from fusion_bench_featcal.modules.sites import BlockModules
+from fusion_bench_featcal.settings import CalibrationError
+
+
+def tensors_of_block(model: nn.Module, family: Family, block: str) -> list[str]:
+    """Return names of the tensors that running one block needs."""
+    names = list(model.state_dict())
+    if not family.whole_model:
+        return names_under(names, [block])
+    head = set(tensors_of_head(model, block))
+    return [name for name in names if name not in head]
+
+
+def tensors_before_stage(
+    model: nn.Module, family: Family, stages: Sequence[Sequence[str]], stage: int
+) -> list[str]:
+    """Return names of the tensors that running up to a stage's first block needs.
+
+    Where stages hand on their output, earlier blocks are not needed again. A family that replays
+    whole models needs nothing to begin.
+    """
+    if family.whole_model:
+        return []
+    head = head_of(model)
+    unused = [block for later in stages[0 if family.hands_on else stage :] for block in later]
+    unused += [name for name, module in model.named_modules() if module is head]
+    names = list(model.state_dict())
+    behind = tensors_of_head(model, stages[stage][0])
+    return sorted(set(names) - set(names_under(names, unused)) - set(behind))
+
+
+def names_in_order(
+    model: nn.Module,
+    family: Family,
+    stages: Sequence[Sequence[str]],
+    modules: Mapping[str, BlockModules],
+    *,
+    runs_experts: bool,
+) -> list[str]:
+    """Return the names of the tensors that are read of every expert, in forward order.
+
+    Args:
+        model: The model.
+        family: Cuts it into blocks.
+        stages: Its blocks.
+        modules: The modules of each block.
+        runs_experts: Whether experts run, or only their calibrated parameters are read.
+    """
+    names: list[str] = []
+    for index, stage in enumerate(stages):
+        if runs_experts:
+            names += tensors_before_stage(model, family, stages, index)
+        for block in stage:
+            calibrated = [name for site in modules[block].sites for name in site.names]
+            names += tensors_of_block(model, family, block) if runs_experts else calibrated
+    return list(dict.fromkeys(names))
+
+
+def tensors_of_head(model: nn.Module, block: str) -> list[str]:
+    """Return names of the tensors behind the part that transformers calls a model's base model.
+
+    Heads read that part's output. Running its blocks does not need them.
+
+    Args:
+        model: The model; any but one of transformers has no head.
+        block: Name of a block. There is no head if it is outside the base model.
+    """
+    body = getattr(model, "base_model", model)
+    inside = next((name for name, module in model.named_modules() if module is body), "")
+    if not inside or not block.startswith(f"{inside}."):
+        return []
+    names = list(model.state_dict())
+    last = max(index for index, name in enumerate(names) if name.startswith(f"{inside}."))
+    return names[last + 1 :]  # what comes before it may be embeddings
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Return the output embeddings of a language model; None for any other model."""
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    return find()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's parameters."""
+    return next(model.parameters()).device
+
+
+def refuse_not_finite(
+    model: nn.Module, label: str, advice: str, sources: Iterable[Callable[[str], object]] = ()
+) -> None:
+    """Refuse a model with NaN or infinity in a parameter, or NaN in a persistent buffer.
+
+    Args:
+        model: The model, its tensors on one device.
+        label: Its name in the message.
+        advice: End of the message if no source has such values in that tensor.
+        sources: Readers of the models that it was made of. Each takes a tensor's name and raises a
+            `CalibrationError` if its tensor of that name is not finite. Unknown names pass.
+
+    Raises:
+        CalibrationError: Naming the tensor and the model that brought it.
+    """
+    parameters = {id(parameter) for parameter in model.parameters()}
+    stored = model.state_dict(keep_vars=True)
+    tensors = {name: t.detach() for name, t in stored.items() if t.is_floating_point()}
+    signs = read_back([not_finite(tensor) for tensor in tensors.values()])
+    for (name, tensor), sign in zip(tensors.items(), signs, strict=True):
+        if sign and not is_sound(tensor, is_parameter=id(stored[name]) in parameters):
+            for read in sources:
+                read(name)
+            raise CalibrationError(f"{label}: tensor {name!r} has NaN or infinite values. {advice}")
+
+
+def gives_images(model: nn.Module) -> bool:
+    """Return whether features of four dimensions have their channels first."""
+    return any(isinstance(module, nn.Conv2d | nn.BatchNorm2d) for module in model.modules())
+
+
+def copied(model: nn.Module, device: torch.device, *, in_place: bool = False) -> nn.Module:
+    """Return a copy of the merged model on a device, or the model itself, moved there."""
+    model = model if in_place else copied_module(model)
+    # Without gradients autocast keeps no copies of weights, which an update would make stale.
+    return model.to(device).eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Training mode of every sub-module and gradient flag of every parameter of a model."""
+
+    training: list[bool]
+    gradients: list[bool]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Modes":
+        """Record a model's modes."""
+        gradients = [parameter.requires_grad for parameter in model.parameters()]
+        return cls([module.training for module in model.modules()], gradients)
+
+    def restore(self, model: nn.Module) -> None:
+        """Set them in a model of the same structure."""
+        for module, training in zip(model.modules(), self.training, strict=True):
+            module.training = training
+        for parameter, needed in zip(model.parameters(), self.gradients, strict=True):
+            parameter.requires_grad_(needed)
+
+
+def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor]) -> None:
+    """Write new parameters and statistics of a block, all or none, in the model's own dtype.
+
+    Raises:
+        CalibrationError: If a value does not fit the dtype.
+    """
+    tensors = model.state_dict()
+    new = {name: value.to(tensors[name].dtype) for name, value in updates.items()}
+    signs = read_back([not_finite(value) for value in new.values()])
+    for (name, value), sign in zip(new.items(), signs, strict=True):
+        if sign and not all_finite(value):
+            raise CalibrationError(
+                f"block {block}: the new {name} is not finite in {value.dtype}. Raise "
+                "method.ridge_lambda, or merge in a wider dtype"
+            )
+    for name, value in new.items():
+        tensors[name].copy_(value)
+
+
+def relative_change(before: Tensor, after: Tensor) -> dict[str, float]:
+    """Return the norm of a weight's update relative to that of the weight, unless that is zero."""
+    update, norm = read_back([torch.linalg.vector_norm(x) for x in (after - before, before)])
+    return {"relative_update": update / norm} if norm else {}

@@ -1,0 +1,276 @@
+"""Modules of a block that are calibrated, and how their parameters are stored."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
+
+from fusion_bench_featcal.core.patches import Patches
+from fusion_bench_featcal.modules.kinds import is_layer_norm, is_linear, runs_as
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+
+@dataclass(frozen=True)
+class Site:
+    """One calibrated module of a block.
+
+    Attributes:
+        name: Its full name in the model.
+        kind: `linear` (convolutions too: linear maps of patches), `norm` (LayerNorm or GroupNorm
+            with gain and shift) or `batch_norm`, of which the running statistics change.
+        has_bias: Whether it has a bias (linear) or shift (norm).
+        transposed: Whether its weight is stored `[in, out]` (GPT-2's Conv1D).
+        patches: Geometry of a convolution; None for any other module.
+        channels_first: Whether a norm receives `[batch, d, ...]`, not `[..., d]`.
+    """
+
+    name: str
+    kind: str
+    has_bias: bool = True
+    transposed: bool = False
+    patches: Patches | None = None
+    channels_first: bool = False
+
+    @property
+    def weight_name(self) -> str:
+        """Name of the weight (linear) or gain (norm) in the model's state dict."""
+        return f"{self.name}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        """Name of the bias (linear) or shift (norm)."""
+        return f"{self.name}.bias"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its parameters that are calibrated."""
+        if self.kind == "batch_norm":
+            return ()
+        return (self.weight_name, self.bias_name) if self.has_bias else (self.weight_name,)
+
+    @property
+    def groups(self) -> int:
+        """Number of linear maps with inputs of their own."""
+        return 1 if self.patches is None else self.patches.groups
+
+    def oriented(self, weight: Tensor) -> Tensor:
+        """Return a stored weight as `[out, in]`; of a convolution the maps one below the other."""
+        if self.patches is not None:
+            return weight.flatten(1)
+        return weight.T if self.transposed else weight
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """Return a weight `[out, in]` as it is stored."""
+        if self.patches is not None:
+            return weight.reshape(len(weight), -1, *self.patches.kernel)
+        return weight.T if self.transposed else weight
+
+
+@dataclass(frozen=True)
+class BlockModules:
+    """A block's modules.
+
+    Attributes:
+        sites: Calibrated modules.
+        left: Names of modules with parameters that stay as merged.
+        routed: Number of modules among these that would be calibrated, but for the router that
+            chooses what they receive.
+    """
+
+    sites: tuple[Site, ...]
+    left: tuple[str, ...]
+    routed: int = 0
+
+
+def find_all_modules(
+    model: nn.Module,
+    stages: Iterable[Iterable[str]],
+    settings: FeatCalSettings,
+    *,
+    calibrate_norm: bool,
+) -> dict[str, BlockModules]:
+    """Sort the modules of all blocks into calibrated ones and ones that stay as merged.
+
+    Calibrated: nn.Linear, transformers' Conv1D, Conv1d and Conv2d, LayerNorm and GroupNorm, and the
+    statistics of BatchNorm. Left: norms without a shift, embeddings, modules that hold vectors
+    only, routers of mixtures and their experts. Everything else that holds a matrix is refused.
+
+    Args:
+        model: The model.
+        stages: Its blocks, as its family lists them.
+        settings: `modules` and `batch_norm` are used.
+        calibrate_norm: Whether gains and shifts of norms change.
+
+    Returns:
+        The modules of each block, in order of registration.
+
+    Raises:
+        CalibrationError: If a module cannot be calibrated and is not excluded, its weight is
+            quantised or shared, a pattern matches no module, or no module is left.
+    """
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
+    blocks = {
+        block: _find_modules(model, block, settings, calibrate_norm, shared)
+        for stage in stages
+        for block in stage
+    }
+    names = [site.name for modules in blocks.values() for site in modules.sites]
+    names += [name for modules in blocks.values() for name in modules.left]
+    for pattern in settings.modules or ():
+        if not any(matches(name, pattern.removeprefix("!")) for name in names):
+            raise CalibrationError(
+                f"method.modules: {pattern!r} matches no module of the blocks; there are "
+                f"{names[:6]} and {max(len(names) - 6, 0)} more"
+            )
+    if not any(modules.sites for modules in blocks.values()):
+        raise CalibrationError("method.modules leaves no module to calibrate")
+    return blocks
+
+
+def _find_modules(
+    model: nn.Module,
+    block: str,
+    settings: FeatCalSettings,
+    calibrate_norm: bool,
+    shared: Mapping[int, Sequence[str]],
+) -> BlockModules:
+    sites, left, routed = list[Site](), list[str](), 0
+    routers, experts = _mixtures(model, block)
+    changes = {
+        "linear": True,
+        "norm": calibrate_norm,
+        "batch_norm": settings.batch_norm == "reestimate",
+    }
+    for inner, module in model.get_submodule(block).named_modules():
+        name = f"{block}.{inner}" if inner else block
+        if hasattr(module, "lora_A"):
+            raise CalibrationError(
+                f"block {block}: module {name} carries a LoRA adapter; merge it into its weight "
+                "first (peft: model.merge_and_unload())"
+            )
+        direct = dict(module.named_parameters(recurse=False))
+        if not (direct or isinstance(module, _BatchNorm)):
+            continue
+        selected = is_selected(name, settings.modules) and name not in routers
+        site = site_of(name, module) if selected else None
+        if selected and site is None:
+            _refuse_matrices(block, name, module, direct)
+        is_routed = name.startswith(experts)
+        routed += is_routed and site is not None
+        if site is None or is_routed or not changes[site.kind]:
+            left.append(name)
+            continue
+        _refuse_unusable(block, name, direct, shared)
+        sites.append(site)
+    return BlockModules(tuple(sites), tuple(left), routed)
+
+
+def _mixtures(model: nn.Module, block: str) -> tuple[set[str], tuple[str, ...]]:
+    """Return names of a block's routers, and beginnings of the names of their experts' modules.
+
+    A mixture has a list `experts` and a module `gate` or `router` whose weight has a row for each.
+    """
+    routers, experts = set[str](), list[str]()
+    for name, module in model.get_submodule(block).named_modules(prefix=block):
+        leaf, inner = "gate" if hasattr(module, "gate") else "router", getattr(module, "experts", 0)
+        rows = getattr(getattr(module, leaf, None), "weight", None)
+        if isinstance(inner, nn.ModuleList) and rows is not None and len(rows) == len(inner):
+            routers.add(f"{name}.{leaf}")
+            experts.append(f"{name}.experts.")
+    return routers, tuple(experts)
+
+
+def site_of(name: str, module: Any) -> Site | None:
+    """Return a module as a site, or None if it cannot be calibrated."""
+    from transformers.pytorch_utils import Conv1D
+
+    if is_linear(module):
+        return Site(name, "linear", module.bias is not None)
+    if runs_as(module, Conv1D):
+        return Site(name, "linear", transposed=True)
+    if runs_as(module, nn.Conv2d) or runs_as(module, nn.Conv1d):
+        return Site(name, "linear", module.bias is not None, patches=_patches(module))
+    if is_layer_norm(module) and module.bias is not None and module.weight.ndim == 1:
+        first = getattr(module, "data_format", None) == "channels_first"  # as ConvNeXt's
+        return Site(name, "norm", channels_first=first)
+    if runs_as(module, nn.GroupNorm) and module.affine:
+        return Site(name, "norm", channels_first=True)
+    if isinstance(module, _BatchNorm) and module.track_running_stats:
+        return Site(name, "batch_norm", has_bias=False, channels_first=True)
+    return None
+
+
+def _patches(module: Any) -> Patches:
+    """Return the geometry of a convolution."""
+    padding = [0] * len(module.kernel_size) if isinstance(module.padding, str) else module.padding
+    pads = [(side, side) for side in padding]
+    if module.padding == "same":
+        spans = zip(module.kernel_size, module.dilation, strict=True)
+        pads = [(d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2) for k, d in spans]
+    return Patches(
+        channels=module.in_channels,
+        groups=module.groups,
+        kernel=module.kernel_size,
+        stride=module.stride,
+        dilation=module.dilation,
+        padding=tuple(pads),
+        mode="constant" if module.padding_mode == "zeros" else module.padding_mode,
+    )
+
+
+def is_selected(name: str, patterns: Sequence[str] | None) -> bool:
+    """Return whether patterns select a module. A leading `!` excludes, None selects all."""
+    included = [p for p in patterns or () if not p.startswith("!")]
+    excluded = [p[1:] for p in patterns or () if p.startswith("!")]
+    chosen = not included or any(matches(name, pattern) for pattern in included)
+    return chosen and not any(matches(name, pattern) for pattern in excluded)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a name or an end of it: `fc1`, `mlp.fc1`, `*.mlp.fc1`."""
+    leaves = name.split(".")
+    return any(fnmatchcase(".".join(leaves[start:]), pattern) for start in range(len(leaves)))
+
+
+def _refuse_matrices(
+    block: str, name: str, module: nn.Module, direct: Mapping[str, Tensor]
+) -> None:
+    """Refuse a module that holds a matrix which calibration would silently leave as merged."""
+    if isinstance(module, nn.Embedding):
+        return
+    # Vectors may be stored as [1, 1, 1, d] (ConvNeXt V2).
+    matrices = [
+        leaf for leaf, p in direct.items() if p.ndim > 1 and not p.numel() == p.shape[-1] > 1
+    ]
+    if matrices or is_parametrized(module):
+        inner = name.removeprefix(f"{block}.")
+        advice = [f"!{inner}"] + ([f"!{inner}.*"] if next(module.children(), None) else [])
+        raise CalibrationError(
+            f"block {block}: module {name} is a {type(module).__name__} with "
+            f"{matrices or 'parametrized weights'}; only modules that compute what nn.Linear, "
+            "Conv1d, Conv2d, GPT-2's Conv1D or a norm do can be calibrated. To leave it as merged, "
+            f"exclude it: method.modules={advice}"
+        )
+
+
+def _refuse_unusable(
+    block: str, name: str, direct: Mapping[str, Tensor], shared: Mapping[int, Sequence[str]]
+) -> None:
+    for leaf, parameter in direct.items():
+        if not parameter.is_floating_point():
+            raise CalibrationError(
+                f"block {block}: {name}.{leaf} is quantised ({parameter.dtype}); load the merged "
+                "model in a floating dtype, or exclude the module by method.modules"
+            )
+        names = shared[id(parameter)]
+        if len(names) > 1:
+            raise CalibrationError(
+                f"block {block}: {name}.{leaf} is one parameter under the names {names}; it has no "
+                f"update of its own. Exclude it: method.modules=['!{name}']"
+            )

@@ -1,1 +1,0 @@
-"""Mathematics of calibration: tensors in, tensors out."""

@@ -1,1 +1,0 @@
-"""Rules: how the blocks of a model are calibrated."""

@@ -1,0 +1,43 @@
+"""The output folder of a calibration, in which finished blocks are written and found again.
+
+Its code is imported only where `checkpoint_dir` is set.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.output.no_output import NoOutput
+from fusion_bench_featcal.settings import FeatCalSettings
+
+__all__ = ["NoOutput", "check_output", "open_output"]
+
+
+def open_output(settings: FeatCalSettings, processes: Any) -> NoOutput:
+    """Open the output folder that settings name.
+
+    Args:
+        settings: `checkpoint_dir` and `resume` are used.
+        processes: The processes, of which the first one writes.
+
+    Raises:
+        CalibrationError: If it cannot be used.
+    """
+    if settings.checkpoint_dir is None:
+        return NoOutput()
+    from fusion_bench_featcal.output.folder import OutputFolder
+
+    folder = Path(settings.checkpoint_dir)
+    return OutputFolder(folder, resume=settings.resume, processes=processes)
+
+
+def check_output(settings: FeatCalSettings, processes: Any) -> None:
+    """Refuse, before any work, a folder that a run with these settings cannot use.
+
+    Raises:
+        CalibrationError: If it cannot be used, or blocks were finished with other settings.
+    """
+    output = open_output(settings, processes)
+    if settings.checkpoint_dir is not None:
+        from fusion_bench_featcal.output.fingerprint import describe_settings
+
+        output.compare({"settings": describe_settings(settings)})

@@ -1,0 +1,153 @@
+"""Fingerprint of all that a calibration depends on, kept with finished blocks and compared."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_bench_featcal.core.float32_products import products_in_force
+from fusion_bench_featcal.digests import (
+    InputsDigest,
+    describe_model,
+    describe_software,
+    digest_tensor,
+    without_addresses,
+)
+from fusion_bench_featcal.experts.expert_model import first_rows
+from fusion_bench_featcal.experts.reads import BASE, Weights
+from fusion_bench_featcal.experts.source import ExpertSource
+from fusion_bench_featcal.json_files import digest_json
+from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.runner import Runner
+
+_PACKAGES = ("torch", "transformers", "safetensors", "fusion-bench-featcal")
+# Parts of this package that make a block's parameters from weights and samples.
+_CODE = ("core", "next", "families", "experts")
+# Settings without a part in the result: samples and weights are compared themselves.
+_WITHOUT_EFFECT = {*SETTINGS_OF_THE_RUN, "family", "linear_kernel"}
+_LABELS = {
+    "settings": "method.{}",
+    "weights": "weights of {}",
+    "model": "merged model's {}",
+    "samples": "samples of task {}",
+    "precision": "precision: {}",
+    "software": "version of {}",
+}
+_DIGESTS = ("weights", "model", "samples")
+
+
+def describe_settings(settings: FeatCalSettings) -> dict[str, Any]:
+    """Return the settings that a result depends on."""
+    values = settings.as_dict()
+    return {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
+
+
+def describe_run(
+    merged: nn.Module,
+    weights: Weights,
+    settings: FeatCalSettings,
+    rule: object,
+    runner: Runner,
+    samples: Mapping[str, Iterable[Batch]],
+    kernel: str,
+) -> dict[str, dict[str, Any]]:
+    """Return all that a calibration depends on, fit for JSON.
+
+    Of base and experts names, shapes and first rows are compared, not every value.
+
+    Args:
+        merged: The merged model.
+        weights: Base and experts.
+        settings: Settings.
+        rule: The rule.
+        runner: How models are cut into blocks and run.
+        samples: The batches of each task.
+        kernel: What multiplies matrices on the CPU.
+    """
+    tensors = dict(merged.named_buffers()) | merged.state_dict()
+    digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
+    models = {
+        f"{'base' if name == BASE else 'expert'} {name} (modelpool.models.{name})": source.source
+        for name, source in weights.counted.items()
+    }
+    texts = {"rule": repr(rule), "family": repr(runner.family)}
+    stages, device = [list(stage) for stage in runner.stages], runner.device
+    with runner.autocast():
+        on = torch.is_autocast_enabled(device.type)
+        autocast = str(torch.get_autocast_dtype(device.type)) if on else None
+    return {
+        "settings": describe_settings(settings),
+        "run": {name: without_addresses(text) for name, text in texts.items()},
+        "model": {**describe_model(merged), "blocks": stages},
+        "weights": {
+            "the merged model": digest_json(digests),
+            **{name: glimpse(source) for name, source in models.items()},
+        },
+        "samples": describe_samples(samples),
+        "precision": {
+            "device": device.type,
+            "autocast": autocast,
+            "products": products_in_force(),
+            "linear_kernel": kernel,
+        },
+        "software": describe_software(_PACKAGES, _CODE),
+        "machine": describe_machine(device),
+    }
+
+
+def glimpse(source: ExpertSource) -> str:
+    """Return a digest of names, shapes and first rows of a model's tensors."""
+    digest = hashlib.sha256()
+    for name in sorted(source.names()):
+        shape = source.shape(name)
+        rows = digest_tensor(first_rows(source, name, 1) if shape else source.tensor(name))
+        digest.update(f"{name} {shape} {rows}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def describe_samples(samples: Mapping[str, Iterable[Batch]]) -> dict[str, str]:
+    """Return a digest of each task's batches."""
+    digests = {task: InputsDigest() for task in samples}
+    for task, batches in samples.items():
+        for batch in batches:
+            digests[task].add(batch.inputs)
+    return {task: digest.text() for task, digest in digests.items()}
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return what may change the rounding and no more."""
+    return {
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cpu_kernels": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a phrase for each difference of a fingerprint, or of some entries, to an earlier one.
+
+    Args:
+        then: The earlier one, whatever a damaged file may hold.
+        now: Entries of this run.
+    """
+    phrases = []
+    for part, values in now.items():
+        before = then.get(part)
+        before = before if isinstance(before, Mapping) else {}
+        for key in sorted({*before, *values}):
+            old, new = _text(before.get(key)), _text(values.get(key))
+            if old != new:
+                label = _LABELS.get(part, "{}").format(_text(key)[1:-1][:100])
+                brief = part not in _DIGESTS and len(old + new) <= 400
+                phrases.append(label + f" ({old} then, {new} now)" * brief)
+    return phrases
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,44 @@
+"""Rules: frozen dataclasses whose fields are their settings, one file each."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+from fusion_bench_featcal.rules.rule import Rule
+from fusion_bench_featcal.settings import FeatCalSettings
+
+BY_NAME: Mapping[str, str] = {
+    "paper": "fusion_bench_featcal.rules.paper.Paper",
+    "plus": "fusion_bench_featcal.rules.plus.Plus",
+}
+"""`method.rule` -> its class, imported where it is asked for."""
+
+
+def rule_of(settings: FeatCalSettings) -> Rule:
+    """Return the rule that settings ask for.
+
+    A rule takes the settings that are its fields by name. A mapping may give further ones.
+
+    Raises:
+        ValueError: If a class cannot be imported, is no rule, or does not take what is given.
+    """
+    if not isinstance(settings.rule, str | Mapping):
+        return settings.rule
+    options = {} if isinstance(settings.rule, str) else dict(settings.rule)
+    target = options.pop("_target_", settings.rule)
+    kind: Any
+    try:
+        kind = resolve_name(BY_NAME.get(target, target))
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ValueError(
+            f"method.rule: _target_ {target!r} cannot be imported ({error}). Give "
+            "my_module.MyRule, with my_module.py in the folder of the run or installed"
+        ) from error
+    if not is_dataclass(kind) or not hasattr(kind, "turns"):
+        raise ValueError(f"method.rule: {target} is no rule: a dataclass with turns and sums")
+    shared = {field.name for field in fields(kind)} & set(FeatCalSettings.names())
+    try:
+        return kind(**{name: getattr(settings, name) for name in shared} | options)
+    except TypeError as error:
+        raise ValueError(f"method.rule: {target}: {error}") from error

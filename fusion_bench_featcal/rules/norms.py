@@ -1,0 +1,86 @@
+"""Gain and shift of norms, channel by channel (Eqs. 56 to 59)."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.rules.rule import Linear, Solved
+
+
+class NormRows:
+    """Sums over one task's normalised inputs `z` of one norm (Eq. 56).
+
+    Attributes:
+        sums: `sum z^2`, `sum z` and the number of rows, `[3, d]`.
+    """
+
+    def __init__(self, width: int, like: Tensor) -> None:
+        """Start with no rows."""
+        self.sums = like.new_zeros(3, width)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums, to which those of other processes may be added in place."""
+        return [self.sums]
+
+    def add(self, z: Tensor, weights: Tensor | None) -> None:
+        """Add rows.
+
+        Args:
+            z: Normalised inputs without gain and shift, `[n, d]`.
+            weights: Weight of each row, `[n]`; None: all weigh 1.
+        """
+        z = z.to(self.sums.dtype)
+        weights = z.new_ones(len(z)) if weights is None else weights.to(z.dtype)
+        self.sums[0] += weights @ z.square()
+        self.sums[1] += weights @ z
+        self.sums[2] += weights.sum()
+
+
+class HasRidge(Protocol):
+    """Settings that the solve of norms reads."""
+
+    @property
+    def ridge_lambda(self) -> float:
+        """Return lambda."""
+        ...
+
+    @property
+    def eps(self) -> float:
+        """Return the least determinant."""
+        ...
+
+
+class NormSums:
+    """Sums over tasks for one norm. Every task weighs 1."""
+
+    def __init__(self, rule: HasRidge, anchor: Linear) -> None:
+        """Start with no task."""
+        wide = solve_dtype(anchor.weight.device)
+        self._rule, self._anchor = rule, anchor.to(wide)
+        self._sums = self._anchor.bias.new_zeros(5, anchor.bias.shape[-1])
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums over tasks."""
+        return [self._sums]
+
+    def add(self, task: str, rows: NormRows, expert: Linear) -> dict[str, Tensor]:
+        """Add a task's means of `z^2` and `z`, and of the expert's output times `z` and alone."""
+        square, mean, count = rows.sums.to(self._sums.dtype)
+        square, mean = square / count, mean / count
+        gain, shift = expert.weight[0, 0].to(mean.dtype), expert.bias[0].to(mean.dtype)
+        targets = square * gain + mean * shift, mean * gain + shift
+        self._sums += torch.stack([square, mean, *targets, torch.ones_like(mean)])
+        return {}
+
+    def solve(self) -> Solved:
+        """Solve two equations for each channel (Eqs. 57 to 59)."""
+        square, mean, gain, shift, tasks = self._sums
+        pull, anchor = self._rule.ridge_lambda, self._anchor
+        square, tasks = square + pull, tasks + pull
+        gain, shift = gain + pull * anchor.weight[0, 0], shift + pull * anchor.bias[0]
+        determinant = (square * tasks - mean * mean).clamp_min(self._rule.eps)
+        new_gain = (tasks * gain - mean * shift) / determinant
+        new_shift = (square * shift - mean * gain) / determinant
+        return Solved(Linear(new_gain[None, None], new_shift[None]))

@@ -1,0 +1,109 @@
+"""RegMean and RegMean++: the weight that reproduces every expert's outputs best."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.least_squares import shrink_off_diagonal, solve_seen
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.rules.merging import MergingRule
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
+from fusion_bench_featcal.setting_checks import SHARE, Check, check_fields, one_of
+
+EPS = 1e-8
+"""Least norm of a Gram matrix."""
+
+
+@dataclass(frozen=True)
+class RegMean(MergingRule):
+    """RegMean (Jin et al., ICLR 2023): `W = (sum_i W_i G_i) (sum_i G_i)^-1`.
+
+    `G_i` is the mean Gram matrix of expert i's inputs, shrunk off its diagonal. Directions in which
+    no sample has energy keep the experts' mean, as all other parameters do.
+
+    Attributes:
+        off_diagonal: Factor of the Gram matrices' entries off the diagonal, 0 to 1.
+        task_weights: `equal`, or `unit_gram`: Gram matrices scaled to norm 1, as FeatCal does.
+        features: Features that each expert's block receives: the `expert`'s, or those of the
+            `merged` blocks before it (RegMean++, Nguyen et al., TMLR 2026).
+    """
+
+    off_diagonal: float = 0.95
+    task_weights: str = "equal"
+    features: str = "expert"
+
+    checks: ClassVar[dict[str, Check]] = {
+        "off_diagonal": SHARE,
+        "task_weights": one_of(("equal", "unit_gram")),
+        "features": one_of(("expert", "merged")),
+    }
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.checks)
+
+    def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
+        """Return empty sums relative to the experts' mean."""
+        return LeastSquaresSums(
+            merged, off_diagonal=self.off_diagonal, has_unit_gram=self.task_weights == "unit_gram"
+        )
+
+
+class LeastSquaresSums:
+    """Sums for the step from an anchor, `E = (sum_i (W_i - W_a) G_i) (sum_i G_i)^+`."""
+
+    def __init__(
+        self,
+        anchor: Linear,
+        *,
+        off_diagonal: float = 1.0,
+        has_unit_gram: bool = False,
+        cutoff: float = 0.0,
+        scale: float = 1.0,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Start with no expert.
+
+        Args:
+            anchor: Parameters that directions without energy keep.
+            off_diagonal: Factor of the Gram matrices' entries off the diagonal.
+            has_unit_gram: Whether Gram matrices are scaled to norm 1.
+            cutoff: Share of the largest energy up to which energies count as none.
+            scale: Factor of the step.
+            bias: Biases of the result; None: the anchor's.
+        """
+        self._anchor = anchor.to(solve_dtype(anchor.weight.device))
+        self._bias = anchor.bias if bias is None else bias
+        self._off_diagonal, self._has_unit_gram = off_diagonal, has_unit_gram
+        self._cutoff, self._scale = cutoff, scale
+        maps, _, inputs = anchor.weight.shape
+        self._gram = self._anchor.weight.new_zeros(maps, inputs, inputs)
+        self._right = torch.zeros_like(self._anchor.weight)
+        self._precision = anchor.weight.dtype
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums over tasks."""
+        return [self._gram, self._right]
+
+    def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
+        """Add an expert: the moments of its inputs, and its parameters."""
+        gram = shrink_off_diagonal(rows.means(centred=False).gram[0], self._off_diagonal)
+        if self._has_unit_gram:
+            gram = gram * rows.task_weights(EPS)[:, None, None]
+        self._precision, gram = gram.dtype, gram.to(self._gram.dtype)
+        self._gram += gram
+        self._right += (expert.weight.to(gram.dtype) - self._anchor.weight) @ gram
+        return {}
+
+    def solve(self) -> Solved:
+        """Return the anchor's weights with the scaled step."""
+        floor = 1 - self._off_diagonal
+        solved = [
+            solve_seen(gram, right, precision=self._precision, floor=floor, cutoff=self._cutoff)
+            for gram, right in zip(self._gram, self._right, strict=True)
+        ]
+        step = torch.stack([solution for solution, _ in solved])
+        weight = self._anchor.weight + self._scale * step
+        return Solved(Linear(weight, self._bias), facts={"seen": sum(seen for _, seen in solved)})

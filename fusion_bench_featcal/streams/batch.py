@@ -1,0 +1,38 @@
+"""A batch of samples on its way through the blocks."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fusion_bench_featcal.streams.rows import Rows
+
+
+@dataclass
+class Batch:
+    """Samples that run together.
+
+    Attributes:
+        inputs: The model's inputs; None once the last stage has begun.
+        samples: Number of samples; 0 for changed copies of others.
+        start: Number of the task's samples before it.
+        is_held_out: Whether it takes no part in the sums.
+        cal: Input of the calibrated model's next block.
+        exp: Input of the expert's next block; None where experts do not run.
+        merged: Input of the merged model's next block, of held-out batches.
+        rows: Positions that count in the stage.
+        noted: The expert's features at modules that are yet to be solved, one per call: inputs, or
+            outputs if the rule notes these.
+        expert_hidden: The expert's output of the block in hand, if features are looked at.
+    """
+
+    inputs: Any
+    samples: int
+    start: int = 0
+    is_held_out: bool = False
+    cal: Any = None
+    exp: Any = None
+    merged: Any = None
+    rows: Rows = field(default_factory=Rows)
+    noted: dict[str, list[Tensor]] = field(default_factory=dict)
+    expert_hidden: Tensor | None = None

@@ -1,0 +1,96 @@
+"""Checks of a turn's sums. The host looks at all of them once."""
+
+import logging
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.core.finite import not_finite, read_back
+from fusion_bench_featcal.modules.groups import Group
+from fusion_bench_featcal.rules.rule import Rule
+from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
+
+DEAD_TASK_RATIO = 1e-6
+"""A task whose Gram matrix has less than this share of the median norm would swamp the bias."""
+
+
+def warn_of_coarse_sums(rule: Rule, tasks: int, device: torch.device) -> None:
+    """Warn of a device without the precision that a rule needs."""
+    if rule.dtype(tasks, device) != rule.dtype(tasks, torch.device("cpu")):
+        log.warning(
+            "%s, which has no float64, is too coarse for method.ridge_lambda: rounding of the sums "
+            "moves the update by about 1 %%. Calibrate on a CPU or CUDA device, or raise "
+            "method.ridge_lambda to 0.01",
+            device.type,
+        )
+
+
+class Checks:
+    """Sums of all tasks and groups of a turn, to be checked together."""
+
+    def __init__(self, block: str) -> None:
+        """Start with nothing."""
+        self._block = block
+        self._places: list[tuple[str, str]] = []
+        self._numbers: list[Tensor] = []
+
+    def add(self, task: str, group: Group, rows: Any, figures: Mapping[str, Tensor]) -> None:
+        """Add a task's sums for one group.
+
+        Args:
+            task: The task.
+            group: The group.
+            rows: Its `LinearRows` or `AffineRows`.
+            figures: What `GroupSums.add` returned.
+        """
+        self._places.append((task, group.name))
+        broken = torch.stack([not_finite(sums) for sums in rows.tensors()]).any()
+        norm = figures.get("norm", torch.ones_like(rows.count))
+        self._numbers += [broken.to(norm), rows.count.to(norm), norm]
+
+    def run(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Look at all sums.
+
+        Args:
+            gather: Returns the values of all processes.
+
+        Raises:
+            CalibrationError: If no position counts, sums are not finite, or a task's inputs are
+                almost zero, naming task, block and module.
+        """
+        numbers = iter(read_back(self._numbers))
+        figures = [(*place, *(next(numbers) for _ in range(3))) for place in self._places]
+        norms: dict[str, dict[str, float]] = defaultdict(dict)
+        for task, module, broken, count, norm in chain(*gather(figures)):
+            place = f"task {task}, block {self._block}"
+            if count == 0:
+                raise CalibrationError(
+                    f"{place}: no position counts, all is padding; check the masks of its data "
+                    f"(modelpool.train_datasets.{task})"
+                )
+            if broken:
+                raise CalibrationError(
+                    f"{place}, module {module}: inputs are NaN or infinite, or their sums "
+                    "overflow, while weights and samples are finite: a forward pass overflows. "
+                    "Compute in a wider precision (fabric.precision=32-true, or wider "
+                    f"modelpool.models), or check modelpool.models.{task} and "
+                    f"modelpool.train_datasets.{task} for extreme values"
+                )
+            norms[module][task] = norm
+        for module, by_task in norms.items():
+            median = statistics.median(by_task.values())
+            for task, norm in by_task.items():
+                if norm < DEAD_TASK_RATIO * median:
+                    raise CalibrationError(
+                        f"task {task}, block {self._block}, module {module}: its inputs are "
+                        f"almost zero (gram norm {norm:.1e}, median task {median:.1e}), so its "
+                        f"weight would swamp the bias. Check modelpool.models.{task} and its "
+                        "calibration data, or drop the task"
+                    )

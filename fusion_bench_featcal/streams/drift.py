@@ -1,0 +1,149 @@
+"""Distance of the model's features from the experts', block by block (Eq. 2)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.finite import read_back
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.rows import CountedRows, rows_of
+
+BEFORE, AFTER, MERGED = "before", "after", "merged"
+
+Gather = Callable[[Any], list[Any]]
+
+
+class Watch:
+    """Base of what looks on at features. This one looks at nothing.
+
+    Attributes:
+        needs_features: Whether blocks run to their ends for it.
+    """
+
+    needs_features = False
+
+    def add(
+        self,
+        when: str,
+        task: str,
+        batch: Batch,
+        hidden: Tensor,
+        expert: Tensor,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Look at a block's output.
+
+        Args:
+            when: `before` or `after` the block's update; `merged`: as the merged model has it.
+            task: The task.
+            batch: The batch.
+            hidden: The model's features.
+            expert: The expert's.
+            is_last: Whether the model reads on from them.
+        """
+
+    def records(self, gather: Gather) -> dict[str, dict[str, Any]]:
+        """Return each task's figures at the block in hand, and start anew.
+
+        Args:
+            gather: Returns the values of all processes, whose sums are added up.
+        """
+        return {}
+
+
+class DriftLog(Watch):
+    """Sums of drifts at the block in hand, by task.
+
+    Attributes:
+        sums: `(task, when)` -> sums of `sums_of`, `[5]`. Of held-out samples `when` begins with
+            `held out`.
+    """
+
+    needs_features = True
+
+    def __init__(self, *, channels_first: bool = False) -> None:
+        """Start with nothing.
+
+        Args:
+            channels_first: Whether features of four dimensions are images `[batch, d, h, w]`.
+        """
+        self.sums: dict[tuple[str, str], Tensor] = {}
+        self._channels_first = channels_first
+
+    def add(
+        self,
+        when: str,
+        task: str,
+        batch: Batch,
+        hidden: Tensor,
+        expert: Tensor,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Add a batch's features."""
+        all_read = batch.is_held_out or is_last
+        counted = batch.rows.compared if all_read else batch.rows.counted
+        rows = [self._rows(features, counted) for features in (hidden, expert)]
+        key = task, f"held out {when}" if batch.is_held_out else when
+        new = sums_of(*rows)
+        self.sums[key] = self.sums[key] + new if key in self.sums else new
+
+    def _rows(self, hidden: Tensor, counted: CountedRows | None) -> Tensor:
+        is_image = self._channels_first and hidden.ndim == 4
+        return rows_of(hidden.movedim(1, -1) if is_image else hidden, counted)
+
+    def records(self, gather: Gather) -> dict[str, dict[str, Any]]:
+        """Return each task's figures at the block, and start anew.
+
+        Args:
+            gather: Returns the values of all processes, whose sums are added up.
+
+        Returns:
+            Task -> mean L2 drift over rows and root mean square drift relative to the expert's
+            features, `before` and `after`; of held-out samples relative drift and mean cosine.
+        """
+        numbers = iter(read_back(list(self.sums.values())))
+        read = {key: [next(numbers) for _ in range(len(s))] for key, s in self.sums.items()}
+        self.sums = {}
+        totals: dict[tuple[str, str], list[float]] = {}
+        for part in gather(read):
+            for key, values in part.items():
+                before = totals.get(key, [0.0] * len(values))
+                totals[key] = [a + b for a, b in zip(before, values, strict=True)]
+        records: dict[str, dict[str, Any]] = {task: {} for task, _ in totals}
+        ordered = sorted(totals.items(), key=lambda item: item[0][1])
+        for (task, when), (norms, squares, expert, cosines, rows) in ordered:
+            if when.startswith("held out"):
+                end = "_merged" if when.endswith(MERGED) else ""
+                records[task][f"held_out_drift{end}"] = (squares / (expert or 1)) ** 0.5
+                records[task][f"held_out_cosine{end}"] = cosines / rows
+            else:
+                records[task][f"drift_{when}"] = norms / rows
+                records[task]["rows"] = int(rows)
+                relative = (squares / expert) ** 0.5 if expert > 0 else None
+                records[task][f"relative_drift_{when}"] = relative
+        return records
+
+
+def sums_of(features: Tensor, expert: Tensor) -> Tensor:
+    """Return sums over rows, `[5]`.
+
+    These are the norm of the drift, its square, the expert's squares, cosines, and the number of
+    rows. The host does not read them.
+
+    Args:
+        features: Features of a model, `[n, d]`.
+        expert: Features of the expert for the same rows, `[n, d]`.
+    """
+    dtype = torch.promote_types(features.dtype, torch.float32)
+    features, expert = features.to(dtype), expert.to(dtype)
+    norms = torch.linalg.vector_norm(features - expert, dim=1)
+    cosines = cosine_similarity(features, expert, dim=1)
+    sums = norms.sum(), (norms * norms).sum(), (expert * expert).sum(), cosines.sum()
+    wide = solve_dtype(features.device)
+    return torch.stack([*sums, sums[0].new_tensor(len(features))]).to(wide)

@@ -1,0 +1,206 @@
+"""Places in which features wait between visits: on the device, in host memory, or in mapped files.
+
+Features come back with their values and memory layout, so the place changes no bit of the result.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.batch import Batch
+
+STATE = ("cal", "exp", "merged", "noted", "expert_hidden")
+"""Fields of a batch that hold features."""
+
+
+class Here:
+    """Features stay on the device."""
+
+    def visits(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield batches, each with its features on the device until the next one."""
+        return iter(batches)
+
+    @contextmanager
+    def at_hand(self, batch: Batch) -> Iterator[None]:
+        """Context in which one batch has its features on the device."""
+        for _ in self.visits([batch]):
+            yield
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A tensor that waits.
+
+    Attributes:
+        data: Its entries once each, contiguous.
+        sizes: Its shape, with repetitions (expanded dimensions).
+        order: Its dimensions by falling stride.
+    """
+
+    data: Tensor
+    sizes: torch.Size
+    order: tuple[int, ...]
+
+
+class Host(Here):
+    """Features wait in pinned host memory beside a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Serve a device."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def visits(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield batches, while the next one's features come to the device."""
+        remaining = iter(batches)
+        batch = next(remaining, None)
+        coming = None if batch is None else self._fetch(batch)
+        while batch is not None and coming is not None:
+            state, waiting = coming
+            self._wait_for(waiting)
+            following = next(remaining, None)
+            coming = None if following is None else self._fetch(following)
+            vars(batch).update(state)
+            try:
+                yield batch
+            finally:
+                for name in STATE:
+                    setattr(batch, name, self._put_away(getattr(batch, name), waiting))
+            batch = following
+
+    def _fetch(self, batch: Batch) -> tuple[dict[str, Any], dict[int, Any]]:
+        """Return a batch's features on the device, and what waits by identity of the tensor."""
+        fetched: dict[int, Tensor] = {}  # one that is met twice stays one
+        waiting: dict[int, Any] = {}
+
+        def get(kept: Waiting) -> Tensor:
+            if id(kept) not in fetched:
+                data = kept.data.to(self._device, non_blocking=True, copy=True)
+                back = [kept.order.index(dimension) for dimension in range(len(kept.order))]
+                tensor = fetched[id(kept)] = data.permute(back).expand(kept.sizes)
+                waiting[id(tensor)] = tensor, tensor._version, kept
+            return fetched[id(kept)]
+
+        if self._stream is not None:  # what was put away may still be on its way to the host
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return {n: mapped(getattr(batch, n), Waiting, get) for n in STATE}, waiting
+
+    def _wait_for(self, waiting: dict[int, Any]) -> None:
+        """Let the computation wait for features that come to a GPU."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for tensor, *_ in waiting.values():
+                tensor.record_stream(current)
+
+    def _put_away(self, value: Any, waiting: dict[int, Any]) -> Any:
+        def put(tensor: Tensor) -> Any:
+            same, version, kept = waiting.get(id(tensor), (None, 0, None))
+            if same is tensor and version == tensor._version:
+                return kept
+            if type(tensor) is not Tensor or not tensor.numel():
+                return tensor
+            data, order = packed(tensor)
+            kept = Waiting(self.put(data), tensor.shape, order)
+            waiting[id(tensor)] = tensor, tensor._version, kept
+            return kept
+
+        return mapped(value, Tensor, put)
+
+    def put(self, data: Tensor) -> Tensor:
+        """Return a copy of contiguous entries in this place."""
+        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
+        return host.copy_(data, non_blocking=True)
+
+
+class Disk(Host):
+    """Features wait in files that are mapped when they are read.
+
+    A file loses its name as soon as it is mapped: the system removes it with its tensor, however
+    the run ends. It is written by ordinary writes, so that a full disk is an error.
+    """
+
+    def __init__(self, device: torch.device, folder: str | None) -> None:
+        """Serve a device.
+
+        Args:
+            device: The device.
+            folder: Folder of the files; None: where the system keeps temporary files.
+
+        Raises:
+            CalibrationError: If no file can be made there.
+        """
+        super().__init__(device)
+        self._folder = folder or tempfile.gettempdir()
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass
+        except OSError as error:
+            raise CalibrationError(
+                f"no folder for activations can be made: {error}. Set method.activations_dir to a "
+                "folder that can be written, or method.activations to device"
+            ) from error
+
+    def put(self, data: Tensor) -> Tensor:
+        """Return contiguous entries in a mapped file.
+
+        Raises:
+            CalibrationError: If it cannot be written: most likely the disk is full.
+        """
+        entries: Any = data.reshape(-1).cpu().view(torch.uint8).numpy()
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._folder, prefix="featcal-") as file:
+                file.write(entries)
+                file.flush()
+                size = data.numel()
+                flat = torch.from_file(file.name, shared=False, size=size, dtype=data.dtype)
+        except OSError as error:
+            raise CalibrationError(
+                f"activations cannot be written to {self._folder}: {error.strerror or error}. Set "
+                "method.activations_dir to a folder on another disk, method.activations to device "
+                "or host, or lower method.samples_per_task"
+            ) from error
+        return flat.view(data.shape)
+
+
+def place_of(settings: FeatCalSettings, device: torch.device) -> Here:
+    """Return the place that `method.activations` names."""
+    if settings.activations == "disk":
+        return Disk(device, settings.activations_dir)
+    return Host(device) if settings.activations == "host" and device.type != "cpu" else Here()
+
+
+def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return a tensor's entries once each, contiguous, and its dimensions by falling stride."""
+    once = tensor.detach()
+    for dimension in range(tensor.ndim):
+        if tensor.stride(dimension) == 0:
+            once = once.narrow(dimension, 0, 1)
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: -once.stride(d)))
+    return once.permute(order).contiguous(), order
+
+
+def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return a nested value with everything of a kind changed.
+
+    Tensors within other objects than dicts, lists, tuples and dataclasses stay where they are.
+    """
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) is dict:
+        return {key: mapped(part, kind, change) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(part, kind, change) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        values = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        return replace(value, **{name: mapped(v, kind, change) for name, v in values.items()})
+    return value

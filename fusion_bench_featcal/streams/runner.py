@@ -1,0 +1,78 @@
+"""Runs models of one family stage by stage and block by block."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.families import Family
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.rows import Counted, CountedRows, Rows, counted_by_fold
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How models are cut into blocks and run.
+
+    Attributes:
+        family: The family.
+        stages: Names of the blocks in forward order, one list per stage.
+        device: Device of the models.
+        autocast: Makes the context of forward passes.
+        decoder_rows: Positions of a decoder that count, as `Family.row_weights` takes it.
+    """
+
+    family: Family
+    stages: Sequence[Sequence[str]]
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[Any]]
+    decoder_rows: str
+
+    def begin(self, model: nn.Module, inputs: Any, stage: int, ended: Any) -> Any:
+        """Run a model up to a stage's first block; the inputs of that block.
+
+        Args:
+            model: The model.
+            inputs: A batch of its inputs.
+            stage: Number of the stage.
+            ended: What a block behind the stage before would receive.
+        """
+        follows = stage > 0 and self.family.hands_on
+        ending = (self.family.ending(model, ended),) if follows else ()
+        with self.autocast():
+            return self.family.begin(model, inputs, self.stages[stage][0], *ending)
+
+    def step(self, model: nn.Module, block: str, call: Any) -> tuple[Tensor, Any]:
+        """Run one block; its hidden output and the inputs of the next."""
+        with self.autocast():
+            return self.family.step(model, block, call)
+
+    def compared(self, model: nn.Module, stage: int, batch: Batch) -> CountedRows | None:
+        """Return the positions of final features that are read; None: all.
+
+        Before the last stage those that count.
+        """
+        hidden = getattr(batch.cal, "hidden", None)
+        if stage < len(self.stages) - 1 or not isinstance(hidden, Tensor):
+            return batch.rows.counted
+        read = self.family.closing_rows(model, hidden)
+        return batch.rows.counted if read is None else CountedRows.of_weights(read)
+
+    def rows(self, inputs: Any, stage: int, folds: int) -> Rows:
+        """Return the positions of a stage that count, looked at once."""
+        counted: dict[int, tuple[Tensor, Counted]] = {}
+
+        def divided(mask: Tensor | None) -> Counted | None:
+            if mask is None:
+                return None
+            if id(mask) not in counted:  # modules with one mask share their sums
+                tables = self.family.has_tables
+                counted[id(mask)] = mask, counted_by_fold(mask, folds, has_tables=tables)
+            return counted[id(mask)][1]
+
+        valid = divided(self.family.row_weights(inputs, stage, self.decoder_rows))
+        others = self.family.other_rows(inputs, stage)
+        return Rows(valid, {end: divided(mask) for end, mask in others.items()})

@@ -1,0 +1,225 @@
+"""Calibration samples of a task: taken, held out, and joined by changed copies."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.streams.augmentation import change_of, changed, number_of_copies
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.inputs import batch_size, check_token_ids, part_of
+
+log = logging.getLogger(__name__)
+
+SHARE, MOST, LEAST = 8, 32, 16
+"""`held_out=auto` holds out one sample of 8, 32 at most, and none of fewer than 16."""
+
+
+def check_inputs(
+    base: Any, experts: Mapping[str, Any], batches: Mapping[str, Any], settings: FeatCalSettings
+) -> None:
+    """Check models and data of a calibration against its settings.
+
+    Args:
+        base: The base model or its source, or None.
+        experts: Experts by task.
+        batches: Batches by task.
+        settings: Settings.
+
+    Raises:
+        ValueError: If rho needs a base that is not there.
+        CalibrationError: If a task lacks its expert or its data, or has one batch in place of
+            several.
+    """
+    if base is None and settings.needs_base:
+        raise ValueError(
+            f"method.anchor_rho = {settings.anchor_rho} needs the base model "
+            "(modelpool.models._pretrained_); without one set method.anchor_rho to 1"
+        )
+    if not experts:
+        raise CalibrationError("there is no expert to calibrate towards. Check modelpool.models")
+    if without_expert := sorted(set(batches) - set(experts)):
+        raise CalibrationError(
+            f"tasks {without_expert} have calibration data but no expert; experts are "
+            f"{sorted(experts)}. Check modelpool.models"
+        )
+    if without_data := sorted(set(experts) - set(batches)):
+        raise CalibrationError(
+            f"tasks {without_data} have an expert but no calibration data; there is data for "
+            f"{sorted(batches)}. Check modelpool.train_datasets"
+        )
+    for task, values in batches.items():
+        if isinstance(values, Tensor | Mapping | str):
+            shape = f" {list(values.shape)}" if isinstance(values, Tensor) else ""
+            raise CalibrationError(
+                f"task {task}: batches are one {type(values).__name__}{shape}, but must be an "
+                "iterable of batches: put a single batch into a list, [batch]"
+            )
+    if unknown := sorted(set(settings.task_factors) - set(experts)):
+        raise CalibrationError(
+            f"method.task_weights names tasks {unknown} that have no expert; experts are "
+            f"{sorted(experts)}"
+        )
+
+
+def take(
+    task: str,
+    batches: Iterable[Any],
+    settings: FeatCalSettings,
+    model: nn.Module,
+    cut: Callable[[str, Sequence[Batch]], Sequence[Batch]] = lambda _, batches: batches,
+) -> list[Batch]:
+    """Return a task's batches: as many samples as the settings ask for, the last ones held out.
+
+    Args:
+        task: The task.
+        batches: Its model inputs. With an attribute `samples` too few of them cause no warning.
+        settings: `samples_per_task`, `held_out`, `augment` and `seed` are used.
+        model: Takes the samples. Token ids are checked against its vocabulary.
+        cut: Returns those of a task's batches that this process works on. Batches of copies follow
+            their originals.
+
+    Raises:
+        CalibrationError: If there is no sample, none is left to solve with, or one cannot be used.
+    """
+    taken = list(take_samples(task, batches, settings, model))
+    samples = sum(batch.samples for batch in taken)
+    held_out = number_held_out(samples, settings.held_out)
+    if held_out >= samples:
+        raise CalibrationError(
+            f"task {task}: method.held_out={held_out} leaves none of its "
+            f"{counted(samples, 'sample')} to solve with. Lower it, or set it to auto"
+        )
+    dealt = list(hold_out(taken, samples - held_out))
+    copies = number_of_copies(samples - held_out, settings.augment, dealt[0].inputs)
+    return [p for b in cut(task, dealt) for p in with_copies(task, b, copies, settings)]
+
+
+def take_samples(
+    task: str, batches: Iterable[Any], settings: FeatCalSettings, model: nn.Module
+) -> Iterator[Batch]:
+    """Yield `samples_per_task` samples, the last batch cut to fit, or all if there are fewer.
+
+    Arguments and errors are those of `take`.
+    """
+    limit, taken = settings.samples_per_task, 0
+    for batch in batches:
+        inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
+        size = batch_size(task, inputs)
+        if size > limit - taken:
+            inputs, size = part_of(inputs, size, slice(limit - taken)), limit - taken
+        check_token_ids(inputs, model, partial(_place, task, batches, taken))
+        yield Batch(inputs, size, taken)
+        taken += size
+        if taken == limit:
+            return
+    if taken == 0:
+        raise CalibrationError(
+            f"task {task} has 0 calibration samples. Give it data (modelpool.train_datasets.{task})"
+        )
+    if getattr(batches, "samples", None) is None:
+        warn_of_few_samples(task, taken, limit)
+
+
+def warn_of_few_samples(task: str, available: int, limit: int) -> None:
+    """Warn that a task has fewer samples than the settings ask for."""
+    log.warning(
+        "task %s has %s, fewer than method.samples_per_task = %d: all of them are used",
+        task,
+        counted(available, "sample"),
+        limit,
+    )
+
+
+def _place(task: str, batches: Any, taken: int, row: int) -> str:
+    """Return a sample's name in messages: that of its data set if the batches have it."""
+    name_of = getattr(batches, "at", None)
+    return f"task {task}, sample {taken + row}" if name_of is None else name_of(taken + row)
+
+
+def number_held_out(samples: int, held_out: int | str) -> int:
+    """Return the number of a task's samples to hold out."""
+    if held_out != "auto":
+        return int(held_out)
+    return 0 if samples < LEAST else min(samples // SHARE, MOST)
+
+
+def hold_out(batches: Iterable[Batch], used: int) -> Iterator[Batch]:
+    """Yield batches. Samples from number `used` on are held out, in batches of their own."""
+    for batch in batches:
+        count = min(max(used - batch.start, 0), batch.samples)
+        for part, is_held_out in ((slice(count), False), (slice(count, None), True)):
+            size = len(range(batch.samples)[part])
+            if size:
+                yield Batch(
+                    part_of(batch.inputs, batch.samples, part),
+                    size,
+                    batch.start + count * is_held_out,
+                    is_held_out,
+                )
+
+
+def with_copies(task: str, batch: Batch, copies: int, settings: FeatCalSettings) -> Iterator[Batch]:
+    """Yield a batch, and batches of changed copies of its samples, which are in the same folds.
+
+    A copy depends on seed, task and the sample's number alone.
+    """
+    yield batch
+    if not copies or batch.is_held_out:
+        return
+    change = change_of(settings.augment)
+    for copy in range(copies):
+        numbers = range(batch.start, batch.start + batch.samples)
+        random = [batch_generator("augment", settings.seed, task, n, copy) for n in numbers]
+        with naming_task(task):
+            inputs = changed(change, batch.inputs, random)
+        yield replace(batch, inputs=inputs, samples=0)
+
+
+def batch_generator(purpose: str, seed: int, task: str, *numbers: int) -> torch.Generator:
+    """Return random numbers for one purpose and place: the task and, say, a sample's number."""
+    text = " ".join(map(str, (purpose, seed, task, *numbers)))
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+
+
+def rows_named(settings: FeatCalSettings, inputs: Any) -> str:
+    """Return `decoder_rows`; for `auto` its meaning for a batch of a model's inputs."""
+    if settings.decoder_rows != "auto":
+        return settings.decoder_rows
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    return "targets" if isinstance(labels, Tensor) and labels.ndim == 2 else "all"
+
+
+@contextmanager
+def naming_task(task: str) -> Iterator[None]:
+    """Context whose calibration errors name the task."""
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(f"task {task}: {error}") from error
+    except IndexError as error:  # of a look-up table that `vocabulary_size` does not know
+        raise CalibrationError(
+            f"task {task}: an input is outside a table of the model ({error}). Check that token "
+            "ids come from the model's own tokenizer"
+        ) from error
+
+
+@contextmanager
+def naming_module(task: str, block: str, name: str) -> Iterator[None]:
+    """Context whose calibration errors go on from the name of a module."""
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(
+            f"task {task}, block {block}: module {name} {error}. Exclude it: "
+            f"method.modules=['!{name}']"
+        ) from error

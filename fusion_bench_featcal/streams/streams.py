@@ -1,0 +1,225 @@
+"""All tasks' batches on their way through the calibrated model and through their experts."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.experts import ExpertModel
+from fusion_bench_featcal.modules.groups import Group
+from fusion_bench_featcal.modules.hooks import Recorded, record
+from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of_block
+from fusion_bench_featcal.modules.sites import Site
+from fusion_bench_featcal.rules.rule import Rule
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.drift import AFTER, BEFORE, MERGED, Watch
+from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
+from fusion_bench_featcal.streams.last_rows import LastRows
+from fusion_bench_featcal.streams.places import Here
+from fusion_bench_featcal.streams.rows import Rows, counted_by_fold
+from fusion_bench_featcal.streams.runner import Runner
+from fusion_bench_featcal.streams.samples import naming_task
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The batches of each task of this process, brought forward stage by stage and block by block.
+
+    Attributes:
+        tasks: The batches of each task.
+        runner: Runs blocks of models.
+        model: The calibrated model.
+        experts: The expert of each task.
+        rule: How blocks are calibrated.
+        watch: Looks on at features.
+        place: Where features wait.
+        last_rows: Positions that count in modules of the last block.
+        merged: The merged model for held-out samples, where running one of its blocks or going to a
+            stage takes blocks that have been calibrated. None: the calibrated model does.
+    """
+
+    tasks: Mapping[str, list[Batch]]
+    runner: Runner
+    model: nn.Module
+    experts: Mapping[str, ExpertModel]
+    rule: Rule
+    watch: Watch
+    place: Here = field(default_factory=Here)
+    last_rows: LastRows = field(default_factory=LastRows)
+    merged: nn.Module | None = None
+
+    @property
+    def runs_experts(self) -> bool:
+        """Return whether experts run, for the rule or to be looked at."""
+        return self.rule.runs_experts or self.watch.needs_features
+
+    def begin(self, index: int) -> None:
+        """Bring all batches to the first block of a stage; earlier stages have been calibrated."""
+        runner = self.runner
+        names = tensors_before_stage(self.model, runner.family, runner.stages, index)
+        for task, batches in self.tasks.items():
+            with (
+                self.experts[task].loaded(names if self.runs_experts else []) as expert,
+                naming_task(task),
+            ):
+                for number, batch in enumerate(self.place.visits(batches)):
+                    self._begin(task, number, batch, expert, index)
+
+    def _begin(self, task: str, number: int, batch: Batch, expert: nn.Module, index: int) -> None:
+        runner, model = self.runner, self.merged or self.model
+        inputs = to_device(batch.inputs, runner.device)
+        batch.rows = runner.rows(inputs, index, self.rule.folds)
+        if index == 0 and batch.rows.valid is None:  # padding may hold anything
+            check_finite_inputs(inputs, task, number)
+        batch.cal = runner.begin(self.model, inputs, index, batch.cal)
+        if self.runs_experts:
+            batch.exp = runner.begin(expert, inputs, index, batch.exp)
+        if self.watch.needs_features:
+            batch.rows = replace(batch.rows, compared=runner.compared(model, index, batch))
+        if batch.is_held_out:
+            merged = runner.begin(model, inputs, index, batch.merged) if index else batch.cal
+            batch.merged = merged
+        if index == len(runner.stages) - 1:
+            batch.inputs = None
+
+    def tensors_of(self, block: str) -> list[str]:
+        """Return the names of an expert's tensors that running a block needs."""
+        return tensors_of_block(self.model, self.runner.family, block)
+
+    def is_last(self, block: str) -> bool:
+        """Return whether the model reads its final features behind a block."""
+        return block == self.runner.stages[-1][-1]
+
+    def visits(self, task: str) -> Iterator[Batch]:
+        """Yield a task's batches, each with its features on the device."""
+        return self.place.visits(self.tasks[task])
+
+    def counts(self, task: str) -> dict[str, int]:
+        """Return the numbers of a task's samples, and of those that are held out, for the log."""
+        held_out = sum(batch.samples for batch in self.tasks[task] if batch.is_held_out)
+        counts = {"samples": sum(batch.samples for batch in self.tasks[task])}
+        return counts | ({"held_out": held_out} if held_out else {})
+
+    def names_of_last_rows(self, block: str, sites: Sequence[Site]) -> list[str]:
+        """Return names of modules of the last block in which positions count of their own."""
+        first = self._first()
+        with self.place.at_hand(first):
+            mask, run = self._last_mask(block, first), partial(self._hidden, block, first)
+            if mask is None:
+                return []
+            return self.last_rows.modules(self.model, block, sites, run, mask)
+
+    def record_first(self, block: str, sites: Sequence[Site]) -> tuple[Recorded, Rows]:
+        """Run one batch through a block to its end and note what modules receive."""
+        first = self._first()
+        with self.place.at_hand(first):
+            run = partial(self.runner.step, self.model, block, first.cal)
+            return record(self.model, [site.name for site in sites], run), first.rows
+
+    def narrow(self, block: str, names: Sequence[str]) -> None:
+        """Count in some modules of the last block the positions that `last_rows` chooses."""
+        for batches in self.tasks.values() if names else ():
+            for batch in self.place.visits(batches):
+                mask = self._last_mask(block, batch)
+                assert mask is not None  # as in the first batch
+                other = dict.fromkeys(names, counted_by_fold(mask, self.rule.folds))
+                batch.rows = replace(batch.rows, other=other | {**batch.rows.other})
+
+    def _first(self) -> Batch:
+        return next(iter(self.tasks.values()))[0]
+
+    def _hidden(self, block: str, batch: Batch) -> Tensor:
+        return self.runner.step(self.model, block, batch.cal)[0]
+
+    def _last_mask(self, block: str, batch: Batch) -> Tensor | None:
+        if not self.is_last(block) or not self.last_rows.differs:
+            return None
+        hidden = getattr(batch.cal, "hidden", None)
+        hidden = self._hidden(block, batch) if hidden is None else hidden
+        return self.last_rows.mask(self.model, block, hidden, batch.rows.counted)
+
+    def follow(
+        self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
+    ) -> None:
+        """Run a batch through the expert's block and note features of the groups' modules.
+
+        A held-out batch runs through the merged model's block, too.
+        """
+        step = partial(self.runner.step, expert, block, batch.exp)
+        if batch.is_held_out:
+            hidden, batch.exp = step()
+            own, batch.merged = self.runner.step(self.merged or self.model, block, batch.merged)
+            self.watch.add(MERGED, task, batch, own, hidden)
+        else:
+            hidden = self._note(batch, expert, step, groups)
+        if self.watch.needs_features:
+            batch.expert_hidden = hidden
+
+    def _note(self, batch: Batch, expert: nn.Module, step: Any, groups: Iterable[Group]) -> Tensor:
+        """Run the expert's block; its hidden output."""
+        linear = [group for group in groups if group.kind == "linear"]
+        linear = linear if self.rule.runs_experts else []
+        compared = [g for g in linear if self.rule.notes_outputs and g.has_few_outputs]
+        inputs = [group.name for group in linear if group not in compared]
+        outputs = [site.name for group in compared for site in group.sites]
+        recorded = record(expert, inputs, step, outputs=outputs)
+        hidden, batch.exp = recorded.result
+        batch.noted = recorded.inputs
+        for group in compared:
+            calls = zip(*(recorded.outputs[site.name] for site in group.sites), strict=True)
+            batch.noted[group.name] = [torch.cat(call, -1) for call in calls]
+        return hidden
+
+    def inputs_of(
+        self, task: str, batch: Batch, block: str, groups: Sequence[Group], *, watched: bool
+    ) -> Mapping[str, list[Tensor]]:
+        """Run a batch through the calibrated block as far as some groups.
+
+        Args:
+            task: The task.
+            batch: The batch.
+            block: The block.
+            groups: The groups.
+            watched: Whether the block's output is compared with the expert's before it changes.
+
+        Returns:
+            What each group's modules receive, by the name of the first, one per call.
+
+        Raises:
+            CalibrationError: If modules of a group receive different tensors.
+        """
+        run = partial(self.runner.step, self.model, block, batch.cal)
+        watched = watched and self.watch.needs_features and self.rule.folds == 1
+        stops = self.runner.family.same_calls and not watched
+        calls = sum(group.calls * len(group.sites) for group in groups) if stops else None
+        names = [site.name for group in groups for site in group.sites]
+        inputs = (recorded := record(self.model, names, run, calls=calls)).inputs
+        for group in groups:
+            received = [list(map(id, inputs.get(site.name, ()))) for site in group.sites]
+            if any(other != received[0] for other in received[1:]):
+                names = ", ".join(site.name for site in group.sites)
+                raise CalibrationError(
+                    f"task {task}, block {block}: modules {names} share their input otherwise than "
+                    "in the first batch, which is not supported. Exclude them: "
+                    f"method.modules=['!{group.name}', ...]"
+                )
+        if watched and batch.expert_hidden is not None:
+            hidden, is_last = recorded.result[0], self.is_last(block)
+            self.watch.add(BEFORE, task, batch, hidden, batch.expert_hidden, is_last=is_last)
+        return inputs
+
+    def advance(self, block: str) -> None:
+        """Run all batches through a block that has been calibrated."""
+        is_last = self.is_last(block)
+        for task in self.tasks:
+            for batch in self.visits(task):
+                if is_last and batch.expert_hidden is None:
+                    continue
+                hidden, batch.cal = self.runner.step(self.model, block, batch.cal)
+                if batch.expert_hidden is not None:
+                    expert, batch.expert_hidden = batch.expert_hidden, None
+                    self.watch.add(AFTER, task, batch, hidden, expert, is_last=is_last)

@@ -1,0 +1,190 @@
+"""Sums over the rows of one task for one group of modules."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.modules.groups import Group, normalised
+from fusion_bench_featcal.rules.norms import NormRows
+from fusion_bench_featcal.rules.rule import Linear, Rule, Solved
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.rows import folded_rows, rows_of
+
+
+class LinearRows:
+    """Moments of the calibrated model's inputs and of the drift of the expert from them.
+
+    Attributes:
+        expert: The expert's parameters.
+        sums: The sums.
+    """
+
+    def __init__(self, group: Group, expert: nn.Module, rule: Rule, dtype: torch.dtype) -> None:
+        """Start with no rows."""
+        self.expert = group.linear(expert.get_parameter, dtype)
+        self._group, self._rule = group, rule
+        width = sum(group.outputs) if group.has_few_outputs else group.inputs
+        like = self.expert.weight
+        self.sums = Moments.zeros(rule.folds, group.maps, group.inputs, width, like)
+
+    def add(self, batch: Batch, inputs: list[Tensor]) -> None:
+        """Add the rows of a batch in which the expert's features have been noted.
+
+        Args:
+            batch: The batch.
+            inputs: Inputs of the group's modules in the calibrated model, one per call.
+
+        Raises:
+            CalibrationError: If the expert calls the modules more or less often.
+        """
+        group, counted = self._group, batch.rows.of(self._group.name)
+        noted = [None] * len(inputs)
+        if self._rule.runs_experts:
+            noted = batch.noted.pop(group.name, [])
+        if len(noted) != len(inputs):
+            raise CalibrationError(
+                f"ran {len(inputs)} times in the calibrated block and {len(noted)} in the expert's"
+            )
+        for x, y in zip(inputs, noted, strict=True):
+            rows = folded_rows(
+                x,
+                y,
+                group.sites[0].patches,
+                counted,
+                has_outputs=self._rule.notes_outputs and group.has_few_outputs,
+                start=batch.start,
+                folds=self._rule.folds,
+            )
+            for fold, rows_x, rows_y, weights in rows:
+                drift = None if rows_y is None else self._drift(rows_x, rows_y)
+                self.sums.add(fold, rows_x, drift, weights)
+
+    def _drift(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return `x_exp - x`, or the same behind the expert's weight."""
+        dtype = self.expert.weight.dtype
+        x, y = x.to(dtype), y.to(dtype)
+        if not self._group.has_few_outputs:
+            return y - x
+        weight, bias = self.expert.weight[0], self.expert.bias[0]
+        return y - linear(x, weight, bias) if self._rule.notes_outputs else linear(y - x, weight)
+
+    @property
+    def count(self) -> Tensor:
+        """Number of rows, or the sum of their weights, a scalar."""
+        return self.sums.count[:, 0].sum()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums."""
+        return self.sums.tensors()
+
+    def finished(self) -> Moments:
+        """Return the sums, complete."""
+        return self.sums.mirrored()
+
+
+class AffineRows:
+    """Sums over normalised inputs of one norm.
+
+    Attributes:
+        expert: The expert's parameters.
+    """
+
+    def __init__(
+        self, group: Group, model: nn.Module, expert: nn.Module, dtype: torch.dtype
+    ) -> None:
+        """Start with no rows."""
+        self.expert = group.linear(expert.get_parameter, dtype)
+        self._site, self._module = group.sites[0], model.get_submodule(group.name)
+        self._sums = NormRows(group.inputs, self.expert.weight)
+
+    def add(self, batch: Batch, inputs: list[Tensor]) -> None:
+        """Add the rows of a batch."""
+        counted = batch.rows.of(self._site.name)
+        for x in inputs:
+            z = normalised(self._module, self._site, x)
+            chosen = None if counted is None else counted[0]
+            weights = None if chosen is None or chosen.is_table(z) else chosen.weights
+            self._sums.add(rows_of(z, chosen), weights)
+
+    @property
+    def count(self) -> Tensor:
+        """Number of rows, or the sum of their weights, a scalar."""
+        return self._sums.sums[2, 0]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums."""
+        return self._sums.tensors()
+
+    def finished(self) -> NormRows:
+        """Return the sums."""
+        return self._sums
+
+
+class ChannelRows:
+    """Sums over what a BatchNorm receives in one task."""
+
+    def __init__(self, group: Group, model: nn.Module) -> None:
+        """Start with no rows."""
+        self._name = group.name
+        like = model.get_buffer(f"{group.name}.running_mean")
+        wide = solve_dtype(like.device)
+        self.expert = Linear(like.new_zeros(1, 1, 0), like.new_zeros(1, 0))
+        self._sums = like.new_zeros(3, group.inputs, dtype=wide)
+
+    def add(self, batch: Batch, inputs: list[Tensor]) -> None:
+        """Add a batch.
+
+        Raises:
+            CalibrationError: If only some positions count: statistics are of all.
+        """
+        if batch.rows.of(self._name) is not None:
+            raise CalibrationError("is BatchNorm, and some positions are padding")
+        for x in inputs:
+            rows = x.movedim(1, -1).reshape(-1, x.shape[1]).to(self._sums.dtype)
+            self._sums += torch.stack(
+                [rows.sum(0), rows.square().sum(0), torch.full_like(rows[0], len(rows))]
+            )
+
+    @property
+    def count(self) -> Tensor:
+        """Number of rows, a scalar."""
+        return self._sums[2, 0]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums."""
+        return [self._sums]
+
+    def finished(self) -> Tensor:
+        """Return means and mean squares by channel, `[2, d]`."""
+        return self._sums[:2] / self._sums[2]
+
+
+class StatisticsSums:
+    """Running statistics of a BatchNorm: those of a mixture in which every task weighs the same.
+
+    With `m_i` and `s_i` task i's mean and mean square, over N tasks, `mean = sum m_i / N` and
+    `variance = sum s_i / N - mean^2`.
+    """
+
+    def __init__(self, group: Group, model: nn.Module) -> None:
+        """Start with no task."""
+        like = model.get_buffer(f"{group.name}.running_mean")
+        self._sums = like.new_zeros(3, group.inputs, dtype=solve_dtype(like.device))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums over tasks."""
+        return [self._sums]
+
+    def add(self, task: str, rows: Tensor, expert: Linear) -> dict[str, Tensor]:
+        """Add a task's means and mean squares."""
+        self._sums += torch.cat([rows, torch.ones_like(rows[:1])])
+        return {}
+
+    def solve(self) -> Solved:
+        """Return the variance in place of a gain, and the mean in place of a shift."""
+        mean, square = self._sums[:2] / self._sums[2]
+        variance = (square - mean.square()).clamp_min(0)
+        return Solved(Linear(variance[None, None], mean[None]))

@@ -1,0 +1,64 @@
+"""Rules without one of their parts, which only the ablation study uses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.rules.norms import NormSums
+from fusion_bench_featcal.rules.paper import Paper, PaperSums
+from fusion_bench_featcal.rules.plus import Plus
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved, anchor_of
+
+
+@dataclass(frozen=True)
+class EqualWeights(Paper):
+    """The paper's rule in which Gram matrices enter as they are.
+
+    Lambda is relative to the mean of their norms, as it is relative to norm 1 with `1 / |G|`.
+    """
+
+    def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
+        """Return empty sums relative to the anchor."""
+        if group.kind == "norm":
+            return NormSums(self, anchor_of(merged, base, self.anchor_rho))
+        return _EqualSums(self, group, anchor_of(merged, base, self.anchor_rho))
+
+
+@dataclass(frozen=True)
+class AllAtOnce(Plus):
+    """FeatCal+ in which all modules of a block are solved from one look at the samples."""
+
+    def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
+        """Solve all modules in one turn."""
+        return [groups]
+
+
+class _EqualSums(PaperSums):
+    """Sums in which every task weighs 1, divided in the end by the mean norm of Gram matrices."""
+
+    def __init__(self, rule: Paper, group: Any, anchor: Linear) -> None:
+        super().__init__(rule, group, anchor)
+        self._norms = anchor.weight.new_zeros(2, len(anchor.weight))  # sum over tasks, their number
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums over tasks."""
+        return [*super().tensors(), self._norms]
+
+    def weights_of(self, rows: Moments) -> Tensor:
+        """Return 1 for each map."""
+        norms = rows.gram_norms()
+        self._norms += torch.stack([norms, torch.ones_like(norms)])
+        return torch.ones_like(norms)
+
+    def solve(self) -> Solved:
+        """Solve as published, relative to the mean norm."""
+        scale = (self._norms[1] / self._norms[0]).to(self.rows.gram.dtype)
+        sums = Moments.zeros(1, *self.rows.gram.shape[1:3], self.rows.y.shape[-1], self.rows.gram)
+        self._add_anchor()
+        sums.merge(self.rows, scale)
+        self.rows = sums
+        return super().solve()

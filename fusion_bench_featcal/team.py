@@ -1,0 +1,178 @@
+"""Division of one calibration over processes: samples, sums, solves, parameters."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.processes import Processes
+
+Value = TypeVar("Value")
+Figures = dict[str, dict[str, Any]]
+"""Figures of solves for the log, by module."""
+
+
+class Alone:
+    """One process, which does everything."""
+
+    def tasks(self, tasks: Iterable[str]) -> list[str]:
+        """Return the tasks that this process works on, out of all of them in order."""
+        return list(tasks)
+
+    def cut(self, task: str, batches: Sequence[Any]) -> Sequence[Any]:
+        """Return the batches of a task that this process works on."""
+        return batches
+
+    def whole(self, rows: Iterator[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
+        """Yield the sums of each task, once they are those of all its batches.
+
+        Args:
+            rows: Tasks of this process with what was summed for each module group.
+        """
+        return rows
+
+    def add_up(self, sums: Mapping[Any, Value]) -> Mapping[Any, Value]:
+        """Add up the sums of groups over all processes; return those that this one solves."""
+        return sums
+
+    def total(self, tensors: Sequence[Tensor]) -> None:
+        """Add up tensors of equal shapes over all processes, in place and to the same bits."""
+
+    def spread(
+        self, updates: Mapping[str, Tensor], figures: Figures
+    ) -> tuple[Mapping[str, Tensor], Figures]:
+        """Give every process the parameters and figures of each other one."""
+        return updates, figures
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return every process's value, by rank."""
+        return [value]
+
+    def of_first(self, find: Callable[[], Value]) -> Value:
+        """Return in all processes what a function returns in the first one."""
+        return find()
+
+
+class Team(Alone):
+    """Several processes, each of which works on an equal share of all tasks' samples.
+
+    The samples of all tasks, one task after another, are dealt in one run to each process, by whole
+    batches: process r of P works on the part from r / P to (r + 1) / P. A task may be split between
+    neighbouring processes, and each process shares at most its first and its last task. The first
+    one of a task leads it.
+    """
+
+    def __init__(self, processes: Processes, tasks: Sequence[str], device: torch.device) -> None:
+        """Join.
+
+        Args:
+            processes: The processes.
+            tasks: All tasks.
+            device: Device of this process's tensors.
+        """
+        self._processes, self._order, self._device = processes, list(tasks), device
+        self._load = [0.0] * processes.size
+        self.gather = processes.gather
+        processes.prepare(map(self.members, tasks))
+
+    def members(self, task: str) -> range:
+        """Return the processes that work on a task. The first one leads it."""
+        index, size, count = self._order.index(task), self._processes.size, len(self._order)
+        return range(index * size // count, -(-(index + 1) * size // count))
+
+    def tasks(self, tasks: Iterable[str]) -> list[str]:
+        """Return the tasks that this process works on."""
+        return [task for task in tasks if self._processes.rank in self.members(task)]
+
+    def cut(self, task: str, batches: Sequence[Any]) -> list[Any]:
+        """Return the batches that begin in this process's part of all samples."""
+        rank, size, count = self._processes.rank, self._processes.size, len(self._order)
+        samples = sum(batch.samples for batch in batches)
+        before = self._order.index(task) * samples
+
+        def belongs(batch: Any) -> bool:
+            return rank * count * samples <= (before + batch.start) * size < end
+
+        end = (rank + 1) * count * samples
+        return [batch for batch in batches if belongs(batch)]
+
+    def whole(self, rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Add up a task's sums over its processes in the one that leads it.
+
+        A task's weight needs the Gram matrix of all its rows (Eq. 14). Tasks that are split wait
+        until all others are done, so that no process waits for another one in between.
+        """
+        split: list[tuple[str, Any]] = []
+        for task, groups in rows:
+            if len(self.members(task)) == 1:
+                yield task, groups
+            else:
+                split.append((task, groups))
+        self.gather(None)  # what may fail comes before: all must be there to add up
+        for task, groups in split:
+            members = self.members(task)
+            for sums in groups.values():
+                self._reduce(sums.tensors(), members[0], members)
+            if members[0] == self._processes.rank:
+                yield task, groups
+
+    def _reduce(self, tensors: Sequence[Tensor], to: int, ranks: Sequence[int]) -> None:
+        for tensor in tensors:
+            self._processes.reduce(tensor, to, ranks)
+
+    def add_up(self, sums: Mapping[Any, Value]) -> Mapping[Any, Value]:
+        """Add up each group's sums in the process that has had the least to solve so far."""
+        tensors = {group: group_sums.tensors() for group, group_sums in sums.items()}  # type: ignore[attr-defined]
+        owners = self._deal({group: group.cost for group in sums})
+        self.gather(None)  # what may fail comes before: all must be there to add up
+        for group, owner in owners.items():
+            self._reduce(tensors[group], owner, range(self._processes.size))
+        return {group: sums[group] for group in sums if owners[group] == self._processes.rank}
+
+    def _deal(self, costs: Mapping[Any, float]) -> dict[Any, int]:
+        """Deal out work, dearest first. All processes deal alike."""
+        owners: dict[Any, int] = {}
+        for group in sorted(costs, key=lambda group: -costs[group]):
+            owners[group] = self._load.index(min(self._load))
+            self._load[owners[group]] += costs[group]
+        return owners
+
+    def total(self, tensors: Sequence[Tensor]) -> None:
+        """Add up tensors in the first process, and give the sums to all."""
+        self.gather(None)  # what may fail comes before: all must be there to add up
+        self._reduce(tensors, 0, range(self._processes.size))
+        for tensor in tensors:
+            summed = tensor.contiguous()
+            self._processes.broadcast(summed, 0)
+            tensor.copy_(summed)
+
+    def spread(
+        self, updates: Mapping[str, Tensor], figures: Figures
+    ) -> tuple[dict[str, Tensor], Figures]:
+        """Broadcast the parameters from the processes that have solved them."""
+        shapes = {name: (value.shape, value.dtype) for name, value in updates.items()}
+        gathered = self.gather((shapes, figures))
+        tensors = [self._empty(shapes) for shapes, _ in gathered]
+        tensors[self._processes.rank] = {name: v.contiguous() for name, v in updates.items()}
+        self.gather(None)  # what may fail comes before: all must be there to receive
+        for rank, solved in enumerate(tensors):
+            for tensor in solved.values():
+                self._processes.broadcast(tensor, rank)
+        return (
+            {name: tensor for solved in tensors for name, tensor in solved.items()},
+            {module: figure for _, solved in gathered for module, figure in solved.items()},
+        )
+
+    def _empty(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+        device = self._device
+        return {name: torch.empty(s, dtype=d, device=device) for name, (s, d) in shapes.items()}
+
+    def of_first(self, find: Callable[[], Value]) -> Value:
+        """Gather what the first process finds."""
+        return self.gather(find() if self._processes.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def team_of(processes: Processes, tasks: Sequence[str], device: torch.device) -> Alone:
+    """Return the team of some processes; all of them make theirs."""
+    return Alone() if processes.size == 1 else Team(processes, tasks, device)

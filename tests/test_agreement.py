@@ -1,0 +1,185 @@
+"""Agreement on held-out samples, and a second calibration for tasks that are far."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from calibrations import PLUS, assert_identical, distance, run_fast
+from tiny_models import Suite, clip_suite, scatter
+from tricky_models import biased, stack_suite
+
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.agreement import Agreement, outcome_of, warnings_of, with_drift_weights
+from fusion_bench_featcal.log import CalibrationLog
+from fusion_bench_featcal.results.remarks import is_information
+
+FAR_TASKS: dict[str, Any] = {**PLUS, "held_out": 2, "task_weights": "drift"}
+Outcome = Mapping[str, tuple[float, float, float]]
+"""By task: cosine, the merged model's cosine, drift."""
+
+
+def settings_of(**more: Any) -> FeatCalSettings:
+    return FeatCalSettings(**(FAR_TASKS | more))
+
+
+def result_of(outcome: Outcome) -> Any:
+    log = CalibrationLog()
+    for task, (cosine, merged, drift) in outcome.items():
+        for block in ("first", "last"):  # the last block's record counts
+            last = block == "last"
+            log.add(
+                "task",
+                {
+                    "task": task,
+                    "held_out": 2,
+                    "held_out_cosine": cosine if last else 0.0,
+                    "held_out_cosine_merged": merged,
+                    "held_out_drift": drift,
+                },
+            )
+    return SimpleNamespace(log=log)
+
+
+class Scripted:
+    """Stands for calibrations, given what each will find."""
+
+    def __init__(self, *outcomes: Outcome) -> None:
+        self.outcomes, self.calls = list(outcomes), list[tuple[Mapping[str, float], bool]]()
+
+    def __call__(self, weights: Mapping[str, float], *, again: bool = False) -> Any:
+        self.calls.append((weights, again))
+        return result_of(self.outcomes[len(self.calls) - 1])
+
+
+def flat(cosine: float, drift: float = 0.1) -> Outcome:
+    return {"a": (cosine, 0.5, drift), "b": (cosine, 0.5, drift), "c": (cosine, 0.5, drift)}
+
+
+FAR: Outcome = {"a": (0.9, 0.5, 0.1), "b": (0.9, 0.5, 0.1), "c": (0.6, 0.5, 0.4)}
+
+
+def test_a_far_task_gets_weight_in_proportion_to_its_drift():
+    script = Scripted(FAR, flat(0.97))
+    best = with_drift_weights(script, settings_of())
+    (first, again_1), (second, again_2) = script.calls
+    assert (dict(first), again_1, again_2) == ({}, False, True)
+    assert second == pytest.approx({"a": 0.5, "b": 0.5, "c": 2.0})
+    (record,) = best.log.of_kind("drift_weights")
+    assert record["kept"] and record["cosine_before"] == pytest.approx(0.8)
+    (line,) = outcome_of(best.log)
+    assert "c 2.00" in line and "kept" in line and "0.9700, before 0.8000" in line
+    assert is_information(f"featcal: {line}") and outcome_of(CalibrationLog()) == []
+
+
+BEHIND: Outcome = {**flat(0.99), "b": (0.5, 0.5, 0.1)}
+
+
+@pytest.mark.parametrize(("second", "kept"), [(flat(0.7), False), (BEHIND, False), (FAR, False)])
+def test_a_second_calibration_that_helps_less_is_dropped(second: Outcome, kept: bool):
+    best = with_drift_weights(Scripted(FAR, second), settings_of())
+    (record,) = best.log.of_kind("drift_weights")
+    assert record["kept"] is kept and "dropped" in outcome_of(best.log)[0]
+    assert Agreement.of(best.log).mean == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "more"),
+    [(flat(0.9), {}), (FAR, {"task_weights": None}), (FAR, {"task_weights": {"c": 2.0}}), ({}, {})],
+)
+def test_one_calibration_where_drift_is_even_or_weights_are_given(outcome, more):
+    script = Scripted(outcome)
+    with_drift_weights(script, settings_of(**more))
+    assert script.calls == [(more.get("task_weights") or {}, False)]
+
+
+PAPERS: dict[str, Any] = {"rule": "paper", "task_weights": None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "behind", "said", "unsaid"),
+    [
+        ({}, "c", ["Raise method.samples_per_task, or drop the task"], ["featcal/plus"]),
+        ({"task_weights": None}, "c", ["set method.task_weights=drift, "], ["featcal/plus"]),
+        (PAPERS, "c", ["use method=featcal/plus, ", ", or drop the task"], ["set method"]),
+        ({}, "abc", ["or check the calibration samples: all tasks are behind"], ["drop the task"]),
+        (PAPERS, "abc", ["featcal/plus", "or check the calibration samples"], ["drop the task"]),
+    ],
+)
+def test_advice_fits_the_run(
+    settings: dict[str, Any], behind: str, said: list[str], unsaid: list[str]
+):
+    outcome = {task: (0.4 if task in behind else 0.9, 0.5, 0.1) for task in "abc"}
+    lines = warnings_of(Agreement.of(result_of(outcome).log), settings_of(**settings))
+    assert [line[0] for line in lines] == list(behind)
+    for line in lines:
+        assert all(text in line for text in said) and not any(text in line for text in unsaid)
+
+
+def far_suite() -> Suite:
+    """One expert is much farther from the merged model than the others."""
+    suite = clip_suite(tasks=3, sizes=(6, 4), seed=4)
+    return replace(
+        suite, experts=suite.experts | {"task_2": scatter(suite.experts["task_2"], 5, 0.8)}
+    )
+
+
+def test_the_model_that_is_kept_is_that_of_its_weights():
+    result = run_fast(far_suite(), **FAR_TASKS)
+    (record,) = result.log.of_kind("drift_weights")
+    weights = record["weights"] if record["kept"] else {}
+    assert max(record["weights"], key=record["weights"].__getitem__) == "task_2"
+    alone = run_fast(far_suite(), **(FAR_TASKS | {"task_weights": weights}))
+    assert_identical(result.model, alone.model)
+    json.dumps(result.log.plain_records())
+
+
+def test_drift_weights_help_the_task_that_is_far():
+    suite = far_suite()
+    once: dict[str, Any] = FAR_TASKS | {"task_weights": None}
+    seen = Agreement.of(run_fast(suite, **once).log)
+    assert max(seen.drift, key=seen.drift.__getitem__) == "task_2"
+    heavier: dict[str, Any] = once | {"task_weights": {"task_2": 3.0}}
+    again = Agreement.of(run_fast(suite, **heavier).log)
+    assert again.drift["task_2"] < seen.drift["task_2"]
+
+
+def test_factors_scale_the_tasks_weights():
+    suite = clip_suite(tasks=2)
+    plain = run_fast(suite, **PLUS).model
+    same = run_fast(suite, task_weights={"task_0": 3.0, "task_1": 3.0}, **PLUS).model
+    assert distance(same, plain) < 1e-9  # no common factor matters
+    other = run_fast(suite, task_weights={"task_0": 3.0}, **PLUS).model
+    assert distance(other, plain) > 1e-4
+
+
+def test_weights_of_unknown_tasks_are_refused():
+    with pytest.raises(CalibrationError, match=r"task_weights names tasks \['travel'\].*no expert"):
+        run_fast(clip_suite(tasks=2), task_weights={"travel": 2.0}, **PLUS)
+
+
+def test_strict_refuses_a_model_that_is_no_closer_to_an_expert():
+    suite = stack_suite(biased, tasks=1, sizes=(20, 17), seed=3)
+    strict: dict[str, Any] = {**PLUS, "held_out": 5, "strict": True}
+    assert_identical(run_fast(suite, **strict).model, run_fast(suite, held_out=5, **PLUS).model)
+    already = replace(suite, experts=dict.fromkeys(suite.experts, suite.merged))
+    with pytest.raises(CalibrationError, match=r"task_0: on 5 held-out samples.*no closer.*strict"):
+        run_fast(already, **strict)
+
+
+def test_in_place_goes_with_one_calibration_only():
+    with pytest.raises(ValueError, match=r"in_place uses up the merged model.*task_weights"):
+        run_fast(clip_suite(tasks=2), in_place=True, **FAR_TASKS)
+
+
+def test_each_calibration_has_a_folder_of_its_own(tmp_path: Path):
+    suite, folder = far_suite(), tmp_path / "blocks"
+    whole = run_fast(suite, **FAR_TASKS)
+    first = run_fast(suite, checkpoint_dir=str(folder), **FAR_TASKS)
+    again = run_fast(suite, checkpoint_dir=str(folder), resume=True, **FAR_TASKS)
+    for result in (first, again):
+        assert_identical(result.model, whole.model)
+    assert (folder / "drift_weights").is_dir() and again.log.of_kind("resumed")
