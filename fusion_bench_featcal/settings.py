@@ -299,9 +299,10 @@ class FeatCalSettings:
         values = {name: getattr(self, name) for name in self.names()}
         values["modules"] = None if self.modules is None else list(self.modules)
         values["ignore_config"] = list(self.ignore_config)
-        if not isinstance(self.family, str):
-            values["family"] = _describe_mapping(self.family)
-        for name in ("rule", "augment", "calibration_data", "task_weights"):
+        for name in ("family", "rule"):
+            if not isinstance(values[name], str):
+                values[name] = _describe_mapping(values[name])
+        for name in ("augment", "calibration_data", "task_weights"):
             if isinstance(getattr(self, name), Mapping):
                 values[name] = _describe_mapping(getattr(self, name))
         return values

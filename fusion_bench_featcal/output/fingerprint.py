@@ -27,9 +27,9 @@ from fusion_bench_featcal.streams.runner import Runner
 
 _PACKAGES = ("torch", "transformers", "safetensors", "fusion-bench-featcal")
 # Parts of this package that make a block's parameters from weights and samples.
-_CODE = ("core", "next", "families", "experts")
+_CODE = ("core", "rules", "modules", "streams", "experts", "families")
 # Settings without a part in the result: samples and weights are compared themselves.
-_WITHOUT_EFFECT = {*SETTINGS_OF_THE_RUN, "family", "linear_kernel"}
+_WITHOUT_EFFECT = {*SETTINGS_OF_THE_RUN, "family", "linear_kernel", "strict"}
 _LABELS = {
     "settings": "method.{}",
     "weights": "weights of {}",

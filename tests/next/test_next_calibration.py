@@ -37,7 +37,7 @@ KNOBS = {
 def run(suite: Suite, rule: Any, **more: Any) -> Any:
     settings = settings_of(Knobs(), suite, family=suite.family, **more)
     inputs = cast(suite.inputs, next(suite.merged.parameters()).dtype)
-    return calibrate(suite.merged, suite.base, suite.experts, inputs, settings, rule)
+    return calibrate(suite.merged, suite.base, suite.experts, inputs, settings.replace(rule=rule))
 
 
 @pytest.mark.parametrize("knobs", KNOBS.values(), ids=list(KNOBS))

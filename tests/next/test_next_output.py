@@ -46,8 +46,8 @@ def run(suite: Suite, folder: Path | None = None, *, resume: bool = False, rule:
         Knobs(), suite, family=suite.family, checkpoint_dir=place, resume=resume, **more
     )
     return calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, settings, rule,
-        autocast=autocast, output=open_output(settings, Processes()),
+        suite.merged, suite.base, suite.experts, suite.inputs, settings.replace(rule=rule),
+        autocast=autocast,
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def run(
         **{"samples_per_task": samples_in(suite), "family": suite.family, **more}
     )
     models = handed.merged, handed.base, handed.experts
-    return calibrate(*models, handed.inputs, settings, rule, processes=processes)
+    return calibrate(*models, handed.inputs, settings.replace(rule=rule), processes=processes)
 
 
 def together(
@@ -130,8 +130,9 @@ def test_output_folder_of_several_processes_is_gone_on_with(tmp_path: Path):
 
     def work(processes: Processes) -> CalibrationResult:
         models, rule = (suite.merged, suite.base, suite.experts), RULES["paper"]
-        output = open_output(settings, processes)
-        return calibrate(*models, suite.inputs, settings, rule, processes=processes, output=output)
+        return calibrate(
+            *models, suite.inputs, settings.replace(rule=rule), processes=processes
+        )
 
     first = in_processes(2, work, join=TorchProcesses)
     manifest = json.loads((tmp_path / "blocks.json").read_text())
@@ -196,8 +197,7 @@ def test_experts_and_samples_of_other_processes_are_never_read():
             handed.base,
             experts,
             handed.inputs,
-            settings,
-            RULES["paper"],
+            settings.replace(rule=RULES["paper"]),
             processes=processes,
         )
         return [t for t in experts if experts[t].read], [t for t in batches if batches[t].asked]

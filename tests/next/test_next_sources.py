@@ -37,7 +37,7 @@ def run(suite: Suite, rule: Any = None, *, hashed: bool = False, **more: Any) ->
     settings = settings_of(Knobs(), suite, family=suite.family, **more)
     rule = Paper() if rule is None else rule
     return calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, settings, rule,
+        suite.merged, suite.base, suite.experts, suite.inputs, settings.replace(rule=rule),
         hashed=hashed,
     )  # fmt: skip
 
