@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.families import Family, ReplayFamily
     from fusion_bench_featcal.log import CalibrationLog
     from fusion_bench_featcal.processes import TorchProcesses
+    from fusion_bench_featcal.rules.paper import Paper
+    from fusion_bench_featcal.rules.plus import Plus
     from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 __version__ = "0.1.0"
@@ -17,15 +19,17 @@ __version__ = "0.1.0"
 # Public name -> module. Loaded on first use, so that `import fusion_bench_featcal` stays cheap.
 _EXPORTS = {
     "CalibrationError": "settings",
-    "CalibrationLog": "engine.log",
+    "CalibrationLog": "log",
     "CalibrationResult": "calibration",
     "ExpertSource": "experts",
     "Family": "families",
     "FeatCalSettings": "settings",
     "InMemoryExpert": "experts",
+    "Paper": "rules.paper",
+    "Plus": "rules.plus",
     "ReplayFamily": "families",
     "SafetensorsExpert": "experts.safetensors_files",
-    "TorchProcesses": "engine.processes",
+    "TorchProcesses": "processes",
     "calibrate": "calibration",
 }
 
@@ -37,6 +41,8 @@ __all__ = [
     "Family",
     "FeatCalSettings",
     "InMemoryExpert",
+    "Paper",
+    "Plus",
     "ReplayFamily",
     "SafetensorsExpert",
     "TorchProcesses",

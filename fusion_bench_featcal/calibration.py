@@ -74,6 +74,8 @@ def calibrate_blocks(problem: Problem, streams: Streams, team: Alone, output: No
     """Calibrate every block (Algorithm 1)."""
     for index, stage in enumerate(streams.runner.stages):
         streams.begin(index)
+        if index == 0 and problem.rule.weighs_trust and problem.base is not None:
+            problem = trusting(problem, streams, team, stage[0])
         for block in stage:
             start, finished = time.perf_counter(), output.read(block, problem.model)
             groups = [] if finished else groups_of(problem, streams, team, block)
@@ -90,6 +92,13 @@ def calibrate_blocks(problem: Problem, streams: Streams, team: Alone, output: No
             streams.advance(block)
             note(problem, streams, team, block, figures, time.perf_counter() - start)
             output.write(block, problem.model, problem.log)
+
+
+def trusting(problem: Problem, streams: Streams, team: Alone, block: str) -> Problem:
+    """Return the problem with a rule that knows how far each task's samples are trusted."""
+    from fusion_bench_featcal.trust import with_trust
+
+    return with_trust(problem, streams, team, block, groups_of(problem, streams, team, block))
 
 
 def restore(problem: Problem, output: NoOutput) -> None:
@@ -395,4 +404,6 @@ def calibrate_once(
     output.finish(calibrated, problem.log)
     sites = {block: [site.name for site in found.sites] for block, found in problem.modules.items()}
     reads = weights.manifest(settings.expert_read_budget, sites, shown.state_dict(), team.gather)
+    for record in problem.log.of_kind("task"):
+        record["expert_bytes"] = reads["experts"][record["task"]][record["block"]]
     return CalibrationResult(calibrated, problem.log, reads)

@@ -52,7 +52,7 @@ class MergedOnRead:
             CalibrationError: If a model's tensor is not finite, naming the model, or the merged one
                 overflows.
         """
-        first = self._first.stored(name)
+        first = self._first.tensor(name)
         experts = [model.stored(name).to(first.dtype) for model in self._experts.values()]
         try:
             merged = self._merge(first, experts)

@@ -25,6 +25,7 @@ class MergingRule:
     reads_closing_rows: bool = False
     reads_base: bool = False
     needs_base: bool = False
+    weighs_trust: bool = False
     remedy: str = "Use more samples (method.samples_per_task)"
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:

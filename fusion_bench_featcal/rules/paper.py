@@ -41,6 +41,7 @@ class Paper:
     folds: ClassVar[int] = 1
     notes_outputs: ClassVar[bool] = False
     reads_closing_rows: ClassVar[bool] = False
+    weighs_trust: ClassVar[bool] = False
 
     @property
     def runs_experts(self) -> bool:

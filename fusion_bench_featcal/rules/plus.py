@@ -4,7 +4,7 @@ The mathematics is in docs/plus.md.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,13 +29,16 @@ class Plus:
     """FeatCal+: groups of modules one after another, each with the ridge of least held-out error.
 
     Attributes:
-        gamma: Energy of the rows out of an expert's weights, as a share of that of its samples; 0:
-            samples alone.
+        gamma: Energy of the rows out of an expert's weights relative to that of its samples, where
+            these are many and familiar (`trust.py`); 0: samples alone.
+        gammas: The same by task, as it is found for the samples; tasks that are not named have
+            `gamma`.
         task_weights: Factors of the tasks' weights; tasks that are not named have 1.
         calibrate_bias: Whether biases change.
     """
 
-    gamma: float = 1.0
+    gamma: float = 2.0
+    gammas: Mapping[str, float] = field(default_factory=dict)
     task_weights: Mapping[str, float] | None = None
     calibrate_bias: bool = True
     calibrate_norm: ClassVar[bool] = False
@@ -50,6 +53,11 @@ class Plus:
     def reads_base(self) -> bool:
         """Return whether rows out of weights join the samples."""
         return self.gamma > 0
+
+    @property
+    def weighs_trust(self) -> bool:
+        """Return whether these rows count by trust in the samples."""
+        return self.gamma > 0 and not self.gammas
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
         """Solve one group after another: later ones receive what earlier ones give now."""
@@ -72,7 +80,7 @@ class PlusSums:
     group, `tau_i' tau_i` is therefore a second moment of what expert i was trained on. It joins the
     samples in every fold as rows of mean zero that ask for the expert's own answer:
 
-        A_i = gamma n_i tr(cov_i) tau_i' tau_i / |tau_i|_F^2      gamma 1: the energy of the samples
+        A_i = gamma_i n_i tr(cov_i) tau_i' tau_i / |tau_i|_F^2    gamma 1: the energy of the samples
         G   = sum_i w_i (n_i cov_i + A_i)
         C   = sum_i w_i (sum u x' + (W_i - W) A_i)
     """
@@ -99,7 +107,8 @@ class PlusSums:
         weight = whole.task_weights(EPS) * (self._rule.task_weights or {}).get(task, 1.0)
         per_row = weight / whole.count[0]
         if self._base is not None and self._rule.gamma > 0:
-            memory = self._memory(whole, expert.weight - self._base.weight)
+            gamma = self._rule.gammas.get(task, self._rule.gamma)
+            memory = gamma * self._memory(whole, expert.weight - self._base.weight)
             shares = (rows.count / whole.count)[..., None, None]
             rows = replace(rows, gram=rows.gram + shares * memory)
             whole = replace(whole, gram=whole.gram + memory)
@@ -114,11 +123,11 @@ class PlusSums:
         return {"norm": whole.gram_norms().mean()}
 
     def _memory(self, whole: Moments, tau: Tensor) -> Tensor:
-        """Return `A_i / w_i`, `[1, g, d, d]`; zero where the expert is the base."""
+        """Return `A_i / (w_i gamma_i)`, `[1, g, d, d]`; zero where the expert is the base."""
         covariance = whole.means(centred=self._biased).gram
         energy = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) * whole.count
         square = tau.square().sum((-2, -1)).clamp_min(torch.finfo(tau.dtype).tiny)
-        return (self._rule.gamma * energy / square)[..., None, None] * (tau.mT @ tau)
+        return (energy / square)[..., None, None] * (tau.mT @ tau)
 
     @staticmethod
     def _targets(rows: Moments, step: Linear, reach: Tensor | None) -> Moments:

@@ -93,6 +93,7 @@ class Rule(Protocol):
             they take less memory while they wait for their turn.
         reads_base: Whether the base model's parameters are used where there is one.
         needs_base: Whether there must be one.
+        weighs_trust: Whether trust in each task's samples is measured before anything is solved.
         reads_closing_rows: Whether only positions that the model reads on count in the last block.
         calibrate_bias: Whether biases of linear modules change.
         calibrate_norm: Whether gains and shifts of norms change.
@@ -117,6 +118,11 @@ class Rule(Protocol):
 
     @property
     def needs_base(self) -> bool:
+        """As the attribute."""
+        ...
+
+    @property
+    def weighs_trust(self) -> bool:
         """As the attribute."""
         ...
 

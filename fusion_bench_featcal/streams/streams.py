@@ -104,6 +104,14 @@ class Streams:
         counts = {"samples": sum(batch.samples for batch in self.tasks[task])}
         return counts | ({"held_out": held_out} if held_out else {})
 
+    def used(self, task: str) -> int:
+        """Return the number of a task's samples that are solved with, copies among them."""
+        number = total = 0
+        for batch in self.tasks[task]:
+            number = batch.samples or number  # copies follow their originals
+            total += 0 if batch.is_held_out else number
+        return total
+
     def names_of_last_rows(self, block: str, sites: Sequence[Site]) -> list[str]:
         """Return names of modules of the last block in which positions count of their own."""
         first = self._first()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from calibrations import EXACT, PAPER, assert_same, cast, run_slow, samples_in, settings_of
-from next_oracle import calibrated_plus
+from rows_oracle import calibrated_plus
 from oracle import Knobs
 from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
 from torch import nn
@@ -139,7 +139,7 @@ def test_biases_make_up_for_the_rounding_of_weights(rule: Any):
     for fold in range(rule.folds):
         rows.add(fold, draw(40, 5) + 1, draw(40, 3))
     rows = rows.mirrored()
-    sums.add(rows, expert)
+    sums.add("a", rows, expert)
     solved = sums.solve().linear
     assert torch.equal(solved.weight, solved.weight.bfloat16().double())
     whole, drift = rows.total(), getattr(rule, "mix_alpha", 1.0)

@@ -40,7 +40,7 @@ def merged(
 ) -> tuple[Tensor, int]:
     sums = LeastSquaresSums(stacked(anchor), **options)
     for x, weight in zip(inputs, weights, strict=True):
-        sums.add(moments_of(x), stacked(weight))
+        sums.add("a", moments_of(x), stacked(weight))
     solved = sums.solve()
     return solved.linear.weight[0], solved.facts["seen"]
 
@@ -50,7 +50,7 @@ def test_maps_of_a_convolution_with_groups_are_solved_one_by_one() -> None:
     other, others, second = ([part.flip(0) for part in inputs], weights[::-1], anchor.flip(1))
     sums = LeastSquaresSums(stacked(anchor, second), off_diagonal=0.9)
     for x, y, weight, w in zip(inputs, other, weights, others, strict=True):
-        sums.add(moments_of(x, y), stacked(weight, w))
+        sums.add("a", moments_of(x, y), stacked(weight, w))
     both = sums.solve().linear.weight
     alone = [
         merged(inputs, weights, anchor, off_diagonal=0.9)[0],
@@ -153,6 +153,6 @@ def test_gain_is_the_weighted_mean_and_stays_without_energy() -> None:
     for energy, gain in ((1.0, (2.0, 9.0)), (3.0, (6.0, 8.0))):
         rows = NormRows(2, torch.zeros(1, dtype=torch.float64))
         rows.add(torch.tensor([[energy**0.5, 0.0]], dtype=torch.float64), None)
-        sums.add(rows, norm(*gain))
+        sums.add("a", rows, norm(*gain))
     wanted = torch.tensor([5.0, 5.0], dtype=torch.float64)
     torch.testing.assert_close(sums.solve().linear.weight[0, 0], wanted)

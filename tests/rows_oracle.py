@@ -14,6 +14,7 @@ from plus_rows import FOLDS, RowMasks, groups_of, is_linear, parameters_of
 from tiny_models import Suite, modules_of
 from torch import Tensor, nn
 
+ENOUGH, FAMILIAR, LEAST = 64, 0.3, 1 / 4
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 START = 2
 
@@ -26,15 +27,30 @@ def calibrated_plus(suite: Suite, gamma: float) -> dict[str, Tensor]:
     masks = RowMasks(suite, SimpleNamespace(decoder_rows="all", calibrate_bias=True))
     batch = next(iter(suite.inputs.values()))[0]
     new: dict[str, Tensor] = {}
+    gammas: dict[str, float] = {}
     for block in suite.blocks:
         names = [name for name in modules_of(model, [block])[block] if is_linear(model, name)]
         groups = groups_of(model, batch, names, lambda name: masks.kind(name, ()))
         theirs = {task: listen(e, suite.inputs[task], block, names) for task, e in experts.items()}
         for group in groups:
             ours = {task: listen(model, suite.inputs[task], block, names) for task in experts}
+            if not gammas:
+                trust = trust_in(group, base, experts, ours, masks)
+                for task, batches in suite.inputs.items():
+                    samples = sum(samples_of(batch) for batch in batches)
+                    familiar = min(max(trust[task] / FAMILIAR, LEAST), 1)
+                    gammas[task] = gamma * max(ENOUGH / samples, 1) / familiar**2
             tables = [
                 task_table(
-                    group, model, base, experts[task], ours[task], theirs[task], masks, task, gamma
+                    group,
+                    model,
+                    base,
+                    experts[task],
+                    ours[task],
+                    theirs[task],
+                    masks,
+                    task,
+                    gammas[task],
                 )
                 for task in experts
             ]
@@ -60,6 +76,36 @@ def task_table(group, model, base, expert, ours, theirs, masks, task, gamma) -> 
     values, vectors = torch.linalg.eigh(moment)
     memory = (vectors * values.clamp_min(0).sqrt()).T
     return x, u, p, sample % FOLDS, memory, memory @ (expert_weight - weight).T
+
+
+def samples_of(batch) -> int:
+    return len(next(iter(batch.values())) if isinstance(batch, dict) else batch)
+
+
+def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
+    """How much more an expert's weights look like its own samples than like other tasks'."""
+    start, _ = parameters_of(base, group)
+    seen, steps = {}, {}
+    for task, expert in experts.items():
+        q, _ = masks.counting(group[0], task, ours[task].received[group[0]])
+        x = ours[task].inputs(group[0])
+        tau = parameters_of(expert, group)[0] - start
+        seen[task], steps[task] = x.T @ (q[:, None] * x), tau.T @ tau
+
+    def cosine(a: Tensor, b: Tensor) -> float:
+        return float((a * b).sum() / (a.norm() * b.norm()))
+
+    def mean(values) -> float:
+        values = list(values)
+        return sum(values) / len(values)
+
+    trust = {}
+    for task, step in steps.items():
+        own = cosine(step, seen[task])
+        others = mean(cosine(step, x) for x in seen.values())
+        alike = mean(cosine(step, other) for other in steps.values())
+        trust[task] = (own - others) / (own * (1 - alike))
+    return trust
 
 
 def moments(tables, folds, biased: bool):
