@@ -405,5 +405,5 @@ def calibrate_once(
     sites = {block: [site.name for site in found.sites] for block, found in problem.modules.items()}
     reads = weights.manifest(settings.expert_read_budget, sites, shown.state_dict(), team.gather)
     for record in problem.log.of_kind("task"):
-        record["expert_bytes"] = reads["experts"][record["task"]][record["block"]]
+        record["expert_bytes"] = reads["experts"].get(record["task"], {}).get(record["block"], 0)
     return CalibrationResult(calibrated, problem.log, reads)

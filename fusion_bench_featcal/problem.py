@@ -101,9 +101,10 @@ def prepare(
         shown,
         model,
         base,
-        {task: experts[task] for task in samples},
+        experts,
         settings.ignore_config,
         family.view,
+        own=samples,
         spared=set(tensors_of_head(shown, stages[0][0])),
         hashed=hashed,
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from calibrations import EXACT, PAPER, assert_same, cast, run_slow, samples_in, settings_of
-from rows_oracle import calibrated_plus
+from plus_slow import calibrated_plus
 from oracle import Knobs
 from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
 from torch import nn

@@ -24,7 +24,9 @@ rules = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 
 def run(suite: Suite, rule: Any, **more: Any) -> Any:
     settings = settings_of(Knobs(), suite, **{"family": suite.family, **more})
-    return calibrate(suite.merged, suite.base, suite.experts, suite.inputs, settings.replace(rule=rule))
+    return calibrate(
+        suite.merged, suite.base, suite.experts, suite.inputs, settings.replace(rule=rule)
+    )
 
 
 def tasks_of(result: Any) -> list[dict[str, Any]]:
