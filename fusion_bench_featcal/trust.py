@@ -13,6 +13,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.problem import Problem
 from fusion_bench_featcal.streams.rows import folded_rows
+from fusion_bench_featcal.streams.samples import naming_module
 from fusion_bench_featcal.streams.streams import Streams
 from fusion_bench_featcal.team import Alone
 
@@ -115,11 +116,13 @@ def sums_of(streams: Streams, task: str, block: str, group: Group, like: Tensor)
             continue
         counted = batch.rows.of(group.name)
         inputs = streams.inputs_of(task, batch, block, [group], watched=False)
-        for x in inputs[group.name]:
-            patches = group.sites[0].patches
-            rows = folded_rows(x, None, patches, counted, has_outputs=False, start=0, folds=1)
-            for _, values, _, weights in rows:
-                sums.add(0, values, None, weights)
+        with naming_module(task, block, group.name):
+            for x in inputs[group.name]:
+                patches = group.sites[0].patches
+                one = {"start": 0, "samples": batch.rows.samples, "folds": 1}
+                rows = folded_rows(x, None, patches, counted, has_outputs=False, **one)
+                for _, values, _, weights in rows:
+                    sums.add(0, values, None, weights)
     return sums
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from moe_oracle import MixtureOutcome, calibrate_mixture_slowly
 from oracle import Knobs, Outcome, calibrate_slowly
 from tiny_models import NO_TARGET, Suite, modules_of
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from fusion_bench_featcal import (
 EXACT = 1e-9  # float64, relative to each parameter's norm
 PAPER = Knobs(eps=1e-8)
 PLUS: dict[str, Any] = {"rule": "plus", "calibrate_norm": False}
-OPTIONS = {"hashed", "autocast", "device", "in_place", "merging", "processes", "progress"}
+OPTIONS = {"hashed", "autocast", "device", "processes", "progress"}
 
 
 def samples_in(suite: Suite) -> int:
@@ -99,21 +98,6 @@ def run_slow(
         other_masks,
         features,
     )
-
-
-def run_slow_mixture(suite: Suite, knobs: Knobs = PAPER) -> MixtureOutcome:
-    """The oracle of mixtures, told which modules are in none."""
-    found = modules_of(suite.merged, suite.blocks)
-    dense = {b: [n for n in names if not in_mixture(n)] for b, names in found.items()}
-    masks, _ = counted_rows(suite, dense, "all")
-    return calibrate_mixture_slowly(
-        suite.merged, suite.base, suite.experts, suite.inputs, suite.blocks, dense, knobs, masks
-    )
-
-
-def in_mixture(name: str) -> bool:
-    """Return whether a module is a router or an expert's."""
-    return ".experts." in name or name.endswith(".gate")
 
 
 def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: str) -> tuple:

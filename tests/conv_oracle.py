@@ -86,14 +86,9 @@ def of_groups(
     return solved | {f"{name}.bias": torch.cat(biases)} if biased else solved
 
 
-def normalise_batches(
-    model: nn.Module, experts: Mapping[str, Any], inputs: Any, block: str, anchor: Any, knobs: Any
-) -> bool:
-    """Give a block's BatchNorms new statistics, each from whole forward passes; return any had.
-
-    With knobs, parameters too.
-    """
-    from oracle import record, stacked_norm
+def normalise_batches(model: nn.Module, inputs: Any, block: str) -> bool:
+    """Give a block's BatchNorms new statistics, each from whole forward passes; return any had."""
+    from oracle import record
 
     norms = [
         name
@@ -111,24 +106,9 @@ def normalise_batches(
         weight = torch.cat([p for _, p in rows.values()]) / len(rows)
         mean = weight @ table
         variance = weight @ (table - mean).square()
-        z = {
-            task: ((x - mean) / (variance + module.eps).sqrt(), p) for task, (x, p) in rows.items()
-        }
         with torch.no_grad():
             module.running_mean.copy_(mean)
             module.running_var.copy_(variance)
-            if knobs is None or not knobs.norm:
-                continue
-            affines = {
-                task: tuple(
-                    p.detach() for p in expert.get_submodule(name).parameters(recurse=False)
-                )
-                for task, expert in experts.items()
-            }
-            pair = anchor[f"{name}.weight"], anchor[f"{name}.bias"]
-            gain, shift = stacked_norm(z, affines, pair, knobs.lam)
-            module.weight.copy_(gain)
-            module.bias.copy_(shift)
     return bool(norms)
 
 

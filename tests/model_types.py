@@ -8,7 +8,7 @@ from typing import Any
 
 import tiny_convs
 import torch
-from calibrations import PAPER, distance, replay, run_fast, run_slow, run_slow_mixture
+from calibrations import PAPER, distance, replay, run_fast, run_slow
 from tiny_models import (
     REPLAY,
     VISION_LANGUAGE_REPLAY,
@@ -239,7 +239,7 @@ def _mixture(model_type: str, **config: Any) -> Row:
         return model
 
     config = TEXT | GROUPED | {"num_experts_per_tok": 2, "num_experts": 4} | config
-    return _row(model_type, "mixture", make, long_texts, config, slow=run_slow_mixture)
+    return _row(model_type, "mixture", make, long_texts, config)
 
 
 def _whisper() -> Made:

@@ -92,7 +92,7 @@ def calibrate_slowly(
     theirs = {task: recorded(expert, task) for task, expert in doubled.items()}
     seen = {task: recorded(outcome.model, task) for task in doubled}
     for block in blocks:
-        if normalise_batches(outcome.model, doubled, inputs, block, anchor, None):
+        if normalise_batches(outcome.model, inputs, block):
             seen = {task: recorded(outcome.model, task) for task in doubled}
         block_masks = (other_rows or {}).get(block, common)
         new: dict[str, Tensor] = {}
@@ -111,7 +111,7 @@ def calibrate_slowly(
         with torch.no_grad():
             for name, value in new.items():
                 outcome.model.get_parameter(name).copy_(value.to(features))
-        normalise_batches(outcome.model, doubled, inputs, block, anchor, knobs)
+        normalise_batches(outcome.model, inputs, block)
         before, seen = seen, {task: recorded(outcome.model, task) for task in doubled}
         for task in doubled:
             features_of_expert, read = theirs[task][1][block], block_masks[task]

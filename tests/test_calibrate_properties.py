@@ -188,9 +188,7 @@ def test_passes_that_end_early_without_the_drift_log_change_no_bit(
     knobs = replace(PAPER, norm=make in (clip_suite, gpt2_suite, tower_suite), alpha=alpha)
     logged, silent = (run_fast(suite, knobs, log_drift=log) for log in (True, False))
     assert_identical(silent.model, logged.model)
-    visits, quiet = (result.log.of_kind("task") for result in (logged, silent))
-    assert [r["rows"] for r in visits] == [r["rows"] for r in quiet]
-    assert {r["drift_before"] for r in quiet} == {r["drift_after"] for r in quiet} == {None}
+    assert all("drift_after" not in record for record in silent.log.of_kind("task"))
 
 
 def test_passes_whose_output_nobody_needs_end_with_the_last_input():
@@ -204,35 +202,12 @@ def test_passes_whose_output_nobody_needs_end_with_the_last_input():
     assert counts[0] - counts[1] >= 6 * len(suite.experts)
 
 
-@pytest.mark.parametrize("make", [clip_suite, tower_suite])
-def test_in_place_gives_the_same_model_without_a_copy(make: Callable[[], Suite]):
-    suite = make()
-    wanted = run_fast(suite).model
-    merged = copy.deepcopy(suite.merged).train()
-    result = run_fast(replace(suite, merged=merged), in_place=True)
-    assert_identical(result.model, wanted)
-    assert result.model.training
-    assert all(parameter.requires_grad for parameter in result.model.parameters())
-    if make is clip_suite:  # open_clip's fused attention is put together anew
-        assert result.model is merged
-
-
-def test_in_place_refuses_to_change_the_base_or_an_expert():
-    suite = clip_suite()
-    experts = suite.experts | {"task_0": suite.merged}
-    for wrong in (replace(suite, base=suite.merged), replace(suite, experts=experts)):
-        with pytest.raises(ValueError, match="in_place needs a merged model that is neither"):
-            run_fast(wrong, in_place=True)
-    with pytest.raises(ValueError, match=r"in_place uses up .*method\.expert_read_budget"):
-        run_fast(suite, in_place=True, expert_read_budget="50%")
-
-
 def test_a_failed_run_gives_the_modes_back():
     suite = clip_suite()
     merged = copy.deepcopy(suite.merged).train()
     spoilt = suite.inputs | {"task_0": [{"pixel_values": torch.full((7, 3, 8, 8), torch.nan)}]}
     with pytest.raises(CalibrationError, match="NaN"):
-        run_fast(replace(suite, merged=merged, inputs=spoilt), in_place=True)
+        run_fast(replace(suite, merged=merged, inputs=spoilt))
     assert merged.training
     assert all(parameter.requires_grad for parameter in merged.parameters())
 

@@ -16,7 +16,6 @@ from process_group import in_forks, in_processes
 
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.engine import processes as waiting
-from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.methods.standalone import (
     AnchorOnlyAlgorithm,
@@ -24,6 +23,7 @@ from fusion_bench_featcal.methods.standalone import (
     SurgeryAlgorithm,
     SurgeryV2Algorithm,
 )
+from fusion_bench_featcal.processes import Processes
 
 PROGRAM = SimpleNamespace()
 

@@ -12,9 +12,9 @@ import pytest
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
-from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.fusionbench import loggers
 from fusion_bench_featcal.fusionbench.loggers import log_results
+from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.figures import plot_run
 from fusion_bench_featcal.results.scalars import drift_steps, hyperparameters

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from calibrations import EXACT, PAPER, assert_same, cast, run_slow, samples_in, settings_of
-from plus_slow import calibrated_plus
 from oracle import Knobs
+from plus_slow import calibrated_plus
 from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
 from torch import nn
 from tricky_models import plain, stack_suite

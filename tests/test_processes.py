@@ -22,7 +22,6 @@ from tiny_models import Suite, clip_suite
 from fusion_bench_featcal import CalibrationError, CalibrationResult, FeatCalSettings
 from fusion_bench_featcal import processes as transport
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.output import open_output
 from fusion_bench_featcal.processes import LostProcessError, Processes, TorchProcesses
 from fusion_bench_featcal.rules.paper import Paper
 from fusion_bench_featcal.rules.plus import Plus

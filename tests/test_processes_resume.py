@@ -13,8 +13,8 @@ from tiny_models import Suite, clip_suite, t5_suite
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.checkpoints.store import Checkpoints
-from fusion_bench_featcal.processes import LostProcessError, Processes
 from fusion_bench_featcal.json_files import read_json
+from fusion_bench_featcal.processes import LostProcessError, Processes
 
 
 def kept(

@@ -13,6 +13,7 @@ from tiny_models import Suite, clip_suite
 from fusion_bench_featcal.rules.paper import Paper
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.rows import Rows
 from fusion_bench_featcal.streams.streams import Streams
 from fusion_bench_featcal.trust import familiarity, trust_of
 
@@ -69,8 +70,12 @@ def test_strange_samples_count_less(trust: float, share: float) -> None:
 
 
 def test_copies_count_as_samples_and_held_out_ones_do_not() -> None:
-    images = torch.zeros(4, 3, 2, 2)
-    batches = [Batch(images, 4), Batch(images, 0), Batch(images, 4, 4, is_held_out=True)]
+    rows = Rows(samples=4)
+    batches = [
+        Batch(None, 4, rows=rows),
+        Batch(None, 0, rows=rows),
+        Batch(None, 4, 4, is_held_out=True, rows=rows),
+    ]
     streams: Any = SimpleNamespace(tasks={"a": batches})
     assert Streams.used(streams, "a") == 8
 

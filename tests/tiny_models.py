@@ -103,7 +103,10 @@ def blocks_of(model: nn.Module, class_name: str) -> list[str]:
 def modules_of(
     model: nn.Module, blocks: list[str], left: tuple[str, ...] = ()
 ) -> dict[str, list[str]]:
-    """Full names of linear modules, convolutions and norms with gain and shift, of each block."""
+    """Full names of linear modules, convolutions and norms with gain and shift, of each block.
+
+    Routers of mixtures and their experts are left out.
+    """
     found = {}
     for block in blocks:
         found[block] = []
@@ -112,7 +115,8 @@ def modules_of(
             norm = kind in ("LayerNorm", "ConvNextLayerNorm") and module.weight is not None
             affine = norm and module.bias is not None
             known = kind in ("Linear", "Conv1D", "FalconLinear", "Conv1d", "Conv2d", "GroupNorm")
-            if (affine or known) and not name.endswith(left or ("/",)):
+            routed = ".experts." in name or name.endswith(".gate")
+            if (affine or known) and not routed and not name.endswith(left or ("/",)):
                 found[block].append(name)
     return found
 

@@ -53,7 +53,7 @@ class Upstream:
         self.config = config
         self.name = MERGED if config is None else method_name(config)
         self._models = models
-        self._why_whole = ""
+        self._why_whole = "its files have not been looked at"
 
     def plan_reads(self, settings: FeatCalSettings, fuse: bool | str) -> None:
         """Find out whether the merger can go through files tensor by tensor.

@@ -128,11 +128,13 @@ class Rows:
         valid: Those of the stage's hidden features; None: all.
         other: Those of modules that receive other rows, by the end of their names.
         compared: Those of the stage's final features that are read; None: all.
+        samples: Number of samples in the batch.
     """
 
     valid: Counted | None = None
     other: Mapping[str, Counted | None] = field(default_factory=dict)
     compared: CountedRows | None = None
+    samples: int = 0
 
     @property
     def counted(self) -> CountedRows | None:
@@ -157,6 +159,7 @@ def folded_rows(
     *,
     has_outputs: bool,
     start: int,
+    samples: int,
     folds: int,
 ) -> Iterator[tuple[int, Tensor, Tensor | None, Tensor | None]]:
     """Divide the rows of one batch by fold: sample `i` of a task is in fold `i mod F`.
@@ -168,6 +171,7 @@ def folded_rows(
         counted: Positions that count; None: all.
         has_outputs: Whether `y` are outputs.
         start: Number of the first sample.
+        samples: Number of samples.
         folds: Number of folds `F`.
 
     Yields:
@@ -184,7 +188,8 @@ def folded_rows(
         )
     for number in range(folds):
         of_x, of_y = (
-            part if part is None or folds == 1 else part[number::folds] for part in (x, y)
+            part if part is None or folds == 1 else by_sample(part, samples)[number::folds]
+            for part in (x, y)
         )
         assert of_x is not None
         if not len(of_x):
@@ -197,6 +202,12 @@ def folded_rows(
         chosen = None if counted is None else counted[number + 1 if folds > 1 else 0]
         weights = None if chosen is None or chosen.is_table(of_x) else chosen.weights
         yield fold, rows_of(of_x, chosen), None if of_y is None else rows_of(of_y, chosen), weights
+
+
+def by_sample(rows: Tensor, samples: int) -> Tensor:
+    """Return flattened rows `[samples * n, d]` as `[samples, n, d]`, others as they are."""
+    is_flat = rows.ndim == 2 and len(rows) != samples and len(rows) % samples == 0
+    return rows.unflatten(0, (samples, -1)) if is_flat else rows
 
 
 def _unfolded(

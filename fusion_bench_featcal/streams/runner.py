@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.inputs import batch_size
 from fusion_bench_featcal.streams.rows import Counted, CountedRows, Rows, counted_by_fold
 
 
@@ -75,4 +76,5 @@ class Runner:
 
         valid = divided(self.family.row_weights(inputs, stage, self.decoder_rows))
         others = self.family.other_rows(inputs, stage)
-        return Rows(valid, {end: divided(mask) for end, mask in others.items()})
+        other = {end: divided(mask) for end, mask in others.items()}
+        return Rows(valid, other, samples=batch_size("", inputs))

@@ -106,11 +106,7 @@ class Streams:
 
     def used(self, task: str) -> int:
         """Return the number of a task's samples that are solved with, copies among them."""
-        number = total = 0
-        for batch in self.tasks[task]:
-            number = batch.samples or number  # copies follow their originals
-            total += 0 if batch.is_held_out else number
-        return total
+        return sum(b.rows.samples for b in self.tasks[task] if not b.is_held_out)
 
     def names_of_last_rows(self, block: str, sites: Sequence[Site]) -> list[str]:
         """Return names of modules of the last block in which positions count of their own."""

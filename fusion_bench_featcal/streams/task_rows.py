@@ -56,6 +56,7 @@ class LinearRows:
                 counted,
                 has_outputs=self._rule.notes_outputs and group.has_few_outputs,
                 start=batch.start,
+                samples=batch.rows.samples,
                 folds=self._rule.folds,
             )
             for fold, rows_x, rows_y, weights in rows:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.streams.augmentation import Jitter, augmented, images_of
 from fusion_bench_featcal.engine.fold_rows import FoldRows
 from fusion_bench_featcal.engine.samples import Batch
+from fusion_bench_featcal.streams.augmentation import Jitter, augmented, images_of
 
 IMAGES = normal(0, 3, 2, 8, 6).float()
 HERE = f"{__name__}"

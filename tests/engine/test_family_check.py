@@ -33,9 +33,9 @@ from tricky_models import Remembering, net_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.engine.family_check import Peeked, checked_family, reads_first
-from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
+from fusion_bench_featcal.processes import Processes
 
 
 class Sharing(ResidualNet):

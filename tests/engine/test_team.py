@@ -7,9 +7,9 @@ import torch
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.core import LinearSums
-from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.engine.task_sums import TaskSums
 from fusion_bench_featcal.engine.team import Shares, Team, spread_costs
+from fusion_bench_featcal.processes import Processes
 
 
 def test_dearest_work_is_dealt_out_first() -> None:

@@ -21,12 +21,12 @@ from tiny_open_clip import tower_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.digests import digest_file
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.json_files import read_json, sealed_json
-from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.output import check_output, open_output
+from fusion_bench_featcal.output import check_output
 from fusion_bench_featcal.output.folder import OutputFolder
 from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.rules.paper import Paper

@@ -30,19 +30,19 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal import plan as module
+from fusion_bench_featcal.calibration import calibrate as calibrate_next
 from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.feature_shapes import features_of
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
 from fusion_bench_featcal.fusionbench.plan_run import log_plan
-from fusion_bench_featcal.calibration import calibrate as calibrate_next
 from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.rules.paper import Paper
-from fusion_bench_featcal.rules.plus import Plus
-from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.plan import Plan, one_line, plan_of, show_plan, warnings_of
 from fusion_bench_featcal.plan_shapes import Request, Shapes
+from fusion_bench_featcal.rules.paper import Paper
+from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.streams.batch import Batch
 
 CPU = torch.device("cpu")
 SUITES: dict[str, Any] = {

@@ -26,11 +26,11 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert, calibrate
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.experts.merging import UpstreamMerge
 from fusion_bench_featcal.fusionbench.fusing import _arithmetic, _average
 from fusion_bench_featcal.fusionbench.pool_models import ExpertSources, PoolModels
 from fusion_bench_featcal.fusionbench.upstream import Upstream
+from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.suites import image
 

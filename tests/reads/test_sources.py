@@ -16,14 +16,14 @@ from tiny_open_clip import tower_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.json_files import sealed_json
 from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.merged import MergedOnRead, fill
 from fusion_bench_featcal.experts.reads import BASE, OUTSIDE
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.json_files import sealed_json
 from fusion_bench_featcal.output.fingerprint import glimpse
 from fusion_bench_featcal.rules.paper import Paper
 from fusion_bench_featcal.rules.plus import Plus
