@@ -15,9 +15,9 @@ class CalibrationLog:
 
     - `engine`: library that multiplies float32 matrices, and the processor.
     - `task`: block, task, samples (of them `held_out`), expert_bytes that were read for the block.
-      With `log_drift` also rows (positions that count), the mean L2 drift of the block's output
-      after its update (Eq. 2) and the same relative to the expert's feature norm (root mean
-      square), and with the paper's rule both before it.
+      With `log_drift` also rows (positions that are read behind it), the mean L2 drift of the
+      block's output after its update (Eq. 2) and the same relative to the expert's feature norm
+      (root mean square), and with the paper's rule both before it.
     - `module`: block, module, relative residual of the solve, condition estimate, size of the
       update relative to the weight; of FeatCal+ the ridge of least held-out error.
     - `trust`: task, trust in its samples (`trust.py`), and whether they were warned of (`named`).

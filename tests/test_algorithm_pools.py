@@ -171,8 +171,8 @@ def test_checkpoints_of_presets_lie_apart_and_are_resumed(tmp_path: Path) -> Non
     }
     unused: dict[str, Any] = {**options, "base_method": AVERAGE}
     wanted = FeatCalAlgorithm(**options).run(suite_pool()).state_dict()
-    assert (tmp_path / "run.json").is_file()
-    assert (tmp_path / "preset-weak" / "block-0003.json").is_file()
+    assert (tmp_path / "blocks.json").is_file()
+    assert (tmp_path / "preset-weak" / "block-0003.safetensors").is_file()
     with pytest.raises(CalibrationError, match=r"checkpoint_dir .*method\.resume=true"):
         FeatCalAlgorithm(**unused).run(suite_pool())
     found = FeatCalAlgorithm(**options, resume=True).run(suite_pool()).state_dict()

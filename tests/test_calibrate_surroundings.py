@@ -21,10 +21,8 @@ from calibrations import (
 from safetensors.torch import save_file
 from tiny_models import Suite, clip_suite, gpt2_suite
 from transformers import CLIPVisionModel
-from tricky_models import biased, stack_suite
 
 from fusion_bench_featcal import SafetensorsExpert
-from fusion_bench_featcal.core import extrapolate_anchor, linear_moments, solve_bias, solve_linear
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 1.5e-3)])
@@ -119,41 +117,6 @@ def test_a_callers_autocast_changes_nothing():
     assert_identical(found, run_fast(suite).model)
 
 
-def test_biases_make_up_for_the_rounding_of_the_weights_that_are_stored():
-    suite = stack_suite(biased, tasks=1, seed=3).to(torch.bfloat16)
-    inputs = torch.cat(suite.inputs["task_0"]).bfloat16()
-    found = run_fast(suite, ridge_lambda=1e-3).model
-    rows, expert_rows = (
-        model.get_submodule("embed")(inputs).detach().double()
-        for model in (suite.merged, suite.experts["task_0"])
-    )
-    name = f"{suite.blocks[0]}.only"
-    expert: Any = suite.experts["task_0"].get_submodule(name)
-    moments = {"task_0": linear_moments(rows, expert_rows)}
-    weights, biases = {"task_0": expert.weight.detach()}, {"task_0": expert.bias.detach()}
-
-    def anchor(leaf: str) -> torch.Tensor:
-        merged, base = (
-            model.get_parameter(f"{name}.{leaf}").detach() for model in (suite.merged, suite.base)
-        )
-        return extrapolate_anchor(merged, base, 2.0)
-
-    options = {"mix_alpha": 0.3, "ridge_lambda": 1e-3}
-    solved = solve_linear(moments, weights, anchor("weight"), eps=1e-8, **options)
-    stored = found.get_parameter(f"{name}.weight").detach()
-    torch.testing.assert_close(stored.double(), solved.weight, rtol=1e-2, atol=1e-3)
-
-    def bias_from(weight: torch.Tensor) -> torch.Tensor:
-        bias = solve_bias(
-            moments, weights, biases, weight, solved.task_weights, anchor("bias"), **options
-        )
-        return bias.bfloat16()
-
-    bias = found.get_parameter(f"{name}.bias").detach()
-    assert torch.equal(bias, bias_from(stored))
-    assert not torch.equal(bias, bias_from(solved.weight))
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_callers_gradient_mode_does_not_matter(mode: Any):
     suite = clip_suite(seed=16)
@@ -179,8 +142,8 @@ def test_log_is_complete_and_writes_one_object_a_line(tmp_path: Path):
     assert set(visits) == {(b, t) for b in suite.blocks for t in suite.experts}
     for record in visits.values():
         assert record["samples"] == samples_in(suite)
-        assert record["rows"] == 5 * samples_in(suite)
-        assert record["seconds"] >= 0
+        read = 1 if record["block"] == suite.blocks[-1] else 5  # of the last one the class token
+        assert record["rows"] == read * samples_in(suite)
     solves = [r for r in log.records if r["kind"] == "module"]
     assert len(solves) == 6 * len(suite.blocks)
     for record in solves:

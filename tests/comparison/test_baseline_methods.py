@@ -1,6 +1,7 @@
 """The baselines as cells on two tasks of the bundled suite: what they make, use and add."""
 
 from pathlib import Path
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ def inputs(**changes: Any) -> CellInputs:
     pool: Any = CLIPVisionModelPool(**(options | changes))
     pool.load_train_dataset = lambda task: data[task]["train"]
     pool.load_test_dataset = lambda task: data[task]["test"]
-    fabric = SimpleNamespace(device=torch.device("cpu"), autocast=torch.inference_mode)
+    fabric = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)
     taskpool: Any = None
     return CellInputs(modelpool=pool, taskpool=taskpool, fabric=fabric)
 

@@ -324,18 +324,18 @@ def test_vision_towers_that_are_merged_on_the_way_stay_in_the_whole_clip(tmp_pat
 
 def test_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys):
     llama_folders(tmp_path)
-    from fusion_bench_featcal.engine.loop import BlockLoop
+    from fusion_bench_featcal.output.folder import OutputFolder
 
-    change, done = BlockLoop._change, []
+    write, done = OutputFolder.write, []
 
     def interrupted(self, *args, **kwargs):
         if done:
             raise KeyboardInterrupt
         done.append(1)
-        return change(self, *args, **kwargs)
+        return write(self, *args, **kwargs)
 
     paper = words(tmp_path, "--preset", "paper")
-    monkeypatch.setattr(BlockLoop, "_change", interrupted)
+    monkeypatch.setattr(OutputFolder, "write", interrupted)
     said: list[str] = []
     monkeypatch.setattr("atexit.register", lambda _, line, **__: said.append(line))
     with pytest.raises(SystemExit) as ended:
@@ -343,7 +343,7 @@ def test_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 130
     assert "--resume" in said[0]
     assert not (tmp_path / "out").exists() and (tmp_path / "out.blocks").is_dir()
-    monkeypatch.setattr(BlockLoop, "_change", change)
+    monkeypatch.setattr(OutputFolder, "write", write)
     assert main([*paper, "--resume"]) == 0
     resumed = load_file(tmp_path / "out" / "model.safetensors")
     (tmp_path / "out").rename(tmp_path / "resumed")

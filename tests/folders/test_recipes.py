@@ -99,7 +99,7 @@ def test_experts_whose_names_cannot_differ(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     places = ("a-b/c/final", "a/b-c/final", "b-c/final", "c/final")
     recipe(folder, "ties", "base", *places)
-    assert main(calibrate(folder)) == 2
+    assert main(calibrate(folder, "--preset", "paper")) == 2
     line = capsys.readouterr().err
     assert "mergekit_config.yml" in line and "Name them by --expert NAME=DIR" in line
     assert all(place in line for place in places)
@@ -107,12 +107,12 @@ def test_experts_whose_names_cannot_differ(folder, capsys, monkeypatch):
 
 def test_the_base_of_a_slerp_is_an_expert(folder, capsys):
     recipe(folder, "slerp", str(folder / "one"), str(folder / "one"), str(folder / "two"))
-    assert main(calibrate(folder)) == 2
+    assert main(calibrate(folder, "--preset", "paper")) == 2
     line = capsys.readouterr().err
     assert "--base is missing" in line and "--set anchor_rho=1" in line
     experts = [word for task in TASKS for word in ("--expert", f"{task}={folder / task}")]
     base = ["--base", str(folder / "base")]
-    alone = ["--set", "anchor_rho=1"]
+    alone = ["--preset", "paper", "--set", "anchor_rho=1"]
     for more in (alone, base, [*base, *experts], [*alone, *experts]):
         assert all(f"  {task}: " in shown(capsys, calibrate(folder, *more)) for task in TASKS)
 
