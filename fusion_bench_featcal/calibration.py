@@ -186,7 +186,7 @@ def task_rows(
                     watched = entering is not None
                     inputs = streams.inputs_of(task, batch, block, turn, watched=watched)
                     for group, group_rows in rows.items():
-                        with naming_module(task, block, group.name):
+                        with naming_module(task, block, group.name), exact_products():
                             group_rows.add(batch, inputs.get(group.name, []))
         if entering is not None:
             problem.progress.step()

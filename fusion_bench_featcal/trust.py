@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.finite import read_back
+from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.problem import Problem
@@ -74,6 +75,7 @@ def familiarity(trust: float) -> float:
     return min(max(trust / FAMILIAR, LEAST), 1.0)
 
 
+@exact_products()
 def measured_trust(
     problem: Problem, streams: Streams, team: Alone, block: str, groups: Sequence[Group]
 ) -> dict[str, float]:
