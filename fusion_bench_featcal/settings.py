@@ -120,7 +120,7 @@ class FeatCalSettings:
             forward pass when `mix_alpha` is 0).
         linear_kernel: Library that multiplies float32 matrices on the CPU, in calibration and
             evaluation: `torch` (its default, MKL), `onednn`, or `auto`: oneDNN on AMD processors
-            with AVX-512. The two round differently; a resumed run keeps its choice.
+            with AVX-512. The two round differently: a resumed run needs the same one.
         sums_precision: Precision of the products that accumulate the Gram and cross matrices.
             `auto`: float64 for a `ridge_lambda` below 0.01, which float32 rounding would reach the
             update through, else float32. `float32`, `float64`; `tf32`, faster on a GPU and the same

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fusion_bench_featcal.engine.module_kinds import is_layer_norm, is_linear
+from fusion_bench_featcal.modules.kinds import is_layer_norm, is_linear
 
 
 class Renamed(nn.Linear):

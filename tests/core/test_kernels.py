@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from calibrations import assert_identical, assert_same, run_fast
+from process_group import in_processes
 from tiny_models import clip_suite
 from torch import nn
 from torch.nn import functional
 
-from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal import CalibrationError, calibration
 from fusion_bench_featcal.core import kernels, products
 from fusion_bench_featcal.core.kernels import (
     ONEDNN,
@@ -152,17 +153,14 @@ def test_calibrations_agree_whatever_multiplies(calls: list[tuple[int, ...]]):
 
 
 @needs_onednn
-def test_a_resumed_run_keeps_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_resumed_run_needs_the_kernel_of_its_blocks(tmp_path: Path):
     suite = clip_suite().to(torch.float32)
     wanted = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path))
-    (tmp_path / "block-0001.json").unlink()
-    for asked in ("auto", "torch"):
-        found = run_fast(suite, linear_kernel=asked, checkpoint_dir=str(tmp_path), resume=True)
-        assert_identical(found.model, wanted.model)
-        (tmp_path / "block-0001.json").unlink()
-    monkeypatch.setattr(kernels, "onednn_works", lambda: False)
+    (tmp_path / "block-0001.safetensors").unlink()
     with pytest.raises(CalibrationError, match=r'linear_kernel \("onednn" then, "torch" now\)'):
-        run_fast(suite, checkpoint_dir=str(tmp_path), resume=True)
+        run_fast(suite, linear_kernel="torch", checkpoint_dir=str(tmp_path), resume=True)
+    found = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path), resume=True)
+    assert_identical(found.model, wanted.model)
 
 
 @needs_onednn
@@ -210,20 +208,15 @@ def test_convolutions_of_any_form_are_left_alone(
     assert not calls
 
 
-class BesideAnother(Processes):
-    """A process beside one that chose another kernel."""
-
-    def __init__(self, other: str) -> None:
-        super().__init__()
-        self._other = other
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self._other] if value in (TORCH, ONEDNN) else [value]
-
-
 @needs_onednn
 @pytest.mark.parametrize("other", [TORCH, ONEDNN])
 def test_onednn_is_used_only_where_every_process_chose_it(other: str):
     suite = clip_suite(seed=1, tasks=1, depth=1).to(torch.float32)
-    result = run_fast(suite, linear_kernel=ONEDNN, processes=BesideAnother(other))
-    assert [record["linear_kernel"] for record in result.log.of_kind("engine")] == [other]
+
+    def used(processes: Processes) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(calibration, "choose_kernel", lambda *_: (ONEDNN, other)[processes.rank])
+            result = run_fast(suite, processes=processes)
+        return [record["linear_kernel"] for record in result.log.of_kind("engine")]
+
+    assert in_processes(2, used) == [[other]] * 2
