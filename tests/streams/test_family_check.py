@@ -1,8 +1,6 @@
 """A family's steps are compared with the model's own forward pass before anything is calibrated."""
 
-import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +30,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from tricky_models import Remembering, net_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.engine.family_check import Peeked, checked_family, reads_first
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
-from fusion_bench_featcal.processes import Processes
+from fusion_bench_featcal.streams.family_check import checked_family, reads_first_position
+from fusion_bench_featcal.streams.samples import take
 
 
 class Sharing(ResidualNet):
@@ -147,30 +145,6 @@ def test_regmean_falls_back_too(caplog: Any):
     assert_identical(found, wanted)
 
 
-class Counted:
-    """Batches that tell how often they were read."""
-
-    samples = 3
-
-    def __init__(self, number: int) -> None:
-        self.number, self.read = number, 0
-
-    def __iter__(self) -> Iterator[int]:
-        for batch in range(self.number):
-            self.read += 1
-            yield batch
-
-
-def test_every_batch_is_read_once_although_the_first_is_looked_at():
-    batches = Counted(3)
-    peeked = Peeked(batches)
-    assert peeked.first == 0 and batches.read == 1 and peeked.samples == 3
-    assert list(peeked) == [0, 1, 2] and batches.read == 3
-    assert list(peeked) == [0, 1, 2] and batches.read == 6
-    assert Peeked(Counted(0)).empty and list(copy.copy(Peeked([1, 2]))) == [1, 2]
-    assert list(Peeked(iter([1, 2]))) == [1, 2]
-
-
 def test_missing_samples_are_refused_as_ever():
     suite = net_suite(ResidualNet())
     with pytest.raises(CalibrationError, match="task a has 0 calibration samples"):
@@ -190,7 +164,7 @@ def test_token_outside_the_vocabulary_is_refused_with_its_task():
 def test_featcal_plus_refuses_relative_positions(name: str):
     suite = next(row for row in ROWS if row.name == name).suite()
     assert suite is not None
-    expected = r"receives a table of relative positions.*order=block.*modules=\['!attention\.self"
+    expected = r"receives a table of relative positions.*modules=\['!.*attention\.self"
     with pytest.raises(CalibrationError, match=expected):
         run_fast(suite, **PLUS)
 
@@ -219,8 +193,9 @@ def test_class_token_closes_where_the_head_reads_nothing_else(name: str, first: 
     suite = next(row for row in ROWS if row.name == name).suite()
     assert suite is not None
     family: Any = resolve_family("auto", suite.merged)
-    found, _ = checked_family(
-        family, "auto", suite.merged, suite.inputs, ["task_0"], Processes(), needs_closing=True
+    samples = take("task_0", suite.inputs["task_0"], FeatCalSettings(), suite.merged)
+    found: Any = checked_family(
+        family, "auto", suite.merged, {"task_0": samples}, needs_closing=True
     )
     hidden = torch.zeros(2, 4, 3)
     rows: Any = found.closing_rows(suite.merged, hidden)
@@ -236,7 +211,7 @@ def test_featcal_plus_calibrates_a_stack_as_its_replay(name: str):
     found = run_fast(suite, **PLUS).model
     assert distance(found, suite.merged) > 0.1
     family: Any = resolve_family("auto", suite.merged)
-    if reads_first(suite.merged, suite.blocks[-1], suite.inputs["task_0"][0]):
+    if reads_first_position(suite.merged, suite.blocks[-1], suite.inputs["task_0"][0]):
         return  # replay does not know which rows close
     assert_identical(found, run_fast(suite, PAPER, replay(suite), **PLUS).model)
     assert family.name == "stack"
