@@ -107,8 +107,11 @@ class OutputFolder(NoOutput):
                 for name, text in part.items():
                     joined.setdefault(name, []).append(text)
             run[key] = {name: " ".join(dict.fromkeys(texts)) for name, texts in joined.items()}
-        tasks = {"tasks (modelpool.models)": list(run["samples"])}
-        run["run"] = {**tasks, **run["run"], "processes": self._processes.size}
+        run["run"] = {
+            "tasks (modelpool.models)": list(run["samples"]),
+            **run["run"],
+            "number of processes (fabric.devices x fabric.num_nodes)": self._processes.size,
+        }
         self.compare(run)
         self._files = {block: f"block-{i:04d}.safetensors" for i, block in enumerate(blocks)}
         listed = self._content.get("blocks", {})
