@@ -79,8 +79,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             compare_with: References to evaluate: `base`, `experts`, `merged`; None: what the model
                 pool brings, else `merged`.
             fuse_merge: `auto`: FusionBench's simple average and task arithmetic, where base and
-                experts lie in files, share the calibration's reads; False: mergers run by
-                themselves.
+                experts lie in files, merge tensor by tensor; False: mergers load models whole.
             save: The row that is saved and returned: `featcal`, `featcal:<preset>` or `merged`.
             **settings: Fields of `FeatCalSettings`.
 
