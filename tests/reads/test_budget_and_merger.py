@@ -13,7 +13,6 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import known_bytes
 from fusion_bench_featcal.fusionbench.plan_run import run_request
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel
-from fusion_bench_featcal.plan import plan_of
 from fusion_bench_featcal.suites import image
 
 TIES = {
@@ -57,71 +56,27 @@ def reads_of(pool: Any, base_method: Any, **options: Any) -> dict[str, Any]:
     return result.reads
 
 
-@pytest.mark.parametrize("base_method", [AVERAGE, ARITHMETIC])
-def test_merger_that_shares_reads_keeps_a_budget_below_one_read(base_method: Any) -> None:
-    pool = suite_pool()
-    reads = reads_of(pool, base_method, expert_read_budget="60%")
-    totals, plan = reads["totals"], reads["plan"]
-    assert reads["upstream"]["how"] == "fused"
-    assert reads["upstream"]["files"] == {"_pretrained_": file_bytes(pool, "_pretrained_")}
-    assert totals["all_experts_read"] == totals["experts_planned"] <= plan["limit"]
-    assert plan["limit"] == plan["full"] * 60 // 100
-    assert any(plan["omitted"].values())
-
-
-def test_budget_below_what_lies_outside_the_blocks_is_refused() -> None:
-    with pytest.raises(CalibrationError, match="what lies outside the blocks, of each of the 2"):
-        reads_of(suite_pool(), ARITHMETIC, expert_read_budget=1000)
-
-
-def test_average_under_a_budget_needs_a_base() -> None:
-    pool = suite_pool(models={name: image.path(name) for name in EXPERTS})
-    with pytest.raises(CalibrationError, match=r"simple_average reads every expert whole"):
-        reads_of(pool, AVERAGE, expert_read_budget="60%", anchor_rho=1.0)
-
-
 @pytest.mark.parametrize(
-    ("base_method", "options"),
-    [
-        (AVERAGE, {"expert_read_budget": "1MB", "fuse_merge": False}),
-        (ARITHMETIC, {"expert_read_budget": "100%", "fuse_merge": False}),
-        (TIES, {"expert_read_budget": "100%"}),
-        (TIES, {"expert_read_budget": "1MB"}),
-    ],
+    ("base_method", "budget"), [(AVERAGE, "1MB"), (ARITHMETIC, "100%"), (TIES, "100%")]
 )
 def test_budget_that_merging_exceeds_is_refused_before_anything_is_loaded(
-    base_method: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+    base_method: Any, budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = suite_pool()
     monkeypatch.setattr(type(pool), "load_model", lambda *_: pytest.fail("a model was loaded"))
-    budget = options["expert_read_budget"]
     message = (
         rf"method\.expert_read_budget={budget} cannot be kept: \w+ reads every expert whole "
         rf"\({all_experts(pool)} bytes\).*method\.base_method=null"
     )
     with pytest.raises(CalibrationError, match=message):
-        FeatCalAlgorithm(base_method=base_method, **options).run(pool)
+        FeatCalAlgorithm(base_method=base_method, expert_read_budget=budget).run(pool)
 
 
-def test_one_shared_read_keeps_a_budget_of_one_read() -> None:
-    pool = suite_pool()
-    reads = reads_of(pool, ARITHMETIC, expert_read_budget="100%")
-    totals = reads["totals"]
-    assert (reads["upstream"]["how"], reads["budget"]) == ("fused", "100%")
-    assert totals["upstream_experts_read"] == 0
-    assert totals["upstream_base_read"] == file_bytes(pool, "_pretrained_")
-    assert totals["all_experts_read"] == totals["experts_read"] <= all_experts(pool)
-    assert totals["merged_stood_in"] == 0
-    words = ["method.expert_read_budget='100%'", "method.mix_alpha=0", "method.log_drift=false"]
-    request = run_request(["modelpool=clip-vit-mini_alphabets2", *words])
-    assert request.fused and request.tasks == len(EXPERTS)
-    assert plan_of(request).read == totals["experts_read"]
-
-
-def test_merger_by_itself_and_calibration_keep_a_budget_together() -> None:
+@pytest.mark.parametrize("base_method", [ARITHMETIC, TIES])
+def test_merger_and_calibration_keep_a_budget_together(base_method: Any) -> None:
     pool = suite_pool()
     whole = all_experts(pool)
-    reads = reads_of(pool, TIES, expert_read_budget=whole + whole // 3)
+    reads = reads_of(pool, base_method, expert_read_budget=whole + whole // 3)
     totals = reads["totals"]
     assert totals["upstream_experts_read"] == whole
     assert reads["plan"]["limit"] == whole // 3
@@ -141,11 +96,9 @@ def test_merged_model_of_the_pool_is_no_expert_read(tmp_path: Path) -> None:
     assert 0 < totals["all_experts_read"] <= all_experts(pool) // 2
 
 
-def test_plan_takes_off_what_a_merger_reads_by_itself() -> None:
+def test_plan_takes_off_what_a_merger_reads() -> None:
     words = ["modelpool=clip-vit-mini_TA6"]
-    left = run_request(
-        [*words, "method.expert_read_budget=1GB", "method.fuse_merge=false"]
-    ).settings.expert_read_budget
+    left = run_request([*words, "method.expert_read_budget=1GB"]).settings.expert_read_budget
     assert isinstance(left, int) and left < 10**9
-    half = run_request([*words, "method.expert_read_budget='50%'"])
-    assert half.fused and plan_of(half).read <= plan_of(run_request(words)).read / 2
+    with pytest.raises(ValueError, match="reads every expert whole"):
+        run_request([*words, "method.expert_read_budget='50%'"])
