@@ -30,7 +30,6 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal import plan as module
-from fusion_bench_featcal.calibration import calibrate as calibrate_next
 from fusion_bench_featcal.experts import hollow_copy
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.feature_shapes import features_of
@@ -41,7 +40,6 @@ from fusion_bench_featcal.plan import Plan, one_line, plan_of, show_plan, warnin
 from fusion_bench_featcal.plan_shapes import Request, Shapes
 from fusion_bench_featcal.rules.paper import Paper
 from fusion_bench_featcal.rules.plus import Plus
-from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.batch import Batch
 
 CPU = torch.device("cpu")
@@ -81,8 +79,8 @@ def equal_batches(inputs: Mapping[str, list]) -> dict[str, list]:
         ({}, "80%"),
         ({"mix_alpha": 0.0, "log_drift": False}, None),
         ({"anchor_rho": 1.0}, None),
-        ({**PLUS, "row_weights": "uniform"}, None),
-        ({**PLUS, "row_weights": "uniform"}, "60%"),
+        (PLUS, None),
+        (PLUS, "60%"),
     ],
     ids=str,
 )
@@ -106,6 +104,8 @@ def test_bytes_are_those_of_the_run(name: str, changes: Any, budget: Any, tmp_pa
 
 class Spy:
     """A rule that notes the bytes of its sums, turn by turn, and of the features that wait."""
+
+    weighs_trust = False  # that makes another rule
 
     def __init__(self, rule: Any) -> None:
         self.rule, self.summed, self.waiting = rule, [0], [0]
@@ -132,9 +132,9 @@ class SpySums:
     def __init__(self, sums: Any, spy: Spy) -> None:
         self._sums, self._spy, self._rows = sums, spy, 0
 
-    def add(self, rows: Any, expert: Any) -> Any:
+    def add(self, task: str, rows: Any, expert: Any) -> Any:
         self._rows = sum(t.nbytes for t in rows.tensors())
-        return self._sums.add(rows, expert)
+        return self._sums.add(task, rows, expert)
 
     def tensors(self) -> Any:
         return self._sums.tensors()
@@ -165,7 +165,8 @@ def test_sums_and_waiting_features_are_those_of_a_run(name: str, rule: str):
     size = len(first["pixel_values"] if name == "clip" else first["input_ids"])
     more = {"samples_per_task": 2 * size, "batch_size": size, **changes}
     settings = settings_of(PAPER, suite, ridge_lambda=0.05, **more)
-    calibrate_next(suite.merged, suite.base, suite.experts, inputs, settings, spy)  # type: ignore[arg-type]
+    run = settings.replace(rule=spy)
+    calibrate(suite.merged, suite.base, suite.experts, inputs, run)
     lengths = {"length": 7, "target_length": first["labels"].shape[1]} if name == "t5" else {}
     if name in ("llama", "gpt2"):
         lengths["length"] = first["input_ids"].shape[1]
@@ -186,7 +187,8 @@ def test_held_out_samples_and_copies_wait_as_in_a_run(changes: dict[str, Any]):
     suite, spy = clip_suite().to(torch.float32), Spy(Plus())
     inputs, more = equal_batches(suite.inputs), {"samples_per_task": 8, "batch_size": 4}
     settings = settings_of(PAPER, suite, **more, **PLUS, **changes)
-    calibrate_next(suite.merged, suite.base, suite.experts, inputs, settings, spy)  # type: ignore[arg-type]
+    run = settings.replace(rule=spy)
+    calibrate(suite.merged, suite.base, suite.experts, inputs, run)
     request = Request(hollow_copy(suite.merged).to("meta"), settings, len(inputs))
     assert plan_of(request).parts["features"] == max(spy.waiting)
 
@@ -229,7 +231,7 @@ def test_memory_is_near_what_tensors_of_a_run_take(rule: Any, changes: dict[str,
     experts = {task: models[task] for task in "xyz"}
     with LiveBytes() as live:
         data = dict.fromkeys(experts, batches)
-        calibrate_next(models["m"], models["b"], experts, data, settings, rule)
+        calibrate(models["m"], models["b"], experts, data, settings.replace(rule=rule))
     request = Request(hollow_copy(models["m"]).to("meta"), settings, 3, loaded=1)
     parts = plan_of(request).parts
     found = sum(parts.values()) - min(parts["batch"], parts["solve"])
@@ -365,15 +367,4 @@ def test_budget_limits_what_is_read():
     full = plan_of(request).read
     assert planned(request, expert_read_budget="1TB").read == full
     assert 0.8 * full < planned(request, expert_read_budget="90%").read <= 0.9 * full
-    with pytest.raises(CalibrationError, match="expert_read_budget allows 9 bytes"):
-        planned(request, expert_read_budget=9)
-
-
-def test_fused_merge_holds_a_block_of_every_expert(clip: Request):
-    alone, fused = (plan_of(replace(clip, tasks=3, fused=fused)) for fused in (False, True))
-    first = resolve_family("auto", clip.model).stages(clip.model)[0][0]
-    block = sum(p.numel() * 4 for p in clip.model.get_submodule(first).parameters())
-    assert fused.parts["block"] == alone.parts["block"] + 2 * block
-    weights = {"mix_alpha": 0.0, "log_drift": False}
-    alone, fused = (planned(replace(clip, fused=fused), **weights) for fused in (False, True))
-    assert fused.read > alone.read
+    assert planned(request, expert_read_budget=9).read == 0

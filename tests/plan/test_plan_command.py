@@ -66,12 +66,8 @@ def test_headers_tell_the_experts_precision(tmp_path: Path):
     words = write_experts(tmp_path, torch.float16)
     request = run_request(words)
     assert (request.tasks, request.itemsize, request.held) == (2, 2, 0)
-    assert request.fused
-    for alone in ("fuse_merge=false", "base_method=null"):
-        assert not run_request([*words, f"method.{alone}"]).fused
-    assert run_request([*words, "method.expert_read_budget=100%"]).fused
     held = run_request([*words, "method.stream_experts=false"])
-    assert (held.held, held.base_held, held.fused) == (2, True, False)
+    assert (held.held, held.base_held) == (2, True)
     (tmp_path / "two" / "model.safetensors").unlink()
     assert run_request(words).held == 1
 
@@ -94,7 +90,6 @@ def test_processes_are_those_that_fabric_would_start(
     monkeypatch.setenv("FOUR", "4")
     request = run_request([*write_experts(tmp_path, torch.float32), *words.split()])
     assert (request.processes, request.neighbours) == (processes, neighbours)
-    assert request.fused == (processes == 1)
 
 
 def test_a_plan_of_two_processes_says_so(capsys: pytest.CaptureFixture[str]):
@@ -117,16 +112,8 @@ def test_a_plan_of_two_processes_says_so(capsys: pytest.CaptureFixture[str]):
         (["modelpool=clip-vit-mini_TA6", "method.family=llama"], "no decoder layers"),
         (["modelpool=clip-vit-mini_TA6", "fabric.devices=0"], "fabric.devices = 0 names no device"),
         (
-            ["modelpool=clip-vit-mini_TA6", "fabric.devices=3", "method.expert_read_budget=50%"],
+            ["modelpool=clip-vit-mini_TA6", "method.expert_read_budget=50%"],
             "expert_read_budget=50% cannot be kept: task_arithmetic reads every expert whole",
-        ),
-        (
-            [
-                "modelpool=clip-vit-mini_TA6",
-                "method.base_method=null",
-                "method.expert_read_budget=1000",
-            ],
-            "what lies outside the blocks, of each of the 6 experts",
         ),
     ],
 )
