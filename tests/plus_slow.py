@@ -1,89 +1,197 @@
-"""A second opinion on FeatCal+ with rows out of weights: slow, plain, in float64.
+"""A second opinion on FeatCal+: slow, plain, in float64.
 
-Whole models run forward for every group of modules. Rows stay in one table. The rows out of an
-expert's weights are explicit too: eigenvectors of their second moment, each with both signs.
+Whole models run forward for every group of modules. Rows stay in one table with their weights and
+folds, and the rows out of an expert's weights are explicit too, each with both signs.
 """
 
 import copy
 import math
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from plus_oracle import downhill, listen, load, sketch
-from plus_rows import FOLDS, RowMasks, groups_of, is_linear, parameters_of
+from calibrations import counted_rows
+from oracle import Batch, Features, record, run
 from tiny_models import Suite, modules_of
 from torch import Tensor, nn
 
+FOLDS = 4
 ENOUGH, FAMILIAR, LEAST = 64, 0.3, 1 / 4
-GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
-START = 2
+GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, math.inf)
+START = 2  # where the search begins
+SKETCHED = 16  # more outputs than this are compared through as many random sums of them
+ALL_ROWS = ("k_proj", "v_proj")  # what reads every token of CLIP's last block
 
 
-def calibrated_plus(suite: Suite, gamma: float) -> dict[str, Tensor]:
+@dataclass
+class Seen:
+    """One model's features for one task: inputs and outputs of modules."""
+
+    received: Features
+    returned: Features
+
+    def inputs(self, name: str) -> Tensor:
+        return flat(self.received[name])
+
+    def outputs(self, names: Sequence[str]) -> Tensor:
+        return torch.cat([flat(self.returned[name]) for name in names], dim=1)
+
+
+class RowMasks:
+    """Rows that count for a module, and all else that modules of one group have in common."""
+
+    def __init__(self, suite: Suite, *, decoder_rows: str, biases: bool) -> None:
+        self.suite, self.biases = suite, biases
+        modules = modules_of(suite.merged, suite.blocks)
+        self.common, self.other = counted_rows(suite, modules, decoder_rows)
+
+    def masks(self, name: str) -> Any:
+        """Masks of every task's batches, or None."""
+        others = self.other or {}
+        block = next(b for b in self.suite.blocks if name.startswith(f"{b}."))
+        return others.get(name, others.get(block, self.common))
+
+    def biased(self, name: str) -> bool:
+        module: Any = self.suite.merged.get_submodule(name)
+        return module.bias is not None and self.biases
+
+    def closing(self, name: str) -> bool:
+        """True where only the first token is read behind the module."""
+        last = self.suite.blocks[-1]
+        is_clip = type(self.suite.merged.get_submodule(last)).__name__ == "CLIPEncoderLayer"
+        is_last = self.suite.family == "auto" and is_clip and name.startswith(f"{last}.")
+        return is_last and not name.endswith(ALL_ROWS)
+
+    def kind(self, name: str) -> tuple:
+        return self.biased(name), self.closing(name), id(self.masks(name))
+
+    def counting(self, name: str, task: str, calls: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Weight and sample of every row of a module's inputs."""
+        batches, masks = self.suite.inputs[task], self.masks(name)
+        sizes = [size_of(batch) for batch in batches]
+        weights, samples = [], []
+        for index, call in enumerate(calls):
+            batch = index * len(batches) // len(calls)  # a module may run several times a batch
+            weight = call.new_ones(call.shape[:-1])
+            if masks is not None:
+                weight = weight * masks[task][batch].double().reshape(weight.shape)
+            if self.closing(name):
+                weight[:, 1:] = 0
+            sample = sum(sizes[:batch]) + torch.arange(len(call))
+            weights.append(weight.reshape(-1))
+            samples.append(sample.repeat_interleave(weight[0].numel()))
+        return torch.cat(weights), torch.cat(samples)
+
+
+def calibrated_plus(
+    suite: Suite,
+    gamma: float = 2.0,
+    *,
+    decoder_rows: str = "all",
+    biases: bool = True,
+    factors: Mapping[str, float] | None = None,
+) -> dict[str, Tensor]:
     """New parameters by name of the suite's merged model."""
     model = copy.deepcopy(suite.merged).double().eval()
     base = copy.deepcopy(suite.base).double()
     experts = {task: copy.deepcopy(e).double().eval() for task, e in suite.experts.items()}
-    masks = RowMasks(suite, SimpleNamespace(decoder_rows="all", calibrate_bias=True))
+    masks = RowMasks(suite, decoder_rows=decoder_rows, biases=biases)
     batch = next(iter(suite.inputs.values()))[0]
     new: dict[str, Tensor] = {}
     gammas: dict[str, float] = {}
     for block in suite.blocks:
         names = [name for name in modules_of(model, [block])[block] if is_linear(model, name)]
-        groups = groups_of(model, batch, names, lambda name: masks.kind(name, ()))
         theirs = {task: listen(e, suite.inputs[task], block, names) for task, e in experts.items()}
-        for group in groups:
+        for group in groups_of(model, batch, names, masks):
             ours = {task: listen(model, suite.inputs[task], block, names) for task in experts}
             if not gammas:
                 trust = trust_in(group, base, experts, ours, masks)
                 for task, batches in suite.inputs.items():
-                    samples = sum(samples_of(batch) for batch in batches)
                     familiar = min(max(trust[task] / FAMILIAR, LEAST), 1)
-                    gammas[task] = gamma * max(ENOUGH / samples, 1) / familiar**2
-            tables = [
-                task_table(
-                    group,
-                    model,
-                    base,
-                    experts[task],
-                    ours[task],
-                    theirs[task],
-                    masks,
-                    task,
-                    gammas[task],
-                )
-                for task in experts
-            ]
+                    lack = max(ENOUGH / sum(map(size_of, batches)), 1)
+                    gammas[task] = gamma * lack / familiar**2
+            tables = []
+            for task, expert in experts.items():
+                q, sample = masks.counting(group[0], task, ours[task].received[group[0]])
+                used = q > 0
+                x = ours[task].inputs(group[0])[used]
+                u = (theirs[task].outputs(group) - ours[task].outputs(group))[used]
+                p = q[used] / q.sum()
+                p = (factors or {}).get(task, 1.0) * p / (x.T @ (p[:, None] * x)).norm()  # Eq. 14
+                centre = x - (p @ x) / p.sum() if masks.biased(group[0]) else x
+                energy = gammas[task] * float(p @ centre.square().sum(1)) / float(p.sum())
+                (weight, _), (their_weight, _) = (parameters_of(m, group) for m in (model, expert))
+                tau = their_weight - parameters_of(base, group)[0]
+                memory = tau * (energy / tau.square().sum().clamp_min(1e-300)).sqrt()
+                answer = memory @ (their_weight - weight).T
+                tables.append((x, u, p, sample[used] % FOLDS, memory, answer))
             solved = solved_group(group, model, tables, masks.biased(group[0]))
             load(model, solved)
             new |= solved
     return new
 
 
-def task_table(group, model, base, expert, ours, theirs, masks, task, gamma) -> tuple[Tensor, ...]:
-    """Rows `x`, targets `u`, weights and folds of samples; then the rows out of weights."""
-    q, sample = masks.counting(group[0], task, ours.received[group[0]])
-    used = q > 0
-    q, sample, x = q[used], sample[used], ours.inputs(group[0])[used]
-    u = theirs.outputs(group)[used] - ours.outputs(group)[used]
-    (weight, _), (expert_weight, _) = parameters_of(model, group), parameters_of(expert, group)
-    p = q / q.sum()
-    p = p / (x.T @ (p[:, None] * x)).norm()  # Eq. 14
-    centre = x - (p @ x) / p.sum() if masks.biased(group[0]) else x
-    energy = float(p @ centre.square().sum(1)) / float(p.sum())
-    tau = expert_weight - parameters_of(base, group)[0]
-    moment = gamma * energy * tau.T @ tau / tau.square().sum().clamp_min(1e-300)
-    values, vectors = torch.linalg.eigh(moment)
-    memory = (vectors * values.clamp_min(0).sqrt()).T
-    return x, u, p, sample % FOLDS, memory, memory @ (expert_weight - weight).T
+def listen(model: nn.Module, batches: list, block: str, names: list[str]) -> Seen:
+    return Seen(*record(model, batches, [block, *names], names))
 
 
-def samples_of(batch) -> int:
-    return len(next(iter(batch.values())) if isinstance(batch, dict) else batch)
+def load(model: nn.Module, new: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in new.items():
+            model.get_parameter(name).copy_(value)
+
+
+def size_of(batch: Batch) -> int:
+    return len(batch if isinstance(batch, Tensor) else next(iter(batch.values())))
+
+
+def is_linear(model: nn.Module, name: str) -> bool:
+    return type(model.get_submodule(name)).__name__ in ("Linear", "Conv1D")
+
+
+def flat(calls: list[Tensor]) -> Tensor:
+    return torch.cat([call.reshape(-1, call.shape[-1]) for call in calls])
+
+
+def groups_of(model: nn.Module, batch: Batch, names: list[str], masks: RowMasks) -> list[list[str]]:
+    """Modules of one kind that receive the same tensors, in the order of their first calls."""
+    received: dict[str, list[Tensor]] = {}  # keeps the tensors alive: no two have the same id
+
+    def note(name: str, _: nn.Module, args: tuple, named: dict) -> None:
+        received.setdefault(name, []).append((args or tuple(named.values()))[0])
+
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True)
+        for name in names
+    ]
+    with torch.no_grad():
+        run(model, batch)
+    for handle in handles:
+        handle.remove()
+    groups: dict[Any, list[str]] = {}
+    for name, tensors in received.items():
+        groups.setdefault((*map(id, tensors), masks.kind(name)), []).append(name)
+    return list(groups.values())
+
+
+def parameters_of(model: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Weights `[m, d]` and biases of modules on top of one another; no bias is a zero one."""
+    weights, biases = [], []
+    for name in names:
+        module: Any = model.get_submodule(name)
+        weight = module.weight.detach().clone()
+        weights.append(weight.T if type(module).__name__ == "Conv1D" else weight)
+        zero = weight.new_zeros(len(weights[-1]))
+        biases.append(zero if module.bias is None else module.bias.detach().clone())
+    return torch.cat(weights), torch.cat(biases)
 
 
 def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
     """How much more an expert's weights look like its own samples than like other tasks'."""
+    if len(experts) == 1:
+        return dict.fromkeys(experts, FAMILIAR)
     start, _ = parameters_of(base, group)
     seen, steps = {}, {}
     for task, expert in experts.items():
@@ -147,13 +255,30 @@ def held_out_error(tables, fold: int, ridge: float, biased: bool) -> float:
     return error
 
 
+def sketch(m: int) -> Tensor:
+    if m <= SKETCHED:
+        return torch.eye(m, dtype=torch.float64)
+    signs = torch.randint(2, (m, SKETCHED), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return signs.T.double() / 4
+
+
+def downhill(errors: list[float], start: int) -> int:
+    """The place of the nearest minimum uphill in lambda, or else downhill."""
+    up = start
+    while up + 1 < len(errors) and errors[up + 1] < errors[up]:
+        up += 1
+    down = start
+    while down > 0 and errors[down - 1] < errors[down]:
+        down -= 1
+    return up if up > start else down
+
+
 def solved_group(group: list[str], model: nn.Module, tables, biased: bool) -> dict[str, Tensor]:
     used = sorted({int(k) for table in tables for k in table[3].unique()})
     ridge = 1.0
     if len(used) > 1:
-        ends = (*GRID, math.inf)
-        errors = [sum(held_out_error(tables, k, ridge, biased) for k in used) for ridge in ends]
-        ridge = ends[downhill(errors, START)]
+        errors = [sum(held_out_error(tables, k, ridge, biased) for k in used) for ridge in GRID]
+        ridge = GRID[downhill(errors, START)]
     x_mean, u_mean, gram, cross = moments(tables, list(range(FOLDS)), biased)
     change = ridge_map(gram, cross, ridge)
     weight, bias = parameters_of(model, group)

@@ -1,16 +1,31 @@
-"""The smaller loop gives what an independent slow calibration gives, for both rules."""
+"""The loop gives what an independent slow calibration gives, for both rules."""
 
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from calibrations import EXACT, PAPER, assert_same, cast, run_slow, samples_in, settings_of
+from calibrations import EXACT, PAPER, assert_same, cast, replay, run_slow, samples_in, settings_of
 from oracle import Knobs
-from plus_slow import calibrated_plus
-from tiny_models import Suite, clip_suite, decoder_suite, gpt2_suite, residual_suite, t5_suite
-from torch import nn
-from tricky_models import plain, stack_suite
+from plus_slow import calibrated_plus, load
+from tiny_models import (
+    VOCABULARY,
+    Suite,
+    clip_suite,
+    decoder_suite,
+    gpt2_suite,
+    replayed,
+    residual_suite,
+    sentences,
+    t5_suite,
+    without_labels,
+)
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from tricky_models import biased, chain, keyword_calls, plain, stack_suite, used_twice
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.calibration import calibrate
@@ -65,18 +80,98 @@ def test_paper_equals_the_oracle(make, knobs):
         assert found == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize("gamma", [0.0, 1.0, 24.0])
-@pytest.mark.parametrize("make", SUITES.values(), ids=list(SUITES))
-def test_plus_equals_the_oracle(make, gamma):
-    suite = make()
-    wanted = calibrated_plus(suite, gamma)
-    found = run(suite, Plus(gamma=gamma)).model
-    for name, value in wanted.items():
-        torch.testing.assert_close(found.get_parameter(name).double(), value, rtol=1e-6, atol=1e-8)
+def parallel_suite(make: str, *, seed: int) -> Suite:
+    """Decoders with parallel branches and without a family of their own."""
+    torch.manual_seed(seed)
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(make, **shape, **ends)).eval()
+    inputs: dict[str, list] = {
+        f"task_{index}": [
+            without_labels(sentences(part, max(part) + 1, seed=seed + 10 * index + i))
+            for i, part in enumerate([[5, 2, 4], [3, 6, 4 + index]])
+        ]
+        for index in range(2)
+    }
+    inner = "gpt_neox" if make == "gpt_neox" else "model"
+    return replayed(model, inputs, [f"{inner}.layers.{index}" for index in range(2)], seed)
+
+
+def small_clip(**shape: Any) -> Suite:
+    return clip_suite(width=8, heads=2, **shape)
+
+
+PLUS_SUITES: dict[str, Callable[[], Suite]] = {
+    **SUITES,
+    "clip, replayed": lambda: replace(
+        s := small_clip(tasks=2, sizes=(4, 1), seed=4), family=replay(s)
+    ),
+    "clip, 1 task": lambda: small_clip(tasks=1, sizes=(5, 4), hidden=10, seed=5),
+    "clip, 1 sample": lambda: small_clip(tasks=2, sizes=(1,), seed=3),
+    "residual, 1 task": lambda: residual_suite(tasks=1, sizes=(25, 16), seed=3),
+    "residual, 2 samples": lambda: residual_suite(sizes=(1, 1), tasks=3, seed=2),
+    "many samples": lambda: residual_suite(sizes=(60, 40)),
+    **{
+        make: lambda make=make, seed=seed: decoder_suite(make, seed=seed)
+        for seed, make in enumerate(("gemma2", "granite", "olmo2", "phi3", "starcoder2"), 2)
+    },
+    "qwen2, left": lambda: decoder_suite("qwen2", side="left", seed=2),
+    **{
+        make: lambda make=make, seed=seed: parallel_suite(make, seed=seed)
+        for seed, make in enumerate(("gpt_neox", "cohere", "phi"), 1)
+    },
+    "t5, ungated": lambda: t5_suite(seed=2, gated=False, depths=(1, 1)),
+    "used twice": lambda: stack_suite(used_twice, sizes=(5, 2), seed=1),
+    "keyword calls": lambda: stack_suite(keyword_calls, sizes=(5, 2), seed=1),
+    "chain": lambda: stack_suite(chain, sizes=(5, 2), seed=1),
+    "one map": lambda: stack_suite(biased, sizes=(5, 2), seed=1),
+    "one map, no bias": lambda: stack_suite(plain, sizes=(5, 2), seed=1),
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "samples alone": ("clip", {"gamma": 0.0}, {"gamma": 0.0}),
+    "much of the weights": ("clip", {"gamma": 24.0}, {"gamma": 24.0}),
+    "no biases": ("clip", {"biases": False}, {"calibrate_bias": False}),
+    "factors": ("clip", {"factors": {"task_0": 4.0}}, {"task_weights": {"task_0": 4.0}}),
+    "targets": ("llama", {"decoder_rows": "targets"}, {}),
+}
+"""A suite, arguments of the oracle, and fields of the rule."""
+
+
+@pytest.fixture
+def doubles_stay_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, rotary angles and softmax of language models in float64, not in float32."""
+
+    class Wide:
+        float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    for name, module in list(sys.modules.items()):
+        is_torch = getattr(module, "torch", None) is torch
+        if name.startswith("transformers.models.") and ".modeling_" in name and is_torch:
+            monkeypatch.setattr(module, "torch", Wide())
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+
+
+@pytest.mark.usefixtures("doubles_stay_doubles")
+@pytest.mark.parametrize(
+    ("name", "knobs", "fields"),
+    [*((name, {}, {}) for name in PLUS_SUITES), *VARIANTS.values()],
+    ids=[*PLUS_SUITES, *VARIANTS],
+)
+def test_plus_equals_the_oracle(name: str, knobs: dict[str, Any], fields: dict[str, Any]):
+    suite = PLUS_SUITES[name]()
+    new = calibrated_plus(suite, **knobs)
+    rows = knobs.get("decoder_rows", "all")
+    found = run(suite, Plus(**fields), decoder_rows=rows).model
     moved = {
         n for n, p in found.named_parameters() if not torch.equal(p, suite.merged.get_parameter(n))
     }
-    assert moved and moved <= set(wanted)
+    assert moved and moved <= set(new)
+    load(suite.merged, new)
+    assert_same(found, suite.merged, EXACT)
 
 
 @pytest.mark.parametrize("rule", [Paper(), Plus()], ids=["paper", "plus"])

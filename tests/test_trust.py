@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from calibrations import run_fast
-from plus_oracle import listen
+from plus_slow import listen
 from tiny_models import Suite, clip_suite
 
 from fusion_bench_featcal.rules.paper import Paper
