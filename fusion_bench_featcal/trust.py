@@ -92,7 +92,8 @@ def measured_trust(
 
     Args: those of `with_trust`.
     """
-    group = next((group for group in groups if group.kind == "linear"), None)
+    linear = (group for group in groups if group.kind == "linear" and not group.convolves)
+    group = next(linear, None)
     if group is None or problem.base is None or len(problem.experts) == 0:
         return {}
     base = group.linear(problem.base.tensor, torch.float32).weight
@@ -120,9 +121,8 @@ def sums_of(streams: Streams, task: str, block: str, group: Group, like: Tensor)
         inputs = streams.inputs_of(task, batch, block, [group], watched=False)
         with naming_module(task, block, group.name):
             for x in inputs[group.name]:
-                patches = group.sites[0].patches
                 one = {"start": 0, "samples": batch.rows.samples, "folds": 1}
-                rows = folded_rows(x, None, patches, counted, has_outputs=False, **one)
+                rows = folded_rows(x, None, None, counted, has_outputs=False, **one)
                 for _, values, _, weights in rows:
                     sums.add(0, values, None, weights)
     return sums

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
 from fusion_bench_featcal.methods.blockwise import REGMEAN, merge_blockwise
+from fusion_bench_featcal.rules.paper import Paper
+from fusion_bench_featcal.rules.plus import Plus
 
 KNOBS = [PAPER, Knobs(alpha=0.0, lam=0.5, rho=0.5, norm=False), Knobs(alpha=1.0, lam=1e-3, rho=1.0)]
 
@@ -95,10 +97,10 @@ def pixel_suites() -> list[Suite]:
     return [first, second]
 
 
-@pytest.mark.parametrize("method", ["paper", "plus"])
-def test_a_1x1_convolution_is_a_linear_module(method: str):
+@pytest.mark.parametrize("rule", [Paper(), Plus(gamma=0.0)], ids=["paper", "plus"])
+def test_a_1x1_convolution_is_a_linear_module(rule: Any):
     convolutions, linears = pixel_suites()
-    run = (lambda suite: run_fast(suite).model) if method == "paper" else plus
+    run = lambda suite: run_fast(suite, rule=rule).model  # noqa: E731
     found, wanted = run(convolutions).state_dict(), run(linears).state_dict()
     merged = convolutions.merged.get_parameter("layers.1.map.weight")
     assert not torch.equal(found["layers.1.map.weight"], merged)

@@ -226,7 +226,7 @@ def test_biases_make_up_for_the_rounding_of_weights(rule: Any):
         return torch.randn(*size, generator=generator, dtype=torch.float64)
 
     group: Any = SimpleNamespace(
-        kind="linear", has_few_outputs=True, biased=True, dtype=torch.bfloat16
+        kind="linear", convolves=False, has_few_outputs=True, biased=True, dtype=torch.bfloat16
     )
     merged, expert = (Linear(draw(1, 3, 5), draw(1, 3)) for _ in range(2))
     sums = rule.sums(group, merged, None)

@@ -50,6 +50,11 @@ class Group:
         return self.sites[0].groups
 
     @property
+    def convolves(self) -> bool:
+        """Return whether the modules are convolutions."""
+        return self.sites[0].patches is not None
+
+    @property
     def has_few_outputs(self) -> bool:
         """Return whether drifts are summed behind the expert's weight, which costs less then."""
         return self.kind == "linear" and self.maps == 1 and 2 * sum(self.outputs) <= self.inputs

@@ -83,11 +83,14 @@ class PlusSums:
         A_i = gamma_i n_i tr(cov_i) tau_i' tau_i / |tau_i|_F^2    gamma 1: the energy of the samples
         G   = sum_i w_i (n_i cov_i + A_i)
         C   = sum_i w_i (sum u x' + (W_i - W) A_i)
+
+    Convolutions, behind which a BatchNorm may undo any scale, have samples alone.
     """
 
     def __init__(self, rule: Plus, group: Group, merged: Linear, base: Linear | None) -> None:
         """Start with no task."""
-        self._rule, self._merged, self._base = rule, merged, base
+        self._rule, self._merged = rule, merged
+        self._base = None if group.convolves else base
         self._few_outputs, self._dtype = group.has_few_outputs, group.dtype
         self._biased = group.biased and rule.calibrate_bias
         maps, outputs, inputs = merged.weight.shape
