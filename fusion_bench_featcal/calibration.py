@@ -20,6 +20,7 @@ from fusion_bench_featcal.core.kernels import (
     using_kernel,
     with_kernel,
 )
+from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.log import CalibrationLog
@@ -185,9 +186,10 @@ def task_rows(
                 if turn and not batch.is_held_out:
                     watched = entering is not None
                     inputs = streams.inputs_of(task, batch, block, turn, watched=watched)
-                    for group, group_rows in rows.items():
-                        with naming_module(task, block, group.name), exact_products():
-                            group_rows.add(batch, inputs.get(group.name, []))
+                    with summing_in(problem.precision, streams.runner.device):
+                        for group, group_rows in rows.items():
+                            with naming_module(task, block, group.name):
+                                group_rows.add(batch, inputs.get(group.name, []))
         if entering is not None:
             problem.progress.step()
         yield task, rows

@@ -26,7 +26,7 @@ from fusion_bench_featcal.progress import Progress
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.checks import warn_of_coarse_sums
+from fusion_bench_featcal.streams.checks import sums_dtype
 from fusion_bench_featcal.streams.drift import DriftLog, Watch
 from fusion_bench_featcal.streams.last_rows import last_rows_of
 from fusion_bench_featcal.streams.places import place_of
@@ -50,6 +50,7 @@ class Problem:
         modules: The modules of each block.
         rule: How blocks are calibrated.
         dtype: Least precise dtype of sums over rows.
+        precision: How their products are formed, as `sums_precision`.
         log: Records of every block.
         progress: Shows and names the work in hand.
     """
@@ -60,6 +61,7 @@ class Problem:
     modules: Mapping[str, BlockModules]
     rule: Rule
     dtype: torch.dtype
+    precision: str
     log: CalibrationLog
     progress: Progress
 
@@ -114,14 +116,14 @@ def prepare(
     order = names_in_order(model, family, stages, modules, runs_experts=runs_experts)
     budget = settings.expert_read_budget
     weights = weights.limited(budget, order, shown.state_dict(), team.gather)
-    warn_of_coarse_sums(rule, len(experts), device)
     problem = Problem(
         model=model,
         base=weights.base,
         experts=weights.experts,
         modules=modules,
         rule=rule,
-        dtype=rule.dtype(len(experts), device),
+        dtype=sums_dtype(rule, settings.sums_precision, len(experts), device),
+        precision=settings.sums_precision,
         log=CalibrationLog(family=family.name),
         progress=progress,
     )

@@ -119,7 +119,7 @@ def sums_of(streams: Streams, task: str, block: str, group: Group, like: Tensor)
             continue
         counted = batch.rows.of(group.name)
         inputs = streams.inputs_of(task, batch, block, [group], watched=False)
-        with naming_module(task, block, group.name):
+        with naming_module(task, block, group.name), exact_products():
             for x in inputs[group.name]:
                 one = {"start": 0, "samples": batch.rows.samples, "folds": 1}
                 rows = folded_rows(x, None, None, counted, has_outputs=False, **one)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.finite import not_finite, read_back
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import Rule
@@ -21,15 +22,24 @@ DEAD_TASK_RATIO = 1e-6
 """A task whose Gram matrix has less than this share of the median norm would swamp the bias."""
 
 
-def warn_of_coarse_sums(rule: Rule, tasks: int, device: torch.device) -> None:
-    """Warn of a device without the precision that a rule needs."""
-    if rule.dtype(tasks, device) != rule.dtype(tasks, torch.device("cpu")):
+def sums_dtype(rule: Rule, precision: str, tasks: int, device: torch.device) -> torch.dtype:
+    """Return the least precise dtype of sums over rows, as `sums_precision` asks.
+
+    It is warned of where the rule needs a wider one.
+    """
+    needed = rule.dtype(tasks, torch.device("cpu"))
+    found = solve_dtype(device) if precision == "float64" else torch.float32
+    if precision == "auto":
+        found = rule.dtype(tasks, device)
+    if needed == torch.float64 != found:
+        chosen = f"method.sums_precision={precision}"
         log.warning(
-            "%s, which has no float64, is too coarse for method.ridge_lambda: rounding of the sums "
-            "moves the update by about 1 %%. Calibrate on a CPU or CUDA device, or raise "
-            "method.ridge_lambda to 0.01",
-            device.type,
+            "%s is too coarse for method.ridge_lambda: rounding of the sums moves the update by "
+            "about 1 %% (float32) or up to 24 %% (bfloat16). Set method.sums_precision=auto on a "
+            "CPU or CUDA device, or raise method.ridge_lambda to 0.01",
+            f"{device.type}, which has no float64," if precision == "auto" else chosen,
         )
+    return found
 
 
 class Checks:
