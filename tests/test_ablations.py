@@ -1,104 +1,67 @@
-"""Settings that leave out one idea of the paper: the forward order, and the tasks' weights."""
+"""Rules without one of their parts: the tasks' weights, or the order of modules."""
 
-import math
-from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from calibrations import EXACT, assert_same, distance, run_fast
-from tiny_models import Suite, clip_suite, t5_suite
+from tiny_convs import net_suite, tower_suite
+from tiny_models import Suite, clip_suite
+from tricky_models import biased, plain, stack_suite
 
-from fusion_bench_featcal import FeatCalSettings
-from fusion_bench_featcal.core import LinearSystem
-from fusion_bench_featcal.core.grouped import GroupedSums, GroupedSystem
-from fusion_bench_featcal.core.moments import linear_moments
+from fusion_bench_featcal.rules.paper import Paper
+from fusion_bench_featcal.rules.plus import Plus
+from fusion_bench_featcal.studies.ablations import AllAtOnce, EqualWeights
+
+GAMMAS = {"task_0": 2.0, "task_1": 3.0}
 
 
-@pytest.mark.parametrize(
-    ("make", "blocks"),
-    [
-        (clip_suite, ["encoder.layers.0.*", "encoder.layers.1.*"]),
-        (t5_suite, ["encoder.block.1.*", "decoder.block.1.*"]),
-    ],
-)
-def test_without_forward_order_no_block_depends_on_another(
-    make: Callable[[], Suite], blocks: list[str]
-) -> None:
-    suite = make()
-    result = run_fast(suite, order="model")
-    whole = result.model
-    in_order = run_fast(suite).model
-    assert distance(whole, in_order) > 1e-6
-    records = result.log.of_kind("task")
-    assert records
-    assert all(record.get("relative_drift_after") is None for record in records)
-    for pattern in blocks:
-        own = dict(run_fast(suite, modules=[f"*{pattern}"]).model.named_parameters())
-        merged = dict(suite.merged.named_parameters())
-        changed = [name for name in own if not torch.equal(own[name], merged[name])]
-        assert changed
-        for name in changed:
-            wanted, found = own[name], whole.get_parameter(name)
-            assert torch.linalg.norm(found - wanted) <= EXACT * torch.linalg.norm(wanted)
+@pytest.mark.parametrize("make", [clip_suite, net_suite])  # of which one has groups of channels
+def test_equal_weights_change_nothing_where_tasks_are_alike(make: Any) -> None:
+    suite: Suite = make()
+    task, expert = next(iter(suite.experts.items()))
+    inputs = {"a": suite.inputs[task], "b": suite.inputs[task]}
+    alike = replace(suite, experts={"a": expert, "b": expert}, inputs=inputs)
+    wanted = run_fast(alike, rule=Paper(calibrate_norm=False)).model
+    # 1 / |G| takes eps, which is not relative
+    assert_same(run_fast(alike, rule=EqualWeights(calibrate_norm=False)).model, wanted, 1e-6)
 
 
 def test_equal_weights_add_gram_matrices_as_they_are() -> None:
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
-    anchor, right, gram = draw(3, 4), 0.0, 0.0
-    system = LinearSystem({"m": anchor}, eps=0.0, equal_weights=True)
-    for task, scale in (("small", 1.0), ("large", 10.0)):
-        x, expert = scale * draw(20, 4), draw(3, 4)
-        moments = linear_moments(x, x)
-        system.fold(task, moments.means(0.0, dtype=torch.float64), {"m": expert}, {})
-        gram, right = gram + x.T @ x / 20, right + expert @ x.T @ x / 20
-    wanted = torch.linalg.solve(gram + 0.5 * torch.eye(4), (right + 0.5 * anchor).T).T
-    assert torch.allclose(system.solve(0.5).weights["m"], wanted)
-    assert [float(weight) for weight in system.task_weights.values()] == [1.0, 1.0]
+    suite = stack_suite(plain, sizes=(9,))
+    rule = EqualWeights(ridge_lambda=0.5, mix_alpha=0.0, anchor_rho=1.0, eps=0.0)
+    name = "layers.0.only.weight"
+    anchor = suite.merged.get_parameter(name)
+    embed: Any = suite.merged.get_submodule("embed")
+    rows = {task: embed(batch) for task, (batch,) in suite.inputs.items()}
+    grams = {task: x.T @ x / len(x) for task, x in rows.items()}
+    pull = 0.5 * torch.stack([gram.norm() for gram in grams.values()]).mean()
+    pairs = [(suite.experts[task].get_parameter(name), gram) for task, gram in grams.items()]
+    right = sum(weight @ gram for weight, gram in pairs) + pull * anchor
+    system = sum(grams.values()) + pull * torch.eye(4, dtype=torch.float64)
+    found = run_fast(suite, rule=rule).model.get_parameter(name)
+    torch.testing.assert_close(found, torch.linalg.solve(system, right.T).T)
 
 
-def test_equal_weights_change_nothing_where_tasks_are_alike() -> None:
-    suite = clip_suite()
-    task, expert = next(iter(suite.experts.items()))
-    alike = Suite(
-        **{
-            **vars(suite),
-            "experts": {"a": expert, "b": expert},
-            "inputs": {"a": suite.inputs[task], "b": suite.inputs[task]},
-        }
-    )
-    wanted = run_fast(alike).model
-    found = run_fast(alike, task_weights="equal").model
-    # w_i is 2 (1 / |G|) / 2: only eps, which is not relative, differs
-    assert_same(found, wanted, 1e-6)
+def test_modules_that_are_solved_at_once_do_not_see_each_other() -> None:
+    suite = clip_suite(tasks=2, depth=1)
+    rule = AllAtOnce(gammas=GAMMAS)
+    whole, in_order = (run_fast(suite, rule=r).model for r in (rule, Plus(gammas=GAMMAS)))
+    assert distance(whole, in_order) > 1e-3
+    for names in (["q_proj", "k_proj", "v_proj"], ["out_proj"], ["fc1"], ["fc2"]):
+        alone = run_fast(suite, rule=rule, modules=names).model
+        for name, value in alone.named_parameters():
+            if not torch.equal(value, suite.merged.get_parameter(name)):
+                torch.testing.assert_close(whole.get_parameter(name), value)
 
 
-def test_equal_weights_of_groups_that_are_alike_are_those_of_the_paper() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(30, 3, generator=generator, dtype=torch.float64)
-    x = rows.repeat(1, 4)  # four groups with the same inputs
-    expert, anchor = torch.randn(2, 8, 3, generator=generator, dtype=torch.float64)
-    solved = []
-    for equal in (False, True):
-        sums = GroupedSums(x, groups=4, mix_alpha=0.0)
-        sums.add(x, None)
-        system = GroupedSystem("m", anchor, 4, eps=0.0, equal_weights=equal)
-        system.fold("a", sums.means(), {"m": expert}, {})
-        norm = float(system.gram_norms["a"]) / math.sqrt(system.groups)
-        solved.append(system.solve(0.5 * norm if equal else 0.5).weights["m"])
-    assert torch.allclose(*solved)
+def test_the_order_of_one_module_is_no_matter() -> None:
+    suite = stack_suite(biased)
+    wanted = run_fast(suite, rule=Plus()).model
+    assert_same(run_fast(suite, rule=AllAtOnce()).model, wanted, EXACT)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"order": "model", "ridge": "kfold", "calibrate_norm": False}, "order=model needs"),
-        ({"task_weights": "equal", "order": "module", "calibrate_norm": False}, "=equal needs"),
-        ({"order": "model", "checkpoint_dir": "x"}, "order=model changes all blocks at the end"),
-        ({"order": "model", "held_out": 4}, "set method.held_out=0"),
-    ],
-)
-def test_ablations_are_of_the_published_update(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        FeatCalSettings(**settings)
-    assert "\n" not in str(caught.value)
+def test_modules_with_batch_norm_can_be_solved_at_once() -> None:
+    suite = tower_suite("resnet")
+    assert distance(run_fast(suite, rule=AllAtOnce()).model, suite.merged) > 1e-3

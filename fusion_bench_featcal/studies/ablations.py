@@ -33,8 +33,8 @@ class AllAtOnce(Plus):
     """FeatCal+ in which all modules of a block are solved from one look at the samples."""
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Solve all modules in one turn."""
-        return [groups]
+        """Solve all modules in one turn, as the paper does."""
+        return Paper().turns(groups)
 
 
 class _EqualSums(PaperSums):

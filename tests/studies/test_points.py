@@ -215,13 +215,8 @@ def test_every_variant_of_the_ablation_is_feat_cal_plus_but_for_its_part() -> No
             keys = {*plus, *settings} - draw
             changed[name] = {key for key in keys if plus.get(key) != settings.get(key)}
     assert changed == {
-        "plus:no_module_order": {"order"},
-        "plus:no_residual_target": {"target"},
-        "plus:no_chosen_ridge": {"ridge", "stages"},
-        "plus:no_first_stage": {"stages"},
-        "plus:no_far_anchor": {"anchor_rho"},
+        "plus:no_module_order": {"rule"},
+        "plus:no_rows": {"rule"},
         "plus:no_drift_weights": {"task_weights"},
-        "plus:no_row_weights": {"row_weights"},
         "plus:no_copies": {"augment"},
-        "plus:no_trials": {"trials"},
     }
