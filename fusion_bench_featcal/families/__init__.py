@@ -78,7 +78,7 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
 
     `auto` goes by the model's `config.model_type`, else by its structure: open_clip's blocks, or
     one list of blocks of one class. Data are not looked at: what structure cannot tell, calibration
-    compares on its first samples (`engine/family_check.py`).
+    compares on its first samples (`streams/family_check.py`).
 
     Args:
         family: `auto`, a name, a mapping with `name` and options or with `_target_` and arguments,

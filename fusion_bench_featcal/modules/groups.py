@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm
 
+from fusion_bench_featcal.core.linear import Linear
 from fusion_bench_featcal.modules.hooks import Recorded
 from fusion_bench_featcal.modules.sites import Site
-from fusion_bench_featcal.rules.rule import Linear
 from fusion_bench_featcal.settings import CalibrationError
 
 

@@ -2,32 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-
-class Linear(NamedTuple):
-    """Weights and biases of modules that share their input, stacked; a missing bias is zero.
-
-    Attributes:
-        weight: `[g, m, d]`, with `g` maps of inputs of their own (groups of a convolution, else 1).
-            Of a norm its gain, `[1, 1, d]`.
-        bias: `[g, m]`. Of a norm its shift, `[1, d]`.
-    """
-
-    weight: Float[Tensor, "g m d"]
-    bias: Float[Tensor, "g m"]
-
-    def minus(self, other: "Linear") -> "Linear":
-        """Return the difference of both."""
-        return Linear(self.weight - other.weight, self.bias - other.bias)
-
-    def to(self, dtype: torch.dtype) -> "Linear":
-        """Return both in another dtype."""
-        return Linear(self.weight.to(dtype), self.bias.to(dtype))
+from fusion_bench_featcal.core.linear import Linear
 
 
 def stored(weight: Tensor, dtype: torch.dtype) -> Tensor:

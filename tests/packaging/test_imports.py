@@ -42,6 +42,21 @@ def test_families_know_only_the_settings():
     assert ours("families") <= {"settings"}
 
 
+@pytest.mark.parametrize(
+    ("room", "others"),
+    [
+        ("experts", {"core"}),
+        ("modules", {"core", "experts", "families"}),
+        ("rules", {"core", "modules"}),
+        ("streams", {"core", "experts", "families", "modules", "rules"}),
+        ("output", {"core", "experts", "streams"}),
+    ],
+)
+def test_rooms_of_the_loop_know_only_those_before_them(room, others):
+    rooms = {"core", "experts", "families", "modules", "output", "rules", "streams"}
+    assert ours(room) & (rooms | {"calibration", "problem", "team"}) <= others
+
+
 def test_python_api_needs_no_framework():
     for part in {"results"} | reachable("__init__", OURS):
         assert not GRAPH[part] & FRAMEWORKS, part
