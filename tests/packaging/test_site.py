@@ -82,7 +82,7 @@ def test_the_api_has_all_public_names():
 
 def test_functions_that_compute_the_equations_exist():
     text = (DOCS / "mathematics.md").read_text(encoding="utf-8")
-    names = re.findall(r"`((?:core|engine)\.\w+\.\w+(?:\.\w+)?)`", text)
+    names = re.findall(r"`((?:core|rules|streams)\.\w+\.\w+(?:\.\w+)?)`", text)
     assert len(names) > 10
     for name in names:
         package, module, *attributes = name.split(".")
