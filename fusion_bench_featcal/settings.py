@@ -52,8 +52,7 @@ class FeatCalSettings:
             It is relative: every task's gram enters with Frobenius norm 1.
         mix_alpha: Share of the expert's features in the target input (alpha, Eq. 10), 0 to 1.
         anchor_rho: Anchor extrapolation (rho, Eq. 11): 0 is the base, 1 the merged model; -1000
-            to 1000. With `stages` 2, 2 is as far beyond the experts' steps as the merged model
-            falls short of them.
+            to 1000.
         eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
             (Eqs. 14, 17), 0 to 1e12.
         rule: How a block is solved: `paper`: all modules from one look at it, with `ridge_lambda`,
@@ -128,7 +127,7 @@ class FeatCalSettings:
             bfloat16 products are added up in float32.
         activations: Where samples' features wait between blocks: on the `device`, in `host` memory
             (pinned beside a GPU), in files on `disk` that are mapped when they are read, or `auto`:
-            the first of these with room. Changes memory and rounding.
+            the device. Changes memory alone.
         activations_dir: Folder for these files, in which every run has one of its own that is
             removed at its end; None: where the system keeps temporary files.
         checkpoint_dir: Folder that keeps every finished block, so that an interrupted run can go
