@@ -161,12 +161,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper-samples": paper_tables.samples_table,
     "paper-corrupted": paper_tables.corruption_table,
     "paper-cost": paper_tables.cost_table,
-    "plus": lambda: (ROOT / "benchmarks/results/plus.md").read_text(encoding="utf-8").strip(),
     "plus-grid": lambda: (
         (ROOT / "benchmarks/results/plus_grid.md").read_text("utf-8").partition("\n\n**")[0]
     ),
-    "plus-builds": lambda: (ROOT / "benchmarks/results/other_builds.md").read_text("utf-8").strip(),
-    "far-task": lambda: (ROOT / "benchmarks/results/far_task.md").read_text("utf-8").strip(),
     "model-types": lambda: (ROOT / "benchmarks/results/model_types.md").read_text("utf-8").strip(),
     "pools": lambda: (
         (ROOT / "benchmarks/results/pools.md").read_text("utf-8").partition("\n\n**")[0]
