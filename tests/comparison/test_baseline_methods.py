@@ -1,7 +1,7 @@
 """The baselines as cells on two tasks of the bundled suite: what they make, use and add."""
 
-from pathlib import Path
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
