@@ -46,9 +46,8 @@ from fusion_bench_featcal.results import (
 )
 from fusion_bench_featcal.results.long_table import GIVEN
 from fusion_bench_featcal.results.remarks import (
-    largest_update,
+    notes_of_log,
     tasks_below_merged,
-    tasks_with_high_drift,
 )
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
@@ -243,8 +242,7 @@ class Job:
                 whole = self.heads[task] = self.with_body(self.heads[task], body)
             scores[task] = self._score(task, whole)
         self._add_row(name, scores, **made)
-        notes = tasks_with_high_drift(name, result.log.records)
-        notes += largest_update(name, result.log.records)
+        notes = notes_of_log(name, result.log.records)
         behind = warnings_of_agreement(Agreement.of(result.log), self.request.settings)
         notes += [f"{name}: {line}" for line in behind]
         self.report.notes += [*notes, *(f"{name}: {line}" for line in outcome_of(result.log))]

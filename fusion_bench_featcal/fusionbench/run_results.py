@@ -38,9 +38,8 @@ from fusion_bench_featcal.results.figures import plot_run
 from fusion_bench_featcal.results.long_table import file_suffix
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
-    largest_update,
+    notes_of_log,
     tasks_below_merged,
-    tasks_with_high_drift,
 )
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
@@ -144,8 +143,7 @@ class RunResults:
             write_atomic(self._log_dir / f"reads{preset}.json", sealed)
         lines = [*warnings_of(Agreement.of(result.log), settings), *outcome_of(result.log)]
         # The run's last lines have these notes: no warning beside them.
-        self.report.notes += tasks_with_high_drift(name, result.log.records)
-        self.report.notes += largest_update(name, result.log.records)
+        self.report.notes += notes_of_log(name, result.log.records)
         self.report.notes += [f"{name}: {line}" for line in lines]
         values, split = settings.of_the_model().as_dict(), settings.calibration_split
         own = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}

@@ -101,6 +101,25 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]
     ]
 
 
+def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return all sentences on the calibration log of a row."""
+    kinds = (strange_samples, tasks_with_high_drift, largest_update)
+    return [note for sentences in kinds for note in sentences(name, records)]
+
+
+def strange_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each task whose samples do not look like its expert's training data.
+
+    `records` are those of the calibration log of row `name`.
+    """
+    return [
+        f"{name}: the calibration samples of {record['task']} do not look like what its expert was "
+        f"trained on (trust {record['trust']:.2f}), so that they count less. Check them"
+        for record in records
+        if record["kind"] == "trust" and record["named"]
+    ]
+
+
 def closing_lines(
     report: Report, saved_row: str, saved_path: Path | None, folder: Path | None = None
 ) -> list[str]:
