@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import PROBES, SINGLE_LAMBDA, solve_by_lapack
+from fusion_bench_featcal.core.solve import PROBES, SINGLE_LAMBDA, solve_by_lapack
 from fusion_bench_featcal.core.kfold import GRID
 
 WIDTHS = (192, 768, 1536)

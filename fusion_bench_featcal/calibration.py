@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.cholesky import UnsolvedError
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
 from fusion_bench_featcal.core.kernels import (
     agreed_kernel,
@@ -21,6 +20,7 @@ from fusion_bench_featcal.core.kernels import (
     with_kernel,
 )
 from fusion_bench_featcal.core.products import summing_in
+from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.log import CalibrationLog

@@ -110,27 +110,6 @@ def _strips(width: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, width)) for start in range(0, width, step)]
 
 
-def norm_of_lower(matrix: Float[Tensor, "d d"]) -> Tensor:
-    """Frobenius norm of the symmetric matrix whose lower triangle is given.
-
-    Exact to rounding at any size, as `frobenius_norm`.
-
-    Args:
-        matrix: `[d, d]`; what is above the diagonal is not looked at.
-
-    Returns:
-        The norm as a scalar of the matrix's dtype.
-    """
-    wide = matrix.dtype if matrix.device.type == "mps" else torch.float64
-    squares = matrix.diagonal().to(wide).square().sum()
-    for start in range(0, len(matrix), SMALL):
-        stop = start + SMALL
-        corner = matrix[start:stop, start:stop].tril(-1)
-        for below in (corner, matrix[start:stop, :start]):
-            squares = squares + 2 * torch.linalg.vector_norm(below, dim=1).to(wide).square().sum()
-    return squares.sqrt().to(matrix.dtype)
-
-
 def mirror_lower(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     """Copy what is below the diagonal to what is above it, in place.
 

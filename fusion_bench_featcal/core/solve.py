@@ -1,12 +1,12 @@
 """Ridge systems `E (G + r I) = R`, solved by Cholesky and checked (Eq. 17)."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import UnsolvedError, random_signs, solve_dtype
 from fusion_bench_featcal.core.finite import read_back
 
 SINGLE_RIDGE = 1e-2
@@ -19,7 +19,27 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
 PIVOT_MARGIN = 4
 """A pivot must exceed this many times the dimension's worth of rounding to count as non-zero."""
 
+PROBES = 16
+"""Number of random vectors that stand for all of a matrix's columns, or for all outputs."""
+
 _POWER_VECTORS, _POWER_STEPS = 2, 4
+
+
+class UnsolvedError(ArithmeticError):
+    """The normal equations have no trustworthy solution."""
+
+
+def solve_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of solves on a device: float64 wherever there is one."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@lru_cache(maxsize=8)  # a model has few widths; on a GPU the host waits when they are copied to it
+def random_signs(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "n 16"]:
+    """Return vectors of random signs, the same for every size in every run."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (size, PROBES), generator=generator).mul_(2).sub_(1)
+    return signs.to(device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)

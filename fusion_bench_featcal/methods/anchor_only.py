@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
 from fusion_bench_featcal.families import check_family, resolve_family
 from fusion_bench_featcal.fusionbench.options import checked_settings

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.rules.merging import MergingRule
 from fusion_bench_featcal.rules.norms import NormRows
 from fusion_bench_featcal.rules.regmean import LeastSquaresSums

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
+from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.rules.rule import Linear, Solved
 
 

@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.products import times_transposed
-from fusion_bench_featcal.core.solve import SINGLE_RIDGE, solve_ridge
+from fusion_bench_featcal.core.solve import SINGLE_RIDGE, solve_dtype, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.norms import NormSums
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved, anchor_of, stored

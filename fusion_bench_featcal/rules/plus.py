@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import PROBES, random_signs, solve_dtype
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.ridge import NO_CHANGE, choose_ridge
-from fusion_bench_featcal.core.solve import solve_ridge
+from fusion_bench_featcal.core.solve import PROBES, random_signs, solve_dtype, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved, stored
 

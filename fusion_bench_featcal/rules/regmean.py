@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.least_squares import shrink_off_diagonal, solve_seen
 from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.rules.merging import MergingRule
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
 from fusion_bench_featcal.setting_checks import SHARE, Check, check_fields, one_of

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.finite import not_finite, read_back
+from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import CalibrationError

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.finite import read_back
+from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.rows import CountedRows, rows_of
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from fusion_bench_featcal.core.cholesky import solve_dtype
 from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.modules.groups import Group, normalised
 from fusion_bench_featcal.rules.norms import NormRows
 from fusion_bench_featcal.rules.rule import Linear, Rule, Solved
