@@ -85,6 +85,7 @@ def calibrate_blocks(problem: Problem, streams: Streams, team: Alone, output: No
                 enters = not only_statistics(turn)
                 sums = collect(problem, streams, team, block, turn, entering if enters else None)
                 solved = solve(problem, block, team.add_up(sums))
+                del sums  # before those of the next turn
                 new, new_figures = team.spread(*solved)
                 figures |= new_figures
                 load_updates(problem.model, block, {**finished, **new})
@@ -158,9 +159,10 @@ def collect(
     sums, checks = {group: empty_sums(problem, group) for group in turn}, Checks(block)
     for task, rows in team.whole(task_rows(problem, streams, block, turn, entering)):
         with exact_products():
-            for group, group_rows in rows.items():
-                figures = sums[group].add(task, group_rows.finished(), group_rows.expert)
-                checks.add(task, group, group_rows, figures)
+            for group in rows:
+                figures = sums[group].add(task, rows[group].finished(), rows[group].expert)
+                checks.add(task, group, rows[group], figures)
+        rows.clear()  # before those of the next task
     checks.run(team.gather)
     return sums
 
@@ -187,9 +189,9 @@ def task_rows(
                     watched = entering is not None
                     inputs = streams.inputs_of(task, batch, block, turn, watched=watched)
                     with summing_in(problem.precision, streams.runner.device):
-                        for group, group_rows in rows.items():
+                        for group in rows:
                             with naming_module(task, block, group.name):
-                                group_rows.add(batch, inputs.get(group.name, []))
+                                rows[group].add(batch, inputs.get(group.name, []))
         if entering is not None:
             problem.progress.step()
         yield task, rows
