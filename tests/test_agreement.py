@@ -13,7 +13,12 @@ from tiny_models import Suite, clip_suite, scatter
 from tricky_models import biased, stack_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.agreement import Agreement, outcome_of, warnings_of, with_drift_weights
+from fusion_bench_featcal.agreement import (
+    Agreement,
+    calibrate_and_compare,
+    outcome_of,
+    warnings_of,
+)
 from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.results.remarks import is_information
 
@@ -41,17 +46,17 @@ def result_of(outcome: Outcome) -> Any:
                     "held_out_drift": drift,
                 },
             )
-    return SimpleNamespace(log=log)
+    return SimpleNamespace(log=log, reads={"totals": {"experts_read": 10}})
 
 
 class Scripted:
     """Stands for calibrations, given what each will find."""
 
     def __init__(self, *outcomes: Outcome) -> None:
-        self.outcomes, self.calls = list(outcomes), list[tuple[Mapping[str, float], bool]]()
+        self.outcomes, self.calls = list(outcomes), list[FeatCalSettings]()
 
-    def __call__(self, weights: Mapping[str, float], *, again: bool = False) -> Any:
-        self.calls.append((weights, again))
+    def __call__(self, settings: FeatCalSettings) -> Any:
+        self.calls.append(settings)
         return result_of(self.outcomes[len(self.calls) - 1])
 
 
@@ -64,10 +69,12 @@ FAR: Outcome = {"a": (0.9, 0.5, 0.1), "b": (0.9, 0.5, 0.1), "c": (0.6, 0.5, 0.4)
 
 def test_a_far_task_gets_weight_in_proportion_to_its_drift():
     script = Scripted(FAR, flat(0.97))
-    best = with_drift_weights(script, settings_of())
-    (first, again_1), (second, again_2) = script.calls
-    assert (dict(first), again_1, again_2) == ({}, False, True)
-    assert second == pytest.approx({"a": 0.5, "b": 0.5, "c": 2.0})
+    best = calibrate_and_compare(script, settings_of(checkpoint_dir="here"))
+    first, second = script.calls
+    assert (first.task_weights, first.checkpoint_dir) == (None, "here")
+    assert second.task_weights == pytest.approx({"a": 0.5, "b": 0.5, "c": 2.0})
+    assert second.checkpoint_dir == "here/drift_weights"
+    assert best.reads["totals"]["experts_read"] == 20  # of both
     (record,) = best.log.of_kind("drift_weights")
     assert record["kept"] and record["cosine_before"] == pytest.approx(0.8)
     (line,) = outcome_of(best.log)
@@ -80,7 +87,7 @@ BEHIND: Outcome = {**flat(0.99), "b": (0.5, 0.5, 0.1)}
 
 @pytest.mark.parametrize(("second", "kept"), [(flat(0.7), False), (BEHIND, False), (FAR, False)])
 def test_a_second_calibration_that_helps_less_is_dropped(second: Outcome, kept: bool):
-    best = with_drift_weights(Scripted(FAR, second), settings_of())
+    best = calibrate_and_compare(Scripted(FAR, second), settings_of())
     (record,) = best.log.of_kind("drift_weights")
     assert record["kept"] is kept and "dropped" in outcome_of(best.log)[0]
     assert Agreement.of(best.log).mean == pytest.approx(0.8)
@@ -92,8 +99,8 @@ def test_a_second_calibration_that_helps_less_is_dropped(second: Outcome, kept: 
 )
 def test_one_calibration_where_drift_is_even_or_weights_are_given(outcome, more):
     script = Scripted(outcome)
-    with_drift_weights(script, settings_of(**more))
-    assert script.calls == [(more.get("task_weights") or {}, False)]
+    calibrate_and_compare(script, settings_of(**more))
+    assert [call.task_weights for call in script.calls] == [more.get("task_weights")]
 
 
 PAPERS: dict[str, Any] = {"rule": "paper", "task_weights": None}
@@ -119,27 +126,31 @@ def test_advice_fits_the_run(
         assert all(text in line for text in said) and not any(text in line for text in unsaid)
 
 
+SAMPLES_ALONE = {"_target_": "fusion_bench_featcal.rules.plus.Plus", "gamma": 0.0}
+FAR_SUITE = FAR_TASKS | {"rule": SAMPLES_ALONE, "held_out": 8}
+
+
 def far_suite() -> Suite:
     """One expert is much farther from the merged model than the others."""
-    suite = clip_suite(tasks=3, sizes=(6, 4), seed=4)
+    suite = clip_suite(tasks=3, sizes=(24, 12), seed=3)
     return replace(
-        suite, experts=suite.experts | {"task_2": scatter(suite.experts["task_2"], 5, 0.8)}
+        suite, experts=suite.experts | {"task_2": scatter(suite.experts["task_2"], 5, 0.2)}
     )
 
 
 def test_the_model_that_is_kept_is_that_of_its_weights():
-    result = run_fast(far_suite(), **FAR_TASKS)
+    result = run_fast(far_suite(), **FAR_SUITE)
     (record,) = result.log.of_kind("drift_weights")
     weights = record["weights"] if record["kept"] else {}
     assert max(record["weights"], key=record["weights"].__getitem__) == "task_2"
-    alone = run_fast(far_suite(), **(FAR_TASKS | {"task_weights": weights}))
+    alone = run_fast(far_suite(), **(FAR_SUITE | {"task_weights": weights}))
     assert_identical(result.model, alone.model)
     json.dumps(result.log.plain_records())
 
 
 def test_drift_weights_help_the_task_that_is_far():
     suite = far_suite()
-    once: dict[str, Any] = FAR_TASKS | {"task_weights": None}
+    once: dict[str, Any] = FAR_SUITE | {"task_weights": None}
     seen = Agreement.of(run_fast(suite, **once).log)
     assert max(seen.drift, key=seen.drift.__getitem__) == "task_2"
     heavier: dict[str, Any] = once | {"task_weights": {"task_2": 3.0}}
@@ -170,16 +181,11 @@ def test_strict_refuses_a_model_that_is_no_closer_to_an_expert():
         run_fast(already, **strict)
 
 
-def test_in_place_goes_with_one_calibration_only():
-    with pytest.raises(ValueError, match=r"in_place uses up the merged model.*task_weights"):
-        run_fast(clip_suite(tasks=2), in_place=True, **FAR_TASKS)
-
-
 def test_each_calibration_has_a_folder_of_its_own(tmp_path: Path):
     suite, folder = far_suite(), tmp_path / "blocks"
-    whole = run_fast(suite, **FAR_TASKS)
-    first = run_fast(suite, checkpoint_dir=str(folder), **FAR_TASKS)
-    again = run_fast(suite, checkpoint_dir=str(folder), resume=True, **FAR_TASKS)
+    whole = run_fast(suite, **FAR_SUITE)
+    first = run_fast(suite, checkpoint_dir=str(folder), **FAR_SUITE)
+    again = run_fast(suite, checkpoint_dir=str(folder), resume=True, **FAR_SUITE)
     for result in (first, again):
         assert_identical(result.model, whole.model)
     assert (folder / "drift_weights").is_dir() and again.log.of_kind("resumed")
