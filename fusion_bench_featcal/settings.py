@@ -76,8 +76,7 @@ class FeatCalSettings:
         strict: Whether a run fails where, on held-out samples, final features of a task are not
             closer to its expert's than the merged model's are. Without it that is a warning.
         samples_per_task: Calibration samples drawn for each task, >= 1; fewer: all of them.
-        batch_size: Samples that run through a block together, >= 1; with `augment` each with its
-            copies, where this is a multiple of 4. Changes memory and rounding.
+        batch_size: Samples that run through a block together, >= 1. Changes memory and rounding.
         seed: Seeds each task's own draw of samples, together with the task's name, >= 0.
         calibrate_bias: Whether biases are calibrated (Eqs. 51-55).
         calibrate_norm: Whether gains and shifts of LayerNorm and GroupNorm are calibrated

@@ -127,7 +127,7 @@ def test_advice_fits_the_run(
 
 
 SAMPLES_ALONE = {"_target_": "fusion_bench_featcal.rules.plus.Plus", "gamma": 0.0}
-FAR_SUITE = FAR_TASKS | {"rule": SAMPLES_ALONE, "held_out": 8}
+FAR_SUITE: dict[str, Any] = FAR_TASKS | {"rule": SAMPLES_ALONE, "held_out": 8}
 
 
 def far_suite() -> Suite:
@@ -143,7 +143,8 @@ def test_the_model_that_is_kept_is_that_of_its_weights():
     (record,) = result.log.of_kind("drift_weights")
     weights = record["weights"] if record["kept"] else {}
     assert max(record["weights"], key=record["weights"].__getitem__) == "task_2"
-    alone = run_fast(far_suite(), **(FAR_SUITE | {"task_weights": weights}))
+    once: dict[str, Any] = FAR_SUITE | {"task_weights": weights}
+    alone = run_fast(far_suite(), **once)
     assert_identical(result.model, alone.model)
     json.dumps(result.log.plain_records())
 
