@@ -57,7 +57,6 @@ def run_engine(
         {task: shape.batches(task) for task in tasks},
         shape.settings(**changes),
         progress=False,
-        in_place=True,
     ).model
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/kfold_grid.py
 
-For the training system of one fold and the right sides of both targets, as `core/kfold.py` has
-them: one factor for each lambda of the whole grid (float32 from 1e-2 on, float64 below), those of
-the lambdas alone that a search from the middle tries, and one eigendecomposition that serves all
-lambdas, in float64 and in float32. Least CPU seconds of several, as ratios to the whole grid's.
+For the training system of one fold and its right sides, as `core/ridge.py` has them: one factor for
+each lambda of the whole grid (float32 from 1e-2 on, float64 below), those of the lambdas alone that
+a search from the middle tries, and one eigendecomposition that serves all lambdas, in float64 and
+in float32. Least CPU seconds of several, as ratios to the whole grid's.
 """
 
 import platform
@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.solve import PROBES, SINGLE_LAMBDA, solve_by_lapack
-from fusion_bench_featcal.core.kfold import GRID
+from fusion_bench_featcal.core.cholesky import PROBES
+from fusion_bench_featcal.core.ridge import GRID
+from fusion_bench_featcal.core.solve import SINGLE_RIDGE, shifted
 
 WIDTHS = (192, 768, 1536)
 SEARCH = (1e-3, 1e-2, 1e-1, 1.0)
@@ -28,7 +29,7 @@ def problem(width: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(width)
     spread = torch.logspace(0, -3, width, dtype=torch.float64)
     rows = torch.randn(4 * width, width, generator=generator, dtype=torch.float64) * spread
-    right = torch.randn(2 * PROBES, width, generator=generator, dtype=torch.float64)
+    right = torch.randn(PROBES, width, generator=generator, dtype=torch.float64)
     gram = rows.T @ rows / len(rows)
     return gram / gram.diagonal().mean(), right @ gram
 
@@ -37,13 +38,9 @@ def by_factors(gram: Tensor, right: Tensor, lambdas: Sequence[float]) -> list[Te
     """Solutions from a Cholesky factor for each lambda."""
     solutions = []
     for ridge in lambdas:
-        dtype = torch.float32 if ridge >= SINGLE_LAMBDA else torch.float64
-        system = gram.clone()
-        system.diagonal().add_(ridge)
-        lower, _ = torch.linalg.cholesky_ex(system.to(dtype))
-        solved = solve_by_lapack(right.to(dtype), lower)
-        solve_by_lapack(solved[:PROBES], lower)  # the pull of the second stage
-        solutions.append(solved.double())
+        dtype = torch.float32 if ridge >= SINGLE_RIDGE else torch.float64
+        lower, _ = torch.linalg.cholesky_ex(shifted(gram.to(dtype), ridge))
+        solutions.append(torch.cholesky_solve(right.mT.to(dtype), lower).mT.double())
     return solutions
 
 

@@ -35,7 +35,7 @@ PAPERS: dict[str, dict[str, Any]] = {
         "ridge_lambda": 1e-5, "mix_alpha": 0.6, "decoder_rows": "targets", "calibrate_norm": False
     },
 }  # fmt: skip
-ONE: dict[str, Any] = {"trials": 1, "task_weights": None}
+ONE: dict[str, Any] = {"task_weights": None}
 PARTS: dict[str, dict[str, Any]] = {
     "paper": PAPER,
     "paper, with copies": PAPER | {"augment": "auto"},
@@ -50,14 +50,8 @@ PARTS: dict[str, dict[str, Any]] = {
     },
     "all samples in the solves": ONE | {"held_out": 0},
     "one calibration": ONE,
-    "towards the merged weights": ONE | {"augment": None, "anchor_rho": 1.0},
-    "first lambdas times 0.1": ONE | {"first_ridge_scale": 0.1},
-    "first lambdas times 10": ONE | {"first_ridge_scale": 10.0},
-    "uniform rows": ONE | {"augment": None, "row_weights": "uniform"},
-    "one stage": ONE | {"augment": None, "stages": 1},
-    "module targets": ONE | {"augment": None, "target": "module"},
-    "block order": ONE | {"augment": None, "order": "block"},
-    "fixed lambda": ONE | {"augment": None, "ridge": "fixed", "stages": 1},
+    "samples alone": {"rule": {"_target_": "fusion_bench_featcal.rules.plus.Plus", "gamma": 0.0}},
+    "block order": {"rule": {"_target_": "fusion_bench_featcal.studies.ablations.AllAtOnce"}},
 }
 
 
@@ -66,7 +60,7 @@ def presets(pool: str, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
     text = "clip" not in pool
     rows = {name: PARTS[name] for name in PARTS if not wanted or name in wanted}
     copies = ["paper, with copies", "without copies", "wider jitter"]
-    for name in copies if text else ["uniform rows"]:  # rows that are like others
+    for name in copies if text else ():  # rows that are like others
         rows.pop(name, None)
     papers = PAPERS["text" if text else "clip"]
     return {

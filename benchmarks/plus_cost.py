@@ -5,8 +5,7 @@
 Every calibration is of the same merged model (task arithmetic, six tasks of the bundled image
 suite) on the same samples, in batches of 16, as the commands run them, in one process with one
 thread. They take turns, so that what else the machine does reaches all of them; ratios are medians
-over the turns. Samples that are held out and further trials are left out: they are the same
-calibration once more.
+over the turns. Samples that are held out and a second calibration with drift weights are left out.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from fusion_bench_featcal.settings import PLUS
 from fusion_bench_featcal.suites import image
 
 SCALE, BATCH = 0.3, 16
-ALONE: dict[str, Any] = {**PLUS, "held_out": 0, "trials": 1, "task_weights": None}
+ALONE: dict[str, Any] = {**PLUS, "held_out": 0, "task_weights": None}
 ROWS: dict[str, dict[str, Any]] = {
     "paper": {},
     "FeatCal+ without copies": ALONE | {"augment": None},

@@ -1,23 +1,18 @@
-"""Which modules of which experts are worth reading when not all may be read?
+"""What is lost when not all of the experts' weights may be read?
 
     python benchmarks/read_budget.py [--samples 32] [--test 300] [--budgets 75 50 25]
 
-The bundled image suite's six experts, on two upstream mergers and with two settings (the paper's,
-and the suite's preset). A budget is spent on modules in some order; where it ends, the merged
-model's weights stand in. Scores: agreement with the experts on train images that were not
-calibrated on (by which the order was chosen), and the share of the merged-to-expert gap that is
-recovered on the test images, both as a mean over mergers and settings. `none` is a full read.
-
-First with merged models that are there already: the budget is the calibration's alone. Then with
-mergers that share the calibration's reads, and take no step where an expert is not read. The gap
-is that of the merged model of a full read.
+The bundled image suite's six experts, on two merged models and with two settings (the paper's, and
+a smaller lambda without a base). A budget is spent on modules in forward order; where it ends, the
+merged model's weights stand in. Scores: agreement with the experts on train images that were not
+calibrated on, and the share of the merged-to-expert gap that is recovered on the test images, both
+as a mean over mergers and settings. `none` is a full read.
 
 Last the seconds of budgeted runs: four experts with three blocks of ViT-B/32's width and random
 weights, whose files the system has to read from the disk.
 """
 
 import argparse
-import copy
 import os
 import platform
 import tempfile
@@ -32,11 +27,7 @@ from torch import Tensor, nn
 from transformers import CLIPModel, CLIPVisionConfig, CLIPVisionModel
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.experts import read_plan as plan
-from fusion_bench_featcal.experts.merging import UpstreamMerge
-from fusion_bench_featcal.experts.read_plan import Unit
 from fusion_bench_featcal.experts.safetensors_files import safetensors_files
-from fusion_bench_featcal.fusionbench.fusing import _arithmetic
 from fusion_bench_featcal.suites import image
 
 SEED = 7  # another draw than any run's default
@@ -46,14 +37,6 @@ SETTINGS = {
     "preset": {"ridge_lambda": 1e-4, "mix_alpha": 0.3, "anchor_rho": 1.0},
 }
 SCALES = {"simple_average": 1 / len(image.TA6), "task_arithmetic": 0.3}
-
-Order = Callable[[Unit], tuple[int, ...]]
-ORDERS: dict[str, Order] = {
-    "first blocks first": lambda u: (u.block, u.module, u.expert),
-    "last blocks first": lambda u: (-u.block, u.module, u.expert),
-    "expert by expert": lambda u: (u.expert, u.block, u.module),
-    "attention first": lambda u: (u.module, u.block, u.expert),
-}
 
 
 @dataclass
@@ -150,26 +133,20 @@ def score(suite: Suite, which: str, tower_of: Callable[[str], nn.Module]) -> flo
     return float(torch.stack(hits).mean())
 
 
-def calibrated(
-    suite: Suite, merger: str, settings: FeatCalSettings, *, fused: bool
-) -> tuple[nn.Module, float]:
+def calibrated(suite: Suite, merger: str, settings: FeatCalSettings) -> tuple[nn.Module, float]:
     """The calibrated model, and the share of a full read that was read."""
     sources = {task: SafetensorsExpert(image.path(task)) for task in image.TA6}
     batches = {task: pixels.split(32) for task, pixels in suite.pixels.items()}
-    merging = UpstreamMerge(_arithmetic(SCALES[merger]), None, {}) if fused else None
-    merged = copy.deepcopy(suite.base) if fused else suite.merged[merger]
-    result = calibrate(
-        merged, suite.base, sources, batches, settings, progress=False, merging=merging
-    )
+    merged = suite.merged[merger]
+    result = calibrate(merged, suite.base, sources, batches, settings, progress=False)
     read = result.reads["totals"]["experts_read"]
     limit = result.reads["plan"]["limit"]
     assert limit is None or read <= limit
     return result.model, read / result.reads["plan"]["full"]
 
 
-def row(suite: Suite, budget: str | None, order: str, *, fused: bool) -> Iterator[dict[str, float]]:
-    """Scores of one order under one budget, for each merger and setting."""
-    plan.ORDER = ORDERS[order]
+def row(suite: Suite, budget: str | None) -> Iterator[dict[str, float]]:
+    """Scores under one budget, for each merger and setting."""
     for merger in SCALES:
         for values in SETTINGS.values():
             settings = FeatCalSettings(
@@ -178,7 +155,7 @@ def row(suite: Suite, budget: str | None, order: str, *, fused: bool) -> Iterato
                 expert_read_budget=budget,
                 **values,  # type: ignore[arg-type]
             )
-            model, read = calibrated(suite, merger, settings, fused=fused)
+            model, read = calibrated(suite, merger, settings)
             test = score(suite, "test", lambda _, model=model: model)
             merged = suite.merged_score[merger]
             yield {
@@ -189,18 +166,16 @@ def row(suite: Suite, budget: str | None, order: str, *, fused: bool) -> Iterato
             }
 
 
-def accuracies(suite: Suite, budgets: Sequence[int], *, fused: bool) -> None:
-    """Print one line an order and budget."""
-    print("| budget | order | read | agreement, held out | test accuracy | gap recovered |")
-    print("|---|---|--:|--:|--:|--:|")
-    cases: list[tuple[str | None, str]] = [(None, next(iter(ORDERS)))]
-    cases += [(f"{budget}%", order) for budget in budgets for order in ORDERS]
-    for budget, order in cases:
-        found = list(row(suite, budget, order, fused=fused))
+def accuracies(suite: Suite, budgets: Sequence[int]) -> None:
+    """Print one line a budget."""
+    print("| budget | read | agreement, held out | test accuracy | gap recovered |")
+    print("|---|--:|--:|--:|--:|")
+    for budget in [None, *(f"{budget}%" for budget in budgets)]:
+        found = list(row(suite, budget))
         means = {key: sum(r[key] for r in found) / len(found) for key in found[0]}
         print(
-            f"| {budget or 'none'} | {order if budget else ''} | {means['read']:.1%} "
-            f"| {means['held out']:.4f} | {means['test']:.4f} | {means['recovered']:.1%} |",
+            f"| {budget or 'none'} | {means['read']:.1%} | {means['held out']:.4f} "
+            f"| {means['test']:.4f} | {means['recovered']:.1%} |",
             flush=True,
         )
 
@@ -214,7 +189,7 @@ def forget(path: Path) -> None:
 
 
 def seconds(budgets: Sequence[int], folder: Path, repetitions: int = 3, tasks: int = 4) -> None:
-    """Print the seconds of runs that merge and calibrate under a budget, the fastest of some."""
+    """Print the seconds of calibrations under a budget, the fastest of some."""
     torch.manual_seed(SEED)
     config = CLIPVisionConfig(num_hidden_layers=3)
     base = CLIPVisionModel(config).eval()
@@ -233,12 +208,8 @@ def seconds(budgets: Sequence[int], folder: Path, repetitions: int = 3, tasks: i
                 samples_per_task=2, log_drift=False, expert_read_budget=budget
             )
             sources = {name: SafetensorsExpert(folder / name) for name in names}
-            merging = UpstreamMerge(_arithmetic(0.3), None, {})
             start = time.perf_counter()
-            result = calibrate(
-                copy.deepcopy(base), base, sources, batches, settings, progress=False,
-                merging=merging,
-            )  # fmt: skip
+            result = calibrate(base, base, sources, batches, settings, progress=False)
             taken.setdefault(budget, []).append(time.perf_counter() - start)
             read[budget] = result.reads["totals"]["experts_read"]
     print("| budget | read | seconds | of a full read |")
@@ -252,7 +223,7 @@ def seconds(budgets: Sequence[int], folder: Path, repetitions: int = 3, tasks: i
 
 @torch.no_grad()
 def main() -> None:
-    """Print the three tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--test", type=int, default=300, help="test images of a task, at most")
@@ -264,12 +235,8 @@ def main() -> None:
     print(f"{options.samples} samples and at most {options.test} test images a task;")
     print(f"on the test images: experts {suite.expert_score:.4f}, {merged}\n")
     with tempfile.TemporaryDirectory() as folder:
-        for fused in (False, True):
-            title = "Merged by a merger that shares the reads" if fused else "Stored merged models"
-            print(f"\n{title}\n")
-            accuracies(suite, options.budgets, fused=fused)
-        title = "Seconds of merging and calibrating, three blocks of ViT-B/32's width, four experts"
-        print(f"\n{title}\n")
+        accuracies(suite, options.budgets)
+        print("\nSeconds of calibrating, three blocks of ViT-B/32's width, four experts\n")
         seconds(options.budgets, Path(folder))
 
 
