@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from fusion_bench_featcal.core.cholesky import frobenius_norm
+from fusion_bench_featcal.core.solve import frobenius_norm
 
 SIZES = (768, 1024, 3072, 4096, 8192)
 

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.cholesky import PROBES
 from fusion_bench_featcal.core.ridge import GRID
-from fusion_bench_featcal.core.solve import SINGLE_RIDGE, shifted
+from fusion_bench_featcal.core.solve import PROBES, SINGLE_RIDGE, shifted
 
 WIDTHS = (192, 768, 1536)
 SEARCH = (1e-3, 1e-2, 1e-1, 1.0)
