@@ -16,9 +16,6 @@ from fusion_bench_featcal.memory import free_bytes, memory_advice
 from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes
 from fusion_bench_featcal.plurals import counted
 
-HOST_SHARE = 0.7
-"""Share of free host memory that features may fill beside a GPU: it cannot be given back."""
-
 LABELS = {
     "model": "calibrated copy of the model",
     "loaded": "models loaded whole",
@@ -76,8 +73,7 @@ def plan_of(request: Request) -> Plan:
     own, free_host = psutil.Process().memory_info().rss, free_bytes(CPU) or 0
     free_gpu = None if on_cpu else free_bytes(device)
     busy = size + parts["block"] + parts["sums"] + max(parts["batch"], parts["solve"])
-    room = (free_host // neighbours if on_cpu else free_gpu or 0) - busy
-    waiting = _waiting(request, parts["features"], room, free_host // neighbours)
+    waiting = _waiting(request, parts["features"])
     busy += waiting["device"]
     host = own + (1 + whole - request.loaded) * size + waiting["host"]
     host += busy if on_cpu else parts["block"]
@@ -108,16 +104,11 @@ def plan_of(request: Request) -> Plan:
     )
 
 
-def _waiting(request: Request, size: int, room: int, host: int) -> dict[str, int]:
-    """Return the bytes of features by place: the first one with room, if settings leave it open."""
-    rooms = {"device": room, "host": host * HOST_SHARE, "disk": math.inf}
-    if request.device.type == "cpu":
-        del rooms["host"]  # the same as the device
-    choice = request.settings.activations
-    if choice == "auto":
-        choice = next(place for place in rooms if size <= rooms[place])
-    choice = choice if choice in rooms else "device"
-    return {place: size * (place == choice) for place in ("device", "host", "disk")}
+def _waiting(request: Request, size: int) -> dict[str, int]:
+    """Return the bytes of features by place."""
+    asked, on_cpu = request.settings.activations, request.device.type == "cpu"
+    chosen = "device" if asked == "auto" or (asked == "host" and on_cpu) else asked
+    return {place: size * (place == chosen) for place in ("device", "host", "disk")}
 
 
 def one_line(plan: Plan) -> str:

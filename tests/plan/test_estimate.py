@@ -259,22 +259,23 @@ def test_processes_share_features_and_reads():
     assert two.read == one.read / 2
 
 
-def test_features_wait_where_there_is_room(clip: Request, monkeypatch: pytest.MonkeyPatch):
+def test_features_wait_where_settings_say(clip: Request, monkeypatch: pytest.MonkeyPatch):
     free = {"cpu": 2**40, "cuda": 2**40}
     monkeypatch.setattr(module, "free_bytes", lambda device: free[device.type])
     plan, gpu = planned(clip), replace(clip, device=torch.device("cuda"))
     total = plan.parts["features"]
     assert plan.waiting == {"device": total, "host": 0, "disk": 0} == plan_of(gpu).waiting
+    assert planned(clip, activations="host").waiting == plan.waiting
     assert not warnings_of(plan)
-    free["cuda"] = 2**20
-    assert plan_of(gpu).waiting["host"] == total
-    free["cpu"] = 2**20
-    plan = planned(clip)
+    free["cuda"] = free["cpu"] = 2**20
+    (warning,) = warnings_of(plan := planned(clip))
+    assert "host memory" in warning and "method.activations=disk" in warning
+    assert plan.disk == 0
+    plan = planned(clip, activations="disk")
     assert plan.waiting == {"device": 0, "host": 0, "disk": plan.disk}
     assert plan.disk == total
     (warning,) = warnings_of(plan)
-    assert "host memory" in warning and "method.batch_size" in warning
-    assert "activations=disk" not in warning
+    assert "method.batch_size" in warning and "activations=disk" not in warning
     plan = planned(gpu, activations="host")
     assert plan.waiting["host"] == total
     assert plan.gpu is not None and plan.gpu < plan.host
