@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from process_group import in_forks, in_processes
 
+from fusion_bench_featcal import processes as waiting
 from fusion_bench_featcal.ending import ending_cleanly
-from fusion_bench_featcal.engine import processes as waiting
 from fusion_bench_featcal.files import owner_mark
 from fusion_bench_featcal.methods.standalone import (
     AnchorOnlyAlgorithm,
@@ -23,7 +23,6 @@ from fusion_bench_featcal.methods.standalone import (
     SurgeryAlgorithm,
     SurgeryV2Algorithm,
 )
-from fusion_bench_featcal.processes import Processes
 
 PROGRAM = SimpleNamespace()
 
@@ -114,12 +113,16 @@ def test_stopped_command_leaves_no_temporary_files_and_says_how_to_go_on(
     kept = signum == signal.SIGTERM
     words = [f"path.log_dir={tmp_path}/log", f"method.activations_dir={tmp_path}/activations"]
     words += [f"method.checkpoint_dir={tmp_path}/blocks"] if kept else []
-    orphan = tmp_path / "activations" / f"featcal-{owner_mark()}-x.part"
-    (orphan.with_name(orphan.name.replace(str(os.getpid()), str(_dead())))).mkdir(parents=True)
-    sign = "blocks/block-0000.json" if kept else "activations/*/1??.raw"
+
+    def began() -> bool:
+        text = (tmp_path / "output").read_text()
+        return (tmp_path / "blocks/block-0000.safetensors").exists() or (
+            not kept and "calibrating featcal: " in text
+        )
+
     with open(tmp_path / "output", "w") as output:
         run = subprocess.Popen([*COMMAND, *words], cwd=tmp_path, stdout=output, stderr=output)
-        while run.poll() is None and not list(tmp_path.glob(sign)):
+        while run.poll() is None and not began():
             time.sleep(0.05)
         run.send_signal(signum)
         assert run.wait() == (143 if kept else 130), (tmp_path / "output").read_text()[-4000:]
@@ -129,15 +132,10 @@ def test_stopped_command_leaves_no_temporary_files_and_says_how_to_go_on(
     assert not list(tmp_path.rglob("*.part"))
 
 
-def _dead() -> int:
-    (pid,) = in_forks(1, lambda _: os.getpid())
-    return pid
-
-
 def test_waiting_process_names_whom_it_waits_for_and_at_what(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(waiting, "SAYS_SO_EVERY", 0.05)
+    monkeypatch.setattr(waiting, "REPORTS_EVERY", 0.05)
 
-    def work(processes: Processes) -> list[str]:
+    def work(processes: waiting.Processes) -> list[str]:
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
