@@ -88,7 +88,7 @@ def calibrate_blocks(problem: Problem, streams: Streams, team: Alone, output: No
                 del sums  # before those of the next turn
                 new, new_figures = team.spread(*solved)
                 figures |= new_figures
-                load_updates(problem.model, block, {**finished, **new})
+                load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
                 entering = None if enters else entering
             problem.progress.at(f"{block} · update")
             streams.advance(block)
@@ -106,7 +106,7 @@ def trusting(problem: Problem, streams: Streams, team: Alone, block: str) -> Pro
 def restore(problem: Problem, output: NoOutput) -> None:
     """Take over all blocks from a run that has finished them."""
     for block in problem.modules:
-        load_updates(problem.model, block, output.read(block, problem.model))
+        load_updates(problem.model, block, output.read(block, problem.model), problem.rule.remedy)
         output.write(block, problem.model, problem.log)
 
 
@@ -402,7 +402,7 @@ def calibrate_once(
             restore(problem, output)
         else:
             calibrate_blocks(problem, streams, team, output)
-        check_weights(problem, "the calibrated model", "Raise method.ridge_lambda")
+        check_weights(problem, "the calibrated model", problem.rule.remedy)
     modes.restore(problem.model)
     calibrated = family.view.restored(problem.model).to(home)
     output.finish(calibrated, problem.log)

@@ -102,6 +102,7 @@ def measured_trust(
     for task, of_group in team.whole(sums):
         with problem.experts[task].loaded(group.parameters) as expert:
             tau = group.linear(expert.get_parameter, torch.float32).weight - base
+        tau = tau / tau.abs().amax().clamp_min(torch.finfo(tau.dtype).tiny)  # no product overflows
         inputs = of_group[group].mirrored().means(centred=False).gram[0]
         pairs[task] = direction(tau.mT @ tau).cpu(), direction(inputs).cpu()
     gathered = {task: pair for part in team.gather(pairs) for task, pair in part.items()}

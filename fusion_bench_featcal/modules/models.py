@@ -157,7 +157,7 @@ class Modes:
             parameter.requires_grad_(needed)
 
 
-def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor]) -> None:
+def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor], advice: str) -> None:
     """Write new parameters and statistics of a block, all or none, in the model's own dtype.
 
     Raises:
@@ -169,8 +169,8 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor]) ->
     for (name, value), sign in zip(new.items(), signs, strict=True):
         if sign and not all_finite(value):
             raise CalibrationError(
-                f"block {block}: the new {name} is not finite in {value.dtype}. Raise "
-                "method.ridge_lambda, or merge in a wider dtype"
+                f"block {block}: the new {name} is not finite in {value.dtype}. {advice}, or "
+                "merge in a wider dtype"
             )
     for name, value in new.items():
         tensors[name].copy_(value)

@@ -96,7 +96,7 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[str]
         of_task = f" of task {max(scales, key=scales.__getitem__)}"
     return [
         f"{name}: module {worst['module']}: the update is "
-        f"{worst['relative_update']:.3g} times as large as the experts' own weights. Check the "
+        f"{worst['relative_update']:.3g} times as large as the merged weights. Check the "
         f"scale of weights and calibration samples{of_task}"
     ]
 

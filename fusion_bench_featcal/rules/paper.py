@@ -123,7 +123,7 @@ class PaperSums:
         y = y + (step.weight @ x[..., None])[..., 0] + step.bias * rows.count[0][:, None]
         target = Moments(rows.gram, cross[None], rows.x, y[None], rows.count)
         self.rows.merge(target, weight / rows.count[0])
-        return {"norm": rows.gram_norms().mean()}
+        return {"norm": rows.gram_norms().mean(), "cross": cross.sum()}
 
     def weights_of(self, rows: Moments) -> Tensor:
         """Return a task's weight `1 / |G_i|` by map, `[g]` (Eq. 14)."""

@@ -122,14 +122,15 @@ class PlusSums:
         if self._few_outputs:
             rows = rows.behind(self._probes[None])
         self._folds.merge(self._targets(rows, probed, reach), per_row)
-        return {"norm": whole.gram_norms().mean()}
+        return {"norm": whole.gram_norms().mean(), "cross": target.cross.sum()}
 
     def _memory(self, whole: Moments, tau: Tensor) -> Tensor:
         """Return `A_i / (w_i gamma_i)`, `[1, g, d, d]`; zero where the expert is the base."""
         covariance = whole.means(centred=self._biased).gram
         energy = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) * whole.count
-        square = tau.square().sum((-2, -1)).clamp_min(torch.finfo(tau.dtype).tiny)
-        return (energy / square)[..., None, None] * (tau.mT @ tau)
+        square = tau.square().sum((-2, -1))
+        energy = torch.where(square > 0, energy / square, 0.0)
+        return energy[..., None, None] * (tau.mT @ tau)
 
     @staticmethod
     def _targets(rows: Moments, step: Linear, reach: Tensor | None) -> Moments:

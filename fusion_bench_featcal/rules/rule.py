@@ -46,7 +46,8 @@ class GroupSums(Protocol):
             expert: The expert's parameters.
 
         Returns:
-            Scalars of the task to be checked: `norm` of its Gram matrix, if it has one.
+            Scalars of the task to be checked: `norm` of its Gram matrix, if it has one, and what is
+            not finite where its sums overflow.
         """
         ...
 

@@ -61,7 +61,8 @@ class Checks:
             figures: What `GroupSums.add` returned.
         """
         self._places.append((task, group.name))
-        broken = torch.stack([not_finite(sums) for sums in rows.tensors()]).any()
+        looked_at = (*rows.tensors(), *figures.values())
+        broken = torch.stack([not_finite(sums) for sums in looked_at]).any()
         norm = figures.get("norm", torch.ones_like(rows.count))
         self._numbers += [broken.to(norm), rows.count.to(norm), norm]
 
@@ -82,8 +83,10 @@ class Checks:
             place = f"task {task}, block {self._block}"
             if count == 0:
                 raise CalibrationError(
-                    f"{place}: no position counts, all is padding; check the masks of its data "
-                    f"(modelpool.train_datasets.{task})"
+                    f"{place}: no position counts in module {module}: all is padding, or the "
+                    "module never runs. Check the masks of its data "
+                    f"(modelpool.train_datasets.{task}), or exclude the module: "
+                    f"method.modules=['!{module}']"
                 )
             if broken:
                 raise CalibrationError(
