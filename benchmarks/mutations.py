@@ -22,11 +22,11 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
-from mistakes import core, edge, engine, families, methods, plus, results, studies, trials
+from mistakes import core, edge, families, loop, methods, plus, results, studies
 from mistakes.entry import Mutation
 from mistakes.workplaces import ROOT, Workplaces
 
-TABLES = (core, engine, plus, trials, families, methods, results, studies, edge)
+TABLES = (core, loop, plus, families, methods, results, studies, edge)
 MUTATIONS = [mutation for table in TABLES for mutation in table.MUTATIONS]
 
 PACKAGE = "fusion_bench_featcal"

@@ -46,13 +46,6 @@ MUTATIONS = [
         "test_calibrate_t5.py",
     ),
     Mutation(
-        "expert's cross-attention fed by the calibrated encoder",
-        "engine/loop.py",
-        "ends = (batch.cal, batch.exp, batch.merged) if problem",
-        "ends = (batch.cal, batch.cal, batch.merged) if problem",
-        "test_calibrate_t5.py",
-    ),
-    Mutation(
         "blocks in reverse order",
         "families/clip.py",
         "    return [blocks]\n",
@@ -82,7 +75,7 @@ MUTATIONS = [
     ),
     Mutation(
         "steps that differ taken for equal",
-        "engine/family_check.py",
+        "streams/family_check.py",
         "if not gap <= max(",
         "if gap < 0 * max(",
         "engine/test_family_check.py",
@@ -103,16 +96,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a gain of one more than the weight solved as the weight",
-        "engine/module_kinds.py",
-        "return not own or _agrees(type(module), nn.LayerNorm) is not False",
+        "modules/kinds.py",
+        "return runs_as(module, nn.LayerNorm) or _agrees(type(module), nn.LayerNorm) is not False",
         "return True",
         "test_model_types.py",
     ),
     Mutation(
         "norms calibrated though switched off",
-        "engine/modules.py",
-        'return site.kind == "norm" and not settings.calibrate_norm',
-        "return False",
+        "modules/sites.py",
+        '"norm": calibrate_norm,',
+        '"norm": True,',
         "test_calibrate_oracle.py",
     ),
     Mutation(

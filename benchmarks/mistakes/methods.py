@@ -4,13 +4,6 @@ from mistakes.entry import Mutation
 
 MUTATIONS = [
     Mutation(
-        "a fused merge takes the merged weights where an expert is not read",
-        "experts/merging.py",
-        "if name in needed and task not in unread:",
-        "if name in needed:",
-        "reads/test_fused_merge.py",
-    ),
-    Mutation(
         "reads.json is read back without its digest",
         "results/provenance.py",
         "read_json(place, sealed=True)",
@@ -23,13 +16,6 @@ MUTATIONS = [
         "return _arguments(str(command)) == _arguments(masked(command_line()))",
         "return True",
         "folders/test_calibrate_saving.py",
-    ),
-    Mutation(
-        "what stood in for an expert's tensor is hashed as the expert's",
-        "engine/planned_reads.py",
-        "for name, text in names.items() if name not in stand_ins}",
-        "for name, text in names.items()}",
-        "results/test_provenance.py",
     ),
     Mutation(
         "the clock of every cell is its own",
@@ -124,7 +110,7 @@ MUTATIONS = [
     ),
     Mutation(
         "RegMean's off_diagonal ignored",
-        "next/rules/regmean.py",
+        "rules/regmean.py",
         "shrink_off_diagonal(rows.means(centred=False).gram[0], self._off_diagonal)",
         "rows.means(centred=False).gram[0]",
         "methods/test_mergers.py",
@@ -138,10 +124,10 @@ MUTATIONS = [
     ),
     Mutation(
         "LOT cuts directions of little energy",
-        "next/core/least_squares.py",
+        "core/least_squares.py",
         "max(len(gram) * rounding, cutoff)",
         "0.01",
-        "next/test_next_merging.py",
+        "rules/test_merging_rules.py",
     ),
     Mutation(
         "LOT's lambda leaves biases out",
@@ -180,7 +166,7 @@ MUTATIONS = [
     ),
     Mutation(
         "LOT leaves unseen directions at the mean",
-        "next/rules/lot.py",
+        "rules/lot.py",
         "LeastSquaresSums(base, cutoff",
         "LeastSquaresSums(merged, cutoff",
         "methods/test_mergers.py",

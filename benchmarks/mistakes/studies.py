@@ -39,17 +39,10 @@ MUTATIONS = (
         "data/test_corruptions.py",
     ),
     Mutation(
-        "blocks change before the others are solved, without forward order",
-        "engine/loop.py",
-        'if self._problem.settings.order == "model":',
-        'if self._problem.settings.order == "never":',
-        "test_ablations.py",
-    ),
-    Mutation(
         "equal weights leave lambda as it is",
-        "engine/block.py",
-        "strength *= statistics.fmean(norms.values()) / math.sqrt(system.groups)",
-        "strength *= 1.0",
+        "studies/ablations.py",
+        "sums.merge(self.rows, scale)",
+        "sums.merge(self.rows, torch.ones_like(scale))",
         "test_ablations.py",
     ),
     Mutation(
