@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="Markdown file")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = {"paper": PAPER | PAPERS["text"], **options.rows}
+    rows = {"published": PAPER | PAPERS["text"], **options.rows}
     shown = ["--suite", options.suite, "--samples", *map(str, options.samples)]
     shown += ["--seeds", *map(str, options.seeds)]
     parts: list[str] = []

@@ -122,7 +122,7 @@ def main() -> None:
         publish([head, over_trainings(compare(options.folder, suites))], options.out)
         return
     jobs = [(n, s, d) for n in options.builds for s in options.samples for d in options.seeds]
-    rows = presets("clip-vit-mini_TA6", ["paper", "without copies"])
+    rows = presets("clip-vit-mini_TA6", ["published", "without copies"])
     found: dict[str, dict[int, list[Any]]] = {}
     for name, samples, seed in track(jobs, console=Console(stderr=True)):
         with TemporaryDirectory() as logs:

@@ -1,7 +1,7 @@
 """Gain of FeatCal+, and of each of its parts, on the bundled suites.
 
     python benchmarks/plus.py --pool clip-vit-mini_TA6 --samples 8 64 --seeds 42 43
-    python benchmarks/plus.py --pool llama-mini_TA6 --samples 64 --rows paper plus
+    python benchmarks/plus.py --pool llama-mini_TA6 --samples 64 --rows published
 
 Every row is a calibration of the same merged model (task arithmetic) on the same samples, made by
 the command line; the seed draws the samples. Accuracies are on test data; seconds are those of the
@@ -37,8 +37,8 @@ PAPERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ONE: dict[str, Any] = {"task_weights": None}
 PARTS: dict[str, dict[str, Any]] = {
-    "paper": PAPER,
-    "paper, with copies": PAPER | {"augment": "auto"},
+    "published": PAPER,
+    "published, with copies": PAPER | {"augment": "auto"},
     "without copies": {"augment": None},
     "wider jitter": {
         "augment": {
@@ -59,13 +59,13 @@ def presets(pool: str, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Settings by row, as they differ from FeatCal+'s; names are keys of a YAML."""
     text = "clip" not in pool
     rows = {name: PARTS[name] for name in PARTS if not wanted or name in wanted}
-    copies = ["paper, with copies", "without copies", "wider jitter"]
+    copies = ["published, with copies", "without copies", "wider jitter"]
     for name in copies if text else ():  # rows that are like others
         rows.pop(name, None)
     papers = PAPERS["text" if text else "clip"]
     return {
         name.replace(", ", "-").replace(" ", "_"): change | papers
-        if name.startswith("paper")
+        if name.startswith("published")
         else change
         for name, change in rows.items()
     }
