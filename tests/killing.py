@@ -13,7 +13,8 @@ from typing import Any
 from process_group import in_forks
 from torch import nn
 
-from fusion_bench_featcal.output.folder import OutputFolder
+from fusion_bench_featcal.json_files import read_json
+from fusion_bench_featcal.output.folder import MANIFEST, OutputFolder
 
 Calibrate = Callable[[Path, bool], Any]
 """Calibrates with an output folder, resuming or not; a `CalibrationResult`."""
@@ -35,6 +36,12 @@ def digest_of(model: nn.Module) -> str:
     return found.hexdigest()
 
 
+def finished_blocks(folder: Path) -> int:
+    """Number of blocks that a folder lists as finished."""
+    path = folder / MANIFEST
+    return len(read_json(path, sealed=True)["blocks"]) if path.exists() else 0
+
+
 def try_kill(
     calibrate: Calibrate, folder: Path, writes: int, blocks: int, seconds: float, seed: int
 ) -> tuple[str, str]:
@@ -43,7 +50,7 @@ def try_kill(
     Args:
         calibrate: The run.
         folder: An empty folder.
-        writes: Number of files that a whole run writes.
+        writes: How often a whole run writes a file.
         blocks: Number of blocks.
         seconds: How long a whole run takes.
         seed: Chooses the moments: one in five is any time.
@@ -59,7 +66,7 @@ def try_kill(
         count = generator.randrange(last) if attempt == 0 else generator.randrange(2)
         wait = generator.uniform(0.1, 0.9) * seconds
         if killed(calibrate, folder, moment, count, resume=attempt > 0, seconds=wait):
-            kills.append(f"{moment} ({len(list(folder.glob('block-*.safetensors')))} blocks)")
+            kills.append(f"{moment} ({finished_blocks(folder)} blocks)")
     digest, restored = _result(lambda: _resumed(calibrate, folder))
     return f"{'; '.join(kills) or 'finished before'} -> {restored} restored", digest
 
@@ -122,7 +129,7 @@ def _die_at(moment: str, count: int) -> None:
         left[0] -= 1
         return left[0] < 0
 
-    sync, replace, keep = os.fsync, os.replace, OutputFolder.write
+    sync, replace, write = os.fsync, os.replace, OutputFolder.write
 
     def fsync(descriptor: int) -> None:
         status = os.fstat(descriptor)
@@ -139,14 +146,14 @@ def _die_at(moment: str, count: int) -> None:
         if turn:
             _die()
 
-    def kept(self: OutputFolder, block: str, *rest: Any) -> None:
-        keep(self, block, *rest)
-        if is_turn():
+    def written(self: OutputFolder, block: str, *rest: Any) -> None:
+        write(self, block, *rest)
+        if block not in self._finished and is_turn():
             _die()
 
     if moment == WRITING:
         os.fsync = fsync
     elif moment == BETWEEN:
-        setattr(OutputFolder, "write", kept)  # noqa: B010 - a method is not for assigning to
+        setattr(OutputFolder, "write", written)  # noqa: B010 - a method is not for assigning to
     else:
         os.replace = replaced

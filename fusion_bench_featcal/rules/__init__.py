@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -39,6 +39,7 @@ def rule_of(settings: FeatCalSettings) -> Rule:
         raise ValueError(f"method.rule: {target} is no rule: a dataclass with turns and sums")
     shared = {field.name for field in fields(kind)} & set(FeatCalSettings.names())
     try:
-        return kind(**{name: getattr(settings, name) for name in shared} | options)
+        rule: Any = cast(Any, kind)(**{name: getattr(settings, name) for name in shared} | options)
     except TypeError as error:
         raise ValueError(f"method.rule: {target}: {error}") from error
+    return rule
