@@ -74,10 +74,12 @@ class CalibrationResult:
 def calibrate_blocks(problem: Problem, streams: Streams, team: Alone, output: NoOutput) -> None:
     """Calibrate every block (Algorithm 1)."""
     for index, stage in enumerate(streams.runner.stages):
+        problem.progress.at(stage[0])
         streams.begin(index)
         if index == 0 and problem.rule.weighs_trust and problem.base is not None:
             problem = trusting(problem, streams, team, stage[0])
         for block in stage:
+            problem.progress.at(block)
             start, finished = time.perf_counter(), output.read(block, problem.model)
             groups = [] if finished else groups_of(problem, streams, team, block)
             entering, figures = groups, Figures()
@@ -315,20 +317,23 @@ def calibrate(
         settings = settings.replace(family=family)
     check_inputs(base, experts, batches, settings)
 
+    on, among = torch.device(device or device_of(merged)), processes or Processes()
+
     def calibrated(settings: FeatCalSettings) -> CalibrationResult:
-        return calibrate_once(
-            merged,
-            base,
-            experts,
-            batches,
-            settings,
-            device=torch.device(device or device_of(merged)),
-            autocast=autocast or nullcontext,
-            progress=progress,
-            processes=processes or Processes(),
-            streams_type=streams_type,
-            hashed=hashed,
-        )
+        with naming_memory(on, lambda: among.doing, partial(memory_advice, settings, on)):
+            return calibrate_once(
+                merged,
+                base,
+                experts,
+                batches,
+                settings,
+                device=on,
+                autocast=autocast or nullcontext,
+                progress=progress,
+                processes=among,
+                streams_type=streams_type,
+                hashed=hashed,
+            )
 
     if settings.held_out == 0:
         return calibrated(settings)
@@ -357,9 +362,10 @@ def calibrate_once(
     rule, output = rule_of(settings), open_output(settings, processes)
     check_alike(processes, merged, experts, settings, rule)
     team = team_of(processes, tuple(experts), device)
-    samples = {
-        task: take(task, batches[task], settings, merged, team.cut) for task in team.tasks(experts)
-    }
+    samples = {}
+    for task in team.tasks(experts):
+        processes.doing = f"inputs · {task}"
+        samples[task] = take(task, batches[task], settings, merged, team.cut)
     family = checked_family(
         resolve_family(settings.family, merged),
         settings.family,
@@ -374,6 +380,7 @@ def calibrate_once(
     rows = team.of_first(lambda: rows_named(settings, next(iter(samples.values()))[0].inputs))
     runner = Runner(family, stages, device, with_kernel(kernel, autocast), rows)
     bar = Progress(processes, sum(map(len, stages)) * len(samples), show=progress)
+    processes.doing = "the copy of the merged model"
     problem, weights, streams = prepare(
         shown,
         base if rule.reads_base else None,
@@ -393,7 +400,6 @@ def calibrate_once(
         convolving_as_multiplying(),
         using_kernel(kernel),
         bar.bar,
-        naming_memory(device, lambda: bar.place, lambda: memory_advice(settings, device)),
     ):
         check_weights(problem, "the merged model", "Check method.base_method")
         describe = partial(describe_run, shown, weights, settings, rule, runner, samples, kernel)

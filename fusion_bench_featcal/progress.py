@@ -65,11 +65,7 @@ class _Lines(plain_tqdm):
 
 
 class Progress:
-    """A bar over the visits of tasks to blocks, and the name of the work in hand.
-
-    Attributes:
-        place: The work in hand, for messages.
-    """
+    """A bar over the visits of tasks to blocks, and the name of the work in hand."""
 
     def __init__(self, processes: Any, visits: int, *, show: bool) -> None:
         """Start.
@@ -79,12 +75,12 @@ class Progress:
             visits: Number of visits.
             show: Whether to show a bar. Only the first process does.
         """
-        self.place, self._processes = "the start", processes
+        self._processes = processes
         self.bar = progress_bar(total=visits, unit="visit", show=show and processes.rank == 0)
 
     def at(self, place: str) -> None:
         """Name the work in hand."""
-        self.place = self._processes.doing = place
+        self._processes.doing = place
         self.bar.set_description(f"FeatCal {place}")
 
     def step(self) -> None:
