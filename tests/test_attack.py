@@ -152,7 +152,7 @@ def test_further_cases_that_hold() -> None:
         "samples: the oracle agrees on an untouched suite",
         "configs: keys without a part in the function differ",
         "files: base entry None",
-        "checkpoints: run.json with no JSON object",
+        "checkpoints: blocks.json with no JSON object",
         "compare: a cell has the paper's settings on clip-vit-base-patch32_TA8",
         "pages: commands of README.md compose",
         "bytes: checkpoints of a calibration",
