@@ -10,6 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, ReplayFamily
+from fusion_bench_featcal.rules import rule_of
+from fusion_bench_featcal.rules.paper import Paper
+from fusion_bench_featcal.rules.plus import Plus
+from fusion_bench_featcal.settings import PLUS
 
 METHOD = Path(__file__).parents[1] / "config" / "method"
 # on the algorithm, not on the calibration
@@ -124,6 +128,28 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("ignore_config", "hidden_act", "a list of config keys"),
     ("ignore_config", None, "a list of config keys"),
     ("eps", -1e-8, ">= 0"),
+    *(
+        ("rule", value, "paper, plus, a mapping with `_target_`, a rule's class")
+        for value in ("kfold", None, 3, {}, {"gamma": 2.0})
+    ),
+    *(
+        ("task_weights", value, "null, drift, or a mapping of tasks to numbers above 0")
+        for value in ("equal", 2.0, {"a": 0}, {"a": "1"})
+    ),
+    *(
+        ("augment", value, "null, auto, jitter, or a mapping with `_target_`")
+        for value in (
+            "flip",
+            True,
+            3,
+            {},
+            {"copies": 2},
+            {"_target_": 3},
+            {"_target_": "x", "copies": 0},
+            {"_target_": "x", "copies": 1.5},
+            ["jitter"],
+        )
+    ),
     ("samples_per_task", 0, ">= 1"),
     ("samples_per_task", 2.0, "integer"),
     ("samples_per_task", True, "integer"),
@@ -200,6 +226,8 @@ AT_THE_EDGE: list[tuple[str, Any]] = [
     ("anchor_rho", -1000.0),
     ("anchor_rho", 0),
     ("eps", 0.0),
+    ("rule", {"_target_": "some.Rule", "gamma": 2.0}),
+    ("augment", {"_target_": "some.thing", "copies": 1}),
     ("samples_per_task", 1),
     ("batch_size", 1),
     ("seed", 0),
@@ -269,7 +297,48 @@ def test_plus_is_in_python_what_it_is_on_the_command_line():
     written = read_yaml(METHOD.parent / "featcal_settings" / "plus.yaml")
     assert FeatCalSettings.plus() == FeatCalSettings(**written)
     assert FeatCalSettings.plus(seed=3).replace(seed=42) == FeatCalSettings.plus()
-    with pytest.raises(ValueError, match=r"ridge_lambda=0.1 has no part in method\.rule=plus"):
-        FeatCalSettings.plus(ridge_lambda=0.1)
-    with pytest.raises(ValueError, match=r"rule=plus needs method\.calibrate_norm=false"):
-        FeatCalSettings(rule="plus")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        *(
+            ({**PLUS, name: value}, rf"{name}={value} has no part in method\.rule=plus: leave")
+            for name, value in (
+                ("ridge_lambda", 0.1), ("mix_alpha", 0.5), ("anchor_rho", 1.0), ("eps", 0.5),
+            )
+        ),
+        ({"rule": "plus"}, r"rule=plus needs method\.calibrate_norm=false"),
+        ({"task_weights": {"a": 2.0}}, r"task_weights has no part in method\.rule=paper: set "),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_without_a_part_in_the_rule_say_so(values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        FeatCalSettings(**values)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"_target_": "no.such.Rule"}, r"_target_ 'no\.such\.Rule' cannot be imported"),
+        (
+            {"_target_": "pathlib.Path"},
+            r"pathlib\.Path is no rule: a dataclass with turns and sums",
+        ),
+        ({"_target_": "plus", "gama": 1.0}, r"plus: .*'gama'"),
+    ],
+)
+def test_rules_that_cannot_be_made_say_so(rule: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=rf"method\.rule: {message}"):
+        rule_of(FeatCalSettings(rule=rule))
+
+
+def test_a_rule_takes_the_settings_that_are_its_fields():
+    assert rule_of(FeatCalSettings(mix_alpha=0.5)) == Paper(mix_alpha=0.5)
+    weighted = FeatCalSettings.plus(task_weights={"a": 2.0}, calibrate_bias=False)
+    assert rule_of(weighted) == Plus(task_weights={"a": 2.0}, calibrate_bias=False)
+    own = FeatCalSettings(rule={"_target_": "plus", "gamma": 3.0}, calibrate_bias=False)
+    assert rule_of(own) == Plus(gamma=3.0, calibrate_bias=False)
+    given: Any = Plus(gamma=3.0)
+    assert rule_of(FeatCalSettings(rule=given)) is given

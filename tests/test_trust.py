@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import run_fast
+from calibrations import assert_identical, run_fast
 from plus_slow import listen
+from tiny_convs import net_suite
 from tiny_models import Suite, clip_suite
 
 from fusion_bench_featcal.rules.paper import Paper
@@ -78,6 +79,13 @@ def test_copies_count_as_samples_and_held_out_ones_do_not() -> None:
     ]
     streams: Any = SimpleNamespace(tasks={"a": batches})
     assert Streams.used(streams, "a") == 8
+
+
+def test_convolutions_have_neither_trust_nor_rows_out_of_weights() -> None:
+    suite = net_suite()
+    result = run_fast(suite, rule=Plus())
+    assert result.log.of_kind("trust") == []
+    assert_identical(result.model, run_fast(suite, rule=Plus(gamma=0.0)).model)
 
 
 def test_trust_is_measured_only_where_rows_out_of_weights_join() -> None:
