@@ -10,6 +10,7 @@ from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_checks import check_read_budget
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.methods.interface import Choice, MethodInputs, WeightsOnly
+from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.augmentation import change_of
 
@@ -28,6 +29,7 @@ def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[s
     if settings.needs_base:
         inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
     change_of(settings.augment)
+    rule_of(settings)
     check_pool_settings(inputs.models, settings)
     check_read_budget(inputs.models, settings)
     return inputs.batches(settings)

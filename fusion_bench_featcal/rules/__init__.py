@@ -38,6 +38,8 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     if not is_dataclass(kind) or not hasattr(kind, "turns"):
         raise ValueError(f"method.rule: {target} is no rule: a dataclass with turns and sums")
     shared = {field.name for field in fields(kind)} & set(FeatCalSettings.names())
+    if settings.task_weights is not None and "task_weights" not in shared:
+        raise ValueError(f"method.task_weights: {target} weighs all tasks alike. Set it to null")
     try:
         rule: Any = cast(Any, kind)(**{name: getattr(settings, name) for name in shared} | options)
     except TypeError as error:

@@ -20,8 +20,8 @@ from fusion_bench_featcal import FeatCalSettings, calibrate
 CONFIG = Path(__file__).resolve().parents[2] / "config"
 MODULES = ("fusion_bench_featcal.core.moments", "fusion_bench_featcal.core.solve")
 CONTRACT = {
-    MODULES[0]: ["LinearMoments", "NormMoments"],
-    MODULES[1]: ["solve_linear", "solve_bias", "solve_norm"],
+    MODULES[0]: ["Moments"],
+    MODULES[1]: ["solve_ridge"],
 }
 
 
