@@ -78,14 +78,14 @@ MUTATIONS = [
         "streams/family_check.py",
         "if not gap <= max(",
         "if gap < 0 * max(",
-        "engine/test_family_check.py",
+        "streams/test_family_check.py",
     ),
     Mutation(
         "a block's writes into its arguments reach later blocks",
         "families/stack.py",
         "return copy.copy(value) if isinstance(",
         "return value if isinstance(",
-        "engine/test_family_check.py",
+        "streams/test_family_check.py",
     ),
     Mutation(
         "padding counts in encoders",
