@@ -28,15 +28,16 @@ def _slow_world(folder: Path) -> World:
     return world
 
 
-def _kill_with(number: int, activations: Path) -> Callable[[int, Path], None]:
-    def when_features_are_kept(child: int, screen: Path) -> None:
-        end = time.monotonic() + 120
-        while time.monotonic() < end and not any(activations.rglob("*")):
+def _kill_with(number: int) -> Callable[[int, Path], None]:
+    def when_it_calibrates(child: int, screen: Path) -> None:
+        end, shown = time.monotonic() + 120, ""
+        while time.monotonic() < end and "calibrating featcal" not in shown:
             time.sleep(0.05)
+            shown = screen.read_text(errors="replace") if screen.exists() else ""
         time.sleep(0.5)
         os.kill(child, number)
 
-    return when_features_are_kept
+    return when_it_calibrates
 
 
 def _interrupted(folder: Path, number: int) -> Any:
@@ -45,7 +46,7 @@ def _interrupted(folder: Path, number: int) -> Any:
     words = ("method.activations=disk", f"method.activations_dir={activations}",
              f"method.checkpoint_dir={folder}/kept")  # fmt: skip
     world = _slow_world(folder)
-    return world, words, world.command(*words, during=_kill_with(number, activations))
+    return world, words, world.command(*words, during=_kill_with(number))
 
 
 @case("endings: SIGTERM leaves nothing and says how to resume", must=RIGHT)
