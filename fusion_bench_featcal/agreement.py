@@ -76,7 +76,7 @@ def warnings_of(agreement: Agreement, settings: FeatCalSettings) -> list[str]:
         settings: Settings of the calibration, which the advice is made for.
     """
     advice = ["Raise method.samples_per_task"]
-    if settings.rule != "plus":
+    if settings.rule == "paper":
         gives_weight = "whose method.task_weights=drift gives such tasks more weight"
         advice.append(f"use method=featcal/plus, {gives_weight}")
     elif settings.task_weights != "drift":

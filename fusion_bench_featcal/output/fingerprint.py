@@ -27,7 +27,8 @@ from fusion_bench_featcal.streams.runner import Runner
 
 _PACKAGES = ("torch", "transformers", "safetensors", "fusion-bench-featcal")
 # Parts of this package that make a block's parameters from weights and samples.
-_CODE = ("core", "rules", "modules", "streams", "experts", "families")
+_FOLDERS = ("core", "rules", "modules", "streams", "experts", "families")
+_CODE = (*_FOLDERS, "calibration.py", "problem.py", "team.py", "trust.py")
 # Settings without a part in the result: samples and weights are compared themselves.
 _WITHOUT_EFFECT = {*SETTINGS_OF_THE_RUN, "family", "linear_kernel", "strict"}
 _LABELS = {

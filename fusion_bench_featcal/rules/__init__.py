@@ -40,8 +40,11 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     shared = {field.name for field in fields(kind)} & set(FeatCalSettings.names())
     if settings.task_weights is not None and "task_weights" not in shared:
         raise ValueError(f"method.task_weights: {target} weighs all tasks alike. Set it to null")
+    values = {name: getattr(settings, name) for name in shared}
+    if "task_weights" in shared:
+        values["task_weights"] = settings.task_factors  # those of `drift` come later
     try:
-        rule: Any = cast(Any, kind)(**{name: getattr(settings, name) for name in shared} | options)
+        rule: Any = cast(Any, kind)(**values | options)
     except TypeError as error:
         raise ValueError(f"method.rule: {target}: {error}") from error
     return rule

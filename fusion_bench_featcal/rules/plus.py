@@ -38,7 +38,7 @@ class Plus:
 
     gamma: float = 2.0
     gammas: Mapping[str, float] = field(default_factory=dict)
-    task_weights: Mapping[str, float] | None = None
+    task_weights: Mapping[str, float] = field(default_factory=dict)
     calibrate_bias: bool = True
     calibrate_norm: ClassVar[bool] = False
     folds: ClassVar[int] = 4
@@ -106,7 +106,7 @@ class PlusSums:
     def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
         """Add a task's targets once in full, and their combinations by fold."""
         whole, step = rows.total(), expert.minus(self._merged)
-        weight = whole.task_weights(EPS) * (self._rule.task_weights or {}).get(task, 1.0)
+        weight = whole.task_weights(EPS) * self._rule.task_weights.get(task, 1.0)
         per_row = weight / whole.count[0]
         if self._base is not None and self._rule.gamma > 0:
             gamma = self._rule.gammas.get(task, self._rule.gamma)
