@@ -202,16 +202,18 @@ def pair_names(
 ) -> "PairedNames":
     """Return the source's name of each of the model's tensors, with all shapes checked.
 
-    Of tensors in `spared` those that do not fit are left out.
+    All names of a tied tensor have one name in the source, under which it is read once. Of tensors
+    in `spared` those that do not fit are left out.
 
     Raises:
         CalibrationError: If a tensor is missing or has another shape, naming it.
     """
-    available = source.names()
+    available, position = source.names(), {name: i for i, name in enumerate(wanted)}
     rename = _renaming(available, set(wanted))
     keys = PairedNames(f"{role} {model_name!r}", f"modelpool.models.{model_name}")
     for name, tensor in wanted.items():
-        stored = [n for n in map(rename, [name, *tied[name]]) if n in available]
+        names = sorted([name, *tied[name]], key=position.__getitem__)
+        stored = [n for n in map(rename, names) if n in available]
         if name in spared and (not stored or source.shape(stored[0]) != tuple(tensor.shape)):
             continue
         if not stored:
