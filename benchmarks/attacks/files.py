@@ -130,7 +130,7 @@ def _compare(folder: Path) -> list[Any]:
     """Rows of a comparison that takes what is finished from `folder`."""
     cells = {"numbered": method(Numbered) | {"_target_": "attacks.parts.Numbered"}}
     with without_figures():
-        comparison(folder, cells=["numbered"], alone=[], post_merging_methods=cells,
+        comparison(folder, post_merging=["numbered"], alone=[], post_merging_methods=cells,
                    upstream_mergers={"simple_average": MERGERS["simple_average"]}
                    ).run(model_pool())  # fmt: skip
     return json.loads((folder / "results" / "report.json").read_text())["rows"]

@@ -53,7 +53,7 @@ def numbers(world: World, results: str, cells: Mapping[str, Any] | None = None) 
         folder = world.folder / results
         method = ComparisonAlgorithm(
             upstream_mergers={"task_arithmetic": ARITHMETIC},
-            post_merging_methods=chosen, cells=[last], alone=[], results_dir=str(folder),
+            post_merging_methods=chosen, post_merging=[last], alone=[], results_dir=str(folder),
         )  # fmt: skip
         config = OmegaConf.create(world.modelpool["default_taskpool"])
         program: Any = FakeProgram(instantiate(config))
