@@ -138,7 +138,7 @@ class Shapes:
         inputs = [inputs_of(group) for group in groups]
         rows = features.positions * min(settings.batch_size, max(self.samples))
         dtype = rule.dtype(request.tasks, request.device)
-        folds = rule.folds if rule.folds > 1 else 0
+        systems = SYSTEMS * (1 if rule.folds == 1 else 2)
         widest = max((group.inputs for group in groups if group.kind == "linear"), default=0)
         needed = tensors_of_block(self.model, self.family, block)
         tensors = self.model.state_dict(keep_vars=True)
@@ -148,7 +148,7 @@ class Shapes:
             "features": self.itemsize * waiting,
             "batch": self.itemsize * rows * (sides * sum(inputs) + 2 * max(inputs, default=0)),
             "sums": max(sum(sums_of(g, self.model, rule, dtype) for g in turn) for turn in turns),
-            "solve": (SYSTEMS + 2 * folds) * 8 * widest**2,
+            "solve": systems * 8 * widest**2,
             "block": read + 2 * dtype.itemsize * sum(parameter.numel() for parameter in new),
         }
 

@@ -116,6 +116,10 @@ class Moments:
             factor = weight.to(total.dtype).view(-1, *[1] * (total.ndim - 2))
             total.addcmul_(part.to(total.dtype), factor)
 
+    def fold(self, number: int) -> "Moments":
+        """Return the sums over one fold."""
+        return Moments(*(tensor[number : number + 1] for tensor in self.tensors()))
+
     def total(self) -> "Moments":
         """Return the sums over all folds, as one fold."""
         if len(self.count) == 1:

@@ -29,18 +29,16 @@ def choose_ridge(folds: Moments, *, biased: bool) -> float:
     Returns:
         A value of `GRID`, or infinity for no change; 1 where samples fill one fold only.
     """
-    used = (folds.count[:, 0] > 0).tolist()
-    if sum(used) < 2:
+    used = [number for number, count in enumerate(folds.count[:, 0].tolist()) if count > 0]
+    if len(used) < 2:
         return 1.0
-    left = Moments(*(tensor[used] for tensor in folds.tensors()))
-    whole = left.total()
-    others = Moments(*(a - b for a, b in zip(whole.tensors(), left.tensors(), strict=True)))
-    train = others.means(centred=biased)
-    candidates = (*GRID, NO_CHANGE)
-    best = downhill(
-        _START, len(candidates), lambda n: float(held_out_error(train, left, candidates[n], biased))
-    )
-    return candidates[best]
+    whole, candidates = folds.total(), (*GRID, NO_CHANGE)
+
+    def error(number: int) -> float:
+        ridge = candidates[number]  # one fold at a time: its systems are large
+        return float(sum(held_out_error(whole, folds.fold(k), ridge, biased) for k in used))
+
+    return candidates[downhill(_START, len(candidates), error)]
 
 
 def downhill(start: int, count: int, error_of: Callable[[int], float]) -> int:
@@ -69,15 +67,17 @@ def downhill(start: int, count: int, error_of: Callable[[int], float]) -> int:
     return start
 
 
-def held_out_error(train: Moments, left: Moments, ridge: float, biased: bool) -> Tensor:
+def held_out_error(whole: Moments, left: Moments, ridge: float, biased: bool) -> Tensor:
     """Return the sum of `|E x + b - y|^2` over rows that are left out, less that of `y`.
 
     Args:
-        train: Means over the other folds, for each fold.
-        left: Sums over each fold.
+        whole: Sums over all folds.
+        left: Sums over the fold that is left out.
         ridge: The candidate.
         biased: Whether `b` is the one that the means leave; else it is zero.
     """
+    others = Moments(*(a - b for a, b in zip(whole.tensors(), left.tensors(), strict=True)))
+    train = others.means(centred=biased)
     step = torch.zeros_like(train.cross)
     if ridge != NO_CHANGE:
         dtype = train.gram.dtype if ridge >= SINGLE_RIDGE else torch.float64
