@@ -21,8 +21,7 @@ from fusion_bench_featcal.streams.task_rows import AffineRows, LinearRows
 
 CPU = torch.device("cpu")
 SYSTEMS = 3
-"""Matrices in float64, of the widest module's inputs, that a solve takes; a choice of the ridge by
-held-out error takes two more per fold."""
+"""Matrices in float64, of the widest module's inputs, that a solve takes."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,6 @@ class Shapes:
         inputs = [inputs_of(group) for group in groups]
         rows = features.positions * min(settings.batch_size, max(self.samples))
         dtype = rule.dtype(request.tasks, request.device)
-        systems = SYSTEMS * (1 if rule.folds == 1 else 2)
         widest = max((group.inputs for group in groups if group.kind == "linear"), default=0)
         needed = tensors_of_block(self.model, self.family, block)
         tensors = self.model.state_dict(keep_vars=True)
@@ -148,7 +146,7 @@ class Shapes:
             "features": self.itemsize * waiting,
             "batch": self.itemsize * rows * (sides * sum(inputs) + 2 * max(inputs, default=0)),
             "sums": max(sum(sums_of(g, self.model, rule, dtype) for g in turn) for turn in turns),
-            "solve": systems * 8 * widest**2,
+            "solve": SYSTEMS * 8 * widest**2,
             "block": read + 2 * dtype.itemsize * sum(parameter.numel() for parameter in new),
         }
 
