@@ -221,5 +221,5 @@ def naming_module(task: str, block: str, name: str) -> Iterator[None]:
     except CalibrationError as error:
         raise CalibrationError(
             f"task {task}, block {block}: module {name} {error}. Exclude it: "
-            f"method.modules=['!{name}']"
+            f"method.modules=['!{name.removeprefix(f'{block}.')}']"
         ) from error
