@@ -15,9 +15,15 @@ REMOVED = ("svc:any", "larv", "magic")
 
 
 def comparison_rows(folder: Path) -> list[Row]:
-    """The rows of a comparison's `report.json` whose methods still exist."""
+    """The rows of a comparison's `report.json` whose methods still exist.
+
+    Rows in the folder `anew` beside it, of the same draws, take the place of earlier ones.
+    """
     rows = json.loads((folder / "report.json").read_text(encoding="utf-8"))["rows"]
-    return [row for row in rows if row["name"] not in REMOVED]
+    later = folder.parent / "anew" / folder.name / "report.json"
+    anew = json.loads(later.read_text(encoding="utf-8"))["rows"] if later.exists() else []
+    new = {row["name"]: row for row in anew if row["name"].startswith("featcal")}
+    return [new.get(row["name"], row) for row in rows if row["name"] not in REMOVED]
 
 
 def grid_table(folder: Path) -> str:
