@@ -15,15 +15,20 @@ REMOVED = ("svc:any", "larv", "magic")
 
 
 def comparison_rows(folder: Path) -> list[Row]:
-    """The rows of a comparison's `report.json` whose methods still exist.
-
-    Rows in the folder `anew` beside it, of the same draws, take the place of earlier ones.
-    """
+    """The rows of a comparison's `report.json` whose methods still exist."""
     rows = json.loads((folder / "report.json").read_text(encoding="utf-8"))["rows"]
-    later = folder.parent / "anew" / folder.name / "report.json"
-    anew = json.loads(later.read_text(encoding="utf-8"))["rows"] if later.exists() else []
+    return [row for row in rows if row["name"] not in REMOVED]
+
+
+def latest_rows(folder: Path) -> list[Row]:
+    """The same with the accuracies of later runs on the same draws, in the folder `anew` beside it.
+
+    Seconds of different runs do not compare: tables of costs have the rows of one.
+    """
+    later = folder.parent / "anew" / folder.name
+    anew = comparison_rows(later) if later.exists() else []
     new = {row["name"]: row for row in anew if row["name"].startswith("featcal")}
-    return [new.get(row["name"], row) for row in rows if row["name"] not in REMOVED]
+    return [new.get(row["name"], row) for row in comparison_rows(folder)]
 
 
 def grid_table(folder: Path) -> str:
@@ -50,7 +55,7 @@ def columns_table(folders: Mapping[str, Path], shown: Sequence[str] | None = Non
     """
     columns: dict[str, dict[str, Row]] = {}
     for title, folder in folders.items():
-        rows = [row for row in comparison_rows(folder) if row["name"] != "base"]
+        rows = [row for row in latest_rows(folder) if row["name"] != "base"]
         methods = [row["upstream"] for row in rows if row["name"].startswith("featcal")]
         columns[title] = {_named(row, methods[0]): row for row in rows}
     every = dict.fromkeys(name for column in columns.values() for name in column)
