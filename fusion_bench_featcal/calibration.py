@@ -45,12 +45,7 @@ from fusion_bench_featcal.streams.samples import (
     take,
 )
 from fusion_bench_featcal.streams.streams import Streams
-from fusion_bench_featcal.streams.task_rows import (
-    AffineRows,
-    ChannelRows,
-    LinearRows,
-    StatisticsSums,
-)
+from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows, empty_sums
 from fusion_bench_featcal.team import Alone, Figures, team_of
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -158,7 +153,10 @@ def collect(
     Raises:
         CalibrationError: If sums are empty or not finite, naming task and module.
     """
-    sums, checks = {group: empty_sums(problem, group) for group in turn}, Checks(block)
+    model, rule, dtype = problem.model, problem.rule, problem.dtype
+    base = None if problem.base is None else problem.base.tensor
+    sums = {group: empty_sums(group, model, base, rule, dtype) for group in turn}
+    checks = Checks(block)
     for task, rows in team.whole(task_rows(problem, streams, block, turn, entering)):
         with exact_products():
             for group in rows:
@@ -175,15 +173,16 @@ def task_rows(
     block: str,
     turn: Sequence[Group],
     entering: Sequence[Group] | None,
-) -> Iterator[tuple[str, dict[Group, LinearRows | AffineRows | ChannelRows]]]:
+) -> Iterator[tuple[str, dict[Group, TaskRows]]]:
     """Yield each task of this process with the sums over its rows. Arguments as for `collect`."""
+    model, rule, dtype = problem.model, problem.rule, problem.dtype
     needed = [name for group in turn for name in group.parameters]
     if entering is not None and streams.runs_experts:
         needed = streams.tensors_of(block)
     for task in streams.tasks:
         problem.progress.at(f"{block} · {task}")
         with problem.experts[task].loaded(needed) as expert:
-            rows = {group: empty_rows(problem, group, expert) for group in turn}
+            rows = {group: empty_rows(group, model, expert, rule, dtype) for group in turn}
             for batch in streams.visits(task):
                 if entering is not None and streams.runs_experts:
                     streams.follow(task, batch, block, expert, entering)
@@ -197,28 +196,6 @@ def task_rows(
         if entering is not None:
             problem.progress.step()
         yield task, rows
-
-
-def empty_rows(
-    problem: Problem, group: Group, expert: nn.Module
-) -> LinearRows | AffineRows | ChannelRows:
-    """Return sums over no rows of one task for one group."""
-    if group.kind == "batch_norm":
-        return ChannelRows(group, problem.model)
-    if group.kind == "norm":
-        return AffineRows(group, problem.model, expert, problem.dtype)
-    return LinearRows(group, expert, problem.rule, problem.dtype)
-
-
-def empty_sums(problem: Problem, group: Group) -> GroupSums:
-    """Return sums over no task for one group."""
-    if group.kind == "batch_norm":
-        return StatisticsSums(group, problem.model)
-    merged = group.linear(problem.model.get_parameter, problem.dtype)
-    base = None
-    if problem.base is not None:
-        base = group.linear(problem.base.tensor, problem.dtype)
-    return problem.rule.sums(group, merged, base)
 
 
 @exact_products()

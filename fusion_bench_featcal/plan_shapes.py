@@ -17,7 +17,7 @@ from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.rules import Rule, rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.samples import number_held_out, number_of_copies
-from fusion_bench_featcal.streams.task_rows import AffineRows, LinearRows
+from fusion_bench_featcal.streams.task_rows import empty_rows, empty_sums
 
 CPU = torch.device("cpu")
 SYSTEMS = 3
@@ -182,12 +182,8 @@ class Shapes:
 
 def sums_of(group: Group, model: nn.Module, rule: Any, dtype: torch.dtype) -> int:
     """Return the bytes of a group's sums: over tasks, and over the rows of one task."""
-    rows = (
-        AffineRows(group, model, model, dtype)
-        if group.kind == "norm"
-        else LinearRows(group, model, rule, dtype)
-    )
-    sums = rule.sums(group, group.linear(model.get_parameter, dtype), None)
+    rows = empty_rows(group, model, model, rule, dtype)
+    sums = empty_sums(group, model, None, rule, dtype)
     return size_of([*sums.tensors(), *rows.tensors()])
 
 

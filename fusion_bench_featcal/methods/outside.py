@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.float32_products import exact_products
@@ -16,12 +15,12 @@ from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.models import device_of, head_of
 from fusion_bench_featcal.modules.sites import site_of
-from fusion_bench_featcal.rules.rule import GroupSums, Rule
+from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import to_device
 from fusion_bench_featcal.streams.samples import take
-from fusion_bench_featcal.streams.task_rows import AffineRows, LinearRows
+from fusion_bench_featcal.streams.task_rows import empty_rows, empty_sums
 
 
 def load_outside(
@@ -57,14 +56,13 @@ def load_outside(
     samples = {task: take(task, batches[task], settings, model) for task in experts}
     groups = _groups_outside(model, settings, next(iter(samples.values()))[0])
 
-    def started(group: Group) -> GroupSums:
-        start = group.linear(lambda name: base.get_parameter(name).to(device), dtype)
-        return rule.sums(group, group.linear(model.get_parameter, dtype), start)
+    def start(name: str) -> Tensor:
+        return base.get_parameter(name).to(device)
 
-    sums = {group: started(group) for group in groups}
+    sums = {group: empty_sums(group, model, start, rule, dtype) for group in groups}
     for task, expert in experts.items():
         with expert.loaded(model.state_dict()) as module, exact_products():
-            rows = {group: _rows_of(group, module, rule, dtype) for group in groups}
+            rows = {group: empty_rows(group, module, module, rule, dtype) for group in groups}
             for batch in samples[task]:
                 inputs = _inputs_of(module, groups, batch)
                 for group, task_rows in rows.items():
@@ -74,14 +72,6 @@ def load_outside(
     for group, group_sums in sums.items():
         for name, value in group.updates(group_sums.solve().linear, biases=False).items():
             model.get_parameter(name).data.copy_(value)
-
-
-def _rows_of(
-    group: Group, expert: nn.Module, rule: Rule, dtype: torch.dtype
-) -> AffineRows | LinearRows:
-    if group.kind == "norm":
-        return AffineRows(group, expert, expert, dtype)
-    return LinearRows(group, expert, rule, dtype)
 
 
 def _groups_outside(model: nn.Module, settings: FeatCalSettings, first: Batch) -> list[Group]:

@@ -1,5 +1,7 @@
 """Sums over the rows of one task for one group of modules."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -8,7 +10,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.modules.groups import Group, normalised
 from fusion_bench_featcal.rules.norms import NormRows
-from fusion_bench_featcal.rules.rule import Linear, Rule, Solved
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.rows import folded_rows, rows_of
@@ -189,3 +191,47 @@ class StatisticsSums:
         mean, square = self._sums[:2] / self._sums[2]
         variance = (square - mean.square()).clamp_min(0)
         return Solved(Linear(variance[None, None], mean[None]))
+
+
+TaskRows = LinearRows | AffineRows | ChannelRows
+
+
+def empty_rows(
+    group: Group, model: nn.Module, expert: nn.Module, rule: Rule, dtype: torch.dtype
+) -> TaskRows:
+    """Return sums over no rows of one task.
+
+    Args:
+        group: The modules.
+        model: The model that gives their inputs.
+        expert: The task's expert.
+        rule: How they are calibrated.
+        dtype: Least precise dtype of the sums.
+    """
+    if group.kind == "batch_norm":
+        return ChannelRows(group, model)
+    if group.kind == "norm":
+        return AffineRows(group, model, expert, dtype)
+    return LinearRows(group, expert, rule, dtype)
+
+
+def empty_sums(
+    group: Group,
+    model: nn.Module,
+    base: Callable[[str], Tensor] | None,
+    rule: Rule,
+    dtype: torch.dtype,
+) -> GroupSums:
+    """Return sums over no task.
+
+    Args:
+        group: The modules.
+        model: The model that they belong to.
+        base: Returns a parameter of the base model by name; None: there is no base.
+        rule: How they are calibrated.
+        dtype: Least precise dtype of the sums.
+    """
+    if group.kind == "batch_norm":
+        return StatisticsSums(group, model)
+    merged = group.linear(model.get_parameter, dtype)
+    return rule.sums(group, merged, None if base is None else group.linear(base, dtype))
