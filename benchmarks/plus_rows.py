@@ -1,4 +1,4 @@
-"""How much the rows out of experts' weights should count in FeatCal+, on the bundled suites.
+"""Accuracy of FeatCal+ by how much rows out of experts' weights count, on the bundled suites.
 
     python benchmarks/plus_rows.py --pool clip-vit-mini_TA6 --data clean fog --samples 64 256
 

@@ -1,4 +1,4 @@
-"""What is lost when not all of the experts' weights may be read?
+"""Loss of accuracy when not all of the experts' weights may be read.
 
     python benchmarks/read_budget.py [--samples 32] [--test 300] [--budgets 75 50 25]
 

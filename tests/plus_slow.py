@@ -189,7 +189,7 @@ def parameters_of(model: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tenso
 
 
 def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
-    """How much more an expert's weights look like its own samples than like other tasks'."""
+    """Likeness of an expert's weights to its own samples beyond that to other tasks'."""
     if len(experts) == 1:
         return dict.fromkeys(experts, FAMILIAR)
     start, _ = parameters_of(base, group)

@@ -30,7 +30,7 @@ VISITS: dict[Any, tuple[str, ...]] = {
     PaperSums: ("add",),
     Checks: ("add",),
 }
-"""What runs between two looks of the host at numbers."""
+"""Work between two looks of the host at numbers."""
 
 
 def run(suite: Suite, device: torch.device, **more: Any) -> CalibrationResult:
