@@ -1,7 +1,7 @@
 """FusionBench's simple average and task arithmetic, tensor by tensor from files."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -112,9 +112,9 @@ def merge_from_files(base_method: Any, models: PoolModels) -> nn.Module | str:
     partial = getattr(model, "_fusion_bench_target_modules", None) is not None
     if not isinstance(model, nn.Module) or partial:
         return f"the pool loads {type(model).__name__} objects, or merges a part of them only"
-    if not _stored_alike(merged, model):
-        return "the models are stored in different dtypes"
     opened = {m.name: ExpertModel(m.name, _files(m), model, role="model") for m in merged}
+    if not _stored_alike(opened.values()):
+        return "the models are stored in different dtypes"
     experts, merge = {name: opened[name] for name in models.experts}, _average
     if merger is TaskArithmeticAlgorithm:
         merge = _arithmetic(plain(base_method)["scaling_factor"])
@@ -129,13 +129,12 @@ def _configured_dtypes(model: PoolModel) -> frozenset[str]:
     return frozenset(str(dtype) for dtype in dtypes if dtype is not None)
 
 
-def _stored_alike(merged: Sequence[PoolModel], model: nn.Module) -> bool:
+def _stored_alike(models: Iterable[ExpertModel]) -> bool:
     """Return whether every tensor has one dtype in all files."""
     dtypes = []
-    for other in merged:
-        source = _files(other)
-        keys = ExpertModel(other.name, source, model).keys
-        dtypes.append({wanted: source.stored_dtype(key) for wanted, key in keys.items()})
+    for model in models:
+        source: Any = model.source
+        dtypes.append({name: source.stored_dtype(key) for name, key in model.keys.items()})
     return all(stored == dtypes[0] for stored in dtypes)
 
 
