@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +34,6 @@ from fusion_bench_featcal.streams.streams import Streams
 from fusion_bench_featcal.team import Alone
 
 logger = logging.getLogger(__name__)
-
-Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def measured_trust(
     """
     linear = (group for group in groups if group.kind == "linear" and not group.convolves)
     group = next(linear, None)
-    if group is None or problem.base is None or len(problem.experts) == 0:
+    if group is None or problem.base is None:
         return {}
     base = group.linear(problem.base.tensor, torch.float32).weight
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
