@@ -120,6 +120,11 @@ class Moments:
         """Return the sums over one fold."""
         return Moments(*(tensor[number : number + 1] for tensor in self.tensors()))
 
+    def without(self, part: "Moments") -> "Moments":
+        """Return the sums over the rows that are not in a part of them."""
+        pairs = zip(self.tensors(), part.tensors(), strict=True)
+        return Moments(*(total - of_part for total, of_part in pairs))
+
     def total(self) -> "Moments":
         """Return the sums over all folds, as one fold."""
         if len(self.count) == 1:

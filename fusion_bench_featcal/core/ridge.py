@@ -33,10 +33,13 @@ def choose_ridge(folds: Moments, *, biased: bool) -> float:
     if len(used) < 2:
         return 1.0
     whole, candidates = folds.total(), (*GRID, NO_CHANGE)
+    left = [folds.fold(number) for number in used]
+    trained = [whole.without(fold).means(centred=biased) for fold in left]
 
     def error(number: int) -> float:
         ridge = candidates[number]  # one fold at a time: its systems are large
-        return float(sum(held_out_error(whole, folds.fold(k), ridge, biased) for k in used))
+        pairs = zip(trained, left, strict=True)
+        return float(sum(held_out_error(train, fold, ridge, biased) for train, fold in pairs))
 
     return candidates[downhill(_START, len(candidates), error)]
 
@@ -67,17 +70,15 @@ def downhill(start: int, count: int, error_of: Callable[[int], float]) -> int:
     return start
 
 
-def held_out_error(whole: Moments, left: Moments, ridge: float, biased: bool) -> Tensor:
+def held_out_error(train: Moments, left: Moments, ridge: float, biased: bool) -> Tensor:
     """Return the sum of `|E x + b - y|^2` over rows that are left out, less that of `y`.
 
     Args:
-        whole: Sums over all folds.
+        train: Means over the other folds.
         left: Sums over the fold that is left out.
         ridge: The candidate.
         biased: Whether `b` is the one that the means leave; else it is zero.
     """
-    others = Moments(*(a - b for a, b in zip(whole.tensors(), left.tensors(), strict=True)))
-    train = others.means(centred=biased)
     step = torch.zeros_like(train.cross)
     if ridge != NO_CHANGE:
         dtype = train.gram.dtype if ridge >= SINGLE_RIDGE else torch.float64
