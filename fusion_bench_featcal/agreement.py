@@ -2,12 +2,16 @@
 
 import logging
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from fusion_bench_featcal.log import CalibrationLog
+from fusion_bench_featcal.problem import Request
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+if TYPE_CHECKING:
+    from fusion_bench_featcal.calibration import CalibrationResult
 
 log = logging.getLogger(__name__)
 
@@ -95,32 +99,37 @@ def warnings_of(agreement: Agreement, settings: FeatCalSettings) -> list[str]:
 
 
 def calibrate_and_compare(
-    calibrated: Callable[[FeatCalSettings], Any], settings: FeatCalSettings
-) -> Any:
+    request: Request, calibrated: Callable[[Request], "CalibrationResult"]
+) -> "CalibrationResult":
     """Calibrate, and once more with weights by drift where that leaves a task far behind.
 
     The second model is kept if it raises the mean cosine of final features on held-out samples over
     tasks, and brings no further task behind the merged model.
 
     Args:
-        calibrated: Calibrates with given settings, from the same samples each time.
-        settings: The settings. With `task_weights=drift` there may be a second calibration.
+        request: What is calibrated. With `task_weights=drift` there may be a second calibration.
+        calibrated: Calibrates with given task weights.
 
     Returns:
-        The better `CalibrationResult`. After a second calibration its log ends with a record of
+        The better result. After a second calibration its log ends with a record of
         kind `drift_weights`, and its count of reads has those of both.
 
     Raises:
         CalibrationError: If `strict` is set and a task is no closer to its expert than before.
     """
-    seeks_weights = settings.task_weights == "drift"
-    best = calibrated(settings.replace(task_weights=None) if seeks_weights else settings)
+    settings, seeks_weights = request.settings, request.settings.task_weights == "drift"
+    if seeks_weights:  # samples may be needed twice
+        batches = {t: list(b) if isinstance(b, Iterator) else b for t, b in request.batches.items()}
+        evenly = settings.replace(task_weights=None)
+        request = replace(request, batches=batches, settings=evenly)
+    best = calibrated(request)
     before = Agreement.of(best.log)
     weights = before.drift_weights() if seeks_weights else None
     if weights is not None:
         folder = settings.checkpoint_dir and f"{settings.checkpoint_dir}/drift_weights"
         log.info("calibrating again with more weight for far tasks: %s", weights)
-        again = calibrated(settings.replace(task_weights=weights, checkpoint_dir=folder))
+        weighted = settings.replace(task_weights=weights, checkpoint_dir=folder)
+        again = calibrated(replace(request, settings=weighted))
         after = Agreement.of(again.log)
         is_better = after.mean > before.mean and not set(after.behind) - set(before.behind)
         best, other = (again, best) if is_better else (best, again)

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,43 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying, exact_products
-from fusion_bench_featcal.core.kernels import (
-    agreed_kernel,
-    choose_kernel,
-    processor,
-    using_kernel,
-    with_kernel,
-)
+from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.memory import memory_advice, naming_memory
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import Modes, device_of, load_updates, relative_change
-from fusion_bench_featcal.output import NoOutput, open_output
 from fusion_bench_featcal.output.fingerprint import describe_run
-from fusion_bench_featcal.problem import Problem, check_alike, check_weights, prepare
-from fusion_bench_featcal.processes import Processes, announced
-from fusion_bench_featcal.progress import Progress
-from fusion_bench_featcal.rules import rule_of
+from fusion_bench_featcal.problem import Autocast, Problem, Request, check_weights, prepare
+from fusion_bench_featcal.processes import Processes, announcing
 from fusion_bench_featcal.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.checks import Checks
-from fusion_bench_featcal.streams.family_check import checked_family
-from fusion_bench_featcal.streams.runner import Runner
-from fusion_bench_featcal.streams.samples import (
-    check_inputs,
-    naming_module,
-    rows_named,
-    take,
-)
+from fusion_bench_featcal.streams.samples import check_inputs, naming_module
 from fusion_bench_featcal.streams.streams import Streams
 from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows, empty_sums
-from fusion_bench_featcal.team import Alone, Figures, team_of
-
-Autocast = Callable[[], AbstractContextManager[Any]]
+from fusion_bench_featcal.team import Figures
 
 
 @dataclass(frozen=True)
@@ -66,61 +47,45 @@ class CalibrationResult:
     reads: dict[str, Any] = field(default_factory=dict)
 
 
-def calibrate_blocks(problem: Problem, streams: Streams, team: Alone, output: NoOutput) -> None:
+def calibrate_blocks(problem: Problem) -> None:
     """Calibrate every block (Algorithm 1)."""
-    for index, stage in enumerate(streams.runner.stages):
+    for index, stage in enumerate(problem.streams.runner.stages):
         problem.progress.at(stage[0])
-        streams.begin(index)
+        problem.streams.begin(index)
         if index == 0 and problem.rule.weighs_trust and problem.base is not None:
-            problem = trusting(problem, streams, team, stage[0])
+            problem = trusting(problem, stage[0])
         for block in stage:
-            problem.progress.at(block)
-            start, finished = time.perf_counter(), output.read(block, problem.model)
-            groups = [] if finished else groups_of(problem, streams, team, block)
-            entering, figures = groups, Figures()
-            for turn in turns_of(problem.rule, groups):
-                enters = not only_statistics(turn)
-                sums = collect(problem, streams, team, block, turn, entering if enters else None)
-                solved = solve(problem, block, team.add_up(sums))
-                del sums  # before those of the next turn
-                new, new_figures = team.spread(*solved)
-                figures |= new_figures
-                load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
-                entering = None if enters else entering
-            problem.progress.at(f"{block} · update")
-            streams.advance(block)
-            note(problem, streams, team, block, figures, time.perf_counter() - start)
-            output.write(block, problem.model, problem.log)
+            calibrate_block(problem, block)
 
 
-def trusting(problem: Problem, streams: Streams, team: Alone, block: str) -> Problem:
+def calibrate_block(problem: Problem, block: str) -> None:
+    """Calibrate one block, unless an earlier run has, and bring all samples behind it."""
+    problem.progress.at(block)
+    start, finished = time.perf_counter(), problem.output.read(block, problem.model)
+    groups, figures = [] if finished else groups_of(problem, block), Figures()
+    for number, turn in enumerate(problem.rule.turns(groups) or [[]]):
+        sums = collect(problem, block, turn, groups if number == 0 else None)
+        solved = solve(problem, block, problem.team.add_up(sums))
+        del sums  # before those of the next turn
+        new, of_modules = problem.team.spread(*solved)
+        figures |= of_modules
+        load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
+    problem.progress.at(f"{block} · update")
+    problem.streams.advance(block)
+    note(problem, block, figures, time.perf_counter() - start)
+    problem.output.write(block, problem.model, problem.log)
+
+
+def trusting(problem: Problem, block: str) -> Problem:
     """Return the problem with a rule that knows how far each task's samples are trusted."""
     from fusion_bench_featcal.trust import with_trust
 
-    return with_trust(problem, streams, team, block, groups_of(problem, streams, team, block))
+    return with_trust(problem, block, groups_of(problem, block))
 
 
-def restore(problem: Problem, output: NoOutput) -> None:
-    """Take over all blocks from a run that has finished them."""
-    for block in problem.modules:
-        load_updates(problem.model, block, output.read(block, problem.model), problem.rule.remedy)
-        output.write(block, problem.model, problem.log)
-
-
-def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
-    """Return the turns of a block, in at least one of which experts can run."""
-    turns = rule.turns(groups)
-    return [*turns, []] if all(map(only_statistics, turns)) else turns
-
-
-def only_statistics(turn: Sequence[Group]) -> bool:
-    """Return whether a turn changes nothing but statistics, in which experts have no part."""
-    return any(group.kind == "batch_norm" for group in turn)
-
-
-def groups_of(problem: Problem, streams: Streams, team: Alone, block: str) -> list[Group]:
+def groups_of(problem: Problem, block: str) -> list[Group]:
     """Return the groups of a block's modules, in the order of their calls."""
-    sites = problem.modules[block].sites
+    sites, streams, team = problem.modules[block].sites, problem.streams, problem.team
     if not sites:
         return []
     streams.narrow(block, team.of_first(lambda: streams.names_of_last_rows(block, sites)))
@@ -133,19 +98,12 @@ def groups_of(problem: Problem, streams: Streams, team: Alone, block: str) -> li
 
 
 def collect(
-    problem: Problem,
-    streams: Streams,
-    team: Alone,
-    block: str,
-    turn: Sequence[Group],
-    entering: Sequence[Group] | None,
+    problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
 ) -> dict[Group, GroupSums]:
     """Sum what the modules of a turn receive, over all tasks.
 
     Args:
         problem: The problem.
-        streams: The samples, at the block.
-        team: The processes.
         block: The block.
         turn: The groups that are solved.
         entering: In a block's first turn, in which experts run, all groups of the block.
@@ -157,35 +115,32 @@ def collect(
     base = None if problem.base is None else problem.base.tensor
     sums = {group: empty_sums(group, model, base, rule, dtype) for group in turn}
     checks = Checks(block)
-    for task, rows in team.whole(task_rows(problem, streams, block, turn, entering)):
+    for task, rows in problem.team.whole(task_rows(problem, block, turn, entering)):
         with exact_products():
             for group in rows:
                 figures = sums[group].add(task, rows[group].finished(), rows[group].expert)
                 checks.add(task, group, rows[group], figures)
         rows.clear()  # before those of the next task
-    checks.run(team.gather)
+    checks.run(problem.team.gather)
     return sums
 
 
 def task_rows(
-    problem: Problem,
-    streams: Streams,
-    block: str,
-    turn: Sequence[Group],
-    entering: Sequence[Group] | None,
+    problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
 ) -> Iterator[tuple[str, dict[Group, TaskRows]]]:
     """Yield each task of this process with the sums over its rows. Arguments as for `collect`."""
-    model, rule, dtype = problem.model, problem.rule, problem.dtype
+    model, rule, streams = problem.model, problem.rule, problem.streams
+    follows = entering is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
-    if entering is not None and streams.runs_experts:
-        needed = streams.tensors_of(block)
     for task in streams.tasks:
         problem.progress.at(f"{block} · {task}")
-        with problem.experts[task].loaded(needed) as expert:
-            rows = {group: empty_rows(group, model, expert, rule, dtype) for group in turn}
+        with problem.experts[task].loaded(
+            streams.tensors_of(block) if follows else needed
+        ) as expert:
+            rows = {group: empty_rows(group, model, expert, rule, problem.dtype) for group in turn}
             for batch in streams.visits(task):
-                if entering is not None and streams.runs_experts:
-                    streams.follow(task, batch, block, expert, entering)
+                if follows:
+                    streams.follow(task, batch, block, expert, entering or [])
                 if turn and not batch.is_held_out:
                     watched = entering is not None
                     inputs = streams.inputs_of(task, batch, block, turn, watched=watched)
@@ -225,15 +180,13 @@ def solve(
     return updates, figures
 
 
-def note(
-    problem: Problem, streams: Streams, team: Alone, block: str, figures: Figures, seconds: float
-) -> None:
+def note(problem: Problem, block: str, figures: Figures, seconds: float) -> None:
     """Log a finished block, alike in every process."""
-    log, modules = problem.log, problem.modules[block]
+    log, modules, streams = problem.log, problem.modules[block], problem.streams
     for module in (site.name for site in modules.sites if site.name in figures):
         log.add("module", {"block": block, "module": module, **figures[module]})
-    drifts, counts = streams.watch.records(team.gather), dict[str, Counter[str]]()
-    for part in team.gather({task: streams.counts(task) for task in streams.tasks}):
+    drifts, counts = streams.watch.records(problem.team.gather), dict[str, Counter[str]]()
+    for part in problem.team.gather({task: streams.counts(task) for task in streams.tasks}):
         for task, of_task in part.items():
             counts.setdefault(task, Counter()).update(of_task)
     for task, of_task in counts.items():
@@ -241,7 +194,6 @@ def note(
     log.add("block", {"block": block, "seconds": seconds, "left": list(modules.left)})
 
 
-@announced
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks
 @torch.no_grad()
 def calibrate(
@@ -288,109 +240,74 @@ def calibrate(
         CalibrationError: If the calibration cannot go on, naming the place and the setting.
         ValueError: If the family or rule is unknown, or rho needs a base that is not there.
     """
-    if not isinstance(settings, FeatCalSettings):
-        settings = FeatCalSettings(rule=settings, calibrate_norm=settings.calibrate_norm)
-    if family is not None:
-        settings = settings.replace(family=family)
-    check_inputs(base, experts, batches, settings)
+    processes = processes or Processes()
+    with announcing(processes):
+        if not isinstance(settings, FeatCalSettings):
+            settings = FeatCalSettings(rule=settings, calibrate_norm=settings.calibrate_norm)
+        if family is not None:
+            settings = settings.replace(family=family)
+        check_inputs(base, experts, batches, settings)
+        request = Request(
+            merged,
+            base,
+            experts,
+            batches,
+            settings,
+            device=torch.device(device or device_of(merged)),
+            autocast=autocast or nullcontext,
+            progress=progress,
+            processes=processes,
+            streams_type=streams_type,
+            hashed=hashed,
+        )
+        if settings.held_out == 0:
+            return calibrate_once(request)
+        from fusion_bench_featcal.agreement import calibrate_and_compare
 
-    on, among = torch.device(device or device_of(merged)), processes or Processes()
+        return calibrate_and_compare(request, calibrate_once)
 
-    def calibrated(settings: FeatCalSettings) -> CalibrationResult:
-        with naming_memory(on, lambda: among.doing, partial(memory_advice, settings, on)):
-            return calibrate_once(
-                merged,
-                base,
-                experts,
-                batches,
-                settings,
-                device=on,
-                autocast=autocast or nullcontext,
-                progress=progress,
-                processes=among,
-                streams_type=streams_type,
-                hashed=hashed,
+
+def calibrate_once(request: Request) -> CalibrationResult:
+    """Calibrate with given task weights. Raises as `calibrate`."""
+    device, processes = request.device, request.processes
+    advice = partial(memory_advice, request.settings, device)
+    with naming_memory(device, lambda: processes.doing, advice):
+        problem = prepare(request)
+        modes = Modes.of(problem.merged)
+        with (
+            torch.autocast(device.type, enabled=False),
+            convolving_as_multiplying(),
+            using_kernel(problem.kernel),
+            problem.progress.bar,
+        ):
+            check_weights(problem, "the merged model", "Check method.base_method")
+            problem.output.start(
+                partial(describe_run, problem, request.settings), list(problem.modules)
             )
+            if problem.output.is_complete:
+                restore(problem)
+            else:
+                calibrate_blocks(problem)
+            check_weights(problem, "the calibrated model", problem.rule.remedy)
+        modes.restore(problem.model)
+        return result_of(problem, request)
 
-    if settings.held_out == 0:
-        return calibrated(settings)
-    from fusion_bench_featcal.agreement import calibrate_and_compare
 
-    if settings.task_weights == "drift":  # there may be a second calibration
-        batches = {t: list(b) if isinstance(b, Iterator) else b for t, b in batches.items()}
-    return calibrate_and_compare(calibrated, settings)
+def restore(problem: Problem) -> None:
+    """Take over all blocks from a run that has finished them."""
+    for block in problem.modules:
+        updates = problem.output.read(block, problem.model)
+        load_updates(problem.model, block, updates, problem.rule.remedy)
+        problem.output.write(block, problem.model, problem.log)
 
 
-def calibrate_once(
-    merged: nn.Module,
-    base: nn.Module | ExpertSource | None,
-    experts: Mapping[str, nn.Module | ExpertSource],
-    batches: Mapping[str, Iterable[Any]],
-    settings: FeatCalSettings,
-    *,
-    device: torch.device,
-    autocast: Autocast,
-    progress: bool,
-    processes: Processes,
-    streams_type: Callable[..., Streams],
-    hashed: bool,
-) -> CalibrationResult:
-    """Calibrate with given task weights. Arguments and errors are those of `calibrate`."""
-    rule, output = rule_of(settings), open_output(settings, processes)
-    check_alike(processes, merged, experts, settings, rule)
-    team = team_of(processes, tuple(experts), device)
-    samples = {}
-    for task in team.tasks(experts):
-        processes.doing = f"inputs · {task}"
-        samples[task] = take(task, batches[task], settings, merged, team.cut)
-    family = checked_family(
-        resolve_family(settings.family, merged),
-        settings.family,
-        merged,
-        samples,
-        needs_closing=rule.reads_closing_rows or settings.held_out != 0,
-        of_first=team.of_first,
-    )
-    shown, home = family.view.shown(merged), device_of(merged)
-    modes, stages = Modes.of(shown), family.stages(shown)
-    kernel = agreed_kernel(team.gather(choose_kernel(settings.linear_kernel, device)))
-    rows = team.of_first(lambda: rows_named(settings, next(iter(samples.values()))[0].inputs))
-    runner = Runner(family, stages, device, with_kernel(kernel, autocast), rows)
-    bar = Progress(processes, sum(map(len, stages)) * len(samples), show=progress)
-    processes.doing = "the copy of the merged model"
-    problem, weights, streams = prepare(
-        shown,
-        base if rule.reads_base else None,
-        experts,
-        samples,
-        settings,
-        rule,
-        runner,
-        team,
-        bar,
-        streams_type=streams_type,
-        hashed=hashed,
-    )
-    problem.log.add("engine", {"linear_kernel": kernel, "processor": processor()})
-    with (
-        torch.autocast(device.type, enabled=False),
-        convolving_as_multiplying(),
-        using_kernel(kernel),
-        bar.bar,
-    ):
-        check_weights(problem, "the merged model", "Check method.base_method")
-        describe = partial(describe_run, shown, weights, settings, rule, runner, samples, kernel)
-        output.start(describe, list(problem.modules))
-        if output.is_complete:
-            restore(problem, output)
-        else:
-            calibrate_blocks(problem, streams, team, output)
-        check_weights(problem, "the calibrated model", problem.rule.remedy)
-    modes.restore(problem.model)
-    calibrated = family.view.restored(problem.model).to(home)
-    output.finish(calibrated, problem.log)
-    sites = {block: [site.name for site in found.sites] for block, found in problem.modules.items()}
-    reads = weights.manifest(settings.expert_read_budget, sites, shown.state_dict(), team.gather)
+def result_of(problem: Problem, request: Request) -> CalibrationResult:
+    """Return the calibrated model as the merged one was, with the log and the count of reads."""
+    model = problem.streams.runner.family.view.restored(problem.model).to(device_of(request.merged))
+    problem.output.finish(model, problem.log)
+    sites = {block: [site.name for site in m.sites] for block, m in problem.modules.items()}
+    budget, merged = request.settings.expert_read_budget, problem.merged.state_dict()
+    reads = problem.weights.manifest(budget, sites, merged, problem.team.gather)
     for record in problem.log.of_kind("task"):
         record["expert_bytes"] = reads["experts"].get(record["task"], {}).get(record["block"], 0)
-    return CalibrationResult(calibrated, problem.log, reads)
+    return CalibrationResult(model, problem.log, reads)

@@ -1,16 +1,24 @@
-"""Models, modules and streams of one calibration, prepared and checked."""
+"""One calibration, prepared and checked: models, modules and samples."""
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusion_bench_featcal.core.kernels import (
+    agreed_kernel,
+    choose_kernel,
+    processor,
+    with_kernel,
+)
 from fusion_bench_featcal.digests import glimpse
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource
 from fusion_bench_featcal.experts.reads import Weights, open_weights
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.modules.models import (
     copied,
@@ -20,139 +28,201 @@ from fusion_bench_featcal.modules.models import (
     tensors_of_head,
 )
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
+from fusion_bench_featcal.output import NoOutput, open_output
 from fusion_bench_featcal.processes import Processes, check_agreement
 from fusion_bench_featcal.progress import Progress
+from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.checks import sums_dtype
 from fusion_bench_featcal.streams.drift import DriftLog, Watch
+from fusion_bench_featcal.streams.family_check import checked_family
 from fusion_bench_featcal.streams.last_rows import last_rows_of
 from fusion_bench_featcal.streams.places import place_of
 from fusion_bench_featcal.streams.runner import Runner
+from fusion_bench_featcal.streams.samples import rows_named, take
 from fusion_bench_featcal.streams.streams import Streams
-from fusion_bench_featcal.team import Alone
+from fusion_bench_featcal.team import Alone, team_of
 
 logger = logging.getLogger(__name__)
 
 
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Arguments of `calibrate`, which explains them."""
+
+    merged: nn.Module
+    base: nn.Module | ExpertSource | None
+    experts: Mapping[str, nn.Module | ExpertSource]
+    batches: Mapping[str, Iterable[Any]]
+    settings: FeatCalSettings
+    device: torch.device
+    autocast: Autocast = nullcontext
+    progress: bool = True
+    processes: Processes = field(default_factory=Processes)
+    streams_type: Callable[..., Streams] = Streams
+    hashed: bool = False
+
+
 @dataclass(frozen=True)
 class Problem:
-    """Models and modules of one calibration. Only the parameters of `model` change.
+    """One calibration. Only the parameters of `model`, and the samples' features, change.
 
     Attributes:
-        model: The merged model; blocks that have been passed are calibrated.
-        base: The base model; None: anchors are the merged parameters.
-        experts: The expert of each task.
+        merged: The merged model as its family shows it.
+        model: A copy of it, of which blocks that have been passed are calibrated.
+        weights: Weights of the base and of the experts of this process's tasks.
         modules: The modules of each block.
         rule: How blocks are calibrated.
+        streams: The samples of this process.
+        team: The processes.
+        output: Holds finished blocks.
         dtype: Least precise dtype of sums over rows.
         precision: How their products are formed, as `sums_precision`.
+        kernel: What multiplies float32 matrices on the CPU.
         log: Records of every block.
         progress: Shows and names the work in hand.
     """
 
+    merged: nn.Module
     model: nn.Module
-    base: ExpertModel | None
-    experts: Mapping[str, ExpertModel]
+    weights: Weights
     modules: Mapping[str, BlockModules]
     rule: Rule
+    streams: Streams
+    team: Alone
+    output: NoOutput
     dtype: torch.dtype
     precision: str
+    kernel: str
     log: CalibrationLog
     progress: Progress
 
+    @property
+    def base(self) -> ExpertModel | None:
+        """Return the base model; None: anchors are the merged parameters."""
+        return self.weights.base
 
-def prepare(
-    shown: nn.Module,
-    base: nn.Module | ExpertSource | None,
-    experts: Mapping[str, nn.Module | ExpertSource],
-    samples: Mapping[str, list[Batch]],
-    settings: FeatCalSettings,
+    @property
+    def experts(self) -> Mapping[str, ExpertModel]:
+        """Return the expert of each task of this process."""
+        return self.weights.experts
+
+
+def prepare(request: Request) -> Problem:
+    """Open models and samples of a calibration, and check them."""
+    settings, processes, device = request.settings, request.processes, request.device
+    rule, tasks = rule_of(settings), tuple(request.experts)
+    output = open_output(settings, processes)
+    check_alike(request, rule)
+    team = team_of(processes, tasks, device)
+    samples = {}
+    for task in team.tasks(tasks):
+        processes.doing = f"inputs · {task}"
+        samples[task] = take(task, request.batches[task], settings, request.merged, team.cut)
+    kernel = agreed_kernel(team.gather(choose_kernel(settings.linear_kernel, device)))
+    runner = runner_of(request, rule, samples, team, kernel)
+    processes.doing = "the copy of the merged model"
+    return problem_of(request, rule, samples, team, output, runner, kernel)
+
+
+def runner_of(
+    request: Request, rule: Rule, samples: Mapping[str, list[Batch]], team: Alone, kernel: str
+) -> Runner:
+    """Return what runs blocks of models of the family that settings name."""
+    settings, merged = request.settings, request.merged
+    family = checked_family(
+        resolve_family(settings.family, merged),
+        settings.family,
+        merged,
+        samples,
+        needs_closing=rule.reads_closing_rows or settings.held_out != 0,
+        of_first=team.of_first,
+    )
+    rows = team.of_first(lambda: rows_named(settings, next(iter(samples.values()))[0].inputs))
+    stages = family.stages(family.view.shown(merged))
+    return Runner(family, stages, request.device, with_kernel(kernel, request.autocast), rows)
+
+
+def problem_of(
+    request: Request,
     rule: Rule,
-    runner: Runner,
+    samples: Mapping[str, list[Batch]],
     team: Alone,
-    progress: Progress,
-    *,
-    streams_type: Callable[..., Streams],
-    hashed: bool,
-) -> tuple[Problem, Weights, Streams]:
-    """Return the problem, the weights of the tasks of this process, and their streams.
-
-    Args:
-        shown: The merged model as the family sees it.
-        base: The base model, or None.
-        experts: The experts of all tasks.
-        samples: The batches of each task of this process.
-        settings: The settings.
-        rule: The rule.
-        runner: Runs blocks of models.
-        team: The processes.
-        progress: Shows and names the work in hand.
-        streams_type: Makes the streams.
-        hashed: Whether the count of reads has digests.
-    """
-    device, family, stages = runner.device, runner.family, runner.stages
-    modules = find_all_modules(shown, stages, settings, calibrate_norm=rule.calibrate_norm)
+    output: NoOutput,
+    runner: Runner,
+    kernel: str,
+) -> Problem:
+    """Return a problem of samples that have been taken, with all that is read by block."""
+    settings, device = request.settings, request.device
+    family, stages = runner.family, runner.stages
+    merged = family.view.shown(request.merged)
+    modules = find_all_modules(merged, stages, settings, calibrate_norm=rule.calibrate_norm)
     warn_of_routed(modules)
-    model = copied(shown, device)
+    model = copied(merged, device)
     weights = open_weights(
-        shown,
+        merged,
         model,
-        base,
-        experts,
+        request.base if rule.reads_base else None,
+        request.experts,
         settings.ignore_config,
         family.view,
         own=samples,
-        spared=set(tensors_of_head(shown, stages[0][0])),
-        hashed=hashed,
+        spared=set(tensors_of_head(merged, stages[0][0])),
+        hashed=request.hashed,
     )
     images = any(gives_images(model.get_submodule(block)) for block in modules)
     watch = DriftLog(channels_first=images) if settings.log_drift else Watch()
     runs_experts = rule.runs_experts or watch.needs_features
     order = names_in_order(model, family, stages, modules, runs_experts=runs_experts)
     budget = settings.expert_read_budget
-    weights = weights.limited(budget, order, shown.state_dict(), team.gather)
-    problem = Problem(
-        model=model,
-        base=weights.base,
-        experts=weights.experts,
-        modules=modules,
-        rule=rule,
-        dtype=sums_dtype(rule, settings.sums_precision, len(experts), device),
-        precision=settings.sums_precision,
-        log=CalibrationLog(family=family.name),
-        progress=progress,
-    )
-    streams = streams_type(
+    weights = weights.limited(budget, order, merged.state_dict(), team.gather)
+    aside = merged_aside(merged, runner, modules) if settings.held_out != 0 else None
+    streams = request.streams_type(
         samples,
         runner,
         model,
-        problem.experts,
+        weights.experts,
         rule,
         watch=watch,
         place=place_of(settings, device),
         last_rows=last_rows_of(settings, rule, family),
-        merged=merged_aside(problem, runner, shown) if settings.held_out != 0 else None,
+        merged=aside,
     )
-    return problem, weights, streams
+    steps = sum(map(len, stages)) * len(samples)
+    log = CalibrationLog(family=family.name)
+    log.add("engine", {"linear_kernel": kernel, "processor": processor()})
+    return Problem(
+        merged=merged,
+        model=model,
+        weights=weights,
+        modules=modules,
+        rule=rule,
+        streams=streams,
+        team=team,
+        output=output,
+        dtype=sums_dtype(rule, settings.sums_precision, len(request.experts), device),
+        precision=settings.sums_precision,
+        kernel=kernel,
+        log=log,
+        progress=Progress(request.processes, steps, show=request.progress),
+    )
 
 
-def check_alike(
-    processes: Processes,
-    merged: nn.Module,
-    experts: Mapping[str, Any],
-    settings: FeatCalSettings,
-    rule: Rule,
-) -> None:
+def check_alike(request: Request, rule: Rule) -> None:
     """Refuse processes that were started with other arguments than the first one.
 
     Raises:
         CalibrationError: If one differs, naming the process and the difference.
     """
-    if processes.size > 1:
-        facts = {"settings": (rule, settings.of_the_model().as_dict()), "tasks": tuple(experts)}
-        check_agreement(processes, **facts, weights=glimpse(merged))
+    if request.processes.size > 1:
+        settings, tasks = request.settings.of_the_model().as_dict(), tuple(request.experts)
+        facts = {"settings": (rule, settings), "tasks": tasks, "weights": glimpse(request.merged)}
+        check_agreement(request.processes, **facts)
 
 
 def warn_of_routed(modules: Mapping[str, BlockModules]) -> None:
@@ -175,9 +245,11 @@ def check_weights(problem: Problem, label: str, advice: str) -> None:
     refuse_not_finite(problem.model, label, advice, map(reader, models))
 
 
-def merged_aside(problem: Problem, runner: Runner, shown: nn.Module) -> nn.Module | None:
+def merged_aside(
+    merged: nn.Module, runner: Runner, modules: Mapping[str, BlockModules]
+) -> nn.Module | None:
     """Return a copy of the merged model, if held-out samples need blocks that have changed."""
-    family, stages = runner.family, runner.stages
-    several = len(stages) > 1 and not family.hands_on
-    statistics = any(s.kind == "batch_norm" for m in problem.modules.values() for s in m.sites)
-    return copied(shown, runner.device) if family.whole_model or several or statistics else None
+    family = runner.family
+    several = len(runner.stages) > 1 and not family.hands_on
+    statistics = any(site.kind == "batch_norm" for m in modules.values() for site in m.sites)
+    return copied(merged, runner.device) if family.whole_model or several or statistics else None

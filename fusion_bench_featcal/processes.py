@@ -12,11 +12,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,6 @@ from torch import Tensor
 from fusion_bench_featcal.settings import CalibrationError
 
 Value = TypeVar("Value")
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -228,20 +225,14 @@ def _leave(code: Any) -> None:
     os._exit(code if isinstance(code, int) else 1)
 
 
-def announced(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let a function's errors end the other processes too, if it is called with `processes`."""
-
-    @wraps(work)
-    def announcing(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        try:
-            return work(*args, **kwargs)
-        except Exception as error:
-            processes: Any = kwargs.get("processes")
-            if processes is not None:
-                processes.announce(error)
-            raise
-
-    return announcing
+@contextmanager
+def announcing(processes: Processes) -> Iterator[None]:
+    """Context whose errors end the other processes, too."""
+    try:
+        yield
+    except Exception as error:
+        processes.announce(error)
+        raise
 
 
 def check_agreement(processes: Processes, **facts: Any) -> None:

@@ -36,9 +36,6 @@ class Alone:
         """Add up the sums of groups over all processes; return those that this one solves."""
         return sums
 
-    def total(self, tensors: Sequence[Tensor]) -> None:
-        """Add up tensors of equal shapes over all processes, in place and to the same bits."""
-
     def spread(
         self, updates: Mapping[str, Tensor], figures: Figures
     ) -> tuple[Mapping[str, Tensor], Figures]:
@@ -137,15 +134,6 @@ class Team(Alone):
             owners[group] = self._load.index(min(self._load))
             self._load[owners[group]] += costs[group]
         return owners
-
-    def total(self, tensors: Sequence[Tensor]) -> None:
-        """Add up tensors in the first process, and give the sums to all."""
-        self.gather(None)  # what may fail comes before: all must be there to add up
-        self._reduce(tensors, 0, range(self._processes.size))
-        for tensor in tensors:
-            summed = tensor.contiguous()
-            self._processes.broadcast(summed, 0)
-            tensor.copy_(summed)
 
     def spread(
         self, updates: Mapping[str, Tensor], figures: Figures

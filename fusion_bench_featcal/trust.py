@@ -16,7 +16,6 @@ from fusion_bench_featcal.problem import Problem
 from fusion_bench_featcal.streams.rows import folded_rows
 from fusion_bench_featcal.streams.samples import naming_module
 from fusion_bench_featcal.streams.streams import Streams
-from fusion_bench_featcal.team import Alone
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +30,7 @@ LEAST = 1 / 4
 """Least share of `FAMILIAR` that samples count as."""
 
 
-def with_trust(
-    problem: Problem, streams: Streams, team: Alone, block: str, groups: Sequence[Group]
-) -> Problem:
+def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem:
     """Return the problem with a rule that knows how much rows out of weights count for each task.
 
     With `m_i` samples, copies among them, and trust in them,
@@ -44,12 +41,10 @@ def with_trust(
 
     Args:
         problem: The problem, whose rule is `Plus`.
-        streams: The samples, at the first block.
-        team: The processes.
-        block: The first block.
+        block: The first block, at which the samples are.
         groups: Its groups.
     """
-    trust = measured_trust(problem, streams, team, block, groups)
+    trust, streams = measured_trust(problem, block, groups), problem.streams
     for task, value in trust.items():
         problem.log.add("trust", {"task": task, "trust": value, "named": value < FAMILIAR})
         if value < FAMILIAR:
@@ -60,7 +55,7 @@ def with_trust(
                 *(task, value, FAMILIAR, task, task),
             )
     counts: dict[str, int] = {}
-    for part in team.gather({task: streams.used(task) for task in streams.tasks}):
+    for part in problem.team.gather({task: streams.used(task) for task in streams.tasks}):
         counts |= {task: counts.get(task, 0) + count for task, count in part.items()}
     rule: Any = problem.rule
     gammas = {
@@ -76,9 +71,7 @@ def familiarity(trust: float) -> float:
 
 
 @exact_products()
-def measured_trust(
-    problem: Problem, streams: Streams, team: Alone, block: str, groups: Sequence[Group]
-) -> dict[str, float]:
+def measured_trust(problem: Problem, block: str, groups: Sequence[Group]) -> dict[str, float]:
     """Return trust in each task's samples; nothing where there is nothing to compare.
 
     It is read before anything is solved, where the first linear modules of the first block receive
@@ -97,6 +90,7 @@ def measured_trust(
     if group is None or problem.base is None:
         return {}
     base = group.linear(problem.base.tensor, torch.float32).weight
+    streams, team = problem.streams, problem.team
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     sums = ((task, {group: sums_of(streams, task, block, group, base)}) for task in streams.tasks)
     for task, of_group in team.whole(sums):

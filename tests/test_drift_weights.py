@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from calibrations import PLUS, assert_identical, distance, run_fast
 from tiny_models import Suite, clip_suite, scatter
+from torch import nn
 from tricky_models import biased, stack_suite
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
@@ -20,6 +22,7 @@ from fusion_bench_featcal.agreement import (
     warnings_of,
 )
 from fusion_bench_featcal.log import CalibrationLog
+from fusion_bench_featcal.problem import Request
 from fusion_bench_featcal.results.remarks import is_information
 
 FAR_TASKS: dict[str, Any] = {**PLUS, "held_out": 2, "task_weights": "drift"}
@@ -29,6 +32,12 @@ Outcome = Mapping[str, tuple[float, float, float]]
 
 def settings_of(**more: Any) -> FeatCalSettings:
     return FeatCalSettings(**(FAR_TASKS | more))
+
+
+def compared(script: "Scripted", **more: Any) -> Any:
+    """Run scripted calibrations, of models that nobody looks at."""
+    request = Request(nn.Identity(), None, {}, {}, settings_of(**more), torch.device("cpu"))
+    return calibrate_and_compare(request, script)
 
 
 def result_of(outcome: Outcome) -> Any:
@@ -55,8 +64,8 @@ class Scripted:
     def __init__(self, *outcomes: Outcome) -> None:
         self.outcomes, self.calls = list(outcomes), list[FeatCalSettings]()
 
-    def __call__(self, settings: FeatCalSettings) -> Any:
-        self.calls.append(settings)
+    def __call__(self, request: Request) -> Any:
+        self.calls.append(request.settings)
         return result_of(self.outcomes[len(self.calls) - 1])
 
 
@@ -69,7 +78,7 @@ FAR: Outcome = {"a": (0.9, 0.5, 0.1), "b": (0.9, 0.5, 0.1), "c": (0.6, 0.5, 0.4)
 
 def test_a_far_task_gets_weight_in_proportion_to_its_drift():
     script = Scripted(FAR, flat(0.97))
-    best = calibrate_and_compare(script, settings_of(checkpoint_dir="here"))
+    best = compared(script, checkpoint_dir="here")
     first, second = script.calls
     assert (first.task_weights, first.checkpoint_dir) == (None, "here")
     assert second.task_weights == pytest.approx({"a": 0.5, "b": 0.5, "c": 2.0})
@@ -87,7 +96,7 @@ BEHIND: Outcome = {**flat(0.99), "b": (0.5, 0.5, 0.1)}
 
 @pytest.mark.parametrize(("second", "kept"), [(flat(0.7), False), (BEHIND, False), (FAR, False)])
 def test_a_second_calibration_that_helps_less_is_dropped(second: Outcome, kept: bool):
-    best = calibrate_and_compare(Scripted(FAR, second), settings_of())
+    best = compared(Scripted(FAR, second))
     (record,) = best.log.of_kind("drift_weights")
     assert record["kept"] is kept and "dropped" in outcome_of(best.log)[0]
     assert Agreement.of(best.log).mean == pytest.approx(0.8)
@@ -99,7 +108,7 @@ def test_a_second_calibration_that_helps_less_is_dropped(second: Outcome, kept: 
 )
 def test_one_calibration_where_drift_is_even_or_weights_are_given(outcome, more):
     script = Scripted(outcome)
-    calibrate_and_compare(script, settings_of(**more))
+    compared(script, **more)
     assert [call.task_weights for call in script.calls] == [more.get("task_weights")]
 
 

@@ -226,17 +226,6 @@ def test_groups_are_solved_in_the_process_that_has_the_least_to_do(rule: Any):
     assert sum(counts) == alone and min(counts) >= alone // 5
 
 
-def test_total_adds_up_tensors_in_all_processes():
-    def total(processes: Processes) -> list[torch.Tensor]:
-        team = Team(processes, ["one"], torch.device("cpu"))
-        tensors = [torch.full((2, 3), 1.0 + processes.rank).T, torch.tensor(processes.rank)]
-        team.total(tensors)
-        return tensors
-
-    for wide, scalar in in_processes(3, total, join=TorchProcesses):
-        assert torch.equal(wide, torch.full((3, 2), 6.0)) and scalar == 3
-
-
 def spoil_the_last_task(suite: Suite, _: Processes) -> None:
     suite.inputs["task_2"][-1]["pixel_values"][0] = float("nan")
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
-from fusion_bench_featcal.calibration import Autocast
 from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
 from fusion_bench_featcal.diagnosis.passes import Passes, item_means
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
@@ -23,6 +22,7 @@ from fusion_bench_featcal.modules.models import (
     head_of,
     tensors_of_head,
 )
+from fusion_bench_featcal.problem import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import to_device

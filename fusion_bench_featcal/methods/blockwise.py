@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fusion_bench_featcal.calibration import Autocast, calibrate
+from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, names_under, source_of
 from fusion_bench_featcal.methods.outside import load_outside
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.models import device_of
+from fusion_bench_featcal.problem import Autocast
 from fusion_bench_featcal.rules.lot import Lot
 from fusion_bench_featcal.rules.regmean import RegMean
 from fusion_bench_featcal.rules.rule import Rule

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.calibration import Autocast
 from fusion_bench_featcal.experts import ExpertSource, names_under
 from fusion_bench_featcal.methods.blockwise import BlockStep, merge_blockwise
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
 from fusion_bench_featcal.modules.groups import Group
+from fusion_bench_featcal.problem import Autocast
 from fusion_bench_featcal.rules.merging import MergingRule
 from fusion_bench_featcal.rules.rule import GroupSums, Linear
 from fusion_bench_featcal.setting_checks import POSITIVE, Check, check_fields, integer, is_number

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from fusion_bench_featcal.core.float32_products import products_in_force
 from fusion_bench_featcal.digests import (
@@ -18,12 +17,11 @@ from fusion_bench_featcal.digests import (
     without_addresses,
 )
 from fusion_bench_featcal.experts.expert_model import first_rows
-from fusion_bench_featcal.experts.reads import BASE, Weights
+from fusion_bench_featcal.experts.reads import BASE
 from fusion_bench_featcal.experts.source import ExpertSource
 from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.runner import Runner
 
 _PACKAGES = ("torch", "transformers", "safetensors", "fusion-bench-featcal")
 # Parts of this package that make a block's parameters from weights and samples.
@@ -48,35 +46,23 @@ def describe_settings(settings: FeatCalSettings) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
 
 
-def describe_run(
-    merged: nn.Module,
-    weights: Weights,
-    settings: FeatCalSettings,
-    rule: object,
-    runner: Runner,
-    samples: Mapping[str, Iterable[Batch]],
-    kernel: str,
-) -> dict[str, dict[str, Any]]:
+def describe_run(problem: Any, settings: FeatCalSettings) -> dict[str, dict[str, Any]]:
     """Return all that a calibration depends on, fit for JSON.
 
     Of base and experts names, shapes and first rows are compared, not every value.
 
     Args:
-        merged: The merged model.
-        weights: Base and experts.
+        problem: The `Problem`, of which nothing has been solved.
         settings: Settings.
-        rule: The rule.
-        runner: How models are cut into blocks and run.
-        samples: The batches of each task.
-        kernel: What multiplies matrices on the CPU.
     """
+    merged, runner = problem.merged, problem.streams.runner
     tensors = dict(merged.named_buffers()) | merged.state_dict()
     digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
     models = {
         f"{'base' if name == BASE else 'expert'} {name} (modelpool.models.{name})": source.source
-        for name, source in weights.counted.items()
+        for name, source in problem.weights.counted.items()
     }
-    texts = {"rule": repr(rule), "family": repr(runner.family)}
+    texts = {"rule": repr(problem.rule), "family": repr(runner.family)}
     stages, device = [list(stage) for stage in runner.stages], runner.device
     with runner.autocast():
         on = torch.is_autocast_enabled(device.type)
@@ -89,12 +75,12 @@ def describe_run(
             "the merged model": digest_json(digests),
             **{name: glimpse(source) for name, source in models.items()},
         },
-        "samples": describe_samples(samples),
+        "samples": describe_samples(problem.streams.tasks),
         "precision": {
             "device": device.type,
             "autocast": autocast,
             "products": products_in_force(),
-            "linear_kernel": kernel,
+            "linear_kernel": problem.kernel,
         },
         "software": describe_software(_PACKAGES, _CODE),
         "machine": describe_machine(device),
