@@ -43,7 +43,7 @@ from fusion_bench_featcal.streams.places import place_of
 from fusion_bench_featcal.streams.runner import Runner
 from fusion_bench_featcal.streams.samples import rows_named, take
 from fusion_bench_featcal.streams.streams import Streams
-from fusion_bench_featcal.team import Alone, team_of
+from fusion_bench_featcal.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Problem:
     modules: Mapping[str, BlockModules]
     rule: Rule
     streams: Streams
-    team: Alone
+    team: Team
     output: NoOutput
     dtype: torch.dtype
     precision: str
@@ -119,9 +119,9 @@ def prepare(request: Request) -> Problem:
     rule, tasks = rule_of(settings), tuple(request.experts)
     output = open_output(settings, processes)
     check_alike(request, rule)
-    team = team_of(processes, tasks, device)
+    team = Team(processes, tasks, device)
     samples = {}
-    for task in team.tasks(tasks):
+    for task in team.tasks:
         processes.doing = f"inputs · {task}"
         samples[task] = take(task, request.batches[task], settings, request.merged, team.cut)
     kernel = agreed_kernel(team.gather(choose_kernel(settings.linear_kernel, device)))
@@ -131,7 +131,7 @@ def prepare(request: Request) -> Problem:
 
 
 def runner_of(
-    request: Request, rule: Rule, samples: Mapping[str, list[Batch]], team: Alone, kernel: str
+    request: Request, rule: Rule, samples: Mapping[str, list[Batch]], team: Team, kernel: str
 ) -> Runner:
     """Return what runs blocks of models of the family that settings name."""
     settings, merged = request.settings, request.merged
@@ -152,7 +152,7 @@ def problem_of(
     request: Request,
     rule: Rule,
     samples: Mapping[str, list[Batch]],
-    team: Alone,
+    team: Team,
     output: NoOutput,
     runner: Runner,
     kernel: str,

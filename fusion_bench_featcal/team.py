@@ -1,6 +1,6 @@
 """Division of one calibration over processes: samples, sums, solves, parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,51 +13,17 @@ Figures = dict[str, dict[str, Any]]
 """Figures of solves for the log, by module."""
 
 
-class Alone:
-    """One process, which does everything."""
-
-    def tasks(self, tasks: Iterable[str]) -> list[str]:
-        """Return the tasks that this process works on, out of all of them in order."""
-        return list(tasks)
-
-    def cut(self, task: str, batches: Sequence[Any]) -> Sequence[Any]:
-        """Return the batches of a task that this process works on."""
-        return batches
-
-    def whole(self, rows: Iterator[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
-        """Yield the sums of each task, once they are those of all its batches.
-
-        Args:
-            rows: Tasks of this process with what was summed for each module group.
-        """
-        return rows
-
-    def add_up(self, sums: Mapping[Any, Value]) -> Mapping[Any, Value]:
-        """Add up the sums of groups over all processes; return those that this one solves."""
-        return sums
-
-    def spread(
-        self, updates: Mapping[str, Tensor], figures: Figures
-    ) -> tuple[Mapping[str, Tensor], Figures]:
-        """Give every process the parameters and figures of each other one."""
-        return updates, figures
-
-    def gather(self, value: Value) -> list[Value]:
-        """Return every process's value, by rank."""
-        return [value]
-
-    def of_first(self, find: Callable[[], Value]) -> Value:
-        """Return in all processes what a function returns in the first one."""
-        return find()
-
-
-class Team(Alone):
-    """Several processes, each of which works on an equal share of all tasks' samples.
+class Team:
+    """Processes, maybe only one, each of which works on an equal share of all tasks' samples.
 
     The samples of all tasks, one task after another, are dealt in one run to each process, by whole
     batches: process r of P works on the part from r / P to (r + 1) / P. A task may be split between
     neighbouring processes, and each process shares at most its first and its last task. The first
     one of a task leads it.
+
+    Attributes:
+        tasks: The tasks that this process works on.
+        gather: Returns every process's value, by rank.
     """
 
     def __init__(self, processes: Processes, tasks: Sequence[str], device: torch.device) -> None:
@@ -71,16 +37,13 @@ class Team(Alone):
         self._processes, self._order, self._device = processes, list(tasks), device
         self._load = [0.0] * processes.size
         self.gather = processes.gather
+        self.tasks = [task for task in tasks if processes.rank in self.members(task)]
         processes.prepare(map(self.members, tasks))
 
     def members(self, task: str) -> range:
         """Return the processes that work on a task. The first one leads it."""
         index, size, count = self._order.index(task), self._processes.size, len(self._order)
         return range(index * size // count, -(-(index + 1) * size // count))
-
-    def tasks(self, tasks: Iterable[str]) -> list[str]:
-        """Return the tasks that this process works on."""
-        return [task for task in tasks if self._processes.rank in self.members(task)]
 
     def cut(self, task: str, batches: Sequence[Any]) -> list[Any]:
         """Return the batches that begin in this process's part of all samples."""
@@ -95,10 +58,13 @@ class Team(Alone):
         return [batch for batch in batches if belongs(batch)]
 
     def whole(self, rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Add up a task's sums over its processes in the one that leads it.
+        """Yield the sums of each task that this process leads, added up over its processes.
 
         A task's weight needs the Gram matrix of all its rows (Eq. 14). Tasks that are split wait
         until all others are done, so that no process waits for another one in between.
+
+        Args:
+            rows: Tasks of this process with what was summed for each module group.
         """
         split: list[tuple[str, Any]] = []
         for task, groups in rows:
@@ -118,8 +84,11 @@ class Team(Alone):
         for tensor in tensors:
             self._processes.reduce(tensor, to, ranks)
 
-    def add_up(self, sums: Mapping[Any, Value]) -> Mapping[Any, Value]:
-        """Add up each group's sums in the process that has had the least to solve so far."""
+    def add_up(self, sums: Mapping[Any, Value]) -> dict[Any, Value]:
+        """Add up the sums of groups over all processes; return those that this one solves.
+
+        Each group goes to the process that has had the least to solve so far.
+        """
         tensors = {group: group_sums.tensors() for group, group_sums in sums.items()}  # type: ignore[attr-defined]
         owners = self._deal({group: group.cost for group in sums})
         self.gather(None)  # what may fail comes before: all must be there to add up
@@ -138,29 +107,24 @@ class Team(Alone):
     def spread(
         self, updates: Mapping[str, Tensor], figures: Figures
     ) -> tuple[dict[str, Tensor], Figures]:
-        """Broadcast the parameters from the processes that have solved them."""
+        """Give every process the parameters and figures of each other one."""
         shapes = {name: (value.shape, value.dtype) for name, value in updates.items()}
         gathered = self.gather((shapes, figures))
-        tensors = [self._empty(shapes) for shapes, _ in gathered]
-        tensors[self._processes.rank] = {name: v.contiguous() for name, v in updates.items()}
+        received = [
+            {name: value.contiguous() for name, value in updates.items()}
+            if rank == self._processes.rank
+            else {n: torch.empty(s, dtype=d, device=self._device) for n, (s, d) in shapes.items()}
+            for rank, (shapes, _) in enumerate(gathered)
+        ]
         self.gather(None)  # what may fail comes before: all must be there to receive
-        for rank, solved in enumerate(tensors):
-            for tensor in solved.values():
+        for rank, tensors in enumerate(received):
+            for tensor in tensors.values():
                 self._processes.broadcast(tensor, rank)
         return (
-            {name: tensor for solved in tensors for name, tensor in solved.items()},
+            {name: tensor for tensors in received for name, tensor in tensors.items()},
             {module: figure for _, solved in gathered for module, figure in solved.items()},
         )
 
-    def _empty(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-        device = self._device
-        return {name: torch.empty(s, dtype=d, device=device) for name, (s, d) in shapes.items()}
-
     def of_first(self, find: Callable[[], Value]) -> Value:
-        """Gather what the first process finds."""
+        """Return in all processes what a function returns in the first one."""
         return self.gather(find() if self._processes.rank == 0 else None)[0]  # type: ignore[return-value]
-
-
-def team_of(processes: Processes, tasks: Sequence[str], device: torch.device) -> Alone:
-    """Return the team of some processes; all of them make theirs."""
-    return Alone() if processes.size == 1 else Team(processes, tasks, device)

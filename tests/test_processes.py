@@ -154,7 +154,7 @@ def test_every_batch_is_dealt_once_in_contiguous_runs(size: int, counts: tuple[i
     dealt: list[Any] = []
     for rank in range(size):
         team = Team(team_process(rank, size), tasks, torch.device("cpu"))
-        mine = team.tasks(tasks)
+        mine = team.tasks
         assert mine == tasks[tasks.index(mine[0]) : tasks.index(mine[-1]) + 1]
         assert all(len(team.members(task)) == 1 for task in mine[1:-1])
         for task in tasks:
