@@ -27,13 +27,18 @@ def latest_rows(folder: Path) -> list[Row]:
     """
     later = folder.parent / "anew" / folder.name
     anew = comparison_rows(later) if later.exists() else []
-    new = {row["name"]: row for row in anew if row["name"].startswith("featcal")}
-    return [new.get(row["name"], row) for row in comparison_rows(folder)]
+    new = {named(row): row for row in anew if row["name"].startswith("featcal")}
+    return [new.get(named(row), row) for row in comparison_rows(folder)]
+
+
+def named(row: Row) -> tuple[str, str]:
+    """Method and upstream merger of a row."""
+    return row["name"], row["upstream"]
 
 
 def grid_table(folder: Path) -> str:
     """Average accuracy of every method on every merger, and what it needs when deployed."""
-    rows = comparison_rows(folder)
+    rows = latest_rows(folder)
     paired = _paired(rows)
     mergers = list(dict.fromkeys(row["upstream"] for row in paired))
     lines = {_head(name): _by_merger(paired, name) for name in _methods(paired)}
@@ -137,7 +142,7 @@ def _task_id(rows: Iterable[Row]) -> str:
 
 def tasks_table(folder: Path, merger: str) -> str:
     """Accuracy of every task: mergers by themselves, and every method on one upstream merger."""
-    rows = comparison_rows(folder)
+    rows = latest_rows(folder)
     repaired = {row["upstream"] for row in _paired(rows)} - {merger}
     shown = [row for row in rows if row["upstream"] not in repaired or row["name"] in REFERENCES]
     heads = list(rows[0]["accuracy"])
