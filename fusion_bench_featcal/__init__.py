@@ -4,11 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusion_bench_featcal.calibration import CalibrationResult, calibrate
+    from fusion_bench_featcal.calibration import calibrate
     from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
     from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
     from fusion_bench_featcal.families import Family, ReplayFamily
     from fusion_bench_featcal.log import CalibrationLog
+    from fusion_bench_featcal.problem import CalibrationResult
     from fusion_bench_featcal.processes import TorchProcesses
     from fusion_bench_featcal.rules.paper import Paper
     from fusion_bench_featcal.rules.plus import Plus
@@ -20,7 +21,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "CalibrationError": "settings",
     "CalibrationLog": "log",
-    "CalibrationResult": "calibration",
+    "CalibrationResult": "problem",
     "ExpertSource": "experts",
     "Family": "families",
     "FeatCalSettings": "settings",

@@ -4,14 +4,11 @@ import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusion_bench_featcal.log import CalibrationLog
-from fusion_bench_featcal.problem import Request
+from fusion_bench_featcal.problem import CalibrationResult, Request
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-
-if TYPE_CHECKING:
-    from fusion_bench_featcal.calibration import CalibrationResult
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +96,8 @@ def warnings_of(agreement: Agreement, settings: FeatCalSettings) -> list[str]:
 
 
 def calibrate_and_compare(
-    request: Request, calibrated: Callable[[Request], "CalibrationResult"]
-) -> "CalibrationResult":
+    request: Request, calibrated: Callable[[Request], CalibrationResult]
+) -> CalibrationResult:
     """Calibrate, and once more with weights by drift where that leaves a task far behind.
 
     The second model is kept if it raises the mean cosine of final features on held-out samples over

@@ -11,7 +11,7 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
-from fusion_bench_featcal.calibration import CalibrationResult, calibrate
+from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.families import check_family
@@ -38,6 +38,7 @@ from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.methods.featcal import check_calibration
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.output import check_output
+from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.results import FEATCAL, UNAVAILABLE, Cost, measure, prepare_directory
 from fusion_bench_featcal.saved_model import CardFacts

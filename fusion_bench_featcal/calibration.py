@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,12 +15,18 @@ from fusion_bench_featcal.core.kernels import using_kernel
 from fusion_bench_featcal.core.products import summing_in
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.memory import memory_advice, naming_memory
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import Modes, device_of, load_updates, relative_change
 from fusion_bench_featcal.output.fingerprint import describe_run
-from fusion_bench_featcal.problem import Autocast, Problem, Request, check_weights, prepare
+from fusion_bench_featcal.problem import (
+    Autocast,
+    CalibrationResult,
+    Problem,
+    Request,
+    check_weights,
+    prepare,
+)
 from fusion_bench_featcal.processes import Processes, announcing
 from fusion_bench_featcal.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
@@ -30,21 +35,6 @@ from fusion_bench_featcal.streams.samples import check_inputs, naming_module
 from fusion_bench_featcal.streams.streams import Streams
 from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows, empty_sums
 from fusion_bench_featcal.team import Figures
-
-
-@dataclass(frozen=True)
-class CalibrationResult:
-    """A calibrated model and its history.
-
-    Attributes:
-        model: The calibrated model: class, dtype and device of the merged one.
-        log: Records of every block.
-        reads: Count of what was read, see docs/read_budget.md.
-    """
-
-    model: nn.Module
-    log: CalibrationLog
-    reads: dict[str, Any] = field(default_factory=dict)
 
 
 def calibrate_blocks(problem: Problem) -> None:

@@ -55,8 +55,8 @@ class TaskBatches:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield `{"pixel_values": [batch, channels, height, width]}`, floating point."""
         size: torch.Size | None = None
-        with closing(self._pixels()) as every:
-            while pixels := list(islice(every, self.batch_size)):
+        with closing(self._pixels()) as images:
+            while pixels := list(islice(images, self.batch_size)):
                 size = size or pixels[0].shape
                 stacked = stack_pixels(pixels, self.items.place, "modelpool.processor", size)
                 yield {"pixel_values": stacked}
@@ -80,8 +80,8 @@ class TaskBatches:
 
     def _read(self, index: int) -> tuple[int, Any, Tensor | None]:
         """An item as the data set holds it, or its pixels if they are in memory."""
-        kept = self.images.kept((self.split, self.task, index))
-        return index, None if kept is not None else self.items.read(index)[0], kept
+        pixels = self.images.kept((self.split, self.task, index))
+        return index, None if pixels is not None else self.items.read(index)[0], pixels
 
     def _process(
         self, item: tuple[int, Any, Tensor | None], described: str | None

@@ -115,8 +115,8 @@ def describe_software(packages: tuple[str, ...], code: tuple[str, ...]) -> dict[
     A checkout that is not installed is known by its code alone.
     """
     root, digest = Path(__file__).parent, hashlib.sha256()
-    for place in (root / name for name in sorted(code)):
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+    for source in (root / name for name in sorted(code)):
+        for path in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
             digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     versions = {package: _version(package) for package in packages}
     return versions | {"code": digest.hexdigest()[:_SHORT]}

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-_asked = threading.Event()
+_terminating = threading.Event()
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
 
@@ -37,17 +37,17 @@ def ending_cleanly(program: Any, how_to_go_on: Callable[[], str]) -> Iterator[No
     Raises:
         SystemExit: With code 143 after SIGTERM, 130 after Ctrl-C.
     """
-    own = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or own is _terminate:
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or handler is _terminate:
         yield
         return
-    _asked.clear()
+    _terminating.clear()
     signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except BaseException as stop:
         interrupted = isinstance(stop, KeyboardInterrupt) and program is not None
-        if not (interrupted or _asked.is_set()):
+        if not (interrupted or _terminating.is_set()):
             raise
         # At exit: FusionBench logs the exception first.
         atexit.register(print, how_to_go_on(), file=sys.stderr, flush=True)
@@ -56,7 +56,7 @@ def ending_cleanly(program: Any, how_to_go_on: Callable[[], str]) -> Iterator[No
         # A library may have turned the handler's exception into one of its own.
         raise SystemExit(INTERRUPTED) if interrupted else Terminated(TERMINATED) from stop
     finally:
-        signal.signal(signal.SIGTERM, own or signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
 
 
 def ends_cleanly(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -74,5 +74,5 @@ NOTHING_KEPT = "ended before it was done: nothing is kept, and the same command 
 
 
 def _terminate(*_: Any) -> None:
-    _asked.set()
+    _terminating.set()
     raise Terminated(TERMINATED)

@@ -34,13 +34,13 @@ def error_block(error: BaseException, more: str = "", *, prefix: str = "error") 
     """
     wrapper, error = error, _wrapped(error)
     frames = traceback.extract_tb(error.__traceback__)
-    own = _is_own(error, frames)
+    expected = _is_own(error, frames)
     message = str(error).strip()
-    if not own:
+    if not expected:
         message = f"unexpected {type(error).__name__}: {message or 'without a message'}"
     width = shutil.get_terminal_size().columns
     lines = _fitting(f"{prefix}: {message or type(error).__name__}", width, _MOST_LINES)
-    if not own:
+    if not expected:
         where = [_made_by(wrapper)]
         where += [f"in {_place(frame)}" for frame in frames if _is_ours(frame)][-1:]
         if any(where):
@@ -77,8 +77,8 @@ def _made_by(error: BaseException) -> str:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "_instantiate_and_setup":
             config, program = frame.f_locals.get("config"), frame.f_locals.get("self")
-            parts = ("modelpool", "method", "taskpool")
-            part = [name for name in parts if getattr(program, f"_{name}", None) is config]
+            configs = ("modelpool", "method", "taskpool")
+            part = [name for name in configs if getattr(program, f"_{name}", None) is config]
             pool = getattr(program, "_modelpool", None) or {}
             if not part and config is not None and pool.get("default_taskpool") == config:
                 part = ["modelpool.default_taskpool"]
@@ -95,11 +95,11 @@ def _fitting(text: str, width: int, most: int) -> list[str]:
             line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
     ]
-    kept, room = [], most
+    shortened, room = [], most
     for number, line in enumerate(lines, start=1):
         rows = -(-len(line) // width)
         if rows > room or (rows == room and number < len(lines)):
-            return [*kept, f"{line[: room * width - 4]} ..."]
-        kept.append(line)
+            return [*shortened, f"{line[: room * width - 4]} ..."]
+        shortened.append(line)
         room -= rows
-    return kept
+    return shortened

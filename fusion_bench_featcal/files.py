@@ -135,14 +135,14 @@ def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
 
 def clear_leftovers(target: Path, dropped: Sequence[str] = ()) -> None:
     """Finish or undo replacements of `target` that dead processes of this host had begun."""
-    for left in orphans(target.parent, f".{target.name}."):
-        if left.suffix == OLD:  # it was moved away when the new folder was complete
-            new = left.with_suffix(PART)
+    for leftover in orphans(target.parent, f".{target.name}."):
+        if leftover.suffix == OLD:  # it was moved away when the new folder was complete
+            new = leftover.with_suffix(PART)
             if not target.exists():
-                os.rename(new if new.exists() else left, target)
+                os.rename(new if new.exists() else leftover, target)
                 log.warning("%s was being replaced when a process ended: it is whole again", target)
-            if left.is_dir():
-                _carry_over(left, target, dropped)
+            if leftover.is_dir():
+                _carry_over(leftover, target, dropped)
     remove_orphans(target.parent, f".{target.name}.")
 
 

@@ -95,12 +95,12 @@ def fetch(repo_id: str, option: str, patterns: Sequence[str] | None = None) -> P
         retries = 0 if folder is not None and files is None else RETRIES
         return _with_retries(lambda: _download(repo_id, patterns), option, retries)
     except Exception as error:  # whatever the hub's client, the network and the disk raise
-        told = hub_error(error, option)
+        explained = hub_error(error, option)
         if folder is None or files is not None:
             folder = _cached(repo_id, _MODEL_FILES)
             if folder is None or not _has_weights(folder):
-                raise told from error
-        log.info("%s. It is taken from the cache as it is", told)
+                raise explained from error
+        log.info("%s. It is taken from the cache as it is", explained)
         return folder
 
 
@@ -198,8 +198,8 @@ def _wait(error: BaseException, retry: int) -> float | None:
         return retry / 2
     if kind not in ("limited", "busy"):
         return None
-    asked = _response(error).headers.get("Retry-After", "")
-    return min(float(asked) if asked.isdigit() else 2.0 ** (retry + 1), _LONGEST_WAIT)
+    retry_after = _response(error).headers.get("Retry-After", "")
+    return min(float(retry_after) if retry_after.isdigit() else 2.0 ** (retry + 1), _LONGEST_WAIT)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -228,8 +228,8 @@ def _is_full_disk(error: BaseException) -> bool:
 def _free_megabytes() -> str:
     """Free room on the disk of the cache."""
     folder = Path(constants.HF_HUB_CACHE).absolute()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    return f"{shutil.disk_usage(there).free / 1e6:,.0f}"
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return f"{shutil.disk_usage(existing).free / 1e6:,.0f}"
 
 
 def _cached(repo_id: str, patterns: Sequence[str] | None) -> Path | None:
@@ -249,8 +249,8 @@ def _download(repo_id: str, patterns: Sequence[str] | None) -> Path:
     note = _list_of(repository / "snapshots" / str(info.sha))
     note.parent.mkdir(parents=True, exist_ok=True)
     write_whole(note, json.dumps(files).encode())
-    wanted = None if patterns is None else [*patterns]
-    folder = Path(snapshot_download(repo_id, allow_patterns=wanted))
+    allowed = None if patterns is None else [*patterns]
+    folder = Path(snapshot_download(repo_id, allow_patterns=allowed))
     if not _is_whole(folder, patterns):  # the client takes what the cache has if the hub fails now
         raise ConnectionError(f"the hub did not send all files of {repo_id}")
     return folder
@@ -281,5 +281,5 @@ def _is_whole(folder: Path, patterns: Sequence[str] | None) -> bool:
     files = _listed(folder)
     if files is None:
         return False
-    wanted = filter_repo_objects(files, allow_patterns=None if patterns is None else [*patterns])
-    return all((folder / file).exists() for file in wanted)
+    needed = filter_repo_objects(files, allow_patterns=None if patterns is None else [*patterns])
+    return all((folder / file).exists() for file in needed)

@@ -186,7 +186,7 @@ def masked(value: Any) -> Any:
             key: _HIDDEN if _is_secret(key, item) else masked(item) for key, item in value.items()
         }
     if isinstance(value, list):
-        return [masked(each) for each in value]
+        return [masked(entry) for entry in value]
     return without_secrets(value) if isinstance(value, str) else value
 
 

@@ -78,9 +78,9 @@ def naming_memory(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CalibrationError(
-            f"out of memory ({device.type}) at {place()}: {said}. {advice()}"
+            f"out of memory ({device.type}) at {place()}: {reason}. {advice()}"
         ) from error
 
 

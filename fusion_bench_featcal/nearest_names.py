@@ -24,7 +24,7 @@ def nearest_hint(name: object, valid: Iterable[object]) -> str:
     Returns:
         `" (nearest: 'x')"`, or an empty text where nothing is near.
     """
-    near = difflib.get_close_matches(str(name), [str(known) for known in valid], n=1)
+    near = difflib.get_close_matches(str(name), [str(candidate) for candidate in valid], n=1)
     return f" (nearest: {near[0]!r})" if near else ""
 
 
@@ -38,19 +38,19 @@ def nearest_name(name: object, valid: Iterable[str]) -> str:
         name: The name that was typed.
         valid: The names that exist, at least one.
     """
-    known, words = list(valid), set(str(name).split("_"))
-    related = [n for n in known if words <= {*n.split("_")} or words >= {*n.split("_")}]
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=_TYPO)
-    return (close or difflib.get_close_matches(str(name), related or known, n=1, cutoff=0.0))[0]
+    names, words = list(valid), set(str(name).split("_"))
+    related = [n for n in names if words <= {*n.split("_")} or words >= {*n.split("_")}]
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=_TYPO)
+    return (close or difflib.get_close_matches(str(name), related or names, n=1, cutoff=0.0))[0]
 
 
 def refuse_unknown_settings(
-    given: Iterable[object], valid: Iterable[str], place: str = "method", owner: str = "this method"
+    keys: Iterable[object], valid: Iterable[str], place: str = "method", owner: str = "this method"
 ) -> None:
     """Refuse keys that are no settings of a method.
 
     Args:
-        given: The keys found.
+        keys: The keys found.
         valid: The keys that exist.
         place: Where they stand in the configuration.
         owner: Whose settings they would be, for the message.
@@ -58,29 +58,29 @@ def refuse_unknown_settings(
     Raises:
         ValueError: Naming the first unknown key and the nearest valid one.
     """
-    known = list(valid)
-    for key in given:
-        if key not in known:
-            near = nearest_name(key, known)
+    names = list(valid)
+    for key in keys:
+        if key not in names:
+            near = nearest_name(key, names)
             raise ValueError(f"{place}.{key} is no setting of {owner}; the nearest is {near!r}")
 
 
-def refuse_unknown_keys(given: Iterable[object], valid: Iterable[str], place: str) -> None:
+def refuse_unknown_keys(keys: Iterable[object], valid: Iterable[str], place: str) -> None:
     """Refuse keys that mean nothing.
 
     Args:
-        given: The keys found.
+        keys: The keys found.
         valid: The keys that exist.
         place: Where they stand in the configuration, such as `taskpool.tasks.shapes`.
 
     Raises:
         ValueError: Naming every unknown key with the nearest valid one, and all valid keys.
     """
-    known = list(valid)
-    unknown = [key for key in given if key not in known]
+    names = list(valid)
+    unknown = [key for key in keys if key not in names]
     if unknown:
-        listed = ", ".join(f"{key!r}{nearest_hint(key, known)}" for key in unknown)
-        raise ValueError(f"{place}: unknown key {listed}. Valid keys: {', '.join(known)}.")
+        listed = ", ".join(f"{key!r}{nearest_hint(key, names)}" for key in unknown)
+        raise ValueError(f"{place}: unknown key {listed}. Valid keys: {', '.join(names)}.")
 
 
 def refuse_unusable_names(

@@ -70,16 +70,16 @@ def plan_of(request: Request) -> Plan:
     share = math.ceil(request.tasks / request.processes) / request.tasks
     whole = math.ceil(request.held * share) + request.base_held
     parts = {"model": size, "loaded": whole * size, **shapes.memory()}
-    own, free_host = psutil.Process().memory_info().rss, free_bytes(CPU) or 0
+    resident, free_host = psutil.Process().memory_info().rss, free_bytes(CPU) or 0
     free_gpu = None if on_cpu else free_bytes(device)
     busy = size + parts["block"] + parts["sums"] + max(parts["batch"], parts["solve"])
     waiting = _waiting(request, parts["features"])
     busy += waiting["device"]
-    host = own + (1 + whole - request.loaded) * size + waiting["host"]
+    host = resident + (1 + whole - request.loaded) * size + waiting["host"]
     host += busy if on_cpu else parts["block"]
-    others = 0 if request.loaded else (neighbours - 1) * own  # those that have not begun
+    unstarted = 0 if request.loaded else (neighbours - 1) * resident  # those that have not begun
     read, base_read = shapes.reads()
-    place = max(waiting, key=lambda name: waiting[name])
+    storage = max(waiting, key=lambda name: waiting[name])
     return Plan(
         model=type(request.model).__name__,
         family=shapes.family.name,
@@ -92,7 +92,7 @@ def plan_of(request: Request) -> Plan:
         waiting=waiting,
         host=host,
         gpu=None if on_cpu else busy,
-        more_host=neighbours * (host - own) + others,
+        more_host=neighbours * (host - resident) + unstarted,
         free_host=free_host,
         free_gpu=free_gpu,
         fetched=request.fetches * size * shapes.stored // shapes.itemsize,
@@ -100,15 +100,16 @@ def plan_of(request: Request) -> Plan:
         base_read=base_read,
         disk=waiting["disk"] + shapes.blocks * bool(settings.checkpoint_dir),
         output=size,
-        advice=memory_advice(settings.replace(activations=place), device),
+        advice=memory_advice(settings.replace(activations=storage), device),
     )
 
 
 def _waiting(request: Request, size: int) -> dict[str, int]:
     """Return the bytes of features by place."""
-    asked, on_cpu = request.settings.activations, request.device.type == "cpu"
-    chosen = "device" if asked == "auto" or (asked == "host" and on_cpu) else asked
-    return {place: size * (place == chosen) for place in ("device", "host", "disk")}
+    activations, device = request.settings.activations, request.device
+    on_device = activations == "auto" or (activations == "host" and device.type == "cpu")
+    chosen = "device" if on_device else activations
+    return {storage: size * (storage == chosen) for storage in ("device", "host", "disk")}
 
 
 def one_line(plan: Plan) -> str:
@@ -142,7 +143,7 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     )
     if plan.processes > 1:
         console.print(f"{plan.processes} processes; what follows is for the busiest of them")
-    place = next((name for name, size in plan.waiting.items() if size), "device")
+    storage = next((name for name, size in plan.waiting.items() if size), "device")
     rows = {label: plan.parts[part] for part, label in LABELS.items() if plan.parts[part]}
     rows[f"host memory, at its fullest, of {bytes_text(plan.free_host)} free"] = plan.host
     if plan.neighbours > 1:
@@ -156,7 +157,7 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     table = Table("memory and files", "size")
     table.columns[1].justify = "right"
     for label, size in rows.items():
-        where = f" ({place})" if label == LABELS["features"] else ""
+        where = f" ({storage})" if label == LABELS["features"] else ""
         table.add_row(label + where, bytes_text(size))
     console.print(table)
     for warning in warnings_of(plan):

@@ -113,6 +113,21 @@ class Problem:
         return self.weights.experts
 
 
+@dataclass(frozen=True)
+class CalibrationResult:
+    """A calibrated model and its history.
+
+    Attributes:
+        model: The calibrated model: class, dtype and device of the merged one.
+        log: Records of every block.
+        reads: Count of what was read, see docs/read_budget.md.
+    """
+
+    model: nn.Module
+    log: CalibrationLog
+    reads: dict[str, Any] = field(default_factory=dict)
+
+
 def prepare(request: Request) -> Problem:
     """Open models and samples of a calibration, and check them."""
     settings, processes, device = request.settings, request.processes, request.device

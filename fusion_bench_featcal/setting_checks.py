@@ -116,9 +116,9 @@ def _or_auto(least: int) -> Check:
 
 def one_of(choices: Sequence[Any]) -> Check:
     """Check of a value out of a list."""
-    wanted = "one of " + ", ".join(str(choice) for choice in choices)
+    words = "one of " + ", ".join(str(choice) for choice in choices)
     # `1 in (True,)` holds in Python, so the type is compared too
-    return wanted, lambda value: any(type(value) is type(c) and value == c for c in choices)
+    return words, lambda value: any(type(value) is type(c) and value == c for c in choices)
 
 
 def nullable(check: Check) -> Check:
@@ -129,8 +129,8 @@ def nullable(check: Check) -> Check:
 def problems_of(settings: Any, checks: Mapping[str, Check]) -> list[str]:
     """A phrase for each setting that has a value it does not accept."""
     return [
-        f"{name} must be {wanted}, got {getattr(settings, name)!r}"
-        for name, (wanted, valid) in checks.items()
+        f"{name} must be {words}, got {getattr(settings, name)!r}"
+        for name, (words, valid) in checks.items()
         if not valid(getattr(settings, name))
     ]
 

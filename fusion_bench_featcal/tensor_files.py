@@ -24,13 +24,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         OSError: It cannot be written; the old file stays.
     """
     # Copies: safetensors refuses tensors that share memory, and tied weights do.
-    own = {
+    copies = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
     with new_file(path) as partial:
         try:
-            save_file(own, partial, {"format": "pt"})  # without which transformers loads none
+            save_file(copies, partial, {"format": "pt"})  # without which transformers loads none
         except SafetensorError as error:
             raise OSError(str(error)) from error
         return digest_file(partial)

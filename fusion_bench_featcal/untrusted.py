@@ -167,13 +167,13 @@ def check_model_config(config: Mapping[str, Any], file: Path) -> None:
     for key, value in config.items():
         if isinstance(value, Mapping):
             check_model_config(value, file)
-        parts = value if isinstance(value, list) else [value]
+        names = value if isinstance(value, list) else [value]
         strange = not isinstance(value, _TYPES.get(key, object) | None)
         if key == "architectures" and value is not None:
-            strange |= not all(isinstance(name, str) for name in parts)
+            strange |= not all(isinstance(name, str) for name in names)
         if strange:
             raise ValueError(f"{file} is damaged: its {key} is {value!r:.60}")
-        for number in parts:
+        for number in names:
             _check_number(key, number, file)
             for pattern in most:
                 if isinstance(number, int) and pattern.search(key):
@@ -256,8 +256,8 @@ def _bounded_rendering(seconds: float) -> Iterator[None]:
     def trace(frame: Any, event: str, _: Any) -> Any:
         if thread_time() > end:
             raise _Stop(f"a chat takes it more than {seconds:.2g} seconds")
-        looks = event == "call" or frame.f_code.co_filename == "<template>"
-        if looks and any(map(_is_huge, frame.f_locals.values())):
+        inspects = event == "call" or frame.f_code.co_filename == "<template>"
+        if inspects and any(map(_is_huge, frame.f_locals.values())):
             raise _Stop("a value in it becomes too large")
         return trace
 

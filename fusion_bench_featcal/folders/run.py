@@ -17,7 +17,7 @@ from torch import nn
 
 from fusion_bench_featcal.agreement import Agreement, outcome_of
 from fusion_bench_featcal.agreement import warnings_of as warnings_of_agreement
-from fusion_bench_featcal.calibration import CalibrationResult, calibrate
+from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.folders.classifiers import open_classifier_task
 from fusion_bench_featcal.folders.expert_checks import weak_experts
@@ -36,6 +36,7 @@ from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.plan import one_line, plan_of, warnings_of
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import (
     EXPERTS,
     FEATCAL,

@@ -11,7 +11,6 @@ from fusion_bench import BaseModelPool, BaseTaskPool
 from torch import nn
 
 from fusion_bench_featcal.agreement import Agreement, outcome_of, warnings_of
-from fusion_bench_featcal.calibration import CalibrationResult
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.fusionbench.evaluation import (
     EvaluatedTaskPool,
@@ -26,6 +25,7 @@ from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.saving import RowSaver
 from fusion_bench_featcal.json_files import sealed_json
+from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
