@@ -223,13 +223,11 @@ MUTATIONS = [
     ),
     Mutation(
         "a tensor counts as often as it is read",
-        "experts/counted.py",
-        "        if name not in self.sizes:\n"
-        "            try:\n"
-        "                self.sizes[name] = self.nbytes(name)\n",
-        "        if True:\n"
-        "            try:\n"
-        "                self.sizes[name] = self.sizes.get(name, 0) + self.nbytes(name)\n",
+        "experts/expert_model.py",
+        "        if key not in self.sizes:\n            self._count(key, stored)\n",
+        "        before = self.sizes.get(key, 0)\n"
+        "        self._count(key, stored)\n"
+        "        self.sizes[key] += before\n",
         "reads/test_read_ledger.py reads/test_sources.py",
     ),
     Mutation(
@@ -241,9 +239,9 @@ MUTATIONS = [
     ),
     Mutation(
         "what stood in for an expert's tensor is read",
-        "experts/counted.py",
-        "return self._stand_ins[name] if name in self._stand_ins else self._source.tensor(name)",
-        "return self._source.tensor(name)",
+        "experts/expert_model.py",
+        "        if key in self.stand_ins:\n",
+        "        if False:\n",
         "reads/test_sources.py reads/test_read_ledger.py",
     ),
     Mutation(

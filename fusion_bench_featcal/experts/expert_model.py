@@ -1,6 +1,5 @@
 """Experts that hold one block's weights at a time, paired with the merged model's names."""
 
-import copy
 import difflib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
+from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.experts.source import ExpertSource, known_bytes
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import CalibrationError
@@ -28,6 +28,10 @@ class ExpertModel:
         source: Its weights.
         module: The runnable copy.
         keys: Name in the merged model's `state_dict` -> name in the source.
+        sizes: Bytes of the tensors that were read, by the source's names. Reading one again adds
+            nothing.
+        digests: Their digests, where these are wanted.
+        stand_ins: Tensors in place of those that are not read, by the source's names.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class ExpertModel:
         *,
         role: str = "expert",
         spared: Container[str] = (),
+        hashed: bool = False,
     ) -> None:
         """Pair the expert's tensors with the model's names and check every shape, reading none.
 
@@ -48,11 +53,15 @@ class ExpertModel:
             role: What messages call it.
             spared: Names of the merged model's tensors that are not needed: the expert may lack
                 them or have others.
+            hashed: Whether to digest what is read.
 
         Raises:
             CalibrationError: If a tensor is missing or has another shape, naming it.
         """
-        self.source = source
+        self.source, self._hashed = source, hashed
+        self.sizes: dict[str, int] = {}
+        self.digests: dict[str, str] = {}
+        self.stand_ins: Mapping[str, Tensor] = {}
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
         stored = like.state_dict(keep_vars=True)
@@ -69,10 +78,15 @@ class ExpertModel:
             CalibrationError: If it cannot be read, holds NaN or, as a parameter, infinity, or
                 integers in place of real numbers.
         """
+        key = self.keys[name]
+        if key in self.stand_ins:
+            return self.stand_ins[key]
         try:
-            stored = self.source.tensor(self.keys[name])
+            stored = self.source.tensor(key)
         except CalibrationError as error:
             raise CalibrationError(f"{self._label}: {error}. Check {self._setting}") from error
+        if key not in self.sizes:
+            self._count(key, stored)
         if self._like[name][0].is_floating_point and not stored.is_floating_point():
             raise CalibrationError(
                 f"{self._label}: tensor {name!r} is stored as {stored.dtype}, not as real numbers: "
@@ -83,6 +97,15 @@ class ExpertModel:
                 f"{self._label}: tensor {name!r} has NaN or infinite values. Check {self._setting}"
             )
         return stored
+
+    def _count(self, key: str, tensor: Tensor) -> None:
+        """Note that a tensor of the source was read."""
+        try:
+            self.sizes[key] = known_bytes(self.source, key)
+        except CalibrationError:  # the source does not tell
+            self.sizes[key] = tensor.nbytes
+        if self._hashed:
+            self.digests[key] = digest_tensor(tensor)
 
     def first_rows(self, name: str, count: int) -> Tensor:
         """Return the first rows of one tensor on the CPU, read alone where the source can."""
@@ -108,12 +131,6 @@ class ExpertModel:
             CalibrationError: If the source does not tell.
         """
         return known_bytes(self.source, self.keys[name])
-
-    def reading(self, source: ExpertSource) -> "ExpertModel":
-        """Return the same expert with its weights read from a view of its source."""
-        other = copy.copy(self)
-        other.source = source
-        return other
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:

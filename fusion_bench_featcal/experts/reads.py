@@ -9,13 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_featcal.digests import digest_tensor
-from fusion_bench_featcal.experts.counted import Budgeted, Counted
 from fusion_bench_featcal.experts.expert_model import ExpertModel
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
-from fusion_bench_featcal.experts.source import (
-    ExpertSource,
-    source_of,
-)
+from fusion_bench_featcal.experts.source import ExpertSource, source_of
 from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.setting_checks import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError
@@ -58,16 +54,19 @@ class Weights:
     Attributes:
         base: The base model; None: nothing is read of it.
         experts: The expert of each task of this process.
-        counted: The sources of base and experts.
         tasks: All tasks, those of other processes, too.
         grant: What may be read of the experts.
     """
 
     base: ExpertModel | None
     experts: Mapping[str, ExpertModel]
-    counted: Mapping[str, Counted]
     tasks: Sequence[str]
     grant: Grant = field(default_factory=Grant)
+
+    @property
+    def models(self) -> dict[str, ExpertModel]:
+        """Return base and experts by name."""
+        return ({} if self.base is None else {BASE: self.base}) | {**self.experts}
 
     def limited(
         self,
@@ -100,12 +99,9 @@ class Weights:
             return self
         everything = {task: of_task for part in gathered for task, of_task in part.items()}
         grant = grants(budget, {task: everything[task] for task in self.tasks})
-        experts = {}
         for task, expert in self.experts.items():
-            stand_ins = {expert.keys[n]: merged[n] for n in grant.omitted.get(task, ())}
-            view = Budgeted(expert.source, stand_ins) if stand_ins else expert.source
-            experts[task] = expert.reading(view)
-        return replace(self, experts=experts, grant=grant)
+            expert.stand_ins = {expert.keys[n]: merged[n] for n in grant.omitted.get(task, ())}
+        return replace(self, grant=grant)
 
     def manifest(
         self,
@@ -122,8 +118,8 @@ class Weights:
             merged: The merged model's tensors.
             gather: Exchanges values with other processes.
         """
-        models, grant = {BASE: self.base, **self.experts}, self.grant
-        sizes = {name: _by_own_names(models[name], c.sizes) for name, c in self.counted.items()}
+        grant = self.grant
+        sizes = {name: _by_merged_names(model) for name, model in self.models.items()}
         read = self._joined(gather(sizes))
         counts = {name: _by_place(of_model, list(modules)) for name, of_model in read.items()}
         base = counts.pop(BASE, None)
@@ -148,10 +144,10 @@ class Weights:
 
     def _hashes(self, merged: Mapping[str, Tensor], gather: Gather) -> dict[str, Any] | None:
         """Return digests of what was read and of the merged model, where these are wanted."""
-        own = {name: source.digests for name, source in self.counted.items()}
+        gathered = gather({name: model.digests for name, model in self.models.items()})
         models = {
             name: {"all": digest_json(digests), "tensors": dict(sorted(digests.items()))}
-            for name, digests in self._joined(gather(own)).items()
+            for name, digests in self._joined(gathered).items()
             if digests
         }
         if not models:
@@ -196,11 +192,10 @@ def open_weights(
     Raises:
         CalibrationError: If a model's weights or config do not fit the merged model.
     """
-    counted: dict[str, Counted] = {}
 
     def paired(name: str, model_or_source: Any, role: str = "expert") -> ExpertModel:
-        counted[name] = Counted(view.source(source_of(model_or_source)), hashed=hashed)
-        expert = ExpertModel(name, counted[name], model, role=role, spared=spared)
+        source = view.source(source_of(model_or_source))
+        expert = ExpertModel(name, source, model, role=role, spared=spared, hashed=hashed)
         configs = config_of(model_or_source), config_of(shown)
         check_same_function(name, *configs, ignored, role=role)
         return expert
@@ -208,7 +203,7 @@ def open_weights(
     first = None if base is None else paired(BASE, base, "base model")
     tasks = experts if own is None else own
     opened = {task: paired(task, experts[task]) for task in tasks}
-    return Weights(first, opened, counted, tuple(experts))
+    return Weights(first, opened, tuple(experts))
 
 
 def grants(budget: float | str | None, sizes: Mapping[str, Mapping[str, tuple[str, int]]]) -> Grant:
@@ -243,10 +238,10 @@ def grants(budget: float | str | None, sizes: Mapping[str, Mapping[str, tuple[st
     return Grant(limit, full, total, omitted)
 
 
-def _by_own_names(model: ExpertModel | None, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return sizes of a source's tensors by the merged model's names, tied ones once."""
-    names = {key: name for name, key in reversed(model.keys.items())} if model else {}
-    return {names[key]: size for key, size in sizes.items()}
+def _by_merged_names(model: ExpertModel) -> dict[str, int]:
+    """Return sizes of tensors that were read by the merged model's names, tied ones once."""
+    names = {key: name for name, key in reversed(model.keys.items())}
+    return {names[key]: size for key, size in model.sizes.items()}
 
 
 def _by_place(sizes: Mapping[str, int], blocks: Sequence[str]) -> dict[str, int]:

@@ -59,8 +59,8 @@ def describe_run(problem: Any, settings: FeatCalSettings) -> dict[str, dict[str,
     tensors = dict(merged.named_buffers()) | merged.state_dict()
     digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
     models = {
-        f"{'base' if name == BASE else 'expert'} {name} (modelpool.models.{name})": source.source
-        for name, source in problem.weights.counted.items()
+        f"{'base' if name == BASE else 'expert'} {name} (modelpool.models.{name})": model.source
+        for name, model in problem.weights.models.items()
     }
     texts = {"rule": repr(problem.rule), "family": repr(runner.family)}
     stages, device = [list(stage) for stage in runner.stages], runner.device
