@@ -29,6 +29,7 @@ from fusion_bench_featcal.modules.models import (
 )
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.output import NoOutput, open_output
+from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.processes import Processes, check_agreement
 from fusion_bench_featcal.progress import Progress
 from fusion_bench_featcal.rules import rule_of
@@ -244,9 +245,8 @@ def warn_of_routed(modules: Mapping[str, BlockModules]) -> None:
     """Warn of modules that a router chooses: they stay as merged."""
     if routed := sum(of_block.routed for of_block in modules.values()):
         logger.warning(
-            "all %d linear modules of experts stay as merged: modules that a router chooses are "
-            "not calibrated",
-            routed,
+            "the experts of %s stay as merged: modules that a router chooses are not calibrated",
+            counted(routed, "mixture"),
         )
 
 

@@ -35,7 +35,7 @@ def test_experts_stay_as_merged(row: Row, rule: str, caplog: pytest.LogCaptureFi
             assert torch.equal(value, suite.merged.get_parameter(name)), name
     name = "model.layers.1.self_attn.o_proj.weight"
     assert not torch.equal(found.get_parameter(name), suite.merged.get_parameter(name))
-    assert "all 24 linear modules of experts stay as merged" in caplog.text
+    assert "the experts of 2 mixtures stay as merged" in caplog.text
     if rule == "paper":
         assert_same(found, run_slow(suite, PAPER).model)
 

@@ -4,18 +4,18 @@ from mistakes.entry import Mutation
 
 MUTATIONS = [
     Mutation(
-        "gate and up of fused experts swapped in sources",
-        "families/mixtures.py",
-        "return tensor[number].chunk(parts)[part]",
-        "return tensor[number].chunk(parts)[parts - 1 - part]",
-        "families/test_mixtures_view.py",
+        "gate and up of experts swapped where they are joined",
+        "experts/joined.py",
+        "torch.cat([read(name) for name in parts])",
+        "torch.cat([read(name) for name in reversed(parts)])",
+        "test_experts_joined.py",
     ),
     Mutation(
-        "experts are taken apart whatever they compute",
-        "families/mixtures.py",
-        "return bool(gap <= ",
-        "return bool(gap < float('inf')) or bool(gap <= ",
-        "families/test_mixtures_view.py",
+        "experts joined in the order of their names",
+        "experts/joined.py",
+        'n), "") for m in modules] for n in range(count)]',
+        'n), "") for m in modules] for n in reversed(range(count))]',
+        "test_experts_joined.py",
     ),
     Mutation(
         "the mask of Whisper's features hides its positions",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.digests import digest_tensor
-from fusion_bench_featcal.experts.source import ExpertSource, known_bytes
+from fusion_bench_featcal.experts.source import ExpertSource, first_rows, known_bytes
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -58,14 +58,14 @@ class ExpertModel:
         Raises:
             CalibrationError: If a tensor is missing or has another shape, naming it.
         """
-        self.source, self._hashed = source, hashed
+        stored = like.state_dict(keep_vars=True)
+        self.source, self._hashed = fitted_to(stored, source), hashed
         self.sizes: dict[str, int] = {}
         self.digests: dict[str, str] = {}
         self.stand_ins: Mapping[str, Tensor] = {}
         self._label = f"{role} {name!r}"
         self._setting = f"modelpool.models.{name}"
-        stored = like.state_dict(keep_vars=True)
-        self.keys = pair_names(name, role, source, stored, aliases(like), spared)
+        self.keys = pair_names(name, role, self.source, stored, aliases(like), spared)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (tensor.dtype, tensor.device) for name, tensor in stored.items()}
@@ -161,10 +161,18 @@ class ExpertModel:
                 slot[leaf] = empty
 
 
-def first_rows(source: Any, name: str, count: int) -> Tensor:
-    """Return the first rows of a source's tensor on the CPU, read alone where the source can."""
-    read = getattr(source, "first_rows", None)
-    return (source.tensor(name)[:count] if read is None else read(name, count)).to("cpu")
+def fitted_to(names: Iterable[str], source: ExpertSource) -> ExpertSource:
+    """Return a source in which experts of a mixture are stored as in a model with some names."""
+    endings = (".experts.gate_up_proj", ".experts.down_proj")
+
+    def joins(available: Iterable[str]) -> bool:
+        return any(name.endswith(endings) for name in available)
+
+    if not joins(names) or joins(source.names()):
+        return source
+    from fusion_bench_featcal.experts.joined import JoinedExperts
+
+    return JoinedExperts(source)
 
 
 def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -108,3 +108,9 @@ def known_bytes(source: ExpertSource, name: str) -> int:
             f"{error}: it would tell how many bytes a tensor takes, by which "
             "method.expert_read_budget plans what to read. Add it, or set that to null"
         ) from error
+
+
+def first_rows(source: Any, name: str, count: int) -> Tensor:
+    """Return the first rows of a source's tensor on the CPU, read alone where the source can."""
+    read = getattr(source, "first_rows", None)
+    return (source.tensor(name)[:count] if read is None else read(name, count)).to("cpu")

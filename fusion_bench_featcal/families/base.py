@@ -4,32 +4,30 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.families.mixtures import MixtureView
 from fusion_bench_featcal.settings import CalibrationError
 
 
-class ModelView(Protocol):
-    """Another arrangement of the same weights, with identical maths."""
+class ModelView:
+    """An arrangement of a model's weights. This one is the model's own."""
 
     def shown(self, model: nn.Module) -> nn.Module:
-        """The model as calibration sees it; it may share tensors with the model."""
-        ...
+        """Return the model as calibration sees it; it may share tensors with the model."""
+        return model
 
     def source(self, source: Any) -> Any:
-        """An `ExpertSource` of an expert's weights as calibration sees them."""
-        ...
+        """Return an `ExpertSource` of an expert's weights as calibration sees them."""
+        return source
 
     def restored(self, shown: nn.Module) -> nn.Module:
-        """The model in its own arrangement again; what was shown is used up."""
-        ...
+        """Return the model in its own arrangement again; what was shown is used up."""
+        return shown
 
 
-MIXTURES = MixtureView()
-"""The view of all models but those of families with their own: most are shown as they are."""
+AS_IT_IS = ModelView()
 
 
 class Family:
@@ -57,7 +55,7 @@ class Family:
     hands_on: bool = False
     compared: bool = False
     has_tables: bool = False
-    view: ModelView = MIXTURES
+    view: ModelView = AS_IT_IS
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Names of the blocks in forward order, one list a stage.
@@ -209,7 +207,7 @@ class ChainFamily(Family):
     name: str
     find_stages: Callable[[nn.Module], list[list[str]]]
     same_calls: bool = False
-    view: ModelView = MIXTURES
+    view: ModelView = AS_IT_IS
 
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Names of the blocks in forward order, one list a stage."""

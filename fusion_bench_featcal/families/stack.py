@@ -72,7 +72,7 @@ class StackFamily(Family):
         return replace(
             self,
             causal=_predicts_next(model),
-            same_calls=_runs_everything(self.view.shown(model), blocks),
+            same_calls=_runs_everything(model, blocks),
         )
 
     def stages(self, model: nn.Module) -> list[list[str]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fusion_bench_featcal.families.base import ModelView
 from fusion_bench_featcal.settings import CalibrationError
 
 _PARTS = ("q_proj", "k_proj", "v_proj")  # in the order of the fused rows
@@ -79,7 +80,7 @@ class UnfusedAttention(nn.Module):
 
 
 @dataclass(frozen=True)
-class UnfusedView:
+class UnfusedView(ModelView):
     """Shows the attention of some blocks taken apart, batch first.
 
     Attributes:
@@ -161,12 +162,6 @@ class UnfusedSource:
             return self._source.tensor(name)
         fused, index = self._slices[name]
         return self._source.tensor(fused).chunk(3)[index]
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Tell the source which tensors will be read next, whole where slices are wanted."""
-        expect = getattr(self._source, "expect", None)  # a source need not want to know
-        if expect is not None:
-            expect({self._slices.get(name, (name, 0))[0] for name in names})
 
 
 def _linear_of(fused: nn.MultiheadAttention, index: int) -> nn.Linear:

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.far_experts import far_experts
-from fusion_bench_featcal.families.base import MIXTURES
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import (
     PoolModel,
@@ -98,14 +97,13 @@ def check_experts(models: PoolModels) -> list[str]:
     if models.base is None:
         return []
     base = load_pool_model(models.pool, models.base.name)
-    shown = MIXTURES.shown(base)  # files have a matrix for each expert of a mixture
     experts = {}
     for name, expert in models.experts.items():
         if expert.folder is not None and text_kind(models.pool) is not None:
             _check_same_kind(expert, base)
         if expert.files is not None:  # others are compared when they are loaded
-            experts[name] = ExpertModel(name, MIXTURES.source(expert.files), shown)
-    return far_experts(experts, shown)
+            experts[name] = ExpertModel(name, expert.files, base)
+    return far_experts(experts, base)
 
 
 def check_read_budget(models: PoolModels, settings: FeatCalSettings) -> None:

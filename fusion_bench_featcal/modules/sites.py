@@ -77,7 +77,7 @@ class BlockModules:
     Attributes:
         sites: Calibrated modules.
         left: Names of modules with parameters that stay as merged.
-        routed: Number of modules among these that would be calibrated, but for the router that
+        routed: Number of mixtures whose experts would be calibrated, but for the router that
             chooses what they receive.
     """
 
@@ -140,7 +140,7 @@ def _find_modules(
     calibrate_norm: bool,
     shared: Mapping[int, Sequence[str]],
 ) -> BlockModules:
-    sites, left, routed = list[Site](), list[str](), 0
+    sites, left, routed = list[Site](), list[str](), set[str]()
     routers, experts = _mixtures(model, block)
     changes = {
         "linear": True,
@@ -158,32 +158,40 @@ def _find_modules(
         if not (direct or isinstance(module, _BatchNorm)):
             continue
         selected = is_selected(name, settings.modules) and name not in routers
-        site = site_of(name, module) if selected else None
-        if selected and site is None:
+        mixture = next((e for e in experts if f"{name}.".startswith(e)), None)
+        site = site_of(name, module) if selected and mixture is None else None
+        if selected and mixture is not None:
+            routed.add(mixture)
+        elif selected and site is None:
             _refuse_matrices(block, name, module, direct)
-        is_routed = name.startswith(experts)
-        routed += is_routed and site is not None
-        if site is None or is_routed or not changes[site.kind]:
+        if site is None or not changes[site.kind]:
             left.append(name)
             continue
         _refuse_unusable(block, name, direct, shared)
         sites.append(site)
-    return BlockModules(tuple(sites), tuple(left), routed)
+    return BlockModules(tuple(sites), tuple(left), len(routed))
 
 
-def _mixtures(model: nn.Module, block: str) -> tuple[set[str], tuple[str, ...]]:
+def _mixtures(model: nn.Module, block: str) -> tuple[set[str], list[str]]:
     """Return names of a block's routers, and beginnings of the names of their experts' modules.
 
-    A mixture has a list `experts` and a module `gate` or `router` whose weight has a row for each.
+    A mixture has `experts`, in a list or in tensors with a matrix for each, and a module `gate` or
+    `router` whose weight has a row for each.
     """
-    routers, experts = set[str](), list[str]()
+    routers, mixtures = set[str](), list[str]()
     for name, module in model.get_submodule(block).named_modules(prefix=block):
-        leaf, inner = "gate" if hasattr(module, "gate") else "router", getattr(module, "experts", 0)
+        leaf = "gate" if hasattr(module, "gate") else "router"
         rows = getattr(getattr(module, leaf, None), "weight", None)
-        if isinstance(inner, nn.ModuleList) and rows is not None and len(rows) == len(inner):
+        experts = getattr(module, "experts", None)
+        if rows is None or not isinstance(experts, nn.Module):
+            continue
+        counts = {len(tensor) for tensor in experts.parameters(recurse=False)}
+        if isinstance(experts, nn.ModuleList):
+            counts = {len(experts)}
+        if counts == {len(rows)}:
             routers.add(f"{name}.{leaf}")
-            experts.append(f"{name}.experts.")
-    return routers, tuple(experts)
+            mixtures.append(f"{name}.experts.")
+    return routers, mixtures
 
 
 def site_of(name: str, module: Any) -> Site | None:

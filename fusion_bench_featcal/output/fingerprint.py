@@ -16,9 +16,8 @@ from fusion_bench_featcal.digests import (
     digest_tensor,
     without_addresses,
 )
-from fusion_bench_featcal.experts.expert_model import first_rows
 from fusion_bench_featcal.experts.reads import BASE
-from fusion_bench_featcal.experts.source import ExpertSource
+from fusion_bench_featcal.experts.source import ExpertSource, first_rows
 from fusion_bench_featcal.json_files import digest_json
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch

@@ -1,0 +1,75 @@
+"""Matrices of a mixture's experts, joined into one tensor as transformers 5 has them in memory."""
+
+import re
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView, first_rows
+
+_MODULES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_MATRIX = re.compile(
+    r"(.*)\.(?:mlp|block_sparse_moe)\.(?:experts\.(\d+)\.(\w+)|gate)\.weight", re.ASCII
+)
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+class JoinedExperts(SourceView):
+    """Weights with a matrix for each expert of a mixture, shown as one tensor for all of them."""
+
+    def __init__(self, source: ExpertSource) -> None:
+        """Refer to a source."""
+        super().__init__(source)
+        matrices: dict[tuple[str, str, int], str] = {}
+        self._stored: dict[str, list[list[str]]] = {}  # names of the parts of each expert
+        self._renamed: dict[str, str] = {}
+        for name in source.names():
+            if (found := _MATRIX.fullmatch(name)) is None:
+                continue
+            stem, number, module = found.groups()
+            if number is None:
+                self._renamed[f"{stem}.mlp.gate.weight"] = name
+            else:
+                matrices[stem, _MIXTRAL.get(module, module), int(number)] = name
+        for stem in {stem for stem, _, _ in matrices}:
+            count = 1 + max(number for owner, _, number in matrices if owner == stem)
+            for leaf, modules in _MODULES.items():
+                names = [[matrices.get((stem, m, n), "") for m in modules] for n in range(count)]
+                if all(map(all, names)):
+                    self._stored[f"{stem}.mlp.experts.{leaf}"] = names
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        parts = {name for rows in self._stored.values() for row in rows for name in row}
+        hidden = parts | set(self._renamed.values())
+        return (self._source.names() - hidden) | self._stored.keys() | self._renamed.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor: `[experts, rows, columns]` of joined ones."""
+        if name not in self._stored:
+            return self._source.shape(self._renamed.get(name, name))
+        experts = self._stored[name]
+        rows, columns = self._source.shape(experts[0][0])
+        return len(experts), rows * len(experts[0]), columns
+
+    def nbytes(self, name: str) -> int:
+        """Return the number of bytes that reading one tensor takes."""
+        if name not in self._stored:
+            return super().nbytes(self._renamed.get(name, name))
+        return sum(super(JoinedExperts, self).nbytes(n) for row in self._stored[name] for n in row)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor."""
+        if name not in self._stored:
+            return self._source.tensor(self._renamed.get(name, name))
+        return self._joined(self._stored[name])
+
+    def first_rows(self, name: str, count: int) -> Tensor:
+        """Read the first rows of one tensor: of joined ones the first experts."""
+        if name not in self._stored:
+            return first_rows(self._source, self._renamed.get(name, name), count)
+        return self._joined(self._stored[name][:count])
+
+    def _joined(self, experts: list[list[str]]) -> Tensor:
+        read = self._source.tensor
+        return torch.stack([torch.cat([read(name) for name in parts]) for parts in experts])
