@@ -38,7 +38,7 @@ def by_factors(gram: Tensor, right: Tensor, lambdas: Sequence[float]) -> list[Te
     solutions = []
     for ridge in lambdas:
         dtype = torch.float32 if ridge >= SINGLE_RIDGE else torch.float64
-        lower, _ = torch.linalg.cholesky_ex(shifted(gram.to(dtype), ridge))
+        lower, _ = torch.linalg.cholesky_ex(shifted(gram, ridge, dtype))
         solutions.append(torch.cholesky_solve(right.mT.to(dtype), lower).mT.double())
     return solutions
 

@@ -23,6 +23,7 @@ PROBES = 16
 """Number of random vectors that stand for all of a matrix's columns, or for all outputs."""
 
 _POWER_VECTORS, _POWER_STEPS = 2, 4
+_STRIP = 512
 
 
 class UnsolvedError(ArithmeticError):
@@ -87,9 +88,9 @@ def solve_ridge(
 def _solve_in(
     dtype: torch.dtype, gram: Tensor, right: Tensor, ridge: float, rounding: float
 ) -> Solution:
-    system, right = shifted(gram.to(dtype), ridge), right.to(dtype)
+    system, right = shifted(gram, ridge, dtype), right.to(dtype)
     lower, failed = torch.linalg.cholesky_ex(system)
-    step = torch.cholesky_solve(right.mT, lower).mT
+    step = divided(right, lower)
     pivots = lower.diagonal(dim1=-2, dim2=-1).square().amin(-1)
     noise = rounding * system.diagonal(dim1=-2, dim2=-1).amax(-1)
     margin = pivots - PIVOT_MARGIN * len(system[0]) * noise
@@ -114,12 +115,21 @@ def _solve_in(
     return Solution(step, residual, condition)
 
 
-def shifted(gram: Float[Tensor, "*g d d"], ridge: Tensor | float) -> Float[Tensor, "*g d d"]:
+def shifted(
+    gram: Float[Tensor, "*g d d"], ridge: Tensor | float, dtype: torch.dtype
+) -> Float[Tensor, "*g d d"]:
     """Return `G + r I`."""
-    system = gram.clone()
-    diagonal = system.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(ridge)
+    system = gram.to(dtype, copy=True)
+    system.diagonal(dim1=-2, dim2=-1).add_(ridge)
     return system
+
+
+def divided(
+    right: Float[Tensor, "*g m d"], lower: Float[Tensor, "*g d d"]
+) -> Float[Tensor, "*g m d"]:
+    """Return `R (L L')^-1`. `torch.cholesky_solve` would copy the factor each time."""
+    half = torch.linalg.solve_triangular(lower.mT, right, upper=True, left=False)
+    return torch.linalg.solve_triangular(lower, half, upper=False, left=False)
 
 
 def _condition(system: Tensor, lower: Tensor) -> Float[Tensor, " g"]:
@@ -129,12 +139,11 @@ def _condition(system: Tensor, lower: Tensor) -> Float[Tensor, " g"]:
     one that can miss by orders of magnitude.
     """
     signs = random_signs(system.shape[-1], system.dtype, system.device)
-    largest = smallest = signs[:, :_POWER_VECTORS].expand(len(system), -1, -1)
+    largest = smallest = signs.T[:_POWER_VECTORS].expand(len(system), -1, -1)
     for _ in range(_POWER_STEPS):
-        largest = system @ (largest / torch.linalg.vector_norm(largest, dim=-2, keepdim=True))
-        smallest = smallest / torch.linalg.vector_norm(smallest, dim=-2, keepdim=True)
-        smallest = torch.cholesky_solve(smallest, lower)
-    norms = [torch.linalg.vector_norm(vectors, dim=-2).amax(-1) for vectors in (largest, smallest)]
+        largest = torch.nn.functional.normalize(largest, dim=-1) @ system
+        smallest = divided(torch.nn.functional.normalize(smallest, dim=-1), lower)
+    norms = [torch.linalg.vector_norm(vectors, dim=-1).amax(-1) for vectors in (largest, smallest)]
     return norms[0] * norms[1]
 
 
@@ -148,7 +157,9 @@ def relative_residual(
     """
     wide = solve_dtype(system.device)
     signs = random_signs(system.shape[-1], wide, system.device)
-    wanted = right.to(wide) @ signs
-    error = (step.to(wide) @ (system.to(wide) @ signs) - wanted).flatten(1).norm(dim=1)
-    scale = wanted.flatten(1).norm(dim=1)
+    strips = system.split(_STRIP, dim=1)  # a wide copy of all would be the largest matrix of a run
+    image = torch.cat([strip.to(wide) @ signs for strip in strips], 1)
+    target = right.to(wide) @ signs
+    error = (step.to(wide) @ image - target).flatten(1).norm(dim=1)
+    scale = target.flatten(1).norm(dim=1)
     return torch.where(scale > 0, error / scale, error)

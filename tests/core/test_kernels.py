@@ -12,7 +12,7 @@ from tiny_models import clip_suite
 from torch import nn
 from torch.nn import functional
 
-from fusion_bench_featcal import CalibrationError, calibration
+from fusion_bench_featcal import CalibrationError, problem
 from fusion_bench_featcal.core import kernels, products
 from fusion_bench_featcal.core.kernels import (
     ONEDNN,
@@ -215,7 +215,7 @@ def test_onednn_is_used_only_where_every_process_chose_it(other: str):
 
     def used(processes: Processes) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(calibration, "choose_kernel", lambda *_: (ONEDNN, other)[processes.rank])
+            patch.setattr(problem, "choose_kernel", lambda *_: (ONEDNN, other)[processes.rank])
             result = run_fast(suite, processes=processes)
         return [record["linear_kernel"] for record in result.log.of_kind("engine")]
 
