@@ -20,7 +20,7 @@ from fusion_bench_featcal.streams.samples import number_held_out, number_of_copi
 from fusion_bench_featcal.streams.task_rows import empty_rows, empty_sums
 
 CPU = torch.device("cpu")
-SYSTEMS = 3
+SYSTEMS = 2
 """Matrices in float64, of the widest module's inputs, that a solve takes."""
 
 

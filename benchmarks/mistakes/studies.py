@@ -41,8 +41,8 @@ MUTATIONS = (
     Mutation(
         "equal weights leave lambda as it is",
         "studies/ablations.py",
-        "sums.merge(self.rows, scale)",
-        "sums.merge(self.rows, torch.ones_like(scale))",
+        "sums.mul_(scale.to",
+        "sums.mul_(torch.ones_like(scale).to",
         "test_ablations.py",
     ),
     Mutation(

@@ -142,14 +142,19 @@ class Moments:
         x, y = self.x / count, self.y / count
         gram, cross = self.gram / count[..., None], self.cross / count[..., None]
         if centred:
-            gram = gram - x[..., :, None] * x[..., None, :]
-            cross = cross - y[..., :, None] * x[..., None, :]
+            gram.addcmul_(x[..., :, None], x[..., None, :], value=-1)
+            cross.addcmul_(y[..., :, None], x[..., None, :], value=-1)
         return Moments(gram, cross, x, y, self.count)
 
-    def behind(self, matrix: Float[Tensor, "g m r"]) -> "Moments":
-        """Return the same with `M y` in place of `y`."""
-        y = (matrix @ self.y[..., None])[..., 0]
-        return Moments(self.gram, matrix @ self.cross, self.x, y, self.count)
+    def variances(self, *, centred: bool) -> Float[Tensor, "f g d"]:
+        """Return the mean square of each input, about its mean if centred."""
+        count = self.count[..., None]
+        squares = self.gram.diagonal(dim1=-2, dim2=-1) / count
+        return squares - (self.x / count).square() if centred else squares
+
+    def without_features(self) -> "Moments":
+        """Return the sums over the inputs alone."""
+        return Moments(self.gram, self.cross[..., :0, :], self.x, self.y[..., :0], self.count)
 
     def gram_norms(self) -> Float[Tensor, " g"]:
         """Return the Frobenius norm of each map's mean Gram matrix, over all rows.

@@ -55,19 +55,14 @@ def rounded(rows: Tensor) -> Tensor:
     return short if rows.is_cuda and _ADDS_IN_FLOAT32 else short.float()
 
 
-def times_transposed(left: Tensor, right: Tensor) -> Tensor:
-    """`left right'`.
-
-    Args:
-        left: `[m, n]`.
-        right: `[d, n]`, of the same dtype.
-
-    Returns:
-        `[m, d]`.
-    """
-    if multiplies_rows_by_onednn(left):
-        return multiply_transposed(left.contiguous(), right.contiguous())
-    return left @ right.T
+def multiply(
+    weight: Float[Tensor, "g m d"], moment: Float[Tensor, "g d k"], *, symmetric: bool = False
+) -> Float[Tensor, "g m k"]:
+    """Return `W M` for each map. A symmetric moment need not be transposed for oneDNN."""
+    if len(weight) > 1 or not multiplies_rows_by_onednn(weight):
+        return weight @ moment
+    right = moment[0] if symmetric else moment[0].T.contiguous()
+    return multiply_transposed(weight[0].contiguous(), right)[None]
 
 
 def columns_of(rows: Tensor) -> Tensor:

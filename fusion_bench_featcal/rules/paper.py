@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.core.products import times_transposed
 from fusion_bench_featcal.core.solve import SINGLE_RIDGE, solve_dtype, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.norms import NormSums
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved, anchor_of, stored
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
+from fusion_bench_featcal.rules.step import StepTargets, anchor_of
 
 MAX_ROUNDING = 1e-3
 """Largest accepted float32 rounding of the normal equations, relative to lambda."""
@@ -86,43 +86,24 @@ class Paper:
 
 
 class PaperSums:
-    """Sums for the step from the anchor (Eqs. 13 to 17, 51 to 55).
-
-    With `D_i = mean (x_exp - x) x'` a task's right side, relative to the anchor, is
-    `W_i C_i - W_anc G_i = (W_i - W_anc) (G_i + alpha D_i) + W_anc alpha D_i`: zero where nothing is
-    to be done. The last product is formed once, for the sum over tasks.
-    """
+    """Sums for the step from the anchor (Eqs. 13 to 17, 51 to 55)."""
 
     def __init__(self, rule: Paper, group: Group, anchor: Linear) -> None:
         """Start with no task."""
-        self._rule, self._anchor, self._has_few_outputs = rule, anchor, group.has_few_outputs
-        maps, outputs, inputs = anchor.weight.shape
-        self.rows = Moments.zeros(1, maps, inputs, outputs, anchor.weight)
-        self._drift: Tensor | None = None
-        self._dtype = group.dtype
+        self._rule, self._dtype = rule, group.dtype
+        maps, _, inputs = anchor.weight.shape
+        self._inputs = Moments.zeros(1, maps, inputs, 0, anchor.weight)
+        self._targets = StepTargets(group, anchor, rule.mix_alpha)
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
-        self._add_anchor()
-        return self.rows.tensors()
+        return [*self._inputs.tensors(), *self._targets.tensors()]
 
     def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
         """Add a task's means, weighted by `1 / |G_i|` (Eq. 14)."""
-        alpha, step = self._rule.mix_alpha, expert.minus(self._anchor)
-        weight = self.weights_of(rows)
-        gram, x = rows.gram[0], rows.x[0]
-        if self._has_few_outputs:
-            cross = product(step.weight, gram).add_(rows.cross[0], alpha=alpha)
-            y = alpha * rows.y[0]
-        else:
-            cross = product(step.weight, torch.add(gram, rows.cross[0], alpha=alpha))
-            y = alpha * (expert.weight @ rows.y[0][..., None])[..., 0]
-            per_row = (weight / rows.count[0])[:, None, None]
-            part = (alpha * per_row) * rows.cross[0]
-            self._drift = part if self._drift is None else self._drift.add_(part)
-        y = y + (step.weight @ x[..., None])[..., 0] + step.bias * rows.count[0][:, None]
-        target = Moments(rows.gram, cross[None], rows.x, y[None], rows.count)
-        self.rows.merge(target, weight / rows.count[0])
+        factor = self.weights_of(rows) / rows.count[0]
+        self._inputs.merge(rows.without_features(), factor)
+        cross = self._targets.add(rows, expert, factor)
         return {"norm": rows.gram_norms().mean(), "cross": cross.sum()}
 
     def weights_of(self, rows: Moments) -> Tensor:
@@ -131,25 +112,14 @@ class PaperSums:
 
     def solve(self) -> Solved:
         """Solve for the step from the anchor (Eq. 17); the bias follows from the means."""
-        self._add_anchor()
-        rule, anchor = self._rule, self._anchor
-        right = self.rows.cross[0] - rule.eps * anchor.weight
-        gram, rounding = self.rows.gram[0], rounding_of(self._dtype)
-        rounding = max(rounding, torch.finfo(right.dtype).eps)
-        solution = solve_ridge(gram, right, rule.ridge_lambda + rule.eps, rounding=rounding)
-        wide = solve_dtype(right.device)
-        weight = stored(anchor.weight.to(wide) + solution.step.to(wide), self._dtype)
-        step, x = weight - anchor.weight.to(wide), self.rows.x[0].to(wide)
-        shift = self.rows.y[0].to(wide) - (step @ x[..., None])[..., 0]
-        shift = shift / (self.rows.count[0].to(wide) + rule.ridge_lambda)[:, None]
-        solved = Linear(weight, anchor.bias.to(wide) + shift)
-        return Solved(solved, solution.residual, solution.condition)
-
-    def _add_anchor(self) -> None:
-        """Add once what the anchor contributes to the right side, over all tasks."""
-        if self._drift is not None:
-            self.rows.cross[0].add_(product(self._anchor.weight, self._drift))
-            self._drift = None
+        rule, targets, inputs = self._rule, self._targets, self._inputs
+        right = targets.tensors()[0][0] - rule.eps * targets.anchor.weight
+        rounding = max(rounding_of(self._dtype), torch.finfo(right.dtype).eps)
+        ridge = rule.ridge_lambda + rule.eps
+        solution = solve_ridge(inputs.gram[0], right, ridge, rounding=rounding)
+        count = inputs.count[0] + rule.ridge_lambda
+        linear = targets.moved(solution.step, inputs.x[0], count)
+        return Solved(linear, solution.residual, solution.condition)
 
 
 def rounding_of(features: torch.dtype) -> float:
@@ -159,10 +129,3 @@ def rounding_of(features: torch.dtype) -> float:
     float64 sums resolve. Half-precision features are taken as the numbers they are.
     """
     return 0.0 if features.itemsize < 4 else torch.finfo(features).eps ** 2
-
-
-def product(weight: Tensor, moment: Tensor) -> Tensor:
-    """Return `W M` for each map, through the faster library for a single one."""
-    if len(weight) > 1:
-        return weight @ moment
-    return times_transposed(weight[0], moment[0].T)[None]

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.products import add_lower_gram, columns_of, mirror_lower
 from fusion_bench_featcal.core.ridge import NO_CHANGE, choose_ridge
-from fusion_bench_featcal.core.solve import PROBES, random_signs, solve_dtype, solve_ridge
+from fusion_bench_featcal.core.solve import PROBES, random_signs, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved, stored
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
+from fusion_bench_featcal.rules.step import StepTargets
 
 EPS = 1e-8
 """Least norm of a Gram matrix."""
@@ -88,85 +90,67 @@ class PlusSums:
 
     def __init__(self, rule: Plus, group: Group, merged: Linear, base: Linear | None) -> None:
         """Start with no task."""
-        self._rule, self._merged = rule, merged
-        self._base = None if group.convolves else base
-        self._few_outputs, self._dtype = group.has_few_outputs, group.dtype
+        self._rule, self._has_few_outputs = rule, group.has_few_outputs
+        self._base = base if rule.gamma > 0 and not group.convolves else None
         self._biased = group.biased and rule.calibrate_bias
-        maps, outputs, inputs = merged.weight.shape
+        self._targets = StepTargets(group, merged, alpha=1.0)
         self._probes = probes_of(merged.weight)
-        sizes = maps, inputs, len(self._probes)
-        self._folds = Moments.zeros(rule.folds, *sizes, merged.weight)
-        self._cross = merged.weight.new_zeros(maps, outputs, inputs)
-        self._y = merged.bias.new_zeros(maps, outputs)
+        maps, _, inputs = merged.weight.shape
+        self._folds = Moments.zeros(rule.folds, maps, inputs, len(self._probes), merged.weight)
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
-        return [*self._folds.tensors(), self._cross, self._y]
+        return [*self._folds.tensors(), *self._targets.tensors()]
 
     def add(self, task: str, rows: Moments, expert: Linear) -> dict[str, Tensor]:
         """Add a task's targets once in full, and their combinations by fold."""
-        whole, step = rows.total(), expert.minus(self._merged)
+        whole, step = rows.total(), expert.minus(self._targets.anchor)
         weight = whole.task_weights(EPS) * self._rule.task_weights.get(task, 1.0)
-        per_row = weight / whole.count[0]
-        if self._base is not None and self._rule.gamma > 0:
+        if self._base is not None:
             gamma = self._rule.gammas.get(task, self._rule.gamma)
-            memory = gamma * self._memory(whole, expert.weight - self._base.weight)
-            shares = (rows.count / whole.count)[..., None, None]
-            rows = replace(rows, gram=rows.gram + shares * memory)
-            whole = replace(whole, gram=whole.gram + memory)
-        target = self._targets(whole, step, None if self._few_outputs else expert.weight)
-        self._cross += per_row[:, None, None] * target.cross[0]
-        self._y += per_row[:, None] * target.y[0]
-        probed = Linear(self._probes @ step.weight, step.bias @ self._probes.T)
-        reach = None if self._few_outputs else self._probes @ expert.weight
-        if self._few_outputs:
-            rows = rows.behind(self._probes[None])
-        self._folds.merge(self._targets(rows, probed, reach), per_row)
-        return {"norm": whole.gram_norms().mean(), "cross": target.cross.sum()}
+            memory = self._memory(whole, expert.weight - self._base.weight, gamma)
+            rows.gram.addcmul_((rows.count / whole.count)[..., None, None], memory)
+            whole.gram.add_(memory)
+        factor = weight / whole.count[0]
+        cross = self._targets.add(whole, expert, factor)
+        biases = (factor[:, None] * step.bias)[..., None]
+        self._targets.cross[0].addcmul_(biases, whole.x[0][:, None, :])
+        self._folds.merge(self._probed(rows, expert, step), factor)
+        return {"norm": whole.gram_norms().mean(), "cross": cross.sum()}
 
-    def _memory(self, whole: Moments, tau: Tensor) -> Tensor:
-        """Return `A_i / (w_i gamma_i)`, `[1, g, d, d]`; zero where the expert is the base."""
-        covariance = whole.means(centred=self._biased).gram
-        energy = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) * whole.count
-        square = tau.square().sum((-2, -1))
-        energy = torch.where(square > 0, energy / square, 0.0)
-        return energy[..., None, None] * (tau.mT @ tau)
+    def _memory(self, whole: Moments, tau: Tensor, gamma: float) -> Tensor:
+        """Return `A_i`, `[d, d]`; zero where the expert is the base."""
+        energy = whole.variances(centred=self._biased).sum() * whole.count.sum()
+        square = tau.square().sum()
+        scale = torch.where(square > 0, gamma * energy / square, 0.0)
+        memory = torch.zeros_like(whole.gram[0, 0])
+        add_lower_gram(memory, columns_of(tau[0] * scale.sqrt()))
+        return mirror_lower(memory)
 
-    @staticmethod
-    def _targets(rows: Moments, step: Linear, reach: Tensor | None) -> Moments:
-        """Return moments of the targets.
-
-        Args:
-            rows: Moments of inputs and drift.
-            step: The expert's parameters less those that change.
-            reach: Map of the drift to the outputs; None: it has been mapped.
-        """
-        drift = rows if reach is None else rows.behind(reach)
-        cross = step.weight @ rows.gram + drift.cross + step.bias[..., None] * rows.x[..., None, :]
-        y = (step.weight @ rows.x[..., None])[..., 0] + drift.y + step.bias * rows.count[..., None]
-        return Moments(rows.gram, cross, rows.x, y, rows.count)
+    def _probed(self, rows: Moments, expert: Linear, step: Linear) -> Moments:
+        """Return moments of combinations of the targets, by fold."""
+        weight, bias = self._probes @ step.weight, step.bias @ self._probes.T
+        reach = self._probes[None] if self._has_few_outputs else self._probes @ expert.weight
+        cross = weight @ rows.gram + reach @ rows.cross + bias[..., None] * rows.x[..., None, :]
+        y = (weight @ rows.x[..., None] + reach @ rows.y[..., None])[..., 0]
+        return replace(rows, cross=cross, y=y + bias * rows.count[..., None])
 
     def solve(self) -> Solved:
         """Return the step with the ridge of least held-out error, and the bias that means leave."""
-        whole, wide = self._folds.total(), solve_dtype(self._cross.device)
-        sums = replace(whole, cross=self._cross[None], y=self._y[None])
-        means = sums.means(centred=self._biased)
+        whole, (cross, y) = self._folds.total(), self._targets.tensors()
+        means = replace(whole, cross=cross, y=y).means(centred=self._biased)
         scale = means.gram.diagonal(dim1=-2, dim2=-1).mean()
-        energy = whole.means(centred=False).gram.diagonal(dim1=-2, dim2=-1).mean()
+        energy = whole.variances(centred=False).mean()
         ridge = choose_ridge(self._folds, biased=self._biased)
-        step, residual, condition = torch.zeros_like(self._cross), 0.0, 1.0
+        step, residual, condition = torch.zeros_like(cross[0]), 0.0, 1.0
         if ridge != NO_CHANGE and bool(scale > CONSTANT * energy):
             # Divided by the scale, so that the ridge is relative, as the solve's bounds are.
             gram, right = means.gram[0] / scale, means.cross[0] / scale
             rounding = torch.finfo(gram.dtype).eps
             solution = solve_ridge(gram, right, ridge, rounding=rounding)
             step, residual, condition = solution.step, solution.residual, solution.condition
-        merged = self._merged.to(wide)
-        weight = stored(merged.weight + step.to(wide), self._dtype)
-        step = weight - merged.weight
-        shift = means.y[0].to(wide) - (step @ means.x[0].to(wide)[..., None])[..., 0]
-        solved = Linear(weight, merged.bias + shift)
-        return Solved(solved, residual, condition, {"ridge": ridge})
+        linear = self._targets.moved(step, whole.x[0], whole.count[0])
+        return Solved(linear, residual, condition, {"ridge": ridge})
 
 
 def probes_of(like: Tensor) -> Tensor:

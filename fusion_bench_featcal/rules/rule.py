@@ -10,11 +10,6 @@ from torch import Tensor
 from fusion_bench_featcal.core.linear import Linear
 
 
-def stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight as it will be stored: biases make up for what its rounding does to means."""
-    return weight.to(dtype).to(weight.dtype)
-
-
 @dataclass(frozen=True)
 class Solved:
     """New parameters of a group, and figures for the log.
@@ -132,11 +127,3 @@ class Rule(Protocol):
     def dtype(self, tasks: int, device: torch.device) -> torch.dtype:
         """Return the least precise dtype of sums over rows."""
         ...
-
-
-def anchor_of(merged: Linear, base: Linear | None, rho: float) -> Linear:
-    """Return `rho W_mer + (1 - rho) W_base`, the merged parameters at rho = 1 (Eq. 11)."""
-    if base is None or rho == 1:
-        return merged
-    step = merged.minus(base)
-    return Linear(base.weight + rho * step.weight, base.bias + rho * step.bias)

@@ -11,7 +11,8 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.rules.norms import NormSums
 from fusion_bench_featcal.rules.paper import Paper, PaperSums
 from fusion_bench_featcal.rules.plus import Plus
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved, anchor_of
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
+from fusion_bench_featcal.rules.step import anchor_of
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ class _EqualSums(PaperSums):
 
     def solve(self) -> Solved:
         """Solve as published, relative to the mean norm."""
-        scale = (self._norms[1] / self._norms[0]).to(self.rows.gram.dtype)
-        sums = Moments.zeros(1, *self.rows.gram.shape[1:3], self.rows.y.shape[-1], self.rows.gram)
-        self._add_anchor()
-        sums.merge(self.rows, scale)
-        self.rows = sums
+        scale = self._norms[1] / self._norms[0]
+        for sums in super().tensors():
+            sums.mul_(scale.to(sums.dtype).view(-1, *[1] * (sums.ndim - 2)))
         return super().solve()

@@ -38,7 +38,7 @@ def test_memory_of_a_llama():
     parts = plan_of(Request(model, settings, tasks=3, length=100)).parts
     assert parts["model"] == 2 * 3_212_749_824
     assert parts["features"] == 2 * 2 * 3 * 10 * 100 * 3072
-    assert parts["solve"] == 3 * 8 * 8192**2
+    assert parts["solve"] == 2 * 8 * 8192**2
 
 
 def test_features_of_flan_t5():
