@@ -29,7 +29,7 @@ MUTATIONS = [
     Mutation(
         "LayerNorm's determinant may be 0",
         "rules/norms.py",
-        "(square * tasks - mean * mean).clamp_min(self._rule.eps)",
+        "(square * tasks - mean * mean).clamp_min(self._eps)",
         "(square * tasks - mean * mean).clamp_min(0)",
         LOOP,
     ),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.problem import Autocast
 from fusion_bench_featcal.rules.lot import Lot
+from fusion_bench_featcal.rules.merging import MergingRule
 from fusion_bench_featcal.rules.regmean import RegMean
-from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.runner import Runner
@@ -30,31 +30,13 @@ from fusion_bench_featcal.streams.streams import Streams
 REGMEAN, REGMEAN_PLUSPLUS, LOT = RegMean(), RegMean(features="merged"), Lot()
 
 
-class BlockMerger(Rule, Protocol):
-    """A rule that merges block by block, with its settings (`MergingRule`)."""
-
-    @property
-    def features(self) -> str:
-        """Return whose features each expert's block receives."""
-        ...
-
-    @property
-    def outside(self) -> bool:
-        """Return whether layers outside the blocks are solved, too."""
-        ...
-
-    def start_scale(self, tasks: int) -> float:
-        """Return the factor of the experts' mean step from the base in the model to start from."""
-        ...
-
-
 @torch.no_grad()
 def merge_blockwise(
     base: nn.Module,
     experts: Mapping[str, nn.Module | ExpertSource],
     batches: Mapping[str, Iterable[Any]],
     settings: FeatCalSettings,
-    rule: BlockMerger,
+    rule: MergingRule,
     *,
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,

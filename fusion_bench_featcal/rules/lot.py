@@ -37,12 +37,16 @@ class Lot(MergingRule):
     cutoff: float = 1e-3
     outside: bool = False
     calibrate_norm = True
-    reads_base = True
 
     checks: ClassVar[dict[str, Check]] = {"scale": POSITIVE, "cutoff": SHARE, "outside": BOOLEAN}
 
     def __post_init__(self) -> None:
         check_fields(self, self.checks)
+
+    @property
+    def reads_base(self) -> bool:
+        """Return True: steps are from the base."""
+        return True
 
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums relative to the base. Biases and shifts stay as merged."""

@@ -1,7 +1,5 @@
 """Gain and shift of norms, channel by channel (Eqs. 56 to 59)."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -38,27 +36,13 @@ class NormRows:
         self.sums[2] += weights.sum()
 
 
-class HasRidge(Protocol):
-    """Settings that the solve of norms reads."""
-
-    @property
-    def ridge_lambda(self) -> float:
-        """Return lambda."""
-        ...
-
-    @property
-    def eps(self) -> float:
-        """Return the least determinant."""
-        ...
-
-
 class NormSums:
     """Sums over tasks for one norm. Every task weighs 1."""
 
-    def __init__(self, rule: HasRidge, anchor: Linear) -> None:
-        """Start with no task."""
-        wide = solve_dtype(anchor.weight.device)
-        self._rule, self._anchor = rule, anchor.to(wide)
+    def __init__(self, anchor: Linear, ridge_lambda: float, eps: float) -> None:
+        """Start with no task. `eps` is the least determinant."""
+        self._anchor = anchor.to(solve_dtype(anchor.weight.device))
+        self._ridge_lambda, self._eps = ridge_lambda, eps
         self._sums = self._anchor.bias.new_zeros(5, anchor.bias.shape[-1])
 
     def tensors(self) -> list[Tensor]:
@@ -77,10 +61,10 @@ class NormSums:
     def solve(self) -> Solved:
         """Solve two equations for each channel (Eqs. 57 to 59)."""
         square, mean, gain, shift, tasks = self._sums
-        pull, anchor = self._rule.ridge_lambda, self._anchor
+        pull, anchor = self._ridge_lambda, self._anchor
         square, tasks = square + pull, tasks + pull
         gain, shift = gain + pull * anchor.weight[0, 0], shift + pull * anchor.bias[0]
-        determinant = (square * tasks - mean * mean).clamp_min(self._rule.eps)
+        determinant = (square * tasks - mean * mean).clamp_min(self._eps)
         new_gain = (tasks * gain - mean * shift) / determinant
         new_shift = (square * shift - mean * gain) / determinant
         return Solved(Linear(new_gain[None, None], new_shift[None]))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import SINGLE_RIDGE, solve_dtype, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.norms import NormSums
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
 from fusion_bench_featcal.rules.step import StepTargets, anchor_of
 
 MAX_ROUNDING = 1e-3
@@ -19,7 +19,7 @@ MAX_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
-class Paper:
+class Paper(Rule):
     """FeatCal as published: all modules of a block from one look, one ridge, a mixed target.
 
     Attributes:
@@ -37,10 +37,6 @@ class Paper:
     eps: float = 1e-8
     calibrate_bias: bool = True
     calibrate_norm: bool = True
-    folds: ClassVar[int] = 1
-    notes_outputs: ClassVar[bool] = False
-    reads_closing_rows: ClassVar[bool] = False
-    weighs_trust: ClassVar[bool] = False
 
     @property
     def runs_experts(self) -> bool:
@@ -54,7 +50,7 @@ class Paper:
 
     @property
     def needs_base(self) -> bool:
-        """Return the same: there is no anchor without it."""
+        """Return the same: without it there is no anchor."""
         return self.reads_base
 
     @property
@@ -76,7 +72,13 @@ class Paper:
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums relative to the anchor."""
         anchor = anchor_of(merged, base, self.anchor_rho)
-        return NormSums(self, anchor) if group.kind == "norm" else PaperSums(self, group, anchor)
+        if group.kind == "norm":
+            return NormSums(anchor, self.ridge_lambda, self.eps)
+        return self.linear_sums(group, anchor)
+
+    def linear_sums(self, group: Group, anchor: Linear) -> "PaperSums":
+        """Return empty sums for linear modules."""
+        return PaperSums(self, group, anchor)
 
     def dtype(self, tasks: int, device: torch.device) -> torch.dtype:
         """Return float64 where float32 rounding would reach the update through a small lambda."""

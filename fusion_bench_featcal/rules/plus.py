@@ -5,7 +5,7 @@ The mathematics is in docs/plus.md.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from fusion_bench_featcal.core.products import add_lower_gram, columns_of, mirro
 from fusion_bench_featcal.core.ridge import NO_CHANGE, choose_ridge
 from fusion_bench_featcal.core.solve import PROBES, random_signs, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
 from fusion_bench_featcal.rules.step import StepTargets
 
 EPS = 1e-8
@@ -26,7 +26,7 @@ CONSTANT = 1e-6
 
 
 @dataclass(frozen=True)
-class Plus:
+class Plus(Rule):
     """FeatCal+: groups of modules one after another, each with the ridge of least held-out error.
 
     Attributes:
@@ -42,13 +42,14 @@ class Plus:
     gammas: Mapping[str, float] = field(default_factory=dict)
     task_weights: Mapping[str, float] = field(default_factory=dict)
     calibrate_bias: bool = True
-    calibrate_norm: ClassVar[bool] = False
-    folds: ClassVar[int] = 4
-    runs_experts: ClassVar[bool] = True
-    notes_outputs: ClassVar[bool] = True
-    remedy: ClassVar[str] = "Use more samples (method.samples_per_task)"
-    reads_closing_rows: ClassVar[bool] = True
-    needs_base: ClassVar[bool] = False
+    folds = 4
+    notes_outputs = True
+    reads_closing_rows = True
+
+    @property
+    def runs_experts(self) -> bool:
+        """Return True: targets are the experts' outputs."""
+        return True
 
     @property
     def reads_base(self) -> bool:
@@ -67,10 +68,6 @@ class Plus:
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums relative to the merged modules."""
         return PlusSums(self, group, merged, base)
-
-    def dtype(self, tasks: int, device: torch.device) -> torch.dtype:
-        """Return float32: ridges are relative to the inputs, and small ones are solved wider."""
-        return torch.float32
 
 
 class PlusSums:

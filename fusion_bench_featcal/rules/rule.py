@@ -1,5 +1,6 @@
 """Contract of a rule: which modules are solved in one turn, and from which sums."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,14 +13,7 @@ from fusion_bench_featcal.core.linear import Linear
 
 @dataclass(frozen=True)
 class Solved:
-    """New parameters of a group, and figures for the log.
-
-    Attributes:
-        linear: The parameters.
-        residual: Relative residual of the normal equations.
-        condition: Their condition number, estimated.
-        facts: Further figures of the rule, such as the ridge that was chosen.
-    """
+    """New parameters of a group, and figures for the log: `facts` are of one rule alone."""
 
     linear: Linear
     residual: float = 0.0
@@ -37,7 +31,7 @@ class GroupSums(Protocol):
             task: The task.
             rows: Its moments of the calibrated model's inputs `x` and of the expert's drift
                 `x_exp - x`, behind the expert's weight if the group compares outputs. Of a norm the
-                sums over its normalised inputs.
+                sums over its normalised inputs. They may be changed.
             expert: The expert's parameters.
 
         Returns:
@@ -59,61 +53,57 @@ class GroupSums(Protocol):
         ...
 
 
-class Rule(Protocol):
-    """One way of calibrating a block. Its fields are its settings.
+class Rule(ABC):
+    """One way of calibrating a block: base of frozen dataclasses whose fields are its settings.
 
     Attributes:
         folds: Number of parts in which a task's sums are formed.
-        runs_experts: Whether the experts' features are used.
         notes_outputs: Whether the expert's outputs are noted in place of inputs where they are few:
             they take less memory while they wait for their turn.
-        reads_base: Whether the base model's parameters are used where there is one.
-        needs_base: Whether there must be one.
-        weighs_trust: Whether trust in each task's samples is measured before anything is solved.
         reads_closing_rows: Whether only positions that the model reads on count in the last block.
         calibrate_bias: Whether biases of linear modules change.
         calibrate_norm: Whether gains and shifts of norms change.
-        remedy: What to change where a system has no solution.
     """
 
-    folds: int
-    notes_outputs: bool
-    reads_closing_rows: bool
-    calibrate_bias: bool
-    calibrate_norm: bool
+    folds: int = 1
+    notes_outputs: bool = False
+    reads_closing_rows: bool = False
+    calibrate_bias: bool = False
+    calibrate_norm: bool = False
 
     @property
     def runs_experts(self) -> bool:
-        """As the attribute."""
-        ...
+        """Return whether the experts' features are used."""
+        return False
 
     @property
     def reads_base(self) -> bool:
-        """As the attribute."""
-        ...
+        """Return whether the base model's parameters are used where there is one."""
+        return False
 
     @property
     def needs_base(self) -> bool:
-        """As the attribute."""
-        ...
+        """Return whether there must be a base model."""
+        return False
 
     @property
     def weighs_trust(self) -> bool:
-        """As the attribute."""
-        ...
+        """Return whether trust in each task's samples is measured before anything is solved."""
+        return False
 
     @property
     def remedy(self) -> str:
-        """As the attribute."""
-        ...
+        """Return what to change where a system has no solution."""
+        return "Use more samples (method.samples_per_task)"
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Divide a block's groups, in the order of their calls, into turns.
+        """Divide a block's groups, in the order of their calls, into turns: here one.
 
         Modules of one turn are solved from one look at the samples.
         """
-        ...
+        return [groups]
 
+    @abstractmethod
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums for one group.
 
@@ -122,8 +112,7 @@ class Rule(Protocol):
             merged: Their parameters as they are.
             base: As the base model has them; None: there is no base.
         """
-        ...
 
     def dtype(self, tasks: int, device: torch.device) -> torch.dtype:
         """Return the least precise dtype of sums over rows."""
-        ...
+        return torch.float32

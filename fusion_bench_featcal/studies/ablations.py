@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.rules.norms import NormSums
 from fusion_bench_featcal.rules.paper import Paper, PaperSums
 from fusion_bench_featcal.rules.plus import Plus
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
-from fusion_bench_featcal.rules.step import anchor_of
+from fusion_bench_featcal.rules.rule import Linear, Solved
 
 
 @dataclass(frozen=True)
@@ -22,11 +20,9 @@ class EqualWeights(Paper):
     Lambda is relative to the mean of their norms, as it is relative to norm 1 with `1 / |G|`.
     """
 
-    def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
-        """Return empty sums relative to the anchor."""
-        if group.kind == "norm":
-            return NormSums(self, anchor_of(merged, base, self.anchor_rho))
-        return _EqualSums(self, group, anchor_of(merged, base, self.anchor_rho))
+    def linear_sums(self, group: Any, anchor: Linear) -> PaperSums:
+        """Return empty sums for linear modules."""
+        return _EqualSums(self, group, anchor)
 
 
 @dataclass(frozen=True)
