@@ -117,7 +117,7 @@ class PlusSums:
 
     def _memory(self, whole: Moments, tau: Tensor, gamma: float) -> Tensor:
         """Return `A_i`, `[d, d]`; zero where the expert is the base."""
-        energy = whole.variances(centred=self._biased).sum() * whole.count.sum()
+        energy = whole.variances(centred=self._biased).sum().clamp_min(0) * whole.count.sum()
         square = tau.square().sum()
         scale = torch.where(square > 0, gamma * energy / square, 0.0)
         memory = torch.zeros_like(whole.gram[0, 0])
