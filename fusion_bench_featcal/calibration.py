@@ -78,7 +78,8 @@ def groups_of(problem: Problem, block: str) -> list[Group]:
     sites, streams, team = problem.modules[block].sites, problem.streams, problem.team
     if not sites:
         return []
-    streams.narrow(block, team.of_first(lambda: streams.names_of_last_rows(block, sites)))
+    if streams.last_rows is not None and streams.is_last(block):
+        streams.narrow(block, team.of_first(lambda: streams.names_of_last_rows(block, sites)))
 
     def find() -> list[Group]:
         recorded, rows = streams.record_first(block, sites)
@@ -175,7 +176,8 @@ def note(problem: Problem, block: str, figures: Figures, seconds: float) -> None
     log, modules, streams = problem.log, problem.modules[block], problem.streams
     for module in (site.name for site in modules.sites if site.name in figures):
         log.add("module", {"block": block, "module": module, **figures[module]})
-    drifts, counts = streams.watch.records(problem.team.gather), dict[str, Counter[str]]()
+    drift, counts = streams.drift, dict[str, Counter[str]]()
+    drifts = {} if drift is None else drift.records(problem.team.gather)
     for part in problem.team.gather({task: streams.counts(task) for task in streams.tasks}):
         for task, of_task in part.items():
             counts.setdefault(task, Counter()).update(of_task)

@@ -37,7 +37,7 @@ from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.checks import sums_dtype
-from fusion_bench_featcal.streams.drift import DriftLog, Watch
+from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.family_check import checked_family
 from fusion_bench_featcal.streams.last_rows import last_rows_of
 from fusion_bench_featcal.streams.places import place_of
@@ -192,8 +192,8 @@ def problem_of(
         hashed=request.hashed,
     )
     images = any(gives_images(model.get_submodule(block)) for block in modules)
-    watch = DriftLog(channels_first=images) if settings.log_drift else Watch()
-    runs_experts = rule.runs_experts or watch.needs_features
+    drift = DriftLog(channels_first=images) if settings.log_drift else None
+    runs_experts = rule.runs_experts or drift is not None
     order = names_in_order(model, family, stages, modules, runs_experts=runs_experts)
     budget = settings.expert_read_budget
     weights = weights.limited(budget, order, merged.state_dict(), team.gather)
@@ -204,7 +204,7 @@ def problem_of(
         model,
         weights.experts,
         rule,
-        watch=watch,
+        drift=drift,
         place=place_of(settings, device),
         last_rows=last_rows_of(settings, rule, family),
         merged=aside,

@@ -86,9 +86,9 @@ MUTATIONS = [
     ),
     Mutation(
         "plus: rows of the class token alone in every block",
-        "streams/streams.py",
-        "if not self.is_last(block) or not self.last_rows.differs:",
-        "if not self.last_rows.differs:",
+        "calibration.py",
+        "if streams.last_rows is not None and streams.is_last(block):",
+        "if streams.last_rows is not None:",
         LOOP,
     ),
     Mutation(

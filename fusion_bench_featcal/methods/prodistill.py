@@ -122,15 +122,15 @@ class Training(Streams):
         self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
     ) -> None:
         """Run a batch through the expert's block and note its output."""
-        batch.expert_hidden, batch.exp = self.runner.step(expert, block, batch.exp)
+        hidden, batch.exp = self.runner.step(expert, block, batch.exp)
+        batch.noted[block] = [hidden]
 
     def advance(self, block: str) -> None:
         """Train a block and run all batches through it."""
         lessons = []
         for batch in (batch for task in self.tasks for batch in self.visits(task)):
-            counted = batch.rows.counted
-            assert batch.expert_hidden is not None  # as `follow` noted it
-            lessons.append(Lesson(batch.cal, rows_of(batch.expert_hidden, counted), counted))
+            (expert,), counted = batch.noted[block], batch.rows.counted
+            lessons.append(Lesson(batch.cal, rows_of(expert, counted), counted))
         tensors = self.model.state_dict()
         for name, value in self._trained(block, lessons).items():
             tensors[name].copy_(value)

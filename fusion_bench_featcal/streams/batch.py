@@ -22,8 +22,7 @@ class Batch:
         merged: Input of the merged model's next block, of held-out batches.
         rows: Positions that count in the stage.
         noted: The expert's features at modules that are yet to be solved, one per call: inputs, or
-            outputs if the rule notes these.
-        expert_hidden: The expert's output of the block in hand, if features are looked at.
+            outputs if the rule notes these. Under the block's name its output, if it is compared.
     """
 
     inputs: Any
@@ -35,4 +34,3 @@ class Batch:
     merged: Any = None
     rows: Rows = field(default_factory=Rows)
     noted: dict[str, list[Tensor]] = field(default_factory=dict)
-    expert_hidden: Tensor | None = None

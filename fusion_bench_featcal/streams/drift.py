@@ -17,54 +17,13 @@ BEFORE, AFTER, MERGED = "before", "after", "merged"
 Gather = Callable[[Any], list[Any]]
 
 
-class Watch:
-    """Base of what looks on at features. This one looks at nothing.
-
-    Attributes:
-        needs_features: Whether blocks run to their ends for it.
-    """
-
-    needs_features = False
-
-    def add(
-        self,
-        when: str,
-        task: str,
-        batch: Batch,
-        hidden: Tensor,
-        expert: Tensor,
-        *,
-        is_last: bool = False,
-    ) -> None:
-        """Look at a block's output.
-
-        Args:
-            when: `before` or `after` the block's update; `merged`: as the merged model has it.
-            task: The task.
-            batch: The batch.
-            hidden: The model's features.
-            expert: The expert's.
-            is_last: Whether the model reads on from them.
-        """
-
-    def records(self, gather: Gather) -> dict[str, dict[str, Any]]:
-        """Return each task's figures at the block in hand, and start anew.
-
-        Args:
-            gather: Returns the values of all processes, whose sums are added up.
-        """
-        return {}
-
-
-class DriftLog(Watch):
+class DriftLog:
     """Sums of drifts at the block in hand, by task.
 
     Attributes:
         sums: `(task, when)` -> sums of `sums_of`, `[5]`. Of held-out samples `when` begins with
             `held out`.
     """
-
-    needs_features = True
 
     def __init__(self, *, channels_first: bool = False) -> None:
         """Start with nothing.
@@ -85,7 +44,16 @@ class DriftLog(Watch):
         *,
         is_last: bool = False,
     ) -> None:
-        """Add a batch's features."""
+        """Add a batch's features behind a block.
+
+        Args:
+            when: `before` or `after` the block's update; `merged`: as the merged model has them.
+            task: The task.
+            batch: The batch.
+            hidden: The model's features.
+            expert: The expert's.
+            is_last: Whether the model reads on from them.
+        """
         all_read = batch.is_held_out or is_last
         counted = batch.rows.compared if all_read else batch.rows.counted
         rows = [self._rows(features, counted) for features in (hidden, expert)]

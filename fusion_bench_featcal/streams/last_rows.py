@@ -16,57 +16,19 @@ DEMO_WEIGHT = 0.01
 """Weight of all tokens but the first with `token_weights=demo_last_block`."""
 
 
-class LastRows:
-    """Positions that count in modules of the last block. Of this class: those of earlier blocks.
-
-    Attributes:
-        differs: Whether they may differ from those of earlier blocks.
-    """
-
-    differs = False
+class DemoRows:
+    """In all modules but k_proj and v_proj tokens but the first weigh little (authors' demo)."""
 
     def mask(
         self, model: nn.Module, block: str, hidden: Tensor, valid: CountedRows | None
     ) -> Tensor | None:
-        """Return weights of positions, `[batch, positions]`; None: those of earlier blocks.
+        """Return weights of positions, `[batch, positions]`: 1, and `DEMO_WEIGHT` for others.
 
         Args:
             model: The model.
             block: The last block, for messages.
             hidden: Features of the block's shape, `[batch, positions, d]`.
             valid: Positions that count in earlier blocks; None: all.
-        """
-        return None
-
-    def modules(
-        self,
-        model: nn.Module,
-        block: str,
-        sites: Sequence[Site],
-        run: Callable[[], Tensor],
-        mask: Tensor,
-    ) -> list[str]:
-        """Return names of the modules in which they count.
-
-        Args:
-            model: The model.
-            block: The last block.
-            sites: Its calibrated modules.
-            run: Runs the block on one batch; its hidden output.
-            mask: The weights in that batch.
-        """
-        return []
-
-
-class DemoRows(LastRows):
-    """In all modules but k_proj and v_proj tokens but the first weigh little (authors' demo)."""
-
-    differs = True
-
-    def mask(
-        self, model: nn.Module, block: str, hidden: Tensor, valid: CountedRows | None
-    ) -> Tensor | None:
-        """Return 1 for the first token, and `DEMO_WEIGHT` for others.
 
         Raises:
             CalibrationError: If features are not `[batch, tokens, d]`.
@@ -89,17 +51,23 @@ class DemoRows(LastRows):
         run: Callable[[], Tensor],
         mask: Tensor,
     ) -> list[str]:
-        """Return all modules but k_proj and v_proj."""
+        """Return names of the modules in which they count: all but k_proj and v_proj.
+
+        Args:
+            model: The model.
+            block: The last block.
+            sites: Its calibrated modules.
+            run: Runs the block on one batch; its hidden output.
+            mask: The weights in that batch.
+        """
         return [s.name for s in sites if not s.name.endswith(("k_proj", "v_proj"))]
 
 
-class ClosingRows(LastRows):
+class ClosingRows:
     """Positions that the model reads behind its last block, in linear modules of that block.
 
     A position does not count in a module if no output that is read depends on it.
     """
-
-    differs = True
 
     def __init__(self, family: Family) -> None:
         """Prepare.
@@ -112,7 +80,7 @@ class ClosingRows(LastRows):
     def mask(
         self, model: nn.Module, block: str, hidden: Tensor, valid: CountedRows | None
     ) -> Tensor | None:
-        """Return 1 for positions that are read, else 0."""
+        """Return 1 for positions that are read, else 0; None: all are. Arguments as `DemoRows`."""
         return self._family.closing_rows(model, hidden)
 
     def modules(
@@ -153,8 +121,12 @@ class ClosingRows(LastRows):
         ]
 
 
-def last_rows_of(settings: FeatCalSettings, rule: Rule, family: Family) -> LastRows:
+LastRows = DemoRows | ClosingRows
+"""Positions that count in modules of the last block, where they differ from earlier blocks'."""
+
+
+def last_rows_of(settings: FeatCalSettings, rule: Rule, family: Family) -> LastRows | None:
     """Return the positions that settings and rule choose in the last block."""
     if settings.token_weights == "demo_last_block":
         return DemoRows()
-    return ClosingRows(family) if rule.reads_closing_rows else LastRows()
+    return ClosingRows(family) if rule.reads_closing_rows else None

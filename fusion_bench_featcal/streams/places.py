@@ -16,7 +16,7 @@ from torch import Tensor
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 
-STATE = ("cal", "exp", "merged", "noted", "expert_hidden")
+STATE = ("cal", "exp", "merged", "noted")
 """Fields of a batch that hold features."""
 
 

@@ -16,7 +16,7 @@ from fusion_bench_featcal.modules.sites import Site
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.drift import AFTER, BEFORE, MERGED, Watch
+from fusion_bench_featcal.streams.drift import AFTER, BEFORE, MERGED, DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.last_rows import LastRows
 from fusion_bench_featcal.streams.places import Here
@@ -35,9 +35,9 @@ class Streams:
         model: The calibrated model.
         experts: The expert of each task.
         rule: How blocks are calibrated.
-        watch: Looks on at features.
+        drift: Compares features with the experts'; None: nothing does.
         place: Where features wait.
-        last_rows: Positions that count in modules of the last block.
+        last_rows: Positions that count in modules of the last block; None: those of earlier ones.
         merged: The merged model for held-out samples, where running one of its blocks or going to a
             stage takes blocks that have been calibrated. None: the calibrated model does.
     """
@@ -47,15 +47,15 @@ class Streams:
     model: nn.Module
     experts: Mapping[str, ExpertModel]
     rule: Rule
-    watch: Watch
+    drift: DriftLog | None = None
     place: Here = field(default_factory=Here)
-    last_rows: LastRows = field(default_factory=LastRows)
+    last_rows: LastRows | None = None
     merged: nn.Module | None = None
 
     @property
     def runs_experts(self) -> bool:
-        """Return whether experts run, for the rule or to be looked at."""
-        return self.rule.runs_experts or self.watch.needs_features
+        """Return whether experts run, for the rule or to be compared with."""
+        return self.rule.runs_experts or self.drift is not None
 
     def begin(self, index: int) -> None:
         """Bring all batches to the first block of a stage; earlier stages have been calibrated."""
@@ -78,7 +78,7 @@ class Streams:
         batch.cal = runner.begin(self.model, inputs, index, batch.cal)
         if self.runs_experts:
             batch.exp = runner.begin(expert, inputs, index, batch.exp)
-        if self.watch.needs_features:
+        if self.drift is not None:
             batch.rows = replace(batch.rows, compared=runner.compared(model, index, batch))
         if batch.is_held_out:
             merged = runner.begin(model, inputs, index, batch.merged) if index else batch.cal
@@ -113,7 +113,7 @@ class Streams:
         first = self._first()
         with self.place.at_hand(first):
             mask, run = self._last_mask(block, first), partial(self._hidden, block, first)
-            if mask is None:
+            if mask is None or self.last_rows is None:
                 return []
             return self.last_rows.modules(self.model, block, sites, run, mask)
 
@@ -140,8 +140,7 @@ class Streams:
         return self.runner.step(self.model, block, batch.cal)[0]
 
     def _last_mask(self, block: str, batch: Batch) -> Tensor | None:
-        if not self.is_last(block) or not self.last_rows.differs:
-            return None
+        assert self.last_rows is not None  # or nobody asks
         hidden = getattr(batch.cal, "hidden", None)
         hidden = self._hidden(block, batch) if hidden is None else hidden
         return self.last_rows.mask(self.model, block, hidden, batch.rows.counted)
@@ -156,12 +155,14 @@ class Streams:
         step = partial(self.runner.step, expert, block, batch.exp)
         if batch.is_held_out:
             hidden, batch.exp = step()
-            own, batch.merged = self.runner.step(self.merged or self.model, block, batch.merged)
-            self.watch.add(MERGED, task, batch, own, hidden)
+            model = self.merged or self.model
+            of_merged, batch.merged = self.runner.step(model, block, batch.merged)
+            if self.drift is not None:
+                self.drift.add(MERGED, task, batch, of_merged, hidden)
         else:
             hidden = self._note(batch, expert, step, groups)
-        if self.watch.needs_features:
-            batch.expert_hidden = hidden
+        if self.drift is not None:
+            batch.noted[block] = [hidden]
 
     def _note(self, batch: Batch, expert: nn.Module, step: Any, groups: Iterable[Group]) -> Tensor:
         """Run the expert's block; its hidden output."""
@@ -197,7 +198,7 @@ class Streams:
             CalibrationError: If modules of a group receive different tensors.
         """
         run = partial(self.runner.step, self.model, block, batch.cal)
-        watched = watched and self.watch.needs_features and self.rule.folds == 1
+        watched = watched and self.drift is not None and self.rule.folds == 1
         stops = self.runner.family.same_calls and not watched
         calls = sum(group.calls * len(group.sites) for group in groups) if stops else None
         names = [site.name for group in groups for site in group.sites]
@@ -211,9 +212,9 @@ class Streams:
                     "in the first batch, which is not supported. Exclude them: "
                     f"method.modules=['!{group.name}', ...]"
                 )
-        if watched and batch.expert_hidden is not None:
-            hidden, is_last = recorded.result[0], self.is_last(block)
-            self.watch.add(BEFORE, task, batch, hidden, batch.expert_hidden, is_last=is_last)
+        if watched and self.drift is not None:
+            hidden, (expert,) = recorded.result[0], batch.noted[block]
+            self.drift.add(BEFORE, task, batch, hidden, expert, is_last=self.is_last(block))
         return inputs
 
     def advance(self, block: str) -> None:
@@ -221,9 +222,9 @@ class Streams:
         is_last = self.is_last(block)
         for task in self.tasks:
             for batch in self.visits(task):
-                if is_last and batch.expert_hidden is None:
+                noted = batch.noted.pop(block, None)
+                if is_last and noted is None:
                     continue
                 hidden, batch.cal = self.runner.step(self.model, block, batch.cal)
-                if batch.expert_hidden is not None:
-                    expert, batch.expert_hidden = batch.expert_hidden, None
-                    self.watch.add(AFTER, task, batch, hidden, expert, is_last=is_last)
+                if self.drift is not None and noted is not None:
+                    self.drift.add(AFTER, task, batch, hidden, noted[0], is_last=is_last)
