@@ -19,8 +19,8 @@ MUTATIONS = [
     Mutation(
         "experts of a mixture calibrated",
         "modules/sites.py",
-        "if site is None or is_routed or not changes[site.kind]:",
-        "if site is None or not changes[site.kind]:",
+        "site = site_of(name, module) if selected and mixture is None else None",
+        "site = site_of(name, module) if selected else None",
         "streams/test_streams.py test_calibrate_mixtures.py",
     ),
     Mutation(
@@ -103,8 +103,8 @@ MUTATIONS = [
     Mutation(
         "padding of the encoder counts in cross-attention",
         "streams/runner.py",
-        "return Rows(valid, {end: divided(mask) for end, mask in others.items()})",
-        "return Rows(valid, dict.fromkeys(others))",
+        "other = {end: divided(mask) for end, mask in others.items()}",
+        "other = dict.fromkeys(others)",
         "test_calibrate_t5.py",
     ),
     Mutation(
@@ -145,8 +145,8 @@ MUTATIONS = [
     Mutation(
         "samples do not pass through restored blocks",
         "calibration.py",
-        "            streams.advance(block)\n",
-        "            if not finished:\n                streams.advance(block)\n",
+        "    problem.streams.advance(block)\n",
+        "    if not finished:\n        problem.streams.advance(block)\n",
         FOLDER,
     ),
     Mutation(
@@ -168,8 +168,8 @@ MUTATIONS = [
     Mutation(
         "samples of finished blocks not checked for changes",
         "output/fingerprint.py",
-        '"samples": describe_samples(samples),',
-        '"samples": dict.fromkeys(samples, ""),',
+        '"samples": describe_samples(problem.streams.tasks),',
+        '"samples": dict.fromkeys(problem.streams.tasks, ""),',
         FOLDER,
     ),
     Mutation(
@@ -261,8 +261,8 @@ MUTATIONS = [
     Mutation(
         "merged features of a replayed model by the calibrated one",
         "streams/streams.py",
-        "own, batch.merged = self.runner.step(self.merged or self.model, block, batch.merged)",
-        "own, batch.merged = self.runner.step(self.model, block, batch.merged)",
+        "            model = self.merged or self.model\n            of_merged",
+        "            model = self.model\n            of_merged",
         HELD,
     ),
     Mutation(

@@ -3,7 +3,7 @@
 from mistakes.entry import Mutation
 
 LOOP, ORACLE = "test_loop.py", "test_plus_oracle.py"
-EDGES, TRUST, AGREEMENT = "test_plus_edges.py", "test_trust.py", "test_agreement.py"
+EDGES, TRUST, WEIGHTS = "test_plus_properties.py", "test_trust.py", "test_drift_weights.py"
 COPIES = "test_plus_properties.py streams/test_streams.py"
 
 MUTATIONS = [
@@ -80,8 +80,8 @@ MUTATIONS = [
     Mutation(
         "plus: modules in the order of their names",
         "calibration.py",
-        "    turns = rule.turns(groups)\n",
-        "    turns = rule.turns(sorted(groups, key=lambda group: group.name))\n",
+        "enumerate(problem.rule.turns(groups) or [[]]):",
+        "enumerate(problem.rule.turns(sorted(groups, key=lambda g: g.name)) or [[]]):",
         LOOP,
     ),
     Mutation(
@@ -152,7 +152,7 @@ MUTATIONS = [
         "rules/plus.py",
         "self._rule.task_weights.get(task, 1.0)",
         "1.0",
-        AGREEMENT,
+        WEIGHTS,
     ),
     Mutation(
         "plus: gamma by task is not used",
@@ -192,8 +192,8 @@ MUTATIONS = [
     Mutation(
         "plus: copies are no samples",
         "streams/streams.py",
-        "number = batch.samples or number  # copies follow their originals",
-        "number = batch.samples",
+        "return sum(b.rows.samples for b in self.tasks[task] if not b.is_held_out)",
+        "return sum(b.samples for b in self.tasks[task] if not b.is_held_out)",
         TRUST,
     ),
     Mutation(
@@ -250,41 +250,41 @@ MUTATIONS = [
         "agreement.py",
         "is_better = after.mean > before.mean and not set(after.behind) - set(before.behind)",
         "is_better = True",
-        AGREEMENT,
+        WEIGHTS,
     ),
     Mutation(
         "the second calibration may put a task behind",
         "agreement.py",
         "is_better = after.mean > before.mean and not set(after.behind) - set(before.behind)",
         "is_better = after.mean > before.mean",
-        AGREEMENT,
+        WEIGHTS,
     ),
     Mutation(
         "both calibrations share one folder",
         "agreement.py",
         'folder = settings.checkpoint_dir and f"{settings.checkpoint_dir}/drift_weights"',
         "folder = settings.checkpoint_dir",
-        AGREEMENT,
+        WEIGHTS,
     ),
     Mutation(
         "drift weights by the squared drift",
         "agreement.py",
         "return {task: drift / mean for task, drift in self.drift.items()}",
         "return {task: drift**2 / mean for task, drift in self.drift.items()}",
-        AGREEMENT,
+        WEIGHTS,
     ),
     Mutation(
         "an even drift is weighed",
         "agreement.py",
         "max(drifts) ** 2 <= UNEVEN * statistics",
         "max(drifts) ** 2 < 0 * statistics",
-        AGREEMENT,
+        WEIGHTS,
     ),
     Mutation(
         "no cosine above the merged model's is told",
         "agreement.py",
         "if not cosine > self.merged[task]]",
         "if not cosine >= self.merged[task]]",
-        AGREEMENT,
+        WEIGHTS,
     ),
 ]
