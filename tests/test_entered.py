@@ -20,8 +20,9 @@ experts/expert_model.py experts/model_config.py experts/reads.py experts/source.
 families/__init__.py families/base.py families/clip.py log.py memory.py
 module_copies.py modules/groups.py modules/hooks.py modules/kinds.py modules/models.py
 modules/sites.py output/__init__.py output/no_output.py problem.py processes.py progress.py
-rules/__init__.py rules/norms.py rules/paper.py rules/rule.py rules/step.py settings.py streams/augmentation.py
-streams/checks.py streams/drift.py streams/family_check.py streams/inputs.py streams/last_rows.py
+rules/__init__.py rules/norms.py rules/paper.py rules/rule.py rules/step.py settings.py
+streams/augmentation.py streams/checks.py streams/drift.py streams/family_check.py
+streams/inputs.py streams/last_rows.py
 streams/places.py streams/rows.py streams/runner.py streams/samples.py streams/streams.py
 streams/task_rows.py team.py
 """

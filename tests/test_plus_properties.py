@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -217,7 +218,8 @@ def test_replay_family_equals_the_clip_family_but_for_the_last_block():
     assert distance(plus(suite, family=replay(suite)), plus(suite)) > 1e-3
 
 
-@pytest.mark.parametrize("make", [small_clip, small_llama])
+# With a batch of one sample less, two ridges tie: rounding then chooses.
+@pytest.mark.parametrize("make", [partial(small_clip, sizes=(4, 2)), small_llama])
 def test_float32_agrees_with_float64(make: Callable[[], Suite]):
     suite = make()
     assert_same(plus(suite.to(torch.float32)), plus(suite), 1e-4)

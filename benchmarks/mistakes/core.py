@@ -31,7 +31,7 @@ MUTATIONS = [
         "rules/norms.py",
         "(square * tasks - mean * mean).clamp_min(self._eps)",
         "(square * tasks - mean * mean).clamp_min(0)",
-        LOOP,
+        "rules/test_norm_sums.py",
     ),
     Mutation(
         "lambda left out of the system",
@@ -59,7 +59,7 @@ MUTATIONS = [
         "core/solve.py",
         "if not residual <= TOLERANCE[dtype]:",
         "if residual > TOLERANCE[dtype]:",
-        LOOP,
+        "core/test_solve.py",
     ),
     Mutation(
         "singular systems are trusted",
