@@ -13,9 +13,9 @@ from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.problem import Problem
-from fusion_bench_featcal.streams.rows import folded_rows
 from fusion_bench_featcal.streams.samples import naming_module
 from fusion_bench_featcal.streams.streams import Streams
+from fusion_bench_featcal.streams.task_rows import folded_rows
 
 logger = logging.getLogger(__name__)
 
@@ -112,13 +112,10 @@ def sums_of(streams: Streams, task: str, block: str, group: Group, like: Tensor)
     for batch in streams.visits(task):
         if batch.is_held_out:
             continue
-        counted = batch.rows.of(group.name)
         inputs = streams.inputs_of(task, batch, block, [group], watched=False)
         with naming_module(task, block, group.name), exact_products():
             for x in inputs[group.name]:
-                one = {"start": 0, "samples": batch.rows.samples, "folds": 1}
-                rows = folded_rows(x, None, None, counted, has_outputs=False, **one)
-                for _, values, _, weights in rows:
+                for _, values, _, weights in folded_rows(batch, group, x):
                     sums.add(0, values, None, weights)
     return sums
 

@@ -52,7 +52,7 @@ MUTATIONS = [
         "core/solve.py",
         "TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}",
         "TOLERANCE = {torch.float32: 1e-1, torch.float64: 1e-2}",
-        LOOP,
+        "core/test_solve.py",
     ),
     Mutation(
         "residual that is NaN is accepted",
@@ -129,7 +129,7 @@ MUTATIONS = [
         "core/moments.py",
         "for start in range(0, len(x), MOST_ROWS):",
         "for start in range(0, max(len(x) - MOST_ROWS, 1), MOST_ROWS):",
-        LOOP,
+        "core/test_moments.py",
     ),
     Mutation(
         "rows weighted on one side only",

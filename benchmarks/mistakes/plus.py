@@ -9,8 +9,8 @@ COPIES = "test_plus_properties.py streams/test_streams.py"
 MUTATIONS = [
     Mutation(
         "plus: folds by the place in a batch",
-        "streams/rows.py",
-        "fold = (start + number) % folds",
+        "streams/task_rows.py",
+        "fold = (batch.start + number) % folds",
         "fold = number % folds",
         LOOP,
     ),

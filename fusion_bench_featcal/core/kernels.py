@@ -118,8 +118,6 @@ class _LinearThroughOnednn(TorchFunctionMode):
     ) -> Any:
         if func is functional.linear and not kwargs and _fits(args):
             return _onednn_linear(*args)
-        if func is torch.conv2d and not kwargs and _cuts_patches(args):
-            return _patches_by_onednn(*args[:3])
         return func(*args, **(kwargs or {}))
 
 
@@ -138,31 +136,6 @@ def _fits(tensors: Sequence[Any]) -> bool:
         or (isinstance(tensor, Tensor) and tensor.dtype == torch.float32 and tensor.is_cpu)
         for tensor in tensors
     )
-
-
-def _cuts_patches(args: Sequence[Any]) -> bool:
-    """Return whether a convolution goes over an image tile by tile, as patch embeddings do."""
-    if len(args) != 7 or any(not isinstance(sizes, tuple) for sizes in args[3:6]):
-        return False  # not as a module calls it
-    image, kernel, bias, stride, padding, dilation, groups = args
-    tile = tuple(kernel.shape[2:])
-    return (
-        stride == tile != (1, 1)
-        and (padding, dilation, groups) == ((0, 0), (1, 1), 1)
-        and image.ndim == 4
-        and image.shape[1] == kernel.shape[1]
-        and _fits([image, kernel.flatten(1), bias])
-        and all(size % side == 0 for size, side in zip(image.shape[2:], tile, strict=True))
-    )
-
-
-def _patches_by_onednn(image: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-    """Such a convolution as a product of patches: oneDNN's own takes half as long again."""
-    (high, wide), (count, channels) = kernel.shape[2:], image.shape[:2]
-    rows, columns = image.shape[2] // high, image.shape[3] // wide
-    tiles = image.reshape(count, channels, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
-    product = _onednn_linear(tiles.reshape(count, rows, columns, -1), kernel.flatten(1), bias)
-    return product.permute(0, 3, 1, 2).contiguous()  # as a convolution's result lies
 
 
 def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,13 +1,11 @@
 """Positions of a batch that count, looked at once and used at every block."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.modules.sites import matches
 from fusion_bench_featcal.plurals import counted as counted_as
 from fusion_bench_featcal.settings import CalibrationError
@@ -149,78 +147,3 @@ class Rows:
 def rows_of(features: Tensor, counted: CountedRows | None) -> Tensor:
     """Return features `[..., d]` as rows `[n, d]`: those that count, or without a mask all."""
     return features.reshape(-1, features.shape[-1]) if counted is None else counted.of(features)
-
-
-def folded_rows(
-    x: Tensor,
-    y: Tensor | None,
-    patches: Patches | None,
-    counted: Counted | None,
-    *,
-    has_outputs: bool,
-    start: int,
-    samples: int,
-    folds: int,
-) -> Iterator[tuple[int, Tensor, Tensor | None, Tensor | None]]:
-    """Divide the rows of one batch by fold: sample `i` of a task is in fold `i mod F`.
-
-    Args:
-        x: Inputs of a module.
-        y: Further features of the same samples: inputs or outputs.
-        patches: Geometry of the module if it is a convolution.
-        counted: Positions that count; None: all.
-        has_outputs: Whether `y` are outputs.
-        start: Number of the first sample.
-        samples: Number of samples.
-        folds: Number of folds `F`.
-
-    Yields:
-        A fold, its rows `[n, d]` of `x` and of `y`, and their weights (None: all 1).
-
-    Raises:
-        CalibrationError: If padding or folds cannot be told in the inputs.
-    """
-    if patches is not None and counted is not None:
-        raise CalibrationError("is a convolution, whose patches no mask of positions fits")
-    if folds > 1 and counted is not None and counted[0].is_table(x):
-        raise CalibrationError(
-            "receives a table of relative positions, which method=featcal/plus does not support"
-        )
-    for number in range(folds):
-        of_x, of_y = (
-            part if part is None or folds == 1 else by_sample(part, samples)[number::folds]
-            for part in (x, y)
-        )
-        assert of_x is not None
-        if not len(of_x):
-            continue
-        fold = (start + number) % folds
-        if patches is not None:
-            for rows_x, rows_y in _unfolded(of_x, of_y, patches, has_outputs):
-                yield fold, rows_x, rows_y, None
-            continue
-        chosen = None if counted is None else counted[number + 1 if folds > 1 else 0]
-        weights = None if chosen is None or chosen.is_table(of_x) else chosen.weights
-        yield fold, rows_of(of_x, chosen), None if of_y is None else rows_of(of_y, chosen), weights
-
-
-def by_sample(rows: Tensor, samples: int) -> Tensor:
-    """Return flattened rows `[samples * n, d]` as `[samples, n, d]`, others as they are."""
-    is_flat = rows.ndim == 2 and len(rows) != samples and len(rows) % samples == 0
-    return rows.unflatten(0, (samples, -1)) if is_flat else rows
-
-
-def _unfolded(
-    x: Tensor, y: Tensor | None, patches: Patches, has_outputs: bool
-) -> Iterator[tuple[Tensor, Any]]:
-    """Unfold a convolution's inputs, some samples at a time."""
-    if y is None or not has_outputs:
-        for pieces in patches.pieces([x] if y is None else [x, y]):
-            rows = [piece.flatten(0, 1) for piece in pieces]
-            yield rows[0], rows[1] if len(rows) > 1 else None
-        return
-    done = 0
-    for (piece,) in patches.pieces([x]):
-        of_y = y[done : done + len(piece)]
-        yield piece.flatten(0, 1), of_y.flatten(2).mT.flatten(0, 1)
-        done += len(piece)

@@ -1,19 +1,21 @@
 """Sums over the rows of one task for one group of modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.modules.groups import Group, normalised
 from fusion_bench_featcal.rules.norms import NormRows
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.rows import folded_rows, rows_of
+from fusion_bench_featcal.streams.rows import rows_of
 
 
 class LinearRows:
@@ -42,25 +44,17 @@ class LinearRows:
         Raises:
             CalibrationError: If the expert calls the modules more or less often.
         """
-        group, counted = self._group, batch.rows.of(self._group.name)
+        group, rule = self._group, self._rule
         noted = [None] * len(inputs)
-        if self._rule.runs_experts:
+        if rule.runs_experts:
             noted = batch.noted.pop(group.name, [])
         if len(noted) != len(inputs):
             raise CalibrationError(
                 f"ran {len(inputs)} times in the calibrated block and {len(noted)} in the expert's"
             )
+        are_outputs = rule.notes_outputs and group.has_few_outputs
         for x, y in zip(inputs, noted, strict=True):
-            rows = folded_rows(
-                x,
-                y,
-                group.sites[0].patches,
-                counted,
-                has_outputs=self._rule.notes_outputs and group.has_few_outputs,
-                start=batch.start,
-                samples=batch.rows.samples,
-                folds=self._rule.folds,
-            )
+            rows = folded_rows(batch, group, x, y, folds=rule.folds, are_outputs=are_outputs)
             for fold, rows_x, rows_y, weights in rows:
                 drift = None if rows_y is None else self._drift(rows_x, rows_y)
                 self.sums.add(fold, rows_x, drift, weights)
@@ -235,3 +229,76 @@ def empty_sums(
         return StatisticsSums(group, model)
     merged = group.linear(model.get_parameter, dtype)
     return rule.sums(group, merged, None if base is None else group.linear(base, dtype))
+
+
+def folded_rows(
+    batch: Batch,
+    group: Group,
+    x: Tensor,
+    y: Tensor | None = None,
+    *,
+    folds: int = 1,
+    are_outputs: bool = False,
+) -> Iterator[tuple[int, Tensor, Tensor | None, Tensor | None]]:
+    """Divide the rows of one batch by fold: sample `i` of a task is in fold `i mod F`.
+
+    Args:
+        batch: The batch.
+        group: The modules.
+        x: What they receive.
+        y: Further features of the same samples.
+        folds: Number of folds `F`.
+        are_outputs: Whether `y` are outputs of the modules, and not inputs.
+
+    Yields:
+        A fold, its rows `[n, d]` of `x` and of `y`, and their weights (None: all 1).
+
+    Raises:
+        CalibrationError: If padding or folds cannot be told in the inputs.
+    """
+    patches, counted = group.sites[0].patches, batch.rows.of(group.name)
+    samples = batch.rows.samples
+    if patches is not None and counted is not None:
+        raise CalibrationError("is a convolution, whose patches no mask of positions fits")
+    if folds > 1 and counted is not None and counted[0].is_table(x):
+        raise CalibrationError(
+            "receives a table of relative positions, which method=featcal/plus does not support"
+        )
+    for number in range(folds):
+        of_x, of_y = (
+            part if part is None or folds == 1 else by_sample(part, samples)[number::folds]
+            for part in (x, y)
+        )
+        assert of_x is not None
+        if not len(of_x):
+            continue
+        fold = (batch.start + number) % folds
+        if patches is not None:
+            for rows_x, rows_y in _unfolded(of_x, of_y, patches, are_outputs):
+                yield fold, rows_x, rows_y, None
+            continue
+        chosen = None if counted is None else counted[number + 1 if folds > 1 else 0]
+        weights = None if chosen is None or chosen.is_table(of_x) else chosen.weights
+        yield fold, rows_of(of_x, chosen), None if of_y is None else rows_of(of_y, chosen), weights
+
+
+def by_sample(rows: Tensor, samples: int) -> Tensor:
+    """Return flattened rows `[samples * n, d]` as `[samples, n, d]`, others as they are."""
+    is_flat = rows.ndim == 2 and len(rows) != samples and len(rows) % samples == 0
+    return rows.unflatten(0, (samples, -1)) if is_flat else rows
+
+
+def _unfolded(
+    x: Tensor, y: Tensor | None, patches: Patches, are_outputs: bool
+) -> Iterator[tuple[Tensor, Any]]:
+    """Unfold a convolution's inputs, some samples at a time."""
+    if y is None or not are_outputs:
+        for pieces in patches.pieces([x] if y is None else [x, y]):
+            rows = [piece.flatten(0, 1) for piece in pieces]
+            yield rows[0], rows[1] if len(rows) > 1 else None
+        return
+    done = 0
+    for (piece,) in patches.pieces([x]):
+        of_y = y[done : done + len(piece)]
+        yield piece.flatten(0, 1), of_y.flatten(2).mT.flatten(0, 1)
+        done += len(piece)

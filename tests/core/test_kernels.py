@@ -1,8 +1,6 @@
 """Either library gives the same result to rounding, and the choice between them is a run's own."""
 
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -161,51 +159,6 @@ def test_a_resumed_run_needs_the_kernel_of_its_blocks(tmp_path: Path):
         run_fast(suite, linear_kernel="torch", checkpoint_dir=str(tmp_path), resume=True)
     found = run_fast(suite, linear_kernel="onednn", checkpoint_dir=str(tmp_path), resume=True)
     assert_identical(found.model, wanted.model)
-
-
-@needs_onednn
-@pytest.mark.parametrize(
-    ("options", "size", "through"),
-    [
-        ({"kernel_size": 4, "stride": 4}, (12, 8), True),
-        ({"kernel_size": (2, 4), "stride": (2, 4), "bias": False}, (6, 8), True),
-        ({"kernel_size": 4, "stride": 4}, (13, 8), False),  # the rest is left out
-        ({"kernel_size": 4, "stride": 2}, (12, 8), False),
-        ({"kernel_size": 4, "stride": 4, "padding": 2}, (12, 8), False),
-        ({"kernel_size": 2, "stride": 2, "dilation": 2}, (12, 8), False),
-        ({"kernel_size": 4, "stride": 4, "groups": 3}, (12, 8), False),
-        ({"kernel_size": 4, "stride": 4, "padding": "valid"}, (12, 8), False),
-    ],
-)
-def test_patches_are_embedded_by_one_product(
-    options: dict[str, Any], size: tuple[int, int], through: bool, calls: list[tuple[int, ...]]
-):
-    torch.manual_seed(0)
-    layer, image = nn.Conv2d(3, 6, **options), torch.randn(2, 3, *size)
-    wanted = layer(image)
-    with torch.no_grad(), with_kernel(ONEDNN, nullcontext)():
-        found = layer(image)
-    assert bool(calls) == through
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    assert found.is_contiguous() == wanted.is_contiguous()
-
-
-@needs_onednn
-@pytest.mark.parametrize(
-    "more", [(), (None,), (None, 4), (None, 4, 0, 1, 1), (None, (4, 4), "valid")]
-)
-def test_convolutions_of_any_form_are_left_alone(
-    more: tuple[Any, ...], calls: list[tuple[int, ...]]
-):
-    torch.manual_seed(0)
-    image, kernel = torch.randn(2, 3, 12, 8), torch.randn(6, 3, 4, 4)
-    with torch.no_grad(), with_kernel(ONEDNN, nullcontext)():
-        found = functional.conv2d(image, kernel, *more)
-        with pytest.raises(RuntimeError, match="channels"):
-            nn.Conv2d(5, 6, 4, 4)(image)
-        nn.Conv2d(3, 6, 1)(image)  # no patches
-    torch.testing.assert_close(found, functional.conv2d(image, kernel, *more))
-    assert not calls
 
 
 @needs_onednn
