@@ -18,7 +18,6 @@ from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.memory import memory_advice, naming_memory
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import Modes, device_of, load_updates, relative_change
-from fusion_bench_featcal.output.fingerprint import describe_run
 from fusion_bench_featcal.problem import (
     Autocast,
     CalibrationResult,
@@ -273,9 +272,7 @@ def calibrate_once(request: Request) -> CalibrationResult:
             problem.progress.bar,
         ):
             check_weights(problem, "the merged model", "Check method.base_method")
-            problem.output.start(
-                partial(describe_run, problem, request.settings), list(problem.modules)
-            )
+            problem.output.start(problem, request.settings)
             if problem.output.is_complete:
                 restore(problem)
             else:

@@ -19,6 +19,7 @@ from fusion_bench_featcal.digests import (
 from fusion_bench_featcal.experts.reads import BASE
 from fusion_bench_featcal.experts.source import ExpertSource, first_rows
 from fusion_bench_featcal.json_files import digest_json
+from fusion_bench_featcal.processes import Processes
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 
@@ -45,7 +46,9 @@ def describe_settings(settings: FeatCalSettings) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
 
 
-def describe_run(problem: Any, settings: FeatCalSettings) -> dict[str, dict[str, Any]]:
+def describe_run(
+    problem: Any, settings: FeatCalSettings, processes: Processes
+) -> dict[str, dict[str, Any]]:
     """Return all that a calibration depends on, fit for JSON.
 
     Of base and experts names, shapes and first rows are compared, not every value.
@@ -53,6 +56,7 @@ def describe_run(problem: Any, settings: FeatCalSettings) -> dict[str, dict[str,
     Args:
         problem: The `Problem`, of which nothing has been solved.
         settings: Settings.
+        processes: The processes, whose samples and weights count, too.
     """
     merged, runner = problem.merged, problem.streams.runner
     tensors = dict(merged.named_buffers()) | merged.state_dict()
@@ -66,15 +70,19 @@ def describe_run(problem: Any, settings: FeatCalSettings) -> dict[str, dict[str,
     with runner.autocast():
         on = torch.is_autocast_enabled(device.type)
         autocast = str(torch.get_autocast_dtype(device.type)) if on else None
+    weights = {name: glimpse(source) for name, source in models.items()}
+    weights = {"the merged model": digest_json(digests), **weights}
+    samples = _joined(processes.gather(describe_samples(problem.streams.tasks)))
     return {
         "settings": describe_settings(settings),
-        "run": {name: without_addresses(text) for name, text in texts.items()},
-        "model": {**describe_model(merged), "blocks": stages},
-        "weights": {
-            "the merged model": digest_json(digests),
-            **{name: glimpse(source) for name, source in models.items()},
+        "run": {
+            "tasks (modelpool.models)": list(samples),
+            **{name: without_addresses(text) for name, text in texts.items()},
+            "number of processes (fabric.devices x fabric.num_nodes)": processes.size,
         },
-        "samples": describe_samples(problem.streams.tasks),
+        "model": {**describe_model(merged), "blocks": stages},
+        "weights": _joined(processes.gather(weights)),
+        "samples": samples,
         "precision": {
             "device": device.type,
             "autocast": autocast,
@@ -84,6 +92,15 @@ def describe_run(problem: Any, settings: FeatCalSettings) -> dict[str, dict[str,
         "software": describe_software(_PACKAGES, _CODE),
         "machine": describe_machine(device),
     }
+
+
+def _joined(gathered: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Join digests of all processes. Several have digests of what they share or divide."""
+    joined: dict[str, list[str]] = {}
+    for of_process in gathered:
+        for name, text in of_process.items():
+            joined.setdefault(name, []).append(text)
+    return {name: " ".join(dict.fromkeys(texts)) for name, texts in joined.items()}
 
 
 def glimpse(source: ExpertSource) -> str:

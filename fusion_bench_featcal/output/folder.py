@@ -8,7 +8,7 @@ remaining tensors and an index are: with its config.json the folder is the model
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,10 @@ from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files import ReportError, prepare_directory, remove_orphans, write_whole
 from fusion_bench_featcal.json_files import digest_json, sealed_json
-from fusion_bench_featcal.output.fingerprint import differences
-from fusion_bench_featcal.output.manifest import (
-    FORMAT,
-    naming_damage,
-    naming_room,
-    read_manifest,
-)
+from fusion_bench_featcal.output.fingerprint import describe_run, differences
+from fusion_bench_featcal.output.manifest import FORMAT, naming_damage, naming_room, read_manifest
 from fusion_bench_featcal.output.no_output import NoOutput
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.tensor_files import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
@@ -89,29 +84,18 @@ class OutputFolder(NoOutput):
         for text in differences(then, machine):
             log.warning("resumed on another machine, which may round otherwise: %s", text)
 
-    def start(self, describe: Callable[[], Mapping[str, Any]], blocks: list[str]) -> None:
+    def start(self, problem: Any, settings: FeatCalSettings) -> None:
         """Begin with the first block, or go on after those that an earlier run has finished.
 
         Args:
-            describe: Returns the fingerprint of the run, as `describe_run` makes it of this
-                process's tasks.
-            blocks: Names of the blocks in forward order.
+            problem: The `Problem`, of which nothing has been solved.
+            settings: Settings.
 
         Raises:
             CalibrationError: If the blocks that are there are another run's.
         """
-        gather, run = self._processes.gather, dict(describe())
-        for key in ("samples", "weights"):
-            joined: dict[str, list[str]] = {}
-            for part in gather(run[key]):
-                for name, text in part.items():
-                    joined.setdefault(name, []).append(text)
-            run[key] = {name: " ".join(dict.fromkeys(texts)) for name, texts in joined.items()}
-        run["run"] = {
-            "tasks (modelpool.models)": list(run["samples"]),
-            **run["run"],
-            "number of processes (fabric.devices x fabric.num_nodes)": self._processes.size,
-        }
+        gather, blocks = self._processes.gather, list(problem.modules)
+        run = describe_run(problem, settings, self._processes)
         self.compare(run)
         self._files = {block: f"block-{i:04d}.safetensors" for i, block in enumerate(blocks)}
         listed = self._content.get("blocks", {})

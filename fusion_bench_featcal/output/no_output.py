@@ -1,9 +1,11 @@
 """No output folder."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
 class NoOutput:
@@ -18,7 +20,7 @@ class NoOutput:
     def compare(self, run: Mapping[str, Any]) -> None:
         """Do nothing: there is nothing to compare with."""
 
-    def start(self, describe: Callable[[], Mapping[str, Any]], blocks: list[str]) -> None:
+    def start(self, problem: Any, settings: FeatCalSettings) -> None:
         """Do nothing."""
 
     def read(self, block: str, model: nn.Module) -> dict[str, Tensor]:
