@@ -25,11 +25,6 @@ Gather = Callable[[Any], list[Any]]
 """Returns every process's value."""
 
 
-def alone(value: Any) -> list[Any]:
-    """Return the value of a process alone, as `Gather`."""
-    return [value]
-
-
 @dataclass(frozen=True)
 class Grant:
     """Reads that a budget allows.
@@ -73,7 +68,7 @@ class Weights:
         budget: float | str | None,
         order: Sequence[str],
         merged: Mapping[str, Tensor],
-        gather: Gather = alone,
+        gather: Gather,
     ) -> "Weights":
         """Spend a budget on the experts' tensors by their position, on all experts alike.
 
@@ -108,7 +103,7 @@ class Weights:
         budget: float | str | None,
         modules: Mapping[str, Sequence[str]],
         merged: Mapping[str, Tensor],
-        gather: Gather = alone,
+        gather: Gather,
     ) -> dict[str, Any]:
         """Return what was read, fit for JSON. docs/read_budget.md explains the entries.
 
