@@ -143,7 +143,7 @@ MUTATIONS = [
         "core/solve.py",
         "if ridge >= SINGLE_RIDGE and gram.dtype != wide:",
         "if gram.dtype != wide:",
-        "test_small_lambda.py",
+        "core/test_solve.py",
     ),
     Mutation(
         "sums always formed in float32",

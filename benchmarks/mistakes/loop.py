@@ -28,7 +28,7 @@ MUTATIONS = [
         "streams/checks.py",
         "DEAD_TASK_RATIO = 1e-6\n",
         "DEAD_TASK_RATIO = 1e-12\n",
-        LOOP,
+        "test_calibrate_errors.py",
     ),
     Mutation(
         "parameters that overflow are loaded",
@@ -161,15 +161,15 @@ MUTATIONS = [
     Mutation(
         "experts of restored blocks not checked for changes",
         "output/fingerprint.py",
-        "**{name: glimpse(source) for name, source in models.items()},",
-        "",
+        "weights = {name: glimpse(source) for name, source in models.items()}",
+        "weights = {}",
         FOLDER,
     ),
     Mutation(
         "samples of finished blocks not checked for changes",
         "output/fingerprint.py",
-        '"samples": describe_samples(problem.streams.tasks),',
-        '"samples": dict.fromkeys(problem.streams.tasks, ""),',
+        "describe_samples(problem.streams.tasks)",
+        'dict.fromkeys(problem.streams.tasks, "")',
         FOLDER,
     ),
     Mutation(

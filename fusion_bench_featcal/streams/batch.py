@@ -7,6 +7,9 @@ from torch import Tensor
 
 from fusion_bench_featcal.streams.rows import Rows
 
+# A name that no module of a block has; a block's own name is its only module's where it has one.
+OUTPUT = ""
+
 
 @dataclass
 class Batch:
@@ -22,7 +25,7 @@ class Batch:
         merged: Input of the merged model's next block, of held-out batches.
         rows: Positions that count in the stage.
         noted: The expert's features at modules that are yet to be solved, one per call: inputs, or
-            outputs if the rule notes these. Under the block's name its output, if it is compared.
+            outputs if the rule notes these. Under `OUTPUT` the block's output, if it is compared.
     """
 
     inputs: Any

@@ -15,7 +15,7 @@ from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of
 from fusion_bench_featcal.modules.sites import Site
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.batch import OUTPUT, Batch
 from fusion_bench_featcal.streams.drift import AFTER, BEFORE, MERGED, DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.last_rows import LastRows
@@ -162,7 +162,7 @@ class Streams:
         else:
             hidden = self._note(batch, expert, step, groups)
         if self.drift is not None:
-            batch.noted[block] = [hidden]
+            batch.noted[OUTPUT] = [hidden]
 
     def _note(self, batch: Batch, expert: nn.Module, step: Any, groups: Iterable[Group]) -> Tensor:
         """Run the expert's block; its hidden output."""
@@ -213,7 +213,7 @@ class Streams:
                     f"method.modules=['!{group.name}', ...]"
                 )
         if watched and self.drift is not None:
-            hidden, (expert,) = recorded.result[0], batch.noted[block]
+            hidden, (expert,) = recorded.result[0], batch.noted[OUTPUT]
             self.drift.add(BEFORE, task, batch, hidden, expert, is_last=self.is_last(block))
         return inputs
 
@@ -222,7 +222,7 @@ class Streams:
         is_last = self.is_last(block)
         for task in self.tasks:
             for batch in self.visits(task):
-                noted = batch.noted.pop(block, None)
+                noted = batch.noted.pop(OUTPUT, None)
                 if is_last and noted is None:
                     continue
                 hidden, batch.cal = self.runner.step(self.model, block, batch.cal)
