@@ -36,10 +36,10 @@ class Agreement:
     def of(cls, log: CalibrationLog) -> "Agreement":
         """Read it from the records of the last block; tasks without held-out samples lack."""
         last = {record["task"]: record for record in log.of_kind("task")}
-        known = {task: record for task, record in last.items() if record.get("held_out")}
+        with_held_out = {task: record for task, record in last.items() if record.get("held_out")}
 
         def column(name: str) -> dict[str, Any]:
-            return {task: record[name] for task, record in known.items()}
+            return {task: record[name] for task, record in with_held_out.items()}
 
         return cls(
             column("held_out_cosine"),

@@ -182,7 +182,7 @@ def note(problem: Problem, block: str, figures: Figures, seconds: float) -> None
             counts.setdefault(task, Counter()).update(of_task)
     for task, of_task in counts.items():
         log.add("task", {"block": block, "task": task, **of_task, **drifts.get(task, {})})
-    log.add("block", {"block": block, "seconds": seconds, "left": list(modules.left)})
+    log.add("block", {"block": block, "seconds": seconds, "left": list(modules.excluded)})
 
 
 @torch.inference_mode(False)  # hooks tell tensors apart by version, which inference mode lacks

@@ -187,7 +187,7 @@ def problem_of(
         request.experts,
         settings.ignore_config,
         family.view,
-        own=samples,
+        tasks=samples,
         spared=set(tensors_of_head(merged, stages[0][0])),
         hashed=request.hashed,
     )
@@ -205,7 +205,7 @@ def problem_of(
         weights.experts,
         rule,
         drift=drift,
-        place=place_of(settings, device),
+        waits_in=place_of(settings, device),
         last_rows=last_rows_of(settings, rule, family),
         merged=aside,
     )

@@ -127,9 +127,9 @@ def trust_of(weights: Tensor, inputs: Tensor) -> Tensor:
         weights: `P_i` of norm 1, `[n, d * d]`.
         inputs: `G_j` of norm 1, `[n, d * d]`.
     """
-    likeness, own = weights @ inputs.mT, (weights * inputs).sum(-1)
+    likeness, of_own = weights @ inputs.mT, (weights * inputs).sum(-1)
     alike = (weights @ weights.mT).mean(-1)
-    return (own - likeness.mean(-1)) / (own * (1 - alike)).clamp_min(1e-12)
+    return (of_own - likeness.mean(-1)) / (of_own * (1 - alike)).clamp_min(1e-12)
 
 
 def direction(matrix: Tensor) -> Tensor:

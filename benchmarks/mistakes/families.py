@@ -6,8 +6,8 @@ MUTATIONS = [
     Mutation(
         "gate and up of experts swapped where they are joined",
         "experts/joined.py",
-        "torch.cat([read(name) for name in parts])",
-        "torch.cat([read(name) for name in reversed(parts)])",
+        "torch.cat([read(name) for name in names])",
+        "torch.cat([read(name) for name in reversed(names)])",
         "test_experts_joined.py",
     ),
     Mutation(

@@ -103,8 +103,8 @@ MUTATIONS = [
     Mutation(
         "padding of the encoder counts in cross-attention",
         "streams/runner.py",
-        "other = {end: divided(mask) for end, mask in others.items()}",
-        "other = dict.fromkeys(others)",
+        "other = {end: divided(mask) for end, mask in of_others.items()}",
+        "other = dict.fromkeys(of_others)",
         "test_calibrate_t5.py",
     ),
     Mutation(
@@ -182,15 +182,15 @@ MUTATIONS = [
     Mutation(
         "another run's entries are written over",
         "output/folder.py",
-        "if there != self._content:",
+        "if on_disk != self._content:",
         "if False:",
         FOLDER,
     ),
     Mutation(
         "batches come to the device as what they were before",
         "streams/places.py",
-        "            if same is tensor and version == tensor._version:\n",
-        "            if same is tensor:\n",
+        "            if original is tensor and version == tensor._version:\n",
+        "            if original is tensor:\n",
         "streams/test_places.py",
     ),
     Mutation(

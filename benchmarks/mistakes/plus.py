@@ -31,8 +31,8 @@ MUTATIONS = [
     Mutation(
         "plus: training sums hold the rows held out",
         "core/ridge.py",
-        "[whole.without(fold).means(centred=biased) for fold in left]",
-        "[whole.means(centred=biased) for fold in left]",
+        "[whole.without(fold).means(centred=biased) for fold in by_fold]",
+        "[whole.means(centred=biased) for fold in by_fold]",
         LOOP,
     ),
     Mutation(
@@ -185,8 +185,8 @@ MUTATIONS = [
     Mutation(
         "plus: trust without the other tasks' inputs",
         "trust.py",
-        "return (own - likeness.mean(-1))",
-        "return (own - 0 * likeness.mean(-1))",
+        "return (of_own - likeness.mean(-1))",
+        "return (of_own - 0 * likeness.mean(-1))",
         TRUST,
     ),
     Mutation(

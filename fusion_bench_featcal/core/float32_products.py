@@ -58,18 +58,18 @@ def precision_of(backend: Backend) -> str:
 
 
 @contextmanager
-def _allowing(wanted: Mapping[Backend, str]) -> Iterator[None]:
+def _allowing(precisions: Mapping[Backend, str]) -> Iterator[None]:
     """Context with these precisions by backend.
 
     torch refuses to mix its two ways of setting them. The one by backend also understands what was
     set by the older one; where torch lacks it, only the older one exists.
     """
     if not _PER_BACKEND:
-        with _allowing_by_older_functions(wanted):
+        with _allowing_by_older_functions(precisions):
             yield
         return
-    before = {backend: _module(backend).fp32_precision for backend in wanted}
-    for backend, precision in wanted.items():
+    before = {backend: _module(backend).fp32_precision for backend in precisions}
+    for backend, precision in precisions.items():
         _module(backend).fp32_precision = precision
     try:
         yield
@@ -86,13 +86,13 @@ def _module(backend: Backend) -> Any:
 
 
 @contextmanager
-def _allowing_by_older_functions(wanted: Mapping[Backend, str]) -> Iterator[None]:
+def _allowing_by_older_functions(precisions: Mapping[Backend, str]) -> Iterator[None]:
     matmul, conv = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    if ("cuda", "matmul") in wanted:
-        is_short = wanted["cuda", "matmul"] == "tf32"
+    if ("cuda", "matmul") in precisions:
+        is_short = precisions["cuda", "matmul"] == "tf32"
         torch.set_float32_matmul_precision("high" if is_short else "highest")
-    if ("cudnn", "conv") in wanted:
-        torch.backends.cudnn.allow_tf32 = wanted["cudnn", "conv"] == "tf32"
+    if ("cudnn", "conv") in precisions:
+        torch.backends.cudnn.allow_tf32 = precisions["cudnn", "conv"] == "tf32"
     try:
         yield
     finally:

@@ -26,19 +26,19 @@ SLOW_WITH_MKL = "AuthenticAMD AVX512"
 _kernel: ContextVar[str] = ContextVar("kernel", default=TORCH)
 
 
-def choose_kernel(wanted: str, device: torch.device) -> str:
+def choose_kernel(setting: str, device: torch.device) -> str:
     """The kernel of a run.
 
     Args:
-        wanted: The setting `linear_kernel`: `auto`, `torch` or `onednn`.
+        setting: The setting `linear_kernel`: `auto`, `torch` or `onednn`.
         device: Where it is computed; elsewhere than on the CPU there is no choice.
 
     Returns:
         `torch` or `onednn`; the former also where oneDNN is wanted and not there.
     """
-    if wanted == TORCH or device.type != "cpu" or not onednn_works():
+    if setting == TORCH or device.type != "cpu" or not onednn_works():
         return TORCH
-    if wanted == ONEDNN:
+    if setting == ONEDNN:
         return ONEDNN
     return ONEDNN if torch.backends.mkl.is_available() and processor() == SLOW_WITH_MKL else TORCH
 

@@ -51,9 +51,9 @@ def solve_seen(
         solved = solve_ridge(correlations[None], scaled[None], 0.0, rounding=doubt)
         return solved.step[0] / scales, len(gram)
     energies, directions = torch.linalg.eigh(correlations)
-    seen = energies > max(len(gram) * rounding, cutoff) * energies.max()
-    basis = directions[:, seen]
-    solution = (scaled @ basis / energies[seen]) @ basis.T / scales
+    measured = energies > max(len(gram) * rounding, cutoff) * energies.max()
+    basis = directions[:, measured]
+    solution = (scaled @ basis / energies[measured]) @ basis.T / scales
     # Of all solutions the shortest has no part in the null space, which scaling has tilted.
-    unseen = torch.linalg.qr(directions[:, ~seen] / scales[:, None]).Q
-    return solution - (solution @ unseen) @ unseen.T, int(seen.sum())
+    unseen = torch.linalg.qr(directions[:, ~measured] / scales[:, None]).Q
+    return solution - (solution @ unseen) @ unseen.T, int(measured.sum())

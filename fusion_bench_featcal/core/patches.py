@@ -76,5 +76,5 @@ class Patches:
             Rows of each, as `rows` gives them.
         """
         samples = max(1, MOST_ROWS // max(self.positions(features[0]), 1))
-        for parts in zip(*(x.split(samples) for x in features), strict=True):
-            yield [self.rows(part) for part in parts]
+        for pieces in zip(*(x.split(samples) for x in features), strict=True):
+            yield [self.rows(piece) for piece in pieces]

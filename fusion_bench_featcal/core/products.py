@@ -122,8 +122,8 @@ def mirror_lower(matrix: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
         stop = start + SMALL
         corner = matrix[start:stop, start:stop]
         corner.copy_(corner.tril() + corner.tril(-1).T)
-        for left in range(0, start, tile):
-            right = min(left + tile, start)
-            below = matrix[start:stop, left:right].contiguous()
-            matrix[left:right, start:stop] = below.T.contiguous()
+        for column in range(0, start, tile):
+            right = min(column + tile, start)
+            below = matrix[start:stop, column:right].contiguous()
+            matrix[column:right, start:stop] = below.T.contiguous()
     return matrix

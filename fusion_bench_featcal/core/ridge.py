@@ -33,12 +33,12 @@ def choose_ridge(folds: Moments, *, biased: bool) -> float:
     if len(used) < 2:
         return 1.0
     whole, candidates = folds.total(), (*GRID, NO_CHANGE)
-    left = [folds.fold(number) for number in used]
-    trained = [whole.without(fold).means(centred=biased) for fold in left]
+    by_fold = [folds.fold(number) for number in used]
+    trained = [whole.without(fold).means(centred=biased) for fold in by_fold]
 
     def error(number: int) -> float:
         ridge = candidates[number]  # one fold at a time: its systems are large
-        pairs = zip(trained, left, strict=True)
+        pairs = zip(trained, by_fold, strict=True)
         return float(sum(held_out_error(train, fold, ridge, biased) for train, fold in pairs))
 
     return candidates[downhill(_START, len(candidates), error)]
@@ -70,12 +70,12 @@ def downhill(start: int, count: int, error_of: Callable[[int], float]) -> int:
     return start
 
 
-def held_out_error(train: Moments, left: Moments, ridge: float, biased: bool) -> Tensor:
+def held_out_error(train: Moments, fold: Moments, ridge: float, biased: bool) -> Tensor:
     """Return the sum of `|E x + b - y|^2` over rows that are left out, less that of `y`.
 
     Args:
         train: Means over the other folds.
-        left: Sums over the fold that is left out.
+        fold: Sums over the rows that are left out.
         ridge: The candidate.
         biased: Whether `b` is the one that the means leave; else it is zero.
     """
@@ -86,10 +86,10 @@ def held_out_error(train: Moments, left: Moments, ridge: float, biased: bool) ->
         lower, failed = torch.linalg.cholesky_ex(shifted(train.gram, ridge * scale, dtype))
         step = divided(train.cross.to(dtype), lower).to(step.dtype)
         step = torch.where(failed[..., None, None] == 0, step, torch.nan)
-    error = ((step @ left.gram - 2 * left.cross) * step).sum().double()
+    error = ((step @ fold.gram - 2 * fold.cross) * step).sum().double()
     if biased:
         bias = train.y - (step @ train.x[..., None])[..., 0]
-        ahead = (step @ left.x[..., None])[..., 0] - left.y
-        both = 2 * (bias * ahead).sum(-1) + left.count * bias.square().sum(-1)
+        ahead = (step @ fold.x[..., None])[..., 0] - fold.y
+        both = 2 * (bias * ahead).sum(-1) + fold.count * bias.square().sum(-1)
         error = error + both.sum().double()
     return error

@@ -221,7 +221,7 @@ def pair_names(
     model_name: str,
     role: str,
     source: Any,
-    wanted: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     tied: Mapping[str, list[str]],
     spared: Container[str] = (),
 ) -> "PairedNames":
@@ -233,10 +233,10 @@ def pair_names(
     Raises:
         CalibrationError: If a tensor is missing or has another shape, naming it.
     """
-    available, position = source.names(), {name: i for i, name in enumerate(wanted)}
-    rename = _renaming(available, set(wanted))
+    available, position = source.names(), {name: i for i, name in enumerate(tensors)}
+    rename = _renaming(available, set(tensors))
     keys = PairedNames(f"{role} {model_name!r}", f"modelpool.models.{model_name}")
-    for name, tensor in wanted.items():
+    for name, tensor in tensors.items():
         names = sorted([name, *tied[name]], key=position.__getitem__)
         stored = [n for n in map(rename, names) if n in available]
         if name in spared and (not stored or source.shape(stored[0]) != tuple(tensor.shape)):
@@ -278,19 +278,19 @@ class PairedNames(dict[str, str]):
         )
 
 
-def _renaming(available: set[str], wanted: set[str]) -> Callable[[str], str]:
+def _renaming(available: set[str], names: set[str]) -> Callable[[str], str]:
     """Find how the source spells the model's names: as they are, or with a prefix more or less.
 
     The same weights are `vision_model.x` in a file and, from transformers 5.6 on, `x` in memory.
     """
-    prefixes = {name.split(".")[0] + "." for name in available | wanted}
+    prefixes = {name.split(".")[0] + "." for name in available | names}
     choices = [("", "")] + [(p, "") for p in sorted(prefixes)] + [("", p) for p in sorted(prefixes)]
 
     def rename(name: str, added: str, removed: str) -> str:
         return added + name.removeprefix(removed)
 
     def covered(choice: tuple[str, str]) -> int:
-        return sum(rename(name, *choice) in available for name in wanted)
+        return sum(rename(name, *choice) in available for name in names)
 
     best = max(choices, key=covered)  # the first of equals: names as they are
     return lambda name: rename(name, *best)

@@ -34,8 +34,8 @@ def far_experts(experts: Mapping[str, ExpertModel], base: nn.Module) -> list[str
     distances = {task: float(vector.norm()) for task, vector in vectors.items()}
     notes = []
     for task, distance in distances.items():
-        others = [value for other, value in distances.items() if other != task]
-        median = statistics.median(others) if others else 0.0
+        of_others = [value for other, value in distances.items() if other != task]
+        median = statistics.median(of_others) if of_others else 0.0
         if distance > FAR * median > 0:
             notes.append(
                 f"expert {task} lies {distance / median:.1f} times as far from the base as the "

@@ -24,9 +24,9 @@ class JoinedExperts(SourceView):
         self._stored: dict[str, list[list[str]]] = {}  # names of the parts of each expert
         self._renamed: dict[str, str] = {}
         for name in source.names():
-            if (found := _MATRIX.fullmatch(name)) is None:
+            if (match := _MATRIX.fullmatch(name)) is None:
                 continue
-            stem, number, module = found.groups()
+            stem, number, module = match.groups()
             if number is None:
                 self._renamed[f"{stem}.mlp.gate.weight"] = name
             else:
@@ -40,8 +40,8 @@ class JoinedExperts(SourceView):
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
-        parts = {name for rows in self._stored.values() for row in rows for name in row}
-        hidden = parts | set(self._renamed.values())
+        rows_stored = {name for rows in self._stored.values() for row in rows for name in row}
+        hidden = rows_stored | set(self._renamed.values())
         return (self._source.names() - hidden) | self._stored.keys() | self._renamed.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -72,4 +72,4 @@ class JoinedExperts(SourceView):
 
     def _joined(self, experts: list[list[str]]) -> Tensor:
         read = self._source.tensor
-        return torch.stack([torch.cat([read(name) for name in parts]) for parts in experts])
+        return torch.stack([torch.cat([read(name) for name in names]) for names in experts])

@@ -107,10 +107,10 @@ class LoraExpert(SourceView):
             raise self._unusable(f"the base has no module {module!r}; the adapter is for another")
         rank, inputs = self._weights.shape(_PREFIX + module + _A)
         outputs, other = self._weights.shape(_PREFIX + module + _B)
-        wanted = _by_pattern(self._config.get("rank_pattern"), module, self._config["r"])
-        if not rank == other == wanted:
+        in_config = _by_pattern(self._config.get("rank_pattern"), module, self._config["r"])
+        if not rank == other == in_config:
             raise self._unusable(
-                f"{module!r} has ranks {rank} and {other}, not {wanted} as its config"
+                f"{module!r} has ranks {rank} and {other}, not {in_config} as its config"
             )
         shape = (inputs, outputs) if self._config.get("fan_in_fan_out") else (outputs, inputs)
         stored = self.shape(name)

@@ -82,28 +82,34 @@ def check_same_function(
     Raises:
         CalibrationError: If they differ, naming keys and both values.
     """
-    given, expected = complete_config(config), complete_config(reference)
-    if given is None or expected is None:
+    differing = differences(config, reference, ignored)
+    if not differing:
         return
-    given = matching_part(given, expected.get("model_type"))
-    expected = matching_part(expected, given.get("model_type"))
-    here, there = dict(_flat(given)), dict(_flat(expected))
-    keys = [k for k in here.keys() & there.keys() if here[k] != there[k] and _counts(k, ignored)]
-    if not keys:
-        return
-    if "model_type" in keys:
+    if "model_type" in differing:
+        kind, expected = differing["model_type"]
         raise CalibrationError(
-            f"{role} {name!r} is a {here['model_type']!r} model, {other} a "
-            f"{there['model_type']!r} one: experts must share its architecture. Check "
-            f"modelpool.models.{name}"
+            f"{role} {name!r} is a {kind!r} model, {other} a {expected!r} one: experts must share "
+            f"its architecture. Check modelpool.models.{name}"
         )
-    shown = [f"{key}={here[key]!r} (there {there[key]!r})" for key in sorted(keys)[:_SHOWN]]
-    more = f" and {len(keys) - _SHOWN} keys more" if len(keys) > _SHOWN else ""
+    first = [f"{k}={value!r} (there {ref!r})" for k, (value, ref) in differing.items()][:_SHOWN]
+    more = f" and {len(differing) - _SHOWN} keys more" if len(differing) > _SHOWN else ""
     raise CalibrationError(
         f"{role} {name!r} is another function than {other}, in whose modules its weights run: its "
-        f"config has {', '.join(shown)}{more}. Check modelpool.models.{name}, or set "
-        f"method.ignore_config=[{','.join(sorted(keys))}] to calibrate all the same"
+        f"config has {', '.join(first)}{more}. Check modelpool.models.{name}, or set "
+        f"method.ignore_config=[{','.join(differing)}] to calibrate all the same"
     )
+
+
+def differences(config: Any, reference: Any, ignored: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Return keys that make two configs different functions, sorted, with both values."""
+    ours, theirs = complete_config(config), complete_config(reference)
+    if ours is None or theirs is None:
+        return {}
+    ours = matching_part(ours, theirs.get("model_type"))
+    theirs = matching_part(theirs, ours.get("model_type"))
+    values, expected = dict(_flat(ours)), dict(_flat(theirs))
+    keys = sorted(key for key in values.keys() & expected.keys() if _counts(key, ignored))
+    return {k: (values[k], expected[k]) for k in keys if values[k] != expected[k]}
 
 
 def complete_config(config: Any) -> dict[str, Any] | None:
@@ -151,8 +157,8 @@ def _with_rope_together(config: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(config)
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", _ROPE):
-        given = values.pop(key, None)
-        rope |= given if isinstance(given, Mapping) else {}
+        value = values.pop(key, None)
+        rope |= value if isinstance(value, Mapping) else {}
     rope |= {key: values.pop(key) for key in _OF_ROPE if key in values and key not in rope}
     if rope:
         kind = rope.pop("type", "default")
@@ -162,8 +168,8 @@ def _with_rope_together(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _counts(key: str, ignored: Sequence[str]) -> bool:
     """Tell whether a key changes the model's function, and the user did not say to ignore it."""
-    parts = {key, *key.split(".")}
-    if parts & {*ignored, *_BOOKKEEPING} or (parts - {"model_type"}) & _common():
+    words = {key, *key.split(".")}
+    if words & {*ignored, *_BOOKKEEPING} or (words - {"model_type"}) & _common():
         return False
     leaf = key.rsplit(".", 1)[-1]
     return not (

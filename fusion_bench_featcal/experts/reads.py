@@ -160,28 +160,28 @@ class Weights:
 
 
 def open_weights(
-    shown: nn.Module,
+    merged: nn.Module,
     model: nn.Module,
     base: nn.Module | ExpertSource | None,
     experts: Mapping[str, nn.Module | ExpertSource],
     ignored: Sequence[str],
     view: Any,
+    tasks: Iterable[str],
     *,
     spared: Collection[str] = (),
-    own: Iterable[str] | None = None,
     hashed: bool = False,
 ) -> Weights:
     """Open base and experts, of which only names and shapes are read.
 
     Args:
-        shown: The merged model, with its config.
+        merged: The merged model, with its config.
         model: The calibrated model, whose dtypes and device the experts take.
         base: The base model; None: nothing is read of it.
         experts: Experts by task.
         ignored: Keys of configs in which they may differ (`ignore_config`).
         view: The family's view of models, which shows their sources, too.
+        tasks: The tasks of this process. Other experts are not opened.
         spared: Names of tensors that are not needed, as of heads.
-        own: The tasks of this process; None: all. Other experts are not opened.
         hashed: Whether to digest what is read.
 
     Raises:
@@ -191,12 +191,11 @@ def open_weights(
     def paired(name: str, model_or_source: Any, role: str = "expert") -> ExpertModel:
         source = view.source(source_of(model_or_source))
         expert = ExpertModel(name, source, model, role=role, spared=spared, hashed=hashed)
-        configs = config_of(model_or_source), config_of(shown)
+        configs = config_of(model_or_source), config_of(merged)
         check_same_function(name, *configs, ignored, role=role)
         return expert
 
     first = None if base is None else paired(BASE, base, "base model")
-    tasks = experts if own is None else own
     opened = {task: paired(task, experts[task]) for task in tasks}
     return Weights(first, opened, tuple(experts))
 

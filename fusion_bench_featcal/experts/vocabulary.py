@@ -49,13 +49,13 @@ class CommonRows(SourceView):
         return name.endswith(_ENDINGS)
 
 
-def keep_common_rows(model: nn.Module, rows: int, place: str) -> nn.Module:
+def keep_common_rows(model: nn.Module, rows: int, label: str) -> nn.Module:
     """Cut a model's vocabulary matrices to their first rows, in place.
 
     Args:
         model: A transformers model.
         rows: Number of rows to keep.
-        place: What messages call it.
+        label: What messages call it.
 
     Returns:
         The model.
@@ -66,7 +66,7 @@ def keep_common_rows(model: nn.Module, rows: int, place: str) -> nn.Module:
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     have = len(embeddings.weight)
     if have < rows:
-        raise CalibrationError(f"{place} has {have} rows of embeddings, fewer than {rows}")
+        raise CalibrationError(f"{label} has {have} rows of embeddings, fewer than {rows}")
     if have > rows:
         model.resize_token_embeddings(rows, mean_resizing=False)  # type: ignore[operator]
     return model

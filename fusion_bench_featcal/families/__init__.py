@@ -133,9 +133,9 @@ def _family_of_options(options: dict[str, Any]) -> Family:
         return _family_of_target(options)
     if list(options) == ["name"] and options["name"] in _BY_NAME:
         return _BY_NAME[options["name"]]
-    given = dict(options)
+    given_options = dict(options)
     if options.pop("name", None) != "replay":
-        raise ValueError(f"method.family: only replay takes options, got {given}")
+        raise ValueError(f"method.family: only replay takes options, got {given_options}")
     try:
         return ReplayFamily(**options)
     except TypeError as error:
@@ -156,9 +156,9 @@ def _family_of_target(options: dict[str, Any]) -> Family:
             "my_module.MyFamily, with my_module.py in the folder of the run or installed"
         ) from error
     try:
-        made = kind(**options)
+        family = kind(**options)
     except TypeError as error:
         raise ValueError(f"method.family: {target}: {error}") from error
-    if isinstance(made, str | Mapping):
-        raise ValueError(f"method.family: {target} made {made!r}, which is no Family")
-    return _family(made)
+    if isinstance(family, str | Mapping):
+        raise ValueError(f"method.family: {target} made {family!r}, which is no Family")
+    return _family(family)

@@ -22,9 +22,9 @@ class ModelView:
         """Return an `ExpertSource` of an expert's weights as calibration sees them."""
         return source
 
-    def restored(self, shown: nn.Module) -> nn.Module:
-        """Return the model in its own arrangement again; what was shown is used up."""
-        return shown
+    def restored(self, model: nn.Module) -> nn.Module:
+        """Return the model in its own arrangement again; the shown model is used up."""
+        return model
 
 
 AS_IT_IS = ModelView()

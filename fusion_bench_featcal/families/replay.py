@@ -168,5 +168,5 @@ def _named_rows(inputs: Any, name: str | None, option: str) -> Tensor | None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    components, expected = name.split("."), pattern.split(".")
+    return len(components) == len(expected) and all(map(fnmatchcase, components, expected))

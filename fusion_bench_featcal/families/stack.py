@@ -192,13 +192,15 @@ def _standing_aside(
             raise stop_forward()
         return features.as_subclass(_Passed)
 
-    own = [module.__dict__.get("forward") for module in modules]  # some libraries replace it too
+    replaced = [
+        module.__dict__.get("forward") for module in modules
+    ]  # some libraries replace it too
     try:
         for name, module in zip(names, modules, strict=True):
             module.forward = lambda *args, name=name, **others: note(name, *args, **others)
         yield
     finally:
-        for module, forward in zip(modules, own, strict=True):
+        for module, forward in zip(modules, replaced, strict=True):
             del module.forward
             if forward is not None:
                 module.forward = forward
@@ -231,9 +233,9 @@ def _predicts_next(model: nn.Module) -> bool:
 
     kind = type(model).__name__
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    others = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+    masked = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
     return kind in causal or not (
-        kind in others or kind.endswith(("Classification", "QuestionAnswering"))
+        kind in masked or kind.endswith(("Classification", "QuestionAnswering"))
     )
 
 

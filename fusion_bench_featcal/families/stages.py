@@ -35,8 +35,8 @@ class StagesFamily(Family):
         Raises:
             ValueError: If the model is not built like one that the family knows.
         """
-        if found := find_torchvision_blocks(model):
-            return [found]
+        if torchvision := find_torchvision_blocks(model):
+            return [torchvision]
         for prefix, tower in _towers(model):
             names = list(_blocks(tower))
             if names:

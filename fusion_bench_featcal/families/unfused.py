@@ -71,9 +71,11 @@ class UnfusedAttention(nn.Module):
         """The module this was made of, with the weights that are here now."""
         (fused,) = self.__dict__["emptied"]
         for leaf in _LEAVES:
-            parts = [getattr(getattr(self, name), leaf) for name in _PARTS]
-            if parts[0] is not None:
-                whole = nn.Parameter(torch.cat([p.detach() for p in parts]), parts[0].requires_grad)
+            tensors = [getattr(getattr(self, name), leaf) for name in _PARTS]
+            if tensors[0] is not None:
+                whole = nn.Parameter(
+                    torch.cat([p.detach() for p in tensors]), tensors[0].requires_grad
+                )
                 setattr(fused, f"in_proj_{leaf}", whole)
         fused.out_proj = self.out_proj
         return fused
@@ -98,27 +100,27 @@ class UnfusedView(ModelView):
             CalibrationError: If a block's attention is of a kind that cannot be.
         """
         tensors = [*model.parameters(), *model.buffers()]
-        shown = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        for block in self.find_blocks(shown):
-            owner, stack = shown.get_submodule(block), _stack(shown, block)
+        result = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        for block in self.find_blocks(result):
+            owner, stack = result.get_submodule(block), _stack(result, block)
             fused = getattr(owner, self.attention)
             _check(f"{block}.{self.attention}", fused, stack)
             setattr(owner, self.attention, UnfusedAttention(fused))
             stack.batch_first = True
-        return shown
+        return result
 
     def source(self, source: Any) -> "UnfusedSource":
         """A source that also offers the slices of every fused matrix."""
         return UnfusedSource(source, self.attention)
 
-    def restored(self, shown: nn.Module) -> nn.Module:
-        """The model with its fused attention, holding the weights that were shown."""
-        for block in self.find_blocks(shown):
-            owner = shown.get_submodule(block)
+    def restored(self, model: nn.Module) -> nn.Module:
+        """The model with its fused attention, with the weights that it has now."""
+        for block in self.find_blocks(model):
+            owner = model.get_submodule(block)
             fused = getattr(owner, self.attention).fused_again()
             setattr(owner, self.attention, fused)
-            _stack(shown, block).batch_first = fused.batch_first
-        return shown
+            _stack(model, block).batch_first = fused.batch_first
+        return model
 
 
 class UnfusedSource:
@@ -153,8 +155,8 @@ class UnfusedSource:
 
     def nbytes(self, name: str) -> int:
         """Size of one tensor or slice."""
-        stored, parts = self._slices.get(name, (name,))[0], 3 if name in self._slices else 1
-        return self._source.nbytes(stored) // parts
+        stored, count = self._slices.get(name, (name,))[0], 3 if name in self._slices else 1
+        return self._source.nbytes(stored) // count
 
     def tensor(self, name: str) -> Tensor:
         """One tensor or slice."""

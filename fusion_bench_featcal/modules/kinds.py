@@ -11,8 +11,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Return whether a module computes what its kind does, with no forward of its own."""
-    same = isinstance(module, kind) and type(module).forward is kind.forward
-    return same and not is_parametrized(module)
+    is_unchanged = isinstance(module, kind) and type(module).forward is kind.forward
+    return is_unchanged and not is_parametrized(module)
 
 
 def is_linear(module: nn.Module) -> bool:

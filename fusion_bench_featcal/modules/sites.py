@@ -76,13 +76,13 @@ class BlockModules:
 
     Attributes:
         sites: Calibrated modules.
-        left: Names of modules with parameters that stay as merged.
+        excluded: Names of modules with parameters that stay as merged.
         routed: Number of mixtures whose experts would be calibrated, but for the router that
             chooses what they receive.
     """
 
     sites: tuple[Site, ...]
-    left: tuple[str, ...]
+    excluded: tuple[str, ...]
     routed: int = 0
 
 
@@ -121,7 +121,7 @@ def find_all_modules(
         for block in stage
     }
     names = [site.name for modules in blocks.values() for site in modules.sites]
-    names += [name for modules in blocks.values() for name in modules.left]
+    names += [name for modules in blocks.values() for name in modules.excluded]
     for pattern in settings.modules or ():
         if not any(matches(name, pattern.removeprefix("!")) for name in names):
             raise CalibrationError(
@@ -140,7 +140,7 @@ def _find_modules(
     calibrate_norm: bool,
     shared: Mapping[int, Sequence[str]],
 ) -> BlockModules:
-    sites, left, routed = list[Site](), list[str](), set[str]()
+    sites, excluded, routed = list[Site](), list[str](), set[str]()
     routers, experts = _mixtures(model, block)
     changes = {
         "linear": True,
@@ -165,11 +165,11 @@ def _find_modules(
         elif selected and site is None:
             _refuse_matrices(block, name, module, direct)
         if site is None or not changes[site.kind]:
-            left.append(name)
+            excluded.append(name)
             continue
         _refuse_unusable(block, name, direct, shared)
         sites.append(site)
-    return BlockModules(tuple(sites), tuple(left), len(routed))
+    return BlockModules(tuple(sites), tuple(excluded), len(routed))
 
 
 def _mixtures(model: nn.Module, block: str) -> tuple[set[str], list[str]]:

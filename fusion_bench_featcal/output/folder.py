@@ -125,16 +125,16 @@ class OutputFolder(NoOutput):
         """
         if block not in self._finished:
             return {}
-        path, known = self.folder / self._files[block], model.state_dict()
+        path, unfinished = self.folder / self._files[block], model.state_dict()
         remedy = f"{path} to calibrate its block and later ones anew, or the whole folder"
         with naming_damage(path, remedy):
             tensors = read_tensors(path, self._content["blocks"][block]["digest"])
             for name, tensor in tensors.items():
-                like = known.get(name)
+                like = unfinished.get(name)
                 if like is None or (like.shape, like.dtype) != (tensor.shape, tensor.dtype):
                     raise ReportError(f"{name[:100]!r} does not fit the model")
-        new = {name: tensor.to(known[name].device) for name, tensor in tensors.items()}
-        return {name: tensor for name, tensor in new.items() if not tensor.equal(known[name])}
+        new = {name: tensor.to(unfinished[name].device) for name, tensor in tensors.items()}
+        return {name: tensor for name, tensor in new.items() if not tensor.equal(unfinished[name])}
 
     def write(self, block: str, model: nn.Module, run_log: Any) -> None:
         """Write a calibrated block, and what was logged since the last one.
@@ -192,8 +192,8 @@ class OutputFolder(NoOutput):
     def _write_manifest(self, content: dict[str, Any]) -> None:
         """Replace the manifest, if it is still the one that this run read or wrote last."""
         path = self.folder / MANIFEST
-        there = read_manifest(path) if path.exists() else {}
-        if there != self._content:
+        on_disk = read_manifest(path) if path.exists() else {}
+        if on_disk != self._content:
             raise CalibrationError(
                 f"another run has begun to use method.checkpoint_dir {self.folder}. Choose another"
             )

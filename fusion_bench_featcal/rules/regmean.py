@@ -106,4 +106,6 @@ class LeastSquaresSums:
         ]
         step = torch.stack([solution for solution, _ in solved])
         weight = self._anchor.weight + self._scale * step
-        return Solved(Linear(weight, self._bias), facts={"seen": sum(seen for _, seen in solved)})
+        return Solved(
+            Linear(weight, self._bias), facts={"seen": sum(measured for _, measured in solved)}
+        )

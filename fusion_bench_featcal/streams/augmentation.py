@@ -139,9 +139,9 @@ def changed(change: Change, inputs: Any, generators: Sequence[torch.Generator]) 
     Raises:
         CalibrationError: If changed samples of one batch do not fit together.
     """
-    each = getattr(change, "each", None)
-    if each is not None:
-        return each(inputs, generators)
+    of_each = getattr(change, "each", None)
+    if of_each is not None:
+        return of_each(inputs, generators)
     count = len(generators)
     samples = [
         change(part_of(inputs, count, slice(n, n + 1)), generator)

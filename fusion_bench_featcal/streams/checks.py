@@ -28,10 +28,10 @@ def sums_dtype(rule: Rule, precision: str, tasks: int, device: torch.device) -> 
     It is warned of where the rule needs a wider one.
     """
     needed = rule.dtype(tasks, torch.device("cpu"))
-    found = solve_dtype(device) if precision == "float64" else torch.float32
+    dtype = solve_dtype(device) if precision == "float64" else torch.float32
     if precision == "auto":
-        found = rule.dtype(tasks, device)
-    if needed == torch.float64 != found:
+        dtype = rule.dtype(tasks, device)
+    if needed == torch.float64 != dtype:
         chosen = f"method.sums_precision={precision}"
         log.warning(
             "%s is too coarse for method.ridge_lambda: rounding of the sums moves the update by "
@@ -39,7 +39,7 @@ def sums_dtype(rule: Rule, precision: str, tasks: int, device: torch.device) -> 
             "CPU or CUDA device, or raise method.ridge_lambda to 0.01",
             f"{device.type}, which has no float64," if precision == "auto" else chosen,
         )
-    return found
+    return dtype
 
 
 class Checks:
@@ -77,20 +77,20 @@ class Checks:
                 almost zero, naming task, block and module.
         """
         numbers = iter(read_back(self._numbers))
-        figures = [(*place, *(next(numbers) for _ in range(3))) for place in self._places]
+        figures = [(*key, *(next(numbers) for _ in range(3))) for key in self._places]
         norms: dict[str, dict[str, float]] = defaultdict(dict)
         for task, module, broken, count, norm in chain(*gather(figures)):
-            place = f"task {task}, block {self._block}"
+            where = f"task {task}, block {self._block}"
             if count == 0:
                 raise CalibrationError(
-                    f"{place}: no position counts in module {module}: all is padding, or the "
+                    f"{where}: no position counts in module {module}: all is padding, or the "
                     "module never runs. Check the masks of its data "
                     f"(modelpool.train_datasets.{task}), or exclude the module: "
                     f"method.modules=['!{module}']"
                 )
             if broken:
                 raise CalibrationError(
-                    f"{place}, module {module}: inputs are NaN or infinite, or their sums "
+                    f"{where}, module {module}: inputs are NaN or infinite, or their sums "
                     "overflow, while weights and samples are finite: a forward pass overflows. "
                     "Compute in a wider precision (fabric.precision=32-true, or wider "
                     f"modelpool.models), or check modelpool.models.{task} and "

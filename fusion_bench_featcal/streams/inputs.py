@@ -77,13 +77,13 @@ def check_finite_inputs(inputs: Any, task: str, number: int) -> None:
             )
 
 
-def check_token_ids(inputs: Any, model: nn.Module, place: Callable[[int], str]) -> None:
+def check_token_ids(inputs: Any, model: nn.Module, label_of: Callable[[int], str]) -> None:
     """Refuse token ids that a language model has no embedding for.
 
     Args:
         inputs: One batch.
         model: The model; nothing is checked for one without token embeddings.
-        place: Names a row of the batch in messages.
+        label_of: Names a row of the batch in messages.
 
     Raises:
         CalibrationError: For ids that are floating point, negative, or beyond the vocabulary.
@@ -97,15 +97,16 @@ def check_token_ids(inputs: Any, model: nn.Module, place: Callable[[int], str]) 
         if not isinstance(ids, Tensor):
             continue
         if ids.is_floating_point():
-            raise CalibrationError(f"{place(0)}: {name} are {ids.dtype}, not integers")
+            raise CalibrationError(f"{label_of(0)}: {name} are {ids.dtype}, not integers")
         wrong = (ids < 0) | (ids >= size)
         if name == "labels":
             wrong &= ids != -100  # what transformers' losses ignore
         if ids.ndim == 2 and wrong.any():
             row, column = wrong.nonzero()[0].tolist()
             raise CalibrationError(
-                f"{place(row)}: {name} has the token id {ids[row, column].item()}, but the model's "
-                f"vocabulary is 0..{size - 1}. Check that the ids come from its own tokenizer"
+                f"{label_of(row)}: {name} has the token id {ids[row, column].item()}, but the "
+                f"model's vocabulary is 0..{size - 1}. Check that the ids come from its own "
+                "tokenizer"
             )
 
 

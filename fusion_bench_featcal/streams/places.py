@@ -80,13 +80,13 @@ class Host(Here):
         fetched: dict[int, Tensor] = {}  # one that is met twice stays one
         waiting: dict[int, Any] = {}
 
-        def get(kept: Waiting) -> Tensor:
-            if id(kept) not in fetched:
-                data = kept.data.to(self._device, non_blocking=True, copy=True)
-                back = [kept.order.index(dimension) for dimension in range(len(kept.order))]
-                tensor = fetched[id(kept)] = data.permute(back).expand(kept.sizes)
-                waiting[id(tensor)] = tensor, tensor._version, kept
-            return fetched[id(kept)]
+        def get(copy: Waiting) -> Tensor:
+            if id(copy) not in fetched:
+                data = copy.data.to(self._device, non_blocking=True, copy=True)
+                back = [copy.order.index(dimension) for dimension in range(len(copy.order))]
+                tensor = fetched[id(copy)] = data.permute(back).expand(copy.sizes)
+                waiting[id(tensor)] = tensor, tensor._version, copy
+            return fetched[id(copy)]
 
         if self._stream is not None:  # what was put away may still be on its way to the host
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -103,15 +103,15 @@ class Host(Here):
 
     def _put_away(self, value: Any, waiting: dict[int, Any]) -> Any:
         def put(tensor: Tensor) -> Any:
-            same, version, kept = waiting.get(id(tensor), (None, 0, None))
-            if same is tensor and version == tensor._version:
-                return kept
+            original, version, copy = waiting.get(id(tensor), (None, 0, None))
+            if original is tensor and version == tensor._version:
+                return copy
             if type(tensor) is not Tensor or not tensor.numel():
                 return tensor
             data, order = packed(tensor)
-            kept = Waiting(self.put(data), tensor.shape, order)
-            waiting[id(tensor)] = tensor, tensor._version, kept
-            return kept
+            copy = Waiting(self.put(data), tensor.shape, order)
+            waiting[id(tensor)] = tensor, tensor._version, copy
+            return copy
 
         return mapped(value, Tensor, put)
 

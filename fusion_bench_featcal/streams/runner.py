@@ -75,6 +75,6 @@ class Runner:
             return counted[id(mask)][1]
 
         valid = divided(self.family.row_weights(inputs, stage, self.decoder_rows))
-        others = self.family.other_rows(inputs, stage)
-        other = {end: divided(mask) for end, mask in others.items()}
+        of_others = self.family.other_rows(inputs, stage)
+        other = {end: divided(mask) for end, mask in of_others.items()}
         return Rows(valid, other, samples=batch_size("", inputs))

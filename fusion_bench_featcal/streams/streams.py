@@ -36,7 +36,7 @@ class Streams:
         experts: The expert of each task.
         rule: How blocks are calibrated.
         drift: Compares features with the experts'; None: nothing does.
-        place: Where features wait.
+        waits_in: Where features wait: on the device, on the host or on disk.
         last_rows: Positions that count in modules of the last block; None: those of earlier ones.
         merged: The merged model for held-out samples, where running one of its blocks or going to a
             stage takes blocks that have been calibrated. None: the calibrated model does.
@@ -48,7 +48,7 @@ class Streams:
     experts: Mapping[str, ExpertModel]
     rule: Rule
     drift: DriftLog | None = None
-    place: Here = field(default_factory=Here)
+    waits_in: Here = field(default_factory=Here)
     last_rows: LastRows | None = None
     merged: nn.Module | None = None
 
@@ -66,7 +66,7 @@ class Streams:
                 self.experts[task].loaded(names if self.runs_experts else []) as expert,
                 naming_task(task),
             ):
-                for number, batch in enumerate(self.place.visits(batches)):
+                for number, batch in enumerate(self.waits_in.visits(batches)):
                     self._begin(task, number, batch, expert, index)
 
     def _begin(self, task: str, number: int, batch: Batch, expert: nn.Module, index: int) -> None:
@@ -96,7 +96,7 @@ class Streams:
 
     def visits(self, task: str) -> Iterator[Batch]:
         """Yield a task's batches, each with its features on the device."""
-        return self.place.visits(self.tasks[task])
+        return self.waits_in.visits(self.tasks[task])
 
     def counts(self, task: str) -> dict[str, int]:
         """Return the numbers of a task's samples, and of those that are held out, for the log."""
@@ -111,7 +111,7 @@ class Streams:
     def names_of_last_rows(self, block: str, sites: Sequence[Site]) -> list[str]:
         """Return names of modules of the last block in which positions count of their own."""
         first = self._first()
-        with self.place.at_hand(first):
+        with self.waits_in.at_hand(first):
             mask, run = self._last_mask(block, first), partial(self._hidden, block, first)
             if mask is None or self.last_rows is None:
                 return []
@@ -120,14 +120,14 @@ class Streams:
     def record_first(self, block: str, sites: Sequence[Site]) -> tuple[Recorded, Rows]:
         """Run one batch through a block to its end and note what modules receive."""
         first = self._first()
-        with self.place.at_hand(first):
+        with self.waits_in.at_hand(first):
             run = partial(self.runner.step, self.model, block, first.cal)
             return record(self.model, [site.name for site in sites], run), first.rows
 
     def narrow(self, block: str, names: Sequence[str]) -> None:
         """Count in some modules of the last block the positions that `last_rows` chooses."""
         for batches in self.tasks.values() if names else ():
-            for batch in self.place.visits(batches):
+            for batch in self.waits_in.visits(batches):
                 mask = self._last_mask(block, batch)
                 assert mask is not None  # as in the first batch
                 other = dict.fromkeys(names, counted_by_fold(mask, self.rule.folds))
