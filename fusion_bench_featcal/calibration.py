@@ -230,10 +230,13 @@ def calibrate(
     Raises:
         CalibrationError: If the calibration cannot go on, naming the place and the setting.
         ValueError: If the family or rule is unknown, or rho needs a base that is not there.
+        TypeError: If `settings` are neither settings nor a rule.
     """
     processes = processes or Processes()
     with announcing(processes):
         if not isinstance(settings, FeatCalSettings):
+            if not isinstance(settings, Rule):
+                raise TypeError(f"give settings or a rule, such as Paper(), not {settings!r}")
             settings = FeatCalSettings(rule=settings, calibrate_norm=settings.calibrate_norm)
         if family is not None:
             settings = settings.replace(family=family)

@@ -204,6 +204,14 @@ class FeatCalSettings:
         """Return a phrase for each setting that has no part in the rule."""
         if self.rule == "paper" and self.task_weights is not None:
             return ["task_weights has no part in method.rule=paper: set method.rule=plus"]
+        if not isinstance(self.rule, str | Mapping):
+            return [
+                f"{name}={getattr(self, name)} is no setting of a rule that is given as an object: "
+                f"set it there, {type(self.rule).__name__}({name}=...)"
+                for name in (*OF_THE_PAPER, "calibrate_bias", "calibrate_norm")
+                if getattr(self, name) != getattr(FeatCalSettings, name)
+                and getattr(self, name) != getattr(self.rule, name, None)
+            ]
         if self.rule != "plus":
             return []
         clashes = [

@@ -310,6 +310,10 @@ def test_plus_is_in_python_what_it_is_on_the_command_line():
         ),
         ({"rule": "plus"}, r"rule=plus needs method\.calibrate_norm=false"),
         ({"task_weights": {"a": 2.0}}, r"task_weights has no part in method\.rule=paper: set "),
+        (
+            {"rule": Paper(), "mix_alpha": 0.5},
+            r"mix_alpha=0\.5 is no setting of a rule .* set it there, Paper\(mix_alpha=\.\.\.\)",
+        ),
     ],
     ids=str,
 )  # fmt: skip

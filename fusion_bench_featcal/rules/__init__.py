@@ -18,7 +18,8 @@ BY_NAME: Mapping[str, str] = {
 def rule_of(settings: FeatCalSettings) -> Rule:
     """Return the rule that settings ask for.
 
-    A rule takes the settings that are its fields by name. A mapping may give further ones.
+    A class that is named takes the settings that are its fields by name, and what else a mapping
+    gives. An object is the rule as it is.
 
     Raises:
         ValueError: If a class cannot be imported, is no rule, or does not take what is given.

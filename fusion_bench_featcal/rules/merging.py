@@ -15,6 +15,16 @@ class MergingRule(Rule):
     features: str = "expert"
     outside: bool = False
 
+    @property
+    def runs_experts(self) -> bool:
+        """Return False: sums are over inputs alone."""
+        return False
+
+    @property
+    def reads_base(self) -> bool:
+        """Return False: steps are from the experts' mean."""
+        return False
+
     def start_scale(self, tasks: int) -> float:
         """Return the factor of the experts' mean step from the base in the model to start from."""
         return 1.0

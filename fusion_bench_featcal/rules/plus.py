@@ -47,11 +47,6 @@ class Plus(Rule):
     reads_closing_rows = True
 
     @property
-    def runs_experts(self) -> bool:
-        """Return True: targets are the experts' outputs."""
-        return True
-
-    @property
     def reads_base(self) -> bool:
         """Return whether rows out of weights join the samples."""
         return self.gamma > 0

@@ -56,6 +56,8 @@ class GroupSums(Protocol):
 class Rule(ABC):
     """One way of calibrating a block: base of frozen dataclasses whose fields are its settings.
 
+    A rule that does without the experts' features or the base says so, and saves their reads.
+
     Attributes:
         folds: Number of parts in which a task's sums are formed.
         notes_outputs: Whether the expert's outputs are noted in place of inputs where they are few:
@@ -73,13 +75,13 @@ class Rule(ABC):
 
     @property
     def runs_experts(self) -> bool:
-        """Return whether the experts' features are used."""
-        return False
+        """Return whether the experts' features are used: without them `rows` has no drift."""
+        return True
 
     @property
     def reads_base(self) -> bool:
-        """Return whether the base model's parameters are used where there is one."""
-        return False
+        """Return whether `sums` gets the base model's parameters where there is a base."""
+        return True
 
     @property
     def needs_base(self) -> bool:
@@ -108,7 +110,8 @@ class Rule(ABC):
         """Return empty sums for one group.
 
         Args:
-            group: The modules.
+            group: The modules. Its `kind` is `linear`, as that of convolutions is, or, if
+                `calibrate_norm` is set, `norm`. BatchNorm's statistics are no matter of a rule.
             merged: Their parameters as they are.
             base: As the base model has them; None: there is no base.
         """

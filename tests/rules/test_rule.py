@@ -1,0 +1,39 @@
+"""Rules of one's own, derived from the base class."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from calibrations import assert_identical
+from tiny_models import clip_suite
+
+from fusion_bench_featcal import calibrate
+from fusion_bench_featcal.rules.paper import Paper
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule
+
+
+@dataclass(frozen=True)
+class Wrapped(Rule):
+    """The paper's sums behind the defaults of the base class."""
+
+    inner: Paper = field(default_factory=Paper)
+    calibrate_bias = True
+    calibrate_norm = True
+
+    def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
+        return self.inner.sums(group, merged, base)
+
+
+def calibrated(rule: Any) -> Any:
+    suite = clip_suite()
+    models = suite.merged, suite.base, suite.experts, suite.inputs
+    return calibrate(*models, rule, progress=False).model
+
+
+def test_defaults_hand_over_all_that_sums_may_need() -> None:
+    assert_identical(calibrated(Wrapped()), calibrated(Paper()))
+
+
+def test_a_class_in_place_of_a_rule_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"settings or a rule, such as Paper\(\), not <class"):
+        calibrated(Paper)
