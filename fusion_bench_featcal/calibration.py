@@ -237,7 +237,7 @@ def calibrate(
         if not isinstance(settings, FeatCalSettings):
             if not isinstance(settings, Rule):
                 raise TypeError(f"give settings or a rule, such as Paper(), not {settings!r}")
-            settings = FeatCalSettings(rule=settings, calibrate_norm=settings.calibrate_norm)
+            settings = FeatCalSettings(rule=settings)
         if family is not None:
             settings = settings.replace(family=family)
         check_inputs(base, experts, batches, settings)

@@ -18,7 +18,7 @@ from fusion_bench_featcal.core.kernels import (
 from fusion_bench_featcal.digests import glimpse
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource
 from fusion_bench_featcal.experts.reads import Weights, open_weights
-from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.modules.models import (
     copied,
@@ -160,7 +160,7 @@ def runner_of(
         of_first=team.of_first,
     )
     rows = team.of_first(lambda: rows_named(settings, next(iter(samples.values()))[0].inputs))
-    stages = family.stages(family.view.shown(merged))
+    stages = stages_of(family, family.view.shown(merged))
     return Runner(family, stages, request.device, with_kernel(kernel, request.autocast), rows)
 
 

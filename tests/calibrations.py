@@ -14,6 +14,7 @@ from fusion_bench_featcal import (
     InMemoryExpert,
     calibrate,
 )
+from fusion_bench_featcal.settings import OF_THE_PAPER
 
 EXACT = 1e-9  # float64, relative to each parameter's norm
 PAPER = Knobs(eps=1e-8)
@@ -41,6 +42,12 @@ def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
         "samples_per_task": more.get("samples_per_task") or samples_in(suite),
     }
     return FeatCalSettings(**(values | more))
+
+
+def with_rule(settings: FeatCalSettings, rule: Any) -> FeatCalSettings:
+    """Settings with a rule that has numbers of its own."""
+    names = (*OF_THE_PAPER, "calibrate_bias", "calibrate_norm")
+    return settings.replace(**{name: getattr(FeatCalSettings, name) for name in names}, rule=rule)
 
 
 def cast(inputs: Mapping[str, list], dtype: torch.dtype) -> dict[str, list]:

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import EXACT, PAPER, assert_same, cast, replay, run_slow, samples_in, settings_of
+from calibrations import (
+    EXACT,
+    PAPER,
+    assert_same,
+    cast,
+    replay,
+    run_slow,
+    samples_in,
+    settings_of,
+    with_rule,
+)
 from oracle import Knobs
 from plus_slow import calibrated_plus, load
 from tiny_models import (
@@ -25,7 +35,7 @@ from tiny_models import (
 )
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from tricky_models import biased, chain, keyword_calls, plain, stack_suite, used_twice
+from tricky_models import biased, chain, few_outputs, keyword_calls, plain, stack_suite, used_twice
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.calibration import calibrate
@@ -52,7 +62,7 @@ KNOBS = {
 def run(suite: Suite, rule: Any, **more: Any) -> Any:
     settings = settings_of(Knobs(), suite, family=suite.family, **more)
     inputs = cast(suite.inputs, next(suite.merged.parameters()).dtype)
-    return calibrate(suite.merged, suite.base, suite.experts, inputs, settings.replace(rule=rule))
+    return calibrate(suite.merged, suite.base, suite.experts, inputs, with_rule(settings, rule))
 
 
 @pytest.mark.parametrize("knobs", KNOBS.values(), ids=list(KNOBS))
@@ -125,6 +135,7 @@ PLUS_SUITES: dict[str, Callable[[], Suite]] = {
     "used twice": lambda: stack_suite(used_twice, sizes=(5, 2), seed=1),
     "keyword calls": lambda: stack_suite(keyword_calls, sizes=(5, 2), seed=1),
     "chain": lambda: stack_suite(chain, sizes=(5, 2), seed=1),
+    "few outputs": lambda: stack_suite(few_outputs, sizes=(5, 2), seed=1),
     "one map": lambda: stack_suite(biased, sizes=(5, 2), seed=1),
     "one map, no bias": lambda: stack_suite(plain, sizes=(5, 2), seed=1),
 }

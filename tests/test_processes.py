@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import Overheard, assert_identical, assert_same, samples_in
+from calibrations import Overheard, assert_identical, assert_same, samples_in, with_rule
 from golden.golden_models import MAKERS
 from process_group import in_processes
 from tiny_convs import net_suite, tower_suite
@@ -58,7 +58,7 @@ def run(
         **{"samples_per_task": samples_in(suite), "family": suite.family, **more}
     )
     models = handed.merged, handed.base, handed.experts
-    return calibrate(*models, handed.inputs, settings.replace(rule=rule), processes=processes)
+    return calibrate(*models, handed.inputs, with_rule(settings, rule), processes=processes)
 
 
 def together(
@@ -129,7 +129,7 @@ def test_output_folder_of_several_processes_is_gone_on_with(tmp_path: Path):
 
     def work(processes: Processes) -> CalibrationResult:
         models, rule = (suite.merged, suite.base, suite.experts), RULES["paper"]
-        return calibrate(*models, suite.inputs, settings.replace(rule=rule), processes=processes)
+        return calibrate(*models, suite.inputs, with_rule(settings, rule), processes=processes)
 
     first = in_processes(2, work, join=TorchProcesses)
     manifest = json.loads((tmp_path / "blocks.json").read_text())
@@ -194,7 +194,7 @@ def test_experts_and_samples_of_other_processes_are_never_read():
             handed.base,
             experts,
             handed.inputs,
-            settings.replace(rule=RULES["paper"]),
+            with_rule(settings, RULES["paper"]),
             processes=processes,
         )
         return [t for t in experts if experts[t].read], [t for t in batches if batches[t].asked]

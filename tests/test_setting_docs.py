@@ -8,6 +8,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.families import _BY_NAME
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
 from fusion_bench_featcal.setting_docs import METHODS, documented
 
@@ -37,6 +38,12 @@ def test_every_key_of_a_method_is_listed_with_default_values_and_meaning(
         given = OmegaConf.select(yaml, name)
         if given is not None and not OmegaConf.is_config(given):
             assert setting["default"] == given, name
+
+
+def test_families_are_named_in_the_yaml() -> None:
+    (line,) = (x for x in (CONFIG / "featcal.yaml").read_text().splitlines() if "family:" in x)
+    names = line.partition("blocks: ")[2].partition(", {")[0].split(", ")
+    assert names == ["auto", *sorted(_BY_NAME)]
 
 
 @pytest.mark.parametrize("method", METHODS)

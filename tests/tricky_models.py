@@ -101,6 +101,12 @@ def through_only(block: Any, hidden: Tensor) -> Tensor:
     return hidden + block.only(hidden)
 
 
+@block_of(first=partial(nn.Linear, 4, 1), second=partial(nn.Linear, 4, 1, bias=False))
+def few_outputs(block: Any, hidden: Tensor) -> Tensor:
+    """Maps that share an input of four and have two outputs together."""
+    return hidden + (block.first(hidden).tanh() - 2 * block.second(hidden).tanh())
+
+
 plain = block_of(only=partial(nn.Linear, 4, 4, bias=False))(through_only)  # zero in, zero out
 biased = block_of(only=linear)(through_only)
 idle = block_of(only=linear, spare=linear)(through_only)

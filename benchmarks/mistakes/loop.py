@@ -219,7 +219,7 @@ MUTATIONS = [
         "core/kernels.py",
         "return ONEDNN if set(chosen) == {ONEDNN} else TORCH",
         "return ONEDNN if ONEDNN in chosen else TORCH",
-        PROCESSES,
+        "core/test_kernels.py",
     ),
     Mutation(
         "a tensor counts as often as it is read",
@@ -284,7 +284,7 @@ MUTATIONS = [
         "streams/samples.py",
         "if not copies or batch.is_held_out:",
         "if not copies:",
-        HELD,
+        "streams/test_augmentation.py",
     ),
     Mutation(
         "one held-out sample more",

@@ -4,7 +4,7 @@ from mistakes.entry import Mutation
 
 LOOP, ORACLE = "test_loop.py", "test_plus_oracle.py"
 EDGES, TRUST, WEIGHTS = "test_plus_properties.py", "test_trust.py", "test_drift_weights.py"
-COPIES = "test_plus_properties.py streams/test_streams.py"
+COPIES = "streams/test_augmentation.py"
 
 MUTATIONS = [
     Mutation(
@@ -25,7 +25,7 @@ MUTATIONS = [
         "plus: held-out bias from the rows held out",
         "core/ridge.py",
         "bias = train.y - (step @ train.x[..., None])[..., 0]",
-        "bias = (left.y / left.count[..., None]) - (step @ train.x[..., None])[..., 0]",
+        "bias = (fold.y / fold.count[..., None]) - (step @ train.x[..., None])[..., 0]",
         LOOP,
     ),
     Mutation(
@@ -159,14 +159,14 @@ MUTATIONS = [
         "rules/plus.py",
         "gamma = self._rule.gammas.get(task, self._rule.gamma)",
         "gamma = self._rule.gamma",
-        TRUST,
+        "test_loop.py",
     ),
     Mutation(
         "plus: few samples count as many",
         "trust.py",
         "rule.gamma * max(ENOUGH / count, 1)",
         "rule.gamma",
-        TRUST,
+        "test_loop.py",
     ),
     Mutation(
         "plus: strange samples count in full",

@@ -239,7 +239,7 @@ def pair_names(
     for name, tensor in tensors.items():
         names = sorted([name, *tied[name]], key=position.__getitem__)
         stored = [n for n in map(rename, names) if n in available]
-        if name in spared and (not stored or source.shape(stored[0]) != tuple(tensor.shape)):
+        if name in spared and (not stored or tuple(source.shape(stored[0])) != tensor.shape):
             continue
         if not stored:
             nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
@@ -249,9 +249,9 @@ def pair_names(
                 + f". Check modelpool.models.{model_name}, or set method.stream_experts=false if "
                 "transformers renames this architecture's tensors when it loads them"
             )
-        if source.shape(stored[0]) != tuple(tensor.shape):
+        if (shape := tuple(source.shape(stored[0]))) != tensor.shape:
             raise CalibrationError(
-                f"{role} {model_name!r}: tensor {name!r} has shape {source.shape(stored[0])}, the "
+                f"{role} {model_name!r}: tensor {name!r} has shape {shape}, the "
                 f"merged model's has {tuple(tensor.shape)}. Check modelpool.models.{model_name}"
             )
         keys[name] = stored[0]

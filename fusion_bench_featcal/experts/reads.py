@@ -189,7 +189,10 @@ def open_weights(
     """
 
     def paired(name: str, model_or_source: Any, role: str = "expert") -> ExpertModel:
-        source = view.source(source_of(model_or_source))
+        try:
+            source = view.source(source_of(model_or_source))
+        except CalibrationError as error:
+            raise CalibrationError(f"{role} {name!r}: {error}") from error
         expert = ExpertModel(name, source, model, role=role, spared=spared, hashed=hashed)
         configs = config_of(model_or_source), config_of(merged)
         check_same_function(name, *configs, ignored, role=role)

@@ -91,8 +91,19 @@ class SourceView:
 
 
 def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
-    """Return a model's weights as a source: a module's own, or the source itself."""
-    return InMemoryExpert(model) if isinstance(model, nn.Module) else model
+    """Return a model's weights as a source: a module's own, or the source itself.
+
+    Raises:
+        CalibrationError: If it is neither.
+    """
+    if isinstance(model, nn.Module):
+        return InMemoryExpert(model)
+    if not hasattr(model, "tensor"):
+        raise CalibrationError(
+            f"a {type(model).__name__} is no model: give a module, or a source of weights with "
+            "names, shape, nbytes and tensor"
+        )
+    return model
 
 
 def known_bytes(source: ExpertSource, name: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.families import llama, stages, t5, vision_language, whisper
-from fusion_bench_featcal.families.base import BlockCall, ChainFamily, Family
+from fusion_bench_featcal.families.base import BlockCall, ChainFamily, Family, stages_of
 from fusion_bench_featcal.families.clip import CLIP
 from fusion_bench_featcal.families.llama import LLAMA
 from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
@@ -35,6 +35,7 @@ __all__ = [
     "StackFamily",
     "check_family",
     "resolve_family",
+    "stages_of",
 ]
 
 # Every family with the model types that `auto` finds it by, before it looks at their structure: a
@@ -120,6 +121,8 @@ def _family(family: Any) -> Family:
         return _BY_NAME[family]
     if isinstance(family, Mapping):
         return _family_of_options(dict(family))
+    if isinstance(family, type):
+        raise ValueError(f"method.family is the class {family.__name__}: give an object of it")
     missing = [name for name in _MEMBERS if not hasattr(family, name)]
     if not missing:
         return family
@@ -134,7 +137,9 @@ def _family_of_options(options: dict[str, Any]) -> Family:
     if list(options) == ["name"] and options["name"] in _BY_NAME:
         return _BY_NAME[options["name"]]
     given_options = dict(options)
-    if options.pop("name", None) != "replay":
+    if "name" not in options:
+        raise ValueError(f"method.family: {options} lacks the family's name or _target_")
+    if options.pop("name") != "replay":
         raise ValueError(f"method.family: only replay takes options, got {given_options}")
     try:
         return ReplayFamily(**options)

@@ -1,6 +1,7 @@
 """The base of all families, and the family whose blocks form a plain chain."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ class ModelView:
 AS_IT_IS = ModelView()
 
 
-class Family:
+class Family(ABC):
     """Base of all families: how models of one architecture are cut into blocks and run.
 
     Attributes:
@@ -57,20 +58,20 @@ class Family:
     has_tables: bool = False
     view: ModelView = AS_IT_IS
 
+    @abstractmethod
     def stages(self, model: nn.Module) -> list[list[str]]:
         """Names of the blocks in forward order, one list a stage.
 
         A stage's first inputs are captured when all earlier stages are calibrated.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self, model: nn.Module, inputs: Any, first_block: str, *ending: Any) -> Any:
         """Run the model on its inputs up to a stage's first block; the inputs of that block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, model: nn.Module, block: str, call: Any) -> tuple[Tensor, Any]:
         """Run one block; its hidden output and the inputs of the next block."""
-        raise NotImplementedError
 
     def ending(self, model: nn.Module, call: Any) -> Any:
         """Output of a stage, from the inputs of a block behind its last; asked if `hands_on`."""
@@ -109,6 +110,27 @@ class Family:
             1 for rows that are read, 0 for others, `[batch, positions]`; None: all are.
         """
         return None
+
+
+def stages_of(family: Family, model: nn.Module) -> list[list[str]]:
+    """Return a family's stages of a model, checked.
+
+    Raises:
+        CalibrationError: If they are no lists of names of the model's modules.
+    """
+    stages = family.stages(model)
+    if not stages or not all(isinstance(stage, list | tuple) and stage for stage in stages):
+        raise CalibrationError(
+            f"method.family={family.name}: stages gives {stages!r}, but must give one list of "
+            "names for each stage, [[block, ...], ...]"
+        )
+    modules = dict(model.named_modules())
+    for block in (block for stage in stages for block in stage):
+        if block not in modules:
+            raise CalibrationError(
+                f"method.family={family.name}: {type(model).__name__} has no block {block!r}"
+            )
+    return stages
 
 
 def two_stages(

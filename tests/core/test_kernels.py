@@ -15,6 +15,7 @@ from fusion_bench_featcal.core import kernels, products
 from fusion_bench_featcal.core.kernels import (
     ONEDNN,
     TORCH,
+    agreed_kernel,
     choose_kernel,
     using_kernel,
     with_kernel,
@@ -38,6 +39,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(kernels, "_onednn_linear", counted)
     return seen
+
+
+@pytest.mark.parametrize("chosen", [[ONEDNN, TORCH], [TORCH, TORCH], [ONEDNN, ONEDNN]])
+def test_processes_agree_on_what_all_of_them_have(chosen: list[str]):
+    assert agreed_kernel(chosen) == (ONEDNN if TORCH not in chosen else TORCH)
 
 
 @pytest.mark.parametrize(

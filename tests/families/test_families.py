@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,8 +42,10 @@ from fusion_bench_featcal.families import (
     T5,
     VISION_LANGUAGE,
     WHISPER,
+    ChainFamily,
     Family,
     resolve_family,
+    stages_of,
 )
 from fusion_bench_featcal.families.llama import LLAMA, MODEL_TYPES
 
@@ -301,6 +304,14 @@ NO_LABELS: dict[str, Any] = IDS | {"decoder_input_ids": IDS["input_ids"]}
         (
             lambda: LLAMA.row_weights({"attention_mask": MASK}, 0, "all"),
             r"attention_mask.*\(2, 1, 5, 5\)",
+        ),
+        (
+            lambda: stages_of(ChainFamily("flat", Mock(return_value=["0"])), nn.ReLU()),
+            r"method\.family=flat: stages gives \['0'\], but must give one list",
+        ),
+        (
+            lambda: stages_of(ChainFamily("other", lambda _: [["x"]]), nn.ReLU()),
+            r"method\.family=other: ReLU has no block 'x'",
         ),
     ],
 )

@@ -98,6 +98,8 @@ def test_stages_have_their_own_blocks_and_masks():
             r"method\.family: fusion_bench_featcal\.ReplayFamily: .*'block'",
         ),
         ({"name": "clip", "blocks": []}, r"method\.family"),
+        ({"blocks": ["a"]}, r"method\.family: \{'blocks': \['a'\]\} lacks the family's name"),
+        (ReplayFamily, r"method\.family is the class ReplayFamily: give an object of it"),
         ({"name": "replay"}, r"method\.family.*blocks"),
         ({"name": "replay", "blocks": "layers.*"}, r"method\.family\.blocks must be a list"),
         ({"name": "replay", "blocks": []}, r"method\.family\.blocks"),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.families import ChainFamily
 from fusion_bench_featcal.methods import ProDistill
 from fusion_bench_featcal.methods.prodistill import ProDistilling, merge_by_training
 from fusion_bench_featcal.methods.training import shuffled_batches, task_generator
@@ -96,12 +97,15 @@ def prodistill_by_hand(suite: Any, method: ProDistilling, settings: FeatCalSetti
     return model
 
 
-def test_prodistill_trains_coefficients_block_by_block() -> None:
+CHAIN = ChainFamily("chain", lambda _: [["layers.0", "layers.1", "layers.2"]])
+
+
+# Replay runs whole models, in which an expert cannot receive the trained model's features.
+@pytest.mark.parametrize("family", [{"name": "replay", "blocks": ["layers.*"]}, CHAIN])
+def test_prodistill_trains_coefficients_block_by_block(family: Any) -> None:
     suite = residual_suite()
     method = ProDistilling(epochs=3, batches_per_step=2)
-    settings = FeatCalSettings(
-        family={"name": "replay", "blocks": ["layers.*"]}, calibrate_norm=False
-    )
+    settings = FeatCalSettings(family=family, calibrate_norm=False)
     found = merge_by_training(suite.base, suite.experts, suite.inputs, settings, method)
     known = prodistill_by_hand(suite, method, settings)
     for name, value in known.named_parameters():

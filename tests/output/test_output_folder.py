@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from calibrations import assert_identical, settings_of
+from calibrations import assert_identical, settings_of, with_rule
 from fuzzing import NAMES_A_SETTING, damage
 from oracle import Knobs
 from process_group import in_forks
@@ -46,7 +46,7 @@ def run(suite: Suite, folder: Path | None = None, *, resume: bool = False, rule:
         Knobs(), suite, family=suite.family, checkpoint_dir=place, resume=resume, **more
     )
     return calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, settings.replace(rule=rule),
+        suite.merged, suite.base, suite.experts, suite.inputs, with_rule(settings, rule),
         autocast=autocast,
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ def test_what_changed_is_named(change: Callable, message: str, tmp_path: Path, m
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ridge_lambda", 0.06), ("batch_size", 3), ("log_drift", False), ("modules", ["fc1"]),
+    [("seed", 1), ("batch_size", 3), ("log_drift", False), ("modules", ["fc1"]),
      ("expert_read_budget", "50%")],
 )  # fmt: skip
 def test_changed_setting_is_named_with_both_values(name: str, value: Any, tmp_path: Path):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import PAPER, PLUS, settings_of
+from calibrations import PAPER, PLUS, settings_of, with_rule
 from model_types import ROWS
 from rich.console import Console
 from tiny_models import (
@@ -165,7 +165,7 @@ def test_sums_and_waiting_features_are_those_of_a_run(name: str, rule: str):
     size = len(first["pixel_values"] if name == "clip" else first["input_ids"])
     more = {"samples_per_task": 2 * size, "batch_size": size, **changes}
     settings = settings_of(PAPER, suite, ridge_lambda=0.05, **more)
-    run = settings.replace(rule=spy)
+    run = with_rule(settings, spy)
     calibrate(suite.merged, suite.base, suite.experts, inputs, run)
     lengths = {"length": 7, "target_length": first["labels"].shape[1]} if name == "t5" else {}
     if name in ("llama", "gpt2"):
@@ -187,7 +187,7 @@ def test_held_out_samples_and_copies_wait_as_in_a_run(changes: dict[str, Any]):
     suite, spy = clip_suite().to(torch.float32), Spy(Plus())
     inputs, more = equal_batches(suite.inputs), {"samples_per_task": 8, "batch_size": 4}
     settings = settings_of(PAPER, suite, **more, **PLUS, **changes)
-    run = settings.replace(rule=spy)
+    run = with_rule(settings, spy)
     calibrate(suite.merged, suite.base, suite.experts, inputs, run)
     request = Request(hollow_copy(suite.merged).to("meta"), settings, len(inputs))
     assert plan_of(request).parts["features"] == max(spy.waiting)
@@ -231,7 +231,7 @@ def test_memory_is_near_what_tensors_of_a_run_take(rule: Any, changes: dict[str,
     experts = {task: models[task] for task in "xyz"}
     with LiveBytes() as live:
         data = dict.fromkeys(experts, batches)
-        calibrate(models["m"], models["b"], experts, data, settings.replace(rule=rule))
+        calibrate(models["m"], models["b"], experts, data, with_rule(settings, rule))
     request = Request(hollow_copy(models["m"]).to("meta"), settings, 3, loaded=1)
     parts = plan_of(request).parts
     found = sum(parts.values()) - min(parts["batch"], parts["solve"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, settings_of
+from calibrations import assert_identical, settings_of, with_rule
 from oracle import Knobs
 from safetensors.torch import load_file, save_file
 from test_experts_lora import merged_by_hand, write_adapter
@@ -36,7 +36,7 @@ def run(suite: Suite, rule: Any = None, *, hashed: bool = False, **more: Any) ->
     settings = settings_of(Knobs(), suite, family=suite.family, **more)
     rule = Paper() if rule is None else rule
     return calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, settings.replace(rule=rule),
+        suite.merged, suite.base, suite.experts, suite.inputs, with_rule(settings, rule),
         hashed=hashed,
     )  # fmt: skip
 
@@ -54,6 +54,14 @@ def stored(model: nn.Module, folder: Path) -> SafetensorsExpert:
     text = str({"weight_map": index}).replace("'", '"')
     (folder / "model.safetensors.index.json").write_text(text)
     return SafetensorsExpert(folder)
+
+
+def test_what_is_neither_a_module_nor_a_source_is_named():
+    suite = clip_suite(tasks=1)
+    states: Any = {"task_0": suite.experts["task_0"].state_dict()}
+    suite.experts = states
+    with pytest.raises(CalibrationError, match=r"expert 'task_0': a OrderedDict is no model: give"):
+        run(suite)
 
 
 def test_files_give_what_load_file_gives(tmp_path: Path):

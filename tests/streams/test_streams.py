@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from calibrations import EXACT, assert_identical, assert_same, replay, run_slow, settings_of
+from calibrations import (
+    EXACT,
+    assert_identical,
+    assert_same,
+    replay,
+    run_slow,
+    settings_of,
+    with_rule,
+)
 from model_types import MIXTURES
 from oracle import Knobs
 from test_calibrate_convolutions import batched_suite
@@ -25,7 +33,7 @@ rules = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 def run(suite: Suite, rule: Any, **more: Any) -> Any:
     settings = settings_of(Knobs(), suite, **{"family": suite.family, **more})
     return calibrate(
-        suite.merged, suite.base, suite.experts, suite.inputs, settings.replace(rule=rule)
+        suite.merged, suite.base, suite.experts, suite.inputs, with_rule(settings, rule)
     )
 
 
