@@ -54,9 +54,8 @@ def calibrate_block(problem: Problem, block: str) -> None:
     groups, figures = [] if finished else groups_of(problem, block), Figures()
     for number, turn in enumerate(problem.rule.turns(groups) or [[]]):
         sums = collect(problem, block, turn, groups if number == 0 else None)
-        solved = solve(problem, block, problem.team.add_up(sums))
-        del sums  # before those of the next turn
-        new, of_modules = problem.team.spread(*solved)
+        sums = problem.team.add_up(sums)
+        new, of_modules = problem.team.spread(*solve(problem, block, sums))
         figures |= of_modules
         load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
     problem.progress.at(f"{block} · update")
@@ -145,18 +144,20 @@ def task_rows(
 
 @exact_products()
 def solve(
-    problem: Problem, block: str, sums: Mapping[Group, GroupSums]
+    problem: Problem, block: str, sums: dict[Group, GroupSums]
 ) -> tuple[dict[str, Tensor], Figures]:
     """Return new parameters of groups of a turn, and figures of each linear module.
+
+    Sums are dropped as soon as they are solved.
 
     Raises:
         CalibrationError: If a system has no trustworthy solution, naming block and module.
     """
     problem.progress.at(f"{block} · solve")
     updates, figures, like = dict[str, Tensor](), Figures(), problem.model.state_dict()
-    for group, group_sums in sums.items():
+    for group in list(sums):
         try:
-            solved = group_sums.solve()
+            solved = sums.pop(group).solve()
         except UnsolvedError as error:
             raise CalibrationError(
                 f"block {block}, module {group.name}: {error}. {problem.rule.remedy}"

@@ -68,7 +68,8 @@ def solve_ridge(
     """Solve `E (G + r I) = R`, in float32 where that does and else in float64.
 
     Args:
-        gram: `G`, symmetric, float32 or float64.
+        gram: `G`, symmetric, float32 or float64. It may become `G + r I`: a copy would be the
+            largest matrix of a run.
         right: `R`.
         ridge: `r` >= 0; 0 needs a `G` of full rank.
         rounding: Rounding of `G` relative to its diagonal.
@@ -78,17 +79,20 @@ def solve_ridge(
     """
     wide = solve_dtype(gram.device)
     if ridge >= SINGLE_RIDGE and gram.dtype != wide:
+        diagonal = gram.diagonal(dim1=-2, dim2=-1)
+        before = diagonal.clone()
         try:
             return _solve_in(gram.dtype, gram, right, ridge, rounding)
         except UnsolvedError:
-            pass  # float64 may do
+            diagonal.copy_(before)  # float64 may do
     return _solve_in(wide, gram, right, ridge, rounding)
 
 
 def _solve_in(
     dtype: torch.dtype, gram: Tensor, right: Tensor, ridge: float, rounding: float
 ) -> Solution:
-    system, right = shifted(gram, ridge, dtype), right.to(dtype)
+    system, right = gram.to(dtype), right.to(dtype)
+    system.diagonal(dim1=-2, dim2=-1).add_(ridge)
     lower, failed = torch.linalg.cholesky_ex(system)
     step = divided(right, lower)
     pivots = lower.diagonal(dim1=-2, dim2=-1).square().amin(-1)

@@ -22,7 +22,7 @@ def system(width: int = 6, rank: int | None = None) -> tuple[Tensor, Tensor]:
 def test_solutions_are_those_of_the_normal_equations(ridge: float) -> None:
     gram, right = system()
     wanted = right @ torch.linalg.inv(gram + ridge * torch.eye(6, dtype=torch.float64))
-    solved = solve_ridge(gram, right, ridge, rounding=EPS)
+    solved = solve_ridge(gram.clone(), right, ridge, rounding=EPS)
     torch.testing.assert_close(solved.step, wanted, rtol=1e-10, atol=1e-12)
     assert solved.residual < 1e-12
     true = float(torch.linalg.cond(gram[0] + ridge * torch.eye(6)))
@@ -31,11 +31,11 @@ def test_solutions_are_those_of_the_normal_equations(ridge: float) -> None:
 
 def test_float32_is_left_where_it_does_not_do() -> None:
     gram, right = (part.float() for part in system())
-    assert solve_ridge(gram, right, 0.5, rounding=1e-7).step.dtype == torch.float32
-    assert solve_ridge(gram, right, 1e-3, rounding=1e-7).step.dtype == torch.float64
+    assert solve_ridge(gram.clone(), right, 0.5, rounding=1e-7).step.dtype == torch.float32
+    assert solve_ridge(gram.clone(), right, 1e-3, rounding=1e-7).step.dtype == torch.float64
     gram[0] = torch.diag(torch.tensor([1e12, *[1.0] * 5]))  # of which float32 holds no shift
     gram[0, 0, 1:] = gram[0, 1:, 0] = 1e5
-    assert solve_ridge(gram, right, 0.5, rounding=1e-20).step.dtype == torch.float64
+    assert solve_ridge(gram.clone(), right, 0.5, rounding=1e-20).step.dtype == torch.float64
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -43,14 +43,16 @@ def test_what_is_not_finite_is_no_solution(value: float) -> None:
     gram, right = system()
     right[0, 0, 0] = value
     with pytest.raises(UnsolvedError, match="stay unsolved"):
-        solve_ridge(gram, right, 0.5, rounding=EPS)
+        solve_ridge(gram.clone(), right, 0.5, rounding=EPS)
 
 
 def test_singular_systems_need_a_ridge() -> None:
     gram, right = system(rank=3)
     with pytest.raises(UnsolvedError, match="singular"):
-        solve_ridge(gram, right, 0.0, rounding=EPS)
+        solve_ridge(gram.clone(), right, 0.0, rounding=EPS)
     with pytest.raises(UnsolvedError, match="singular"):
-        solve_ridge(gram, right, 1e-9, rounding=1e-6)  # less than what rounding made of the rows
-    more: Any = solve_ridge(gram, right, 0.1, rounding=EPS)
+        solve_ridge(
+            gram.clone(), right, 1e-9, rounding=1e-6
+        )  # less than what rounding made of the rows
+    more: Any = solve_ridge(gram.clone(), right, 0.1, rounding=EPS)
     assert torch.isfinite(more.step).all()
