@@ -248,9 +248,9 @@ def test_biases_make_up_for_the_rounding_of_weights(rule: Any):
     sums.add("a", rows, expert)
     solved = sums.solve().linear
     assert torch.equal(solved.weight, solved.weight.bfloat16().double())
-    whole, drift = rows.total(), getattr(rule, "mix_alpha", 1.0)
-    x, y = whole.x[0, 0] / whole.count[0, 0], drift * whole.y[0, 0] / whole.count[0, 0]
-    target = expert.weight[0] @ x + y + expert.bias[0]
+    whole = rows.total()
+    x, y = whole.x[0, 0] / whole.count[0, 0], whole.y[0, 0] / whole.count[0, 0]
+    target = y + expert.bias[0]  # `y` is what the expert's weight makes of the target's input
     weight = whole.task_weights(1e-8)[0]
     free = target - solved.weight[0] @ x
     pull = getattr(rule, "ridge_lambda", 0.0)

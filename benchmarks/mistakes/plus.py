@@ -101,8 +101,8 @@ MUTATIONS = [
     Mutation(
         "plus: drift of inputs not carried through the expert's weight",
         "rules/plus.py",
-        "else self._probes @ expert.weight\n",
-        "else 0 * self._probes @ expert.weight\n",
+        "= self._probes @ step.weight, self._probes @ expert.weight\n",
+        "= self._probes @ step.weight, 0 * self._probes @ expert.weight\n",
         LOOP,
     ),
     Mutation(
@@ -129,8 +129,22 @@ MUTATIONS = [
     Mutation(
         "plus: rows out of weights in no fold",
         "rules/plus.py",
-        "[..., None, None], memory)",
-        "[..., None, None], 0 * memory)",
+        "rows.gram.addcmul_(share, mirror_lower(memory))",
+        "rows.gram.addcmul_(0 * share, mirror_lower(memory))",
+        LOOP,
+    ),
+    Mutation(
+        "plus: few outputs: rows out of weights have no answers by fold",
+        "rules/plus.py",
+        "rows.cross.addcmul_(share, answers)",
+        "pass",
+        LOOP,
+    ),
+    Mutation(
+        "plus: few outputs: rows out of weights have no answers in full",
+        "rules/plus.py",
+        "whole.cross.add_(answers)",
+        "pass",
         LOOP,
     ),
     Mutation(

@@ -115,7 +115,8 @@ class PaperSums:
     def solve(self) -> Solved:
         """Solve for the step from the anchor (Eq. 17); the bias follows from the means."""
         rule, targets, inputs = self._rule, self._targets, self._inputs
-        right = targets.tensors()[0][0] - rule.eps * targets.anchor.weight
+        cross, _ = targets.complete(inputs.gram[0], inputs.x[0])
+        right = cross[0] - rule.eps * targets.anchor.weight
         rounding = max(rounding_of(self._dtype), torch.finfo(right.dtype).eps)
         ridge = rule.ridge_lambda + rule.eps
         solution = solve_ridge(inputs.gram[0], right, ridge, rounding=rounding)

@@ -85,7 +85,7 @@ class PlusSums:
         self._rule, self._has_few_outputs = rule, group.has_few_outputs
         self._base = base if rule.gamma > 0 and not group.convolves else None
         self._biased = group.biased and rule.calibrate_bias
-        self._targets = StepTargets(group, merged, alpha=1.0)
+        self._targets = StepTargets(group, merged, alpha=rule.mix_alpha)
         self._probes = probes_of(merged.weight)
         maps, _, inputs = merged.weight.shape
         self._folds = Moments.zeros(rule.folds, maps, inputs, len(self._probes), merged.weight)
@@ -100,9 +100,7 @@ class PlusSums:
         weight = whole.task_weights(EPS) * self._rule.task_weights.get(task, 1.0)
         if self._base is not None:
             gamma = self._rule.gammas.get(task, self._rule.gamma)
-            memory = self._memory(whole, expert.weight - self._base.weight, gamma)
-            rows.gram.addcmul_((rows.count / whole.count)[..., None, None], memory)
-            whole.gram.add_(memory)
+            self._remember(rows, whole, expert.weight, expert.weight - self._base.weight, gamma)
         factor = weight / whole.count[0]
         cross = self._targets.add(whole, expert, factor)
         biases = (factor[:, None] * step.bias)[..., None]
@@ -110,26 +108,37 @@ class PlusSums:
         self._folds.merge(self._probed(rows, expert, step), factor)
         return {"norm": whole.gram_norms().mean(), "cross": cross.sum()}
 
-    def _memory(self, whole: Moments, tau: Tensor, gamma: float) -> Tensor:
-        """Return `A_i`, `[d, d]`; zero where the expert is the base."""
+    def _remember(
+        self, rows: Moments, whole: Moments, weight: Tensor, tau: Tensor, gamma: float
+    ) -> None:
+        """Let rows out of weights join the samples, by fold and in full; `A_i` of the base is 0."""
         energy = whole.variances(centred=self._biased).sum().clamp_min(0) * whole.count.sum()
         square = tau.square().sum()
         scale = torch.where(square > 0, gamma * energy / square, 0.0)
-        memory = torch.zeros_like(whole.gram[0, 0])
-        add_lower_gram(memory, columns_of(tau[0] * scale.sqrt()))
-        return mirror_lower(memory)
+        memory, tau = torch.zeros_like(whole.gram[0, 0]), tau * scale.sqrt()
+        add_lower_gram(memory, columns_of(tau[0]))
+        share = (rows.count / whole.count)[..., None, None]
+        rows.gram.addcmul_(share, mirror_lower(memory))
+        whole.gram.add_(memory)
+        if self._has_few_outputs:
+            answers = (weight @ tau.mT) @ tau
+            rows.cross.addcmul_(share, answers)
+            whole.cross.add_(answers)
 
     def _probed(self, rows: Moments, expert: Linear, step: Linear) -> Moments:
         """Return moments of combinations of the targets, by fold."""
-        weight, bias = self._probes @ step.weight, step.bias @ self._probes.T
-        reach = self._probes[None] if self._has_few_outputs else self._probes @ expert.weight
+        weight, reach = self._probes @ step.weight, self._probes @ expert.weight
+        if self._has_few_outputs:
+            weight, reach = -self._probes @ self._targets.anchor.weight, self._probes[None]
+        bias = step.bias @ self._probes.T
         cross = weight @ rows.gram + reach @ rows.cross + bias[..., None] * rows.x[..., None, :]
         y = (weight @ rows.x[..., None] + reach @ rows.y[..., None])[..., 0]
         return replace(rows, cross=cross, y=y + bias * rows.count[..., None])
 
     def solve(self) -> Solved:
         """Return the step with the ridge of least held-out error, and the bias that means leave."""
-        whole, (cross, y) = self._folds.total(), self._targets.tensors()
+        whole = self._folds.total()
+        cross, y = self._targets.complete(whole.gram[0], whole.x[0])
         means = replace(whole, cross=cross, y=y).means(centred=self._biased)
         scale = means.gram.diagonal(dim1=-2, dim2=-1).mean()
         energy = whole.variances(centred=False).mean()

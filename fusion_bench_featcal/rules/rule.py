@@ -30,8 +30,8 @@ class GroupSums(Protocol):
         Args:
             task: The task.
             rows: Its moments of the calibrated model's inputs `x` and of the expert's drift
-                `x_exp - x`, behind the expert's weight if the group compares outputs. Of a norm the
-                sums over its normalised inputs. They may be changed.
+                `x_exp - x`; if the group has few outputs, of `W_i (x + mix_alpha (x_exp - x))`.
+                Of a norm the sums over its normalised inputs. They may be changed.
             expert: The expert's parameters.
 
         Returns:
@@ -59,14 +59,16 @@ class Rule(ABC):
     A rule that does without the experts' features or the base says so, and saves their reads.
 
     Attributes:
+        mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10).
         folds: Number of parts in which a task's sums are formed.
         notes_outputs: Whether the expert's outputs are noted in place of inputs where they are few:
-            they take less memory while they wait for their turn.
+            they take less memory while they wait for their turn. `mix_alpha` must be 1 then.
         reads_closing_rows: Whether only positions that the model reads on count in the last block.
         calibrate_bias: Whether biases of linear modules change.
         calibrate_norm: Whether gains and shifts of norms change.
     """
 
+    mix_alpha: float = 1.0
     folds: int = 1
     notes_outputs: bool = False
     reads_closing_rows: bool = False

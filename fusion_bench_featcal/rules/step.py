@@ -15,18 +15,19 @@ class StepTargets:
 
     With `D_i = sum (x_exp - x) x'` the sum of `u x'` is, but for biases,
     `(W_i - W_a) (G_i + alpha D_i) + W_a alpha D_i`: zero where nothing is to be done. The last
-    product is formed once, for the sum over tasks.
+    product is formed once, for the sum over tasks. Where outputs are few, rows come with what `W_i`
+    makes of the target's input, and the sum is `sum (u + W_a x) x' - W_a G`.
 
     Attributes:
         anchor: `W_a` and `b_a`.
-        cross: `sum u x'` without biases, complete after `tensors`, `[1, g, m, d]`.
-        y: `sum u`, `[1, g, m]`.
+        cross: `sum u x'` without biases, complete after `tensors` and `complete`, `[1, g, m, d]`.
+        y: `sum u`, complete after `complete`, `[1, g, m]`.
     """
 
     def __init__(self, group: Group, anchor: Linear, alpha: float) -> None:
         """Start with no task."""
         self.anchor, self._alpha, self._dtype = anchor, alpha, group.dtype
-        self._has_few_outputs = group.has_few_outputs
+        self._adds_anchor = group.has_few_outputs and alpha > 0
         self.cross = torch.zeros_like(anchor.weight)[None]
         self.y = torch.zeros_like(anchor.bias)[None]
         self._drift: Tensor | None = None
@@ -39,26 +40,42 @@ class StepTargets:
             expert: The expert's parameters.
             factor: Weight of a row, `[g]`.
         """
-        alpha, step, count = self._alpha, expert.minus(self.anchor), rows.count[0][:, None]
-        gram, drift, x, y = rows.gram[0], rows.cross[0], rows.x[0], alpha * rows.y[0]
-        if self._has_few_outputs:
-            cross = multiply(step.weight, gram, symmetric=True).add_(drift, alpha=alpha)
+        step = expert.minus(self.anchor)
+        if self._adds_anchor:
+            cross, y = rows.cross[0], rows.y[0]
         else:
-            cross = multiply(step.weight, torch.add(gram, drift, alpha=alpha))
-            y = (expert.weight @ y[..., None])[..., 0]
-            part = drift * (alpha * factor[:, None, None])
-            self._drift = part if self._drift is None else self._drift.add_(part)
-        y = y + (step.weight @ x[..., None])[..., 0] + step.bias * count
+            cross, y = self._from_inputs(rows, expert, step, factor)
+        y = y + step.bias * rows.count[0][:, None]
         self.cross[0].addcmul_(cross, factor[:, None, None])
         self.y[0].addcmul_(y, factor[:, None])
         return cross
 
+    def _from_inputs(
+        self, rows: Moments, expert: Linear, step: Linear, factor: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return `sum u x'` and `sum u` without biases, from sums over inputs and their drift."""
+        alpha, gram, x = self._alpha, rows.gram[0], rows.x[0]
+        if not alpha:
+            return multiply(step.weight, gram, symmetric=True), _times(step.weight, x)
+        part = rows.cross[0] * (alpha * factor[:, None, None])
+        self._drift = part if self._drift is None else self._drift.add_(part)
+        cross = multiply(step.weight, torch.add(gram, rows.cross[0], alpha=alpha))
+        return cross, _times(step.weight, x) + alpha * _times(expert.weight, rows.y[0])
+
     def tensors(self) -> list[Tensor]:
-        """Return both sums, complete."""
+        """Return both sums, to which those of other processes may be added in place."""
         if self._drift is not None:
             self.cross[0].add_(multiply(self.anchor.weight, self._drift))
             self._drift = None
         return [self.cross, self.y]
+
+    def complete(self, gram: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both sums, complete, with the weighted sums of `x x'`, `[g, d, d]`, and `x`."""
+        if self._adds_anchor:
+            self.cross[0].sub_(multiply(self.anchor.weight, gram, symmetric=True))
+            self.y[0].sub_(_times(self.anchor.weight, x))
+            self._adds_anchor = False
+        return self.cross, self.y
 
     def moved(self, step: Tensor, x: Tensor, count: Tensor) -> Linear:
         """Return the anchor plus a step, and the bias that means leave (Eqs. 51 to 55).
@@ -76,6 +93,11 @@ class StepTargets:
         change = ((weight - anchor.weight) @ x.to(wide)[..., None])[..., 0]
         shift = (self.y[0].to(wide) - change) / count.to(wide)[:, None]
         return Linear(weight, anchor.bias + shift)
+
+
+def _times(weight: Tensor, x: Tensor) -> Tensor:
+    """Return `W x` for each map."""
+    return (weight @ x[..., None])[..., 0]
 
 
 def anchor_of(merged: Linear, base: Linear | None, rho: float) -> Linear:

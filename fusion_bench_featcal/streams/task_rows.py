@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.core.solve import solve_dtype
@@ -19,7 +20,10 @@ from fusion_bench_featcal.streams.rows import rows_of
 
 
 class LinearRows:
-    """Moments of the calibrated model's inputs and of the drift of the expert from them.
+    """Moments of the calibrated model's inputs `x` and of features `y` beside them.
+
+    `y` is the drift `x_exp - x`; where outputs are few, what the expert's weight makes of the
+    target's input: `W_i (x + alpha (x_exp - x))`, which costs less than `W_i` times sums of `x x'`.
 
     Attributes:
         expert: The expert's parameters.
@@ -56,17 +60,19 @@ class LinearRows:
         for x, y in zip(inputs, noted, strict=True):
             rows = folded_rows(batch, group, x, y, folds=rule.folds, are_outputs=are_outputs)
             for fold, rows_x, rows_y, weights in rows:
-                drift = None if rows_y is None else self._drift(rows_x, rows_y)
-                self.sums.add(fold, rows_x, drift, weights)
+                features = None if rows_y is None else self._features(rows_x, rows_y)
+                self.sums.add(fold, rows_x, features, weights)
 
-    def _drift(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return `x_exp - x`, or the same behind the expert's weight."""
+    def _features(self, x: Tensor, noted: Tensor) -> Tensor:
+        """Return `y` for rows of `x` and what was noted of the expert."""
         dtype = self.expert.weight.dtype
-        x, y = x.to(dtype), y.to(dtype)
+        x, noted = x.to(dtype), noted.to(dtype)
         if not self._group.has_few_outputs:
-            return y - x
-        weight, bias = self.expert.weight[0], self.expert.bias[0]
-        return y - linear(x, weight, bias) if self._rule.notes_outputs else linear(y - x, weight)
+            return noted - x
+        if self._rule.notes_outputs:
+            return noted - self.expert.bias[0]
+        with exact_products():  # in TF32 its rounding would not cancel against the anchor's
+            return linear(torch.lerp(x, noted, self._rule.mix_alpha), self.expert.weight[0])
 
     @property
     def count(self) -> Tensor:
