@@ -101,7 +101,7 @@ def through_only(block: Any, hidden: Tensor) -> Tensor:
     return hidden + block.only(hidden)
 
 
-@block_of(first=partial(nn.Linear, 4, 1), second=partial(nn.Linear, 4, 1, bias=False))
+@block_of(first=partial(nn.Linear, 4, 1), second=partial(nn.Linear, 4, 1))
 def few_outputs(block: Any, hidden: Tensor) -> Tensor:
     """Maps that share an input of four and have two outputs together."""
     return hidden + (block.first(hidden).tanh() - 2 * block.second(hidden).tanh())
