@@ -85,7 +85,7 @@ MUTATIONS = [
     Mutation(
         "target made of the calibrated features alone",
         "streams/task_rows.py",
-        "torch.lerp(x, noted, self._rule.mix_alpha)",
+        "torch.lerp(x, noted, self._alpha)",
         "x",
         LOOP,
     ),

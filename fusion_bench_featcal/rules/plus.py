@@ -42,6 +42,7 @@ class Plus(Rule):
     gammas: Mapping[str, float] = field(default_factory=dict)
     task_weights: Mapping[str, float] = field(default_factory=dict)
     calibrate_bias: bool = True
+    mix_alpha = 1.0
     folds = 4
     notes_outputs = True
     reads_closing_rows = True

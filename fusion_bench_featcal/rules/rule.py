@@ -59,7 +59,8 @@ class Rule(ABC):
     A rule that does without the experts' features or the base says so, and saves their reads.
 
     Attributes:
-        mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10).
+        mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10). It has no
+            default: rules that use the experts' features say it.
         folds: Number of parts in which a task's sums are formed.
         notes_outputs: Whether the expert's outputs are noted in place of inputs where they are few:
             they take less memory while they wait for their turn. `mix_alpha` must be 1 then.
@@ -68,7 +69,7 @@ class Rule(ABC):
         calibrate_norm: Whether gains and shifts of norms change.
     """
 
-    mix_alpha: float = 1.0
+    mix_alpha: float
     folds: int = 1
     notes_outputs: bool = False
     reads_closing_rows: bool = False

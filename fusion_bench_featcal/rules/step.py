@@ -90,7 +90,7 @@ class StepTargets:
         wide = solve_dtype(step.device)
         anchor = self.anchor.to(wide)
         weight = (anchor.weight + step.to(wide)).to(self._dtype).to(wide)
-        change = ((weight - anchor.weight) @ x.to(wide)[..., None])[..., 0]
+        change = _times(weight - anchor.weight, x.to(wide))
         shift = (self.y[0].to(wide) - change) / count.to(wide)[:, None]
         return Linear(weight, anchor.bias + shift)
 

@@ -34,6 +34,7 @@ class LinearRows:
         """Start with no rows."""
         self.expert = group.linear(expert.get_parameter, dtype)
         self._group, self._rule = group, rule
+        self._alpha = rule.mix_alpha if rule.runs_experts else 0.0
         width = sum(group.outputs) if group.has_few_outputs else group.inputs
         like = self.expert.weight
         self.sums = Moments.zeros(rule.folds, group.maps, group.inputs, width, like)
@@ -72,7 +73,7 @@ class LinearRows:
         if self._rule.notes_outputs:
             return noted - self.expert.bias[0]
         with exact_products():  # in TF32 its rounding would not cancel against the anchor's
-            return linear(torch.lerp(x, noted, self._rule.mix_alpha), self.expert.weight[0])
+            return linear(torch.lerp(x, noted, self._alpha), self.expert.weight[0])
 
     @property
     def count(self) -> Tensor:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from calibrations import assert_identical
-from tiny_models import clip_suite
+from tiny_models import Suite, clip_suite
+from tricky_models import few_outputs, stack_suite
 
 from fusion_bench_featcal import calibrate
 from fusion_bench_featcal.rules.paper import Paper
@@ -17,6 +18,7 @@ class Wrapped(Rule):
     """The paper's sums behind the defaults of the base class."""
 
     inner: Paper = field(default_factory=Paper)
+    mix_alpha: float = 0.3
     calibrate_bias = True
     calibrate_norm = True
 
@@ -24,14 +26,16 @@ class Wrapped(Rule):
         return self.inner.sums(group, merged, base)
 
 
-def calibrated(rule: Any) -> Any:
-    suite = clip_suite()
+def calibrated(rule: Any, suite: Suite | None = None) -> Any:
+    suite = suite or clip_suite()
     models = suite.merged, suite.base, suite.experts, suite.inputs
-    return calibrate(*models, rule, progress=False).model
+    return calibrate(*models, rule, family=suite.family, progress=False).model
 
 
 def test_defaults_hand_over_all_that_sums_may_need() -> None:
     assert_identical(calibrated(Wrapped()), calibrated(Paper()))
+    few = stack_suite(few_outputs)
+    assert_identical(calibrated(Wrapped(), few), calibrated(Paper(), few))
 
 
 def test_a_class_in_place_of_a_rule_is_refused() -> None:
