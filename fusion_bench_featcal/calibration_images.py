@@ -1,7 +1,7 @@
-"""Calibration samples of image models: drawn, read and processed batch by batch."""
+"""Calibration samples of image models, read and processed batch by batch."""
 
 import hashlib
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,20 +20,20 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 @dataclass(frozen=True, eq=False)
 class TaskBatches:
-    """One task's calibration samples; images are read and processed anew in each iteration.
+    """One task's calibration samples. Each iteration reads and processes them again.
 
-    The data set is read in the caller's thread, so it may be of any kind; images are decoded and
-    processed in others, one batch ahead.
+    The data set is read in the caller's thread. Worker threads decode and process images, one batch
+    ahead.
     """
 
     task: str
-    items: ImageItems  # the data set they are drawn from; labels are not read
-    indices: list[int]  # the samples' positions in it
+    items: ImageItems  # the data set; labels are not read
+    indices: list[int]  # positions of the samples in it
     batch_size: int  # samples per batch; the last batch may have fewer
     processor: Processor
     split: str = ""
-    workers: int = 0  # threads that decode and process; 0: the caller's alone
-    images: ImageCache = field(default_factory=ImageCache)  # keeps processed images
+    workers: int = 0  # threads; 0: everything runs in the caller's thread
+    images: ImageCache = field(default_factory=ImageCache)
 
     @property
     def samples(self) -> int:
@@ -42,11 +42,11 @@ class TaskBatches:
 
     @property
     def available(self) -> int:
-        """Number of items that they were drawn from."""
+        """Number of items that the samples were drawn from."""
         return len(self.items)
 
     def at(self, number: int) -> str:
-        """Name of a sample in messages."""
+        """Return the name of a sample in messages."""
         return self.items.at(self.indices[number])
 
     def __len__(self) -> int:
@@ -54,53 +54,49 @@ class TaskBatches:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield `{"pixel_values": [batch, channels, height, width]}`, floating point."""
-        size: torch.Size | None = None
-        with closing(self._pixels()) as images:
-            while pixels := list(islice(images, self.batch_size)):
-                size = size or pixels[0].shape
-                stacked = stack_pixels(pixels, self.items.place, "modelpool.processor", size)
-                yield {"pixel_values": stacked}
-
-    def _pixels(self) -> Generator[Tensor, None, None]:
-        """All processed images in order."""
-        cache = self.images
-        described = None if cache.folder is None else describe_processor(self.processor)
+        uses_folder = self.images.folder is not None
         results = in_order(
             self._read,
-            partial(self._process, described=described),
+            partial(self._process, describe_processor(self.processor) if uses_folder else None),
             self.indices,
             workers=self.workers,
             ahead=max(self.batch_size, 2 * self.workers),
         )
+        size: torch.Size | None = None
         with closing(results):
-            for index, (pixels, origin) in zip(self.indices, results, strict=True):
-                cache.counts[origin] += 1
-                cache.keep((self.split, self.task, index), pixels)
-                yield pixels
+            while batch := list(islice(results, self.batch_size)):
+                for index, pixels, origin in batch:
+                    self.images.counts[origin] += 1
+                    self.images.put((self.split, self.task, index), pixels)
+                images = [pixels for _, pixels, _ in batch]
+                size = size or images[0].shape
+                stacked = stack_pixels(images, self.items.place, "modelpool.processor", size)
+                yield {"pixel_values": stacked}
 
     def _read(self, index: int) -> tuple[int, Any, Tensor | None]:
-        """An item as the data set holds it, or its pixels if they are in memory."""
-        pixels = self.images.kept((self.split, self.task, index))
+        """Return an item as the data set has it, or its pixels if they are in memory."""
+        pixels = self.images.get((self.split, self.task, index))
         return index, None if pixels is not None else self.items.read(index)[0], pixels
 
     def _process(
-        self, item: tuple[int, Any, Tensor | None], described: str | None
-    ) -> tuple[Tensor, str]:
-        """An item's pixels, and where they came from."""
+        self, processor_digest: str | None, item: tuple[int, Any, Tensor | None]
+    ) -> tuple[int, Tensor, str]:
+        """Return an item's index, its pixels and their origin."""
         index, image, pixels = item
         if pixels is not None:
-            return pixels, MEMORY
+            return index, pixels, MEMORY
         context = self.items.context(index)
-        if described is None:
-            return to_pixels(image, self.processor, *context), PROCESSED
+        if processor_digest is None:
+            return index, to_pixels(image, self.processor, *context), PROCESSED
         image, content = fixed_content(image, *context)
-        key = hashlib.sha256(f"{described} {content}".encode()).hexdigest()
-        return self.images.from_folder(key, partial(to_pixels, image, self.processor, *context))
+        name = hashlib.sha256(f"{processor_digest} {content}".encode()).hexdigest()
+        make = partial(to_pixels, image, self.processor, *context)
+        return index, *self.images.load_or_make(name, make)
 
 
 def decode_workers(settings: FeatCalSettings, processor: Any) -> int:
-    """Threads that process images; 0: the caller's alone."""
+    """Return the number of threads that process images; 0: the caller's thread does."""
     if settings.decode_workers != "auto":
         return int(settings.decode_workers)
-    # Nobody knows whether threads may share a plain callable.
+    # A plain callable may not be safe to share between threads.
     return automatic_workers() if describe_processor(processor) is not None else 0

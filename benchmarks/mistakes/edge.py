@@ -78,7 +78,7 @@ MUTATIONS = [
     Mutation(
         "kept images do not tell processors apart",
         "calibration_images.py",
-        'hashlib.sha256(f"{described} {content}".encode())',
+        'hashlib.sha256(f"{processor_digest} {content}".encode())',
         'hashlib.sha256(f"{content}".encode())',
         "data/test_image_cache.py",
     ),

@@ -1,4 +1,4 @@
-"""Work on items in threads, a few items ahead, with results in the items' order."""
+"""Threads that process items ahead of their use."""
 
 import os
 from collections import deque
@@ -6,74 +6,52 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-_Key = TypeVar("_Key")
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
-_MOST_WORKERS = 8  # more threads wait for Python's lock and each other's memory
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+_MAX_WORKERS = 8  # more threads wait for Python's lock and each other's memory
 
 
 def automatic_workers() -> int:
-    """Threads that pay on this machine: one a core up to a limit, and none on a single core."""
-    cores = available_cores()
-    return 0 if cores == 1 else min(cores, _MOST_WORKERS)
+    """Return a number of threads for this machine: one per core up to 8, none on a single core."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return 0 if cores == 1 else min(cores, _MAX_WORKERS)
 
 
 def in_order(
-    read: Callable[[_Key], _Item],
-    work: Callable[[_Item], _Result],
-    keys: Iterable[_Key],
+    read: Callable[[Key], Item],
+    process: Callable[[Item], Result],
+    keys: Iterable[Key],
     *,
     workers: int,
     ahead: int,
-) -> Generator[_Result, None, None]:
-    """Yield `work(read(key))` for each key, in the keys' order.
+) -> Generator[Result, None, None]:
+    """Yield `process(read(key))` for each key, in the order of the keys.
 
-    `read` is called in the caller's thread, key by key, so that it may be of any kind; `work` is
-    called in threads. An error is raised where its result is due, after all earlier ones. When the
-    iterator is closed or interrupted, what was not begun is dropped and no thread is left behind.
+    `read` runs in the caller's thread, because data sets need not allow others, and `process` in
+    worker threads. An error of `process` is raised in place of its result, one of `read` at once.
+    Closing the iterator cancels work that has not begun and waits for the rest.
 
     Args:
-        read: Gives the item of a key.
-        work: Gives the result of an item.
+        read: Returns the item of a key.
+        process: Returns the result of an item.
         keys: The keys.
-        workers: Threads, >= 0; 0 works in the caller's thread, one result at a time.
-        ahead: Results that may wait for the caller, >= 1.
+        workers: Number of threads; 0: everything runs in the caller's thread.
+        ahead: Number of results that may wait for the caller, >= 1.
     """
     if workers == 0:
-        for key in keys:
-            yield work(read(key))
+        yield from (process(read(key)) for key in keys)
         return
-    waiting: deque[Future[_Result]] = deque()
+    pending: deque[Future[Result]] = deque()
     executor = ThreadPoolExecutor(workers, thread_name_prefix="featcal-images")
     try:
         for key in keys:
-            waiting.append(_begun(executor, read, work, key))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(executor.submit(process, read(key)))
+            if len(pending) > ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _begun(
-    executor: ThreadPoolExecutor,
-    read: Callable[[_Key], _Item],
-    work: Callable[[_Item], _Result],
-    key: _Key,
-) -> "Future[_Result]":
-    """The result to come; an error of reading waits in it for its turn, too."""
-    try:
-        return executor.submit(work, read(key))
-    except Exception as error:
-        failed: Future[_Result] = Future()
-        failed.set_exception(error)
-        return failed

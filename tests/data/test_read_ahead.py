@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusion_bench_featcal.data.read_ahead import automatic_workers, available_cores, in_order
+from fusion_bench_featcal.data.read_ahead import automatic_workers, in_order
 
 
 def identity(value: Any) -> Any:
@@ -58,8 +58,7 @@ def test_no_more_results_wait_than_allowed():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("place", ["read", "work"])
-def test_error_comes_when_its_result_is_due(workers, place):
+def test_error_comes_when_its_result_is_due(workers):
     def fails(value: int) -> int:
         if value == 6:
             raise ValueError(f"item {value}")
@@ -67,8 +66,7 @@ def test_error_comes_when_its_result_is_due(workers, place):
             raise OSError("a later one")
         return value
 
-    steps = {"read": identity, "work": identity, place: fails}
-    found = in_order(steps["read"], steps["work"], range(20), workers=workers, ahead=4)
+    found = in_order(identity, fails, range(20), workers=workers, ahead=4)
     assert [next(found) for _ in range(6)] == list(range(6))
     with pytest.raises(ValueError, match="item 6"):
         next(found)
@@ -89,24 +87,24 @@ def test_closing_drops_what_was_not_begun():
     assert len(done) < 500
 
 
-def test_interrupt_stops_at_once_and_leaves_no_thread():
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_failing_read_stops_at_once_and_leaves_no_thread(kind):
     def read(value: int) -> int:
         if value == 10:
-            raise KeyboardInterrupt
+            raise kind
         return value
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(kind):
         list(in_order(read, identity, range(20), workers=2, ahead=4))
     assert not helpers()
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 2), (64, 8)])
-def test_automatic_number_is_one_a_core_up_to_eight(monkeypatch, cores, workers):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert (available_cores(), automatic_workers()) == (cores, workers)
-
-
-def test_systems_without_affinity_tell_their_cores(monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert available_cores() == 3
+@pytest.mark.parametrize("has_affinity", [True, False])
+def test_automatic_number_is_one_per_core_up_to_eight(monkeypatch, cores, workers, has_affinity):
+    if has_affinity:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    else:
+        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert automatic_workers() == workers
