@@ -1,11 +1,14 @@
 """Class indices of a data set's labels."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError
+
+log = logging.getLogger(__name__)
 
 CLASSNAMES_BY = ("name", "order")
 _EITHER = "either"  # for FusionBench's class names alone
@@ -37,7 +40,8 @@ def match_names(
     so is anything between: it would swap classes unnoticed.
 
     `by` is `name`; `order` takes the data's classes in order, whatever their names; `either` takes
-    them in order where all are unknown.
+    them in order, as FusionBench does, where they are not the same names, with a warning where some
+    are.
 
     Raises:
         ValueError: If the two lists do not match.
@@ -61,6 +65,12 @@ def match_names(
         )
     for position, name in enumerate(names):
         if name in classnames and classnames[position] != name:
+            if by == _EITHER:
+                log.warning(
+                    "%s: label %d is %r in the data and %r in FusionBench's list, which is used",
+                    *(place, position, name, classnames[position]),
+                )
+                return in_order
             raise ValueError(
                 f"{place}: class name {name!r} is label {position} in the data, but stands at "
                 f"{list(classnames).index(name)} in classnames. Use the data's names in any order "

@@ -90,6 +90,7 @@ class RunResults:
         self._taskpool: BaseTaskPool | None = getattr(self._program, "taskpool", None)
         self._linear_kernel = linear_kernel
         self._returned: Evaluation | None = None  # of the model that is returned
+        self._experts_hint = False
 
     def add_notes(self, notes: Sequence[str]) -> None:
         """Warn of something at once, and say it in the report."""
@@ -106,6 +107,7 @@ class RunResults:
         """Load and evaluate base and experts, where `references` ask, one in memory at a time."""
         if self._taskpool is None:
             return
+        self._experts_hint = EXPERTS not in references
         if BASE in references and self._modelpool.has_pretrained:
             self.add_reference(BASE, load_pool_model(self._modelpool, BASE_MODEL))
         if EXPERTS in references:
@@ -236,6 +238,8 @@ class RunResults:
         """Print the table and the closing lines."""
         if self.report.rows:
             self.report.show()
+        if self._experts_hint:
+            print("no experts row, so no recovered gap: method.compare_with=[experts,merged] adds it")
         saver = self.saver
         for line in closing_lines(self.report, saver.row, saver.folder, self._log_dir):
             print(line)

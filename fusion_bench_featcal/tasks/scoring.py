@@ -43,6 +43,8 @@ class EvaluationItems(Dataset):
 
 def evaluation_loader(items: EvaluationItems, settings: Mapping[str, Any]) -> DataLoader[Batch]:
     """Loader of all items in order: pixels `[batch, channels, height, width]`, labels `[batch]`."""
+    if not torch.cuda.is_available():  # torch warns that pinned memory then has no use
+        settings = {**settings, "pin_memory": False}
     return DataLoader(items, collate_fn=partial(_collate, items.items.place), **settings)
 
 

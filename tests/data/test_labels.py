@@ -18,6 +18,7 @@ TWELVE = sorted(str(number) for number in range(12))
         (["n01", "n02"], ["cat", "dog"], "either", [0, 1]),
         (["b", "a"], ["a", "b"], "order", [0, 1]),  # order goes before names
         (["b", "a"], ["a", "b"], "either", [1, 0]),
+        (["cat", "dog", "x"], ["dog", "cat", "y"], "either", [0, 1, 2]),  # as FusionBench takes them
         (TWELVE, [f"class {n}" for n in range(12)], "name", [int(name) for name in TWELVE]),
         (["00", "02"], ["a", "b", "c"], "name", [0, 2]),  # numbers from zero are positions
         (["crane", "crane"], ["crane", "crane"], "name", [0, 1]),

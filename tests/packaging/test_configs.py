@@ -106,7 +106,9 @@ def test_alias_pool_is_the_original_with_a_task_pool_that_fits(
     alias = dict(composed("modelpool", f"modelpool={name}"))
     original = composed("modelpool", f"modelpool=CLIPVisionModelPool/{name}")
     task_pool = alias.pop("default_taskpool")
+    assert alias.pop("featcal") == {"compare_with": ["experts", "merged"]}
     assert alias == original
+    assert task_pool["_target_"] == "fusion_bench_featcal.tasks.ClipTaskPool"
     assert task_pool["test_datasets"] == original["test_datasets"]
-    for part in ("clip_model", "processor", "data_processor"):
-        assert task_pool[part]["pretrained_model_name_or_path"] == f"openai/clip-vit-{backbone}"
+    assert task_pool["base_model"] == f"openai/clip-vit-{backbone}"
+    assert [task_pool[key] for key in ("clip_model", "processor", "data_processor")] == [None] * 3

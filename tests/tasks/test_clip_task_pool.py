@@ -17,6 +17,7 @@ from PIL import Image
 from tiny_images import SHAPES, picture, write_class_folders
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
+from fusion_bench_featcal.fusionbench.evaluation import evaluate, join
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks import ClipTaskPool, load_images
 from fusion_bench_featcal.tasks.heads import names_of
@@ -108,6 +109,20 @@ def test_cached_pictures_change_nothing(make_pool, two_tasks, clip_folder):
     assert cached.evaluate(model) == first == plain.evaluate(model)
     assert isinstance(cached._pixel_cache, PixelCache)
     assert cached._pixel_cache.used_bytes == (12 + 28) * (3 * 28 * 28 * 4 + 8)
+
+
+def test_prompts_are_encoded_once_for_all_rows(make_pool, two_tasks, clip_folder):
+    pool, texts = make_pool(tasks=two_tasks), []
+    pool.setup()
+    pool.clip_model.text_model.register_forward_pre_hook(
+        lambda _, args, keys: texts.extend(keys["input_ids"]), with_kwargs=True
+    )
+    model = other_model(clip_folder)
+    reports = [evaluate(pool, model, name=name) for name in ("merged", "featcal")]
+    experts = [evaluate(pool, model, name=task, tasks=[task]) for task in two_tasks]
+    prompts = [len(names) * len(templates) for names, templates in map(names_of, two_tasks)]
+    assert len(texts) == sum(prompts)
+    assert join(experts).accuracy == reports[0].accuracy == reports[1].accuracy
 
 
 def test_only_the_loaders_tasks_are_evaluated(make_pool, two_tasks, vision_model):
