@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fusion_bench_featcal.memory import free_bytes, memory_advice
 from fusion_bench_featcal.plan_shapes import CPU, Request, Shapes
-from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.plurals import bytes_text, counted
 
 LABELS = {
     "model": "calibrated copy of the model",
@@ -162,11 +162,3 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(table)
     for warning in warnings_of(plan):
         console.print(f"warning: {warning}")
-
-
-def bytes_text(count: float) -> str:
-    """Return bytes for people."""
-    for unit, step in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= step:
-            return f"{count / step:.{2 if count < 10 * step else 1}f} {unit}"
-    return f"{count / 1024:.0f} KiB"

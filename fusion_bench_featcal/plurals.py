@@ -1,4 +1,4 @@
-"""Numbers with their nouns."""
+"""Numbers as text: with their nouns, and as sizes in bytes."""
 
 
 def counted(number: int | str, noun: str) -> str:
@@ -6,7 +6,15 @@ def counted(number: int | str, noun: str) -> str:
 
     Args:
         number: A number, or a text with one or several, such as `8 to 16`.
-        noun: The noun in the singular; what follows it may be added, as in `row of --data`.
+        noun: The noun in the singular. More words may follow it, as in `row of --data`.
     """
     head, gap, rest = noun.partition(" of ")
     return f"{number} {head}{'' if str(number) == '1' else 's'}{gap}{rest}"
+
+
+def bytes_text(count: float) -> str:
+    """Write a number of bytes in GiB, MiB or KiB."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= step:
+            return f"{count / step:.{2 if count < 10 * step else 1}f} {unit}"
+    return f"{count / 1024:.0f} KiB"

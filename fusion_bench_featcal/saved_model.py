@@ -1,21 +1,28 @@
-"""Files beside a saved model: its card, its origin, and a config that fits its head."""
+"""Writing a model's folder: weights, processor, model card and provenance, whole or not at all."""
 
 import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
+from torch import nn
 
-from fusion_bench_featcal.files import sha256_file
+from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.files import free_space, replacing, sha256_file
 from fusion_bench_featcal.json_files import masked, masked_words, sealed_json, without_secrets
+from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.results import AVERAGE, Report, versions
 from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.results.tables import page
+from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tensor_files import stored_bytes
 from fusion_bench_featcal.untrusted import read_json
 
 CARD = "README.md"
@@ -26,13 +33,67 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Origin of a saved model."""
+    """Origin of a saved model, in plain values."""
 
     row: str  # in the report
     upstream: Any = None  # config of the upstream merger; None: the pool's own merged model
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
-    samples: Mapping[str, Any] = field(default_factory=dict)  # task -> those really used
-    reads: Mapping[str, Any] | None = None  # the manifest of what was read; None: unknown
+    samples: Mapping[str, Any] = field(default_factory=dict)  # task -> number that was used
+    reads: Mapping[str, Any] | None = None  # manifest of tensors read; None: unknown
+
+
+@contextmanager
+def writing_model(
+    target: Path, model: nn.Module, *, option: str, advice: str, dropped: Sequence[str] = ()
+) -> Iterator[Path]:
+    """Yield a new path for a model, which replaces `target` when the block ends without error.
+
+    Args:
+        target: The model's folder (or file); it may exist.
+        model: The model, for its size.
+        option: The option with the target's value, for the message.
+        advice: Sentences for the message on what to do about a full disk.
+        dropped: Patterns of an older model's files in `target`. All others are kept.
+
+    Raises:
+        CalibrationError: If the model cannot be written. The target is unchanged then.
+    """
+    needed = stored_bytes(model.state_dict().values())
+    try:
+        if needed > free_space(target.parent):
+            raise OSError("the disk has too little room")
+        with replacing(target, dropped) as new:
+            yield new
+    except (OSError, SafetensorError, RuntimeError) as error:
+        cause = getattr(error, "strerror", None) or first_line(error)
+        raise CalibrationError(
+            f"the model cannot be saved to {option}: {cause}. It needs {bytes_text(needed)}, and "
+            f"{bytes_text(free_space(target.parent))} are free there. {advice}"
+        ) from error
+
+
+def complete_folder(
+    folder: Path, model: Any, processor: Any, facts: CardFacts | None, card: str | None
+) -> list[str]:
+    """Add processor, model card and provenance to a folder of weights.
+
+    Args:
+        folder: The folder that `save_pretrained` wrote.
+        model: The model in it.
+        processor: Tokenizer or image processor; saved if it has `save_pretrained`.
+        facts: The model's origin; None: no provenance is written.
+        card: Text of the model card, unless the folder has one; None: none is written.
+
+    Returns:
+        All files, relative to the folder.
+    """
+    keep_untied(model, folder)
+    if hasattr(processor, "save_pretrained"):
+        processor.save_pretrained(folder)
+    if card is not None and not (folder / CARD).exists():
+        (folder / CARD).write_text(card, encoding="utf-8")
+    files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+    return files if facts is None else [*files, write_provenance(folder, files, facts)]
 
 
 def card_text(
@@ -46,21 +107,21 @@ def card_text(
     """Return the text of a model card.
 
     Args:
-        facts: The model's origin, in plain values.
+        facts: The model's origin.
         base: Folder or hub id of the base.
         experts: Task -> folder or hub id of its expert.
-        report: The accuracies, once there are some.
+        report: The accuracies, if the model was evaluated.
         tags: Tags of the model on the hub.
     """
     head: dict[str, Any] = {"library_name": "transformers", "tags": list(tags)}
     hub_id = None if base is None else _hub_id(base)
     if hub_id:
         head = {"base_model": hub_id, **head}
-    listed = [f"- {name}: `{location}`" for name, location in experts.items()]
-    parts = [
+    models = [f"- {name}: `{location}`" for name, location in experts.items()]
+    sections = [
         f"# Merged model ({facts.row})",
         f"Made by fusion_bench_featcal (FeatCal: {PAPER}), row `{facts.row}` of its report.",
-        f"## Models\n\n- base: `{base}`\n" + "\n".join(listed),
+        f"## Models\n\n- base: `{base}`\n" + "\n".join(models),
         "## Merger\n\n" + _listed(facts.upstream or {"merged model": "the pool's own"}),
         "## Settings\n\n" + _listed(facts.settings),
         "## Samples\n\n" + _listed(facts.samples) if facts.samples else "",
@@ -68,29 +129,27 @@ def card_text(
         f"## How it was made\n\n```bash\n{command_line()}\n```\n\n" + _listed(versions()),
     ]
     head_text = f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{CARD_MARK}\n\n"
-    return head_text + without_secrets(page(*(part.rstrip() for part in parts)))
+    return head_text + without_secrets(page(*(section.rstrip() for section in sections)))
 
 
 def _hub_id(location: str) -> str | None:
-    """Return a hub id; for a folder the one that its config names, else the folder's name."""
+    """Return a hub id; for a folder the one in its config, else the folder's name."""
     if not Path(location).is_dir():
         return location if _HUB_ID.fullmatch(location) else None
     try:
-        origin = read_json(Path(location) / "config.json").get("_name_or_path")
+        origin = str(read_json(Path(location) / "config.json").get("_name_or_path"))
     except (OSError, ValueError):
-        origin = None
-    usable = isinstance(origin, str) and "/" in origin and _HUB_ID.fullmatch(origin)
-    return origin if usable else Path(location).resolve().name
+        origin = ""
+    is_id = "/" in origin and _HUB_ID.fullmatch(origin)
+    return origin if is_id else Path(location).resolve().name
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    shown = masked(values).items()
-    return "\n".join(f"- {name}: `{_plainly(value)}`" for name, value in shown) or "none"
-
-
-def _plainly(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return " ".join(text.split())
+    lines = []
+    for name, value in masked(values).items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        lines.append(f"- {name}: `{' '.join(text.split())}`")
+    return "\n".join(lines) or "none"
 
 
 def _accuracies(row: str, report: Report | None) -> str:
@@ -99,8 +158,8 @@ def _accuracies(row: str, report: Report | None) -> str:
     columns = [AVERAGE, *report.tasks]
     lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, values in report.rows.items():
-        shown = f"**{name}**" if name == row else name
-        lines.append(f"| {shown} | " + " | ".join(f"{values[c]:.1%}" for c in columns) + " |")
+        title = f"**{name}**" if name == row else name
+        lines.append(f"| {title} | " + " | ".join(f"{values[c]:.1%}" for c in columns) + " |")
     return "## Accuracy\n\n" + "\n".join(lines)
 
 
@@ -112,22 +171,17 @@ def command_line() -> str:
 
 
 def is_our_card(file: Path) -> bool:
-    """Return whether a model card is one that this package wrote."""
+    """Return whether this package wrote a model card."""
     try:
         return CARD_MARK in file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
 
 
-def write_provenance(folder: Path, files: list[str], facts: CardFacts) -> str:
-    """Write a saved model's origin and the SHA-256 of its files; return the new file's name.
+def write_provenance(folder: Path, files: Sequence[str], facts: CardFacts) -> str:
+    """Write a model's origin and the SHA-256 of its files; return the new file's name.
 
-    The model card is left out: accuracies are added to it later.
-
-    Args:
-        folder: The model's folder.
-        files: Its files, relative to it.
-        facts: Its origin, in plain values.
+    The model card has no digest: accuracies are added to it after saving.
     """
     content = {
         "format": 1,
@@ -146,10 +200,10 @@ def write_provenance(folder: Path, files: list[str], facts: CardFacts) -> str:
 
 
 def keep_untied(model: Any, folder: Path) -> None:
-    """Correct a saved config where the model's head is a matrix of its own.
+    """Set `tie_word_embeddings: false` in a saved config if the model's head is its own matrix.
 
-    transformers 5 gives every T5 a config with `tie_word_embeddings: true`, by which older releases
-    would put the embeddings in the head's place and rescale its input.
+    transformers 5 gives every T5 a config with `true`. Older releases would then replace the head
+    by the embeddings and rescale its input.
     """
     file = folder / "config.json"
     if not file.is_file() or not hasattr(model, "get_output_embeddings"):

@@ -117,7 +117,7 @@ def test_full_disk_names_path_and_room_and_leaves_the_old_model(error, tmp_path,
         raise error
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CalibrationError, match=r"saved: (No space|Quota).*4e-06 GB, and .* free"):
+    with pytest.raises(CalibrationError, match=r"saved: (No space|Quota).*4 KiB, and .* free"):
         save(2, target)
     assert value_at(target) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
@@ -136,10 +136,10 @@ def test_full_disk_is_recognised_as_safetensors_tells_it(tmp_path, monkeypatch) 
 
 def test_too_little_room_is_noticed_before_writing(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10, 10, 100))
-    with pytest.raises(CalibrationError, match=r"too little room.*1e-07 GB are free"):
+    with pytest.raises(CalibrationError, match=r"too little room.*0 KiB are free"):
         save(2, tmp_path / "saved")
     program = program_with(tmp_path / "saved")
-    with pytest.raises(CalibrationError, match=r"merged_model_save_path.*base's size takes 4e-06"):
+    with pytest.raises(CalibrationError, match=r"merged_model_save_path.*base's size takes 4 KiB"):
         check_save_target(program, pool())
 
 
@@ -178,8 +178,6 @@ PLACES = {  # in FOLDER lie a file and the folder of an expert
     "file": ("FOLDER/file", "is a file"),
     "below a file": ("FOLDER/file/model", "is a file, not a directory"),
     "read-only": ("/proc/nowhere/model", "cannot write"),
-    "long": ("x" * 250, "cannot be made .*too long"),
-    "very long": ("x" * 5000, "too long"),
     "expert": ("FOLDER/expert", r"modelpool\.models\.one"),
     "in an expert": ("FOLDER/expert/a/b", r"modelpool\.models\.one"),
     "above an expert": ("FOLDER", r"modelpool\.models\.one"),

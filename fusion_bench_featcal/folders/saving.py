@@ -1,4 +1,4 @@
-"""The folder that `featcal calibrate` leaves: a model that plain transformers loads."""
+"""Saving the model of `featcal calibrate` as a folder that plain transformers loads."""
 
 import json
 import shutil
@@ -7,29 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from fusion_bench_featcal.error_block import first_line
-from fusion_bench_featcal.files import ReportError, free_space, replacing
+from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.folders.models import Models
-from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.json_files import read_json
+from fusion_bench_featcal.json_files import read_json, without_secrets
 from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.saved_model import (
-    CARD,
     CardFacts,
     card_text,
     command_line,
-    keep_untied,
-    masked,
-    write_provenance,
+    complete_folder,
+    writing_model,
 )
-from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tensor_files import stored_bytes
 
 REPORT = "featcal"
 """Folder of the report inside the model's."""
@@ -45,7 +38,7 @@ def save(
     log: CalibrationLog,
     heads: Mapping[str, nn.Module],
 ) -> Path:
-    """Save the calibrated model with all that belongs to it, whole or not at all.
+    """Save the calibrated model with heads, card and report, whole or not at all.
 
     Args:
         models: The models that it was made from.
@@ -62,29 +55,18 @@ def save(
     Raises:
         CalibrationError: If it cannot be written. Finished blocks stay.
     """
-    out, whole = models.request.out, _whole(models, model)
-    try:
-        with replacing(out) as new:
-            new.mkdir()
-            _write_model(models, whole, processor, heads, new)
-            files = sorted(str(f.relative_to(new)) for f in new.rglob("*") if f.is_file())
-            _write_card(models, facts, report, new, with_heads=bool(heads))
-            write_provenance(new, files, facts)
-            report.write(new / REPORT, "--out")
-            log.write(new / REPORT / "calibration_log.jsonl")
-    except (OSError, SafetensorError, ReportError) as error:
-        raise _cannot_save(models.request, whole, error) from error
-    return out
-
-
-def _cannot_save(request: Request, model: nn.Module, error: Exception) -> CalibrationError:
-    needed, free = stored_bytes(model.state_dict().values()), free_space(request.out.parent)
-    return CalibrationError(
-        f"the model cannot be saved to --out {request.out}: "
-        f"{getattr(error, 'strerror', None) or first_line(error)}. It needs {needed / 1e6:.3g} MB, "
-        f"and {free / 1e6:.3g} MB are free there. Make room and repeat the command with --resume: "
-        f"the finished blocks are in {request.checkpoints}"
+    request, whole = models.request, _whole(models, model)
+    advice = (
+        "Make room and repeat the command with --resume: the finished blocks are in "
+        f"{request.checkpoints}"
     )
+    with writing_model(request.out, whole, option=f"--out {request.out}", advice=advice) as new:
+        _write_model(whole, heads, new)
+        card = _card(models, facts, report, with_heads=bool(heads))
+        complete_folder(new, whole, processor, facts, card)
+        report.write(new / REPORT, "--out")
+        log.write(new / REPORT / "calibration_log.jsonl")
+    return request.out
 
 
 def finished_before(out: Path, blocks: Path, *, resume: bool) -> bool:
@@ -110,27 +92,20 @@ def saved_by_this_command(out: Path) -> bool:
         command = read_json(out / PROVENANCE, sealed=True).get("command")
     except ReportError:
         return False
-    return _arguments(str(command)) == _arguments(masked(command_line()))
+    return _arguments(str(command)) == _arguments(without_secrets(command_line()))
 
 
 def _arguments(command: str) -> str:
     return command.partition(" ")[2].replace(" --resume", "")
 
 
-def _write_model(
-    models: Models, whole: Any, processor: Any, heads: Mapping[str, nn.Module], folder: Path
-) -> None:
+def _write_model(whole: Any, heads: Mapping[str, nn.Module], folder: Path) -> None:
     whole.save_pretrained(folder)
-    if models.home.kind in ("causal", "seq2seq"):
-        keep_untied(whole, folder)
-    processor.save_pretrained(folder)
     for task, classifier in heads.items():
         _save_head(folder / HEADS / task, classifier)
 
 
-def _write_card(
-    models: Models, facts: CardFacts, report: Report, folder: Path, *, with_heads: bool
-) -> None:
+def _card(models: Models, facts: CardFacts, report: Report, *, with_heads: bool) -> str:
     request = models.request
     base = None if request.base is None else str(request.base)
     card = card_text(facts, base, request.experts, report)
@@ -140,7 +115,7 @@ def _write_card(
             "(head.safetensors, config.json). The head of this folder's model is "
             f"that of `{models.home.name}`.\n"
         )
-    (folder / CARD).write_text(card, encoding="utf-8")
+    return card
 
 
 def _whole(models: Models, model: nn.Module) -> nn.Module:

@@ -6,5 +6,5 @@
 `pool_checks`, `pool_configs`, `save_target`: refusals before anything is loaded.
 `upstream`, `fusing`: the upstream merger; one that shares the calibration's reads.
 `plan_run`, `program_processes`: the plan of a run; several processes.
-`saving`, `model_card`, `evaluation`, `run_results`: what becomes of the models.
+`saving`, `evaluation`, `run_results`: what becomes of the models.
 """

@@ -1,4 +1,4 @@
-"""The place and the options of saving, checked before anything is loaded."""
+"""Target and options of saving, checked before anything is loaded."""
 
 import inspect
 import os
@@ -9,10 +9,11 @@ from typing import Any
 
 from fusion_bench import BaseModelPool
 
-from fusion_bench_featcal.files import clear_leftovers, free_space, remove, temporary_neighbour
+from fusion_bench_featcal.files import clear_leftovers, free_space
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import text_kind
+from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.results import prepare_directory
 from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.settings import CalibrationError
@@ -30,17 +31,17 @@ MODEL_FILES = (
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Place and options of saving, from a program's `merged_model_save_path` and `..._kwargs`."""
+    """A program's `merged_model_save_path` and `merged_model_save_kwargs`."""
 
     target: Path | None  # absolute; None: nothing is saved
-    card: bool  # whether a model card is written
-    repo_id: str | None  # the hub's repository to push to; None: the model stays local
-    upload: Mapping[str, Any]  # of the push
-    own: Mapping[str, Any]  # of the pool's own `save_model`
+    card: bool  # write a model card
+    repo_id: str | None  # repository on the hub to push to; None: do not push
+    upload: Mapping[str, Any]  # options of the push
+    pool: Mapping[str, Any]  # options of the pool's own `save_model`
 
 
 def save_options(program: Any) -> SaveOptions:
-    """Return where and how a program saves its model.
+    """Return a program's target and options of saving.
 
     Raises:
         ValueError: If a value is of the wrong type.
@@ -61,10 +62,10 @@ def save_options(program: Any) -> SaveOptions:
 
 
 def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
-    """Refuse a place that the model could not be saved to; clear what dead processes left there.
+    """Check target, options and free space; remove what killed processes left at the target.
 
     Raises:
-        ValueError: If the path or an option cannot be meant, naming the setting.
+        ValueError: If the path or an option is not usable, naming the setting.
         ReportError: If the folder cannot be written.
         CalibrationError: If the disk has too little room.
     """
@@ -75,48 +76,34 @@ def check_save_target(program: Any, modelpool: BaseModelPool) -> None:
     _check_options(options, modelpool)
     _check_path(target, str(program.merged_model_save_path), modelpool)
     parent = prepare_directory(target.parent, SAVE_PATH)
-    _check_name(target)
     clear_leftovers(target, MODEL_FILES)
     needed, free = _base_bytes(modelpool), free_space(parent)
     if needed > free:
         raise CalibrationError(
-            f"{SAVE_PATH}: {parent} has {free / 1e9:.3g} GB free, and a model of the base's size "
-            f"takes {needed / 1e9:.3g} GB. Make room, or choose a folder on another disk"
+            f"{SAVE_PATH}: {parent} has {bytes_text(free)} free, and a model of the base's size "
+            f"takes {bytes_text(needed)}. Make room, or choose a folder on another disk"
         )
 
 
 def _check_path(target: Path, text: str, modelpool: BaseModelPool) -> None:
-    here, why = Path.cwd(), ""
+    here, problem = Path.cwd(), ""
     saves_file = type(modelpool).save_model is BaseModelPool.save_model
     if not text.strip():
-        why = "is empty"
+        problem = "is empty"
     elif "{" in text.replace("{log_dir}", "") or "{log_dir}" in str(target):
-        why = "has braces that stand for nothing: only {log_dir}, the log directory, is replaced"
+        problem = "has unknown braces: only {log_dir}, the log directory, is replaced"
     elif target == here or target in here.parents:
-        why = f"is the current folder or one above it ({target}), which would be replaced"
+        problem = f"is the current folder or one above it ({target}), which would be replaced"
     elif os.path.ismount(target):
-        why = "is a mount point, which cannot be replaced as a whole"
-    elif os.path.lexists(target) and not (target.is_dir() or saves_file):
-        why = "is a file, and the model is saved as a folder"
+        problem = "is a mount point, which cannot be replaced as a whole"
+    elif target.is_file() and not saves_file:
+        problem = "is a file, and the model is saved as a folder"
     for name in modelpool.all_model_names:
         for folder in _folders(modelpool._models[name]):
             if target == folder or target in folder.parents or folder in target.parents:
-                why = why or f"lies in or above the folder of modelpool.models.{name} ({folder})"
-    if why:
-        raise ValueError(f"{SAVE_PATH}={text!r} {why}. Name a new folder")
-
-
-def _check_name(target: Path) -> None:
-    """Try the name, and that of the temporary folder beside it, which is longer."""
-    trial = temporary_neighbour(target)
-    try:
-        trial.mkdir()
-    except OSError as error:
-        raise ValueError(
-            f"{SAVE_PATH}: {target} cannot be made ({error.strerror or error}). Choose another "
-            "name: the temporary folder beside it needs 60 characters more"
-        ) from error
-    remove(trial)
+                problem = problem or f"is in or above the folder of modelpool.models.{name}"
+    if problem:
+        raise ValueError(f"{SAVE_PATH}={text!r} {problem}. Choose a new folder")
 
 
 def _check_options(options: SaveOptions, modelpool: BaseModelPool) -> None:
@@ -124,17 +111,17 @@ def _check_options(options: SaveOptions, modelpool: BaseModelPool) -> None:
         return
     signature = inspect.signature(modelpool.save_model)
     try:
-        signature.bind(None, "", **options.own)
+        signature.bind(None, "", **options.pool)
     except TypeError as error:
         raise ValueError(
-            f"{OPTIONS}: {type(modelpool).__name__} cannot save with {dict(options.own)} ({error})."
-            " It takes push_to_hub, repo_id, model_card and, of its own, "
+            f"{OPTIONS}: {type(modelpool).__name__} cannot save with {dict(options.pool)} "
+            f"({error}). It takes push_to_hub, repo_id, model_card and, of its own, "
             f"{', '.join([*signature.parameters][2:]) or 'nothing'}"
         ) from error
 
 
 def _folders(entry: Any) -> Iterator[Path]:
-    """Yield the local folders that a pool's entry names."""
+    """Yield the local folders in a pool's entry."""
     if isinstance(entry, Mapping):
         for value in plain(entry).values():
             yield from _folders(value)
@@ -143,13 +130,11 @@ def _folders(entry: Any) -> Iterator[Path]:
 
 
 def _base_bytes(modelpool: BaseModelPool) -> int:
-    """Return the bytes of the base model, or of the first one; 0 where it does not tell."""
+    """Return the bytes of the base, or of the first model without a base; 0: unknown."""
     models = PoolModels(modelpool)
     model = models.base or next(iter(models.values()), None)
-    if model is None or (model.module is None and not model.folders):
+    if model is None:
         return 0
     if model.module is not None:
         return stored_bytes(model.module.state_dict().values())
-    folder = model.folders[0]
-    files = list(folder.glob("*.safetensors")) or folder.glob("*.bin")
-    return sum(file.stat().st_size for file in files)
+    return sum(f.stat().st_size for f in model.folders for f in f.glob("*.safetensors"))

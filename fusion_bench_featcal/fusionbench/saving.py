@@ -1,19 +1,19 @@
-"""Saving a model with its processor or tokenizer, whole or not at all."""
+"""Saving models of a pool, with processor, model card and provenance."""
 
 import copy
 import logging
 import os
-import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool
-from safetensors import SafetensorError
 from torch import nn
 
-from fusion_bench_featcal.files import free_space, replacing, write_atomic
-from fusion_bench_featcal.fusionbench.model_card import model_card, plain_facts
-from fusion_bench_featcal.fusionbench.pool_models import reason
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, reason
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.fusionbench.save_target import (
     MODEL_FILES,
@@ -25,30 +25,33 @@ from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.saved_model import (
     CARD,
     CardFacts,
+    card_text,
+    complete_folder,
     is_our_card,
-    keep_untied,
-    write_provenance,
+    writing_model,
 )
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tensor_files import stored_bytes
 
 log = logging.getLogger(__name__)
+
+_ADVICE = (
+    "Make room, or choose another folder. With method.checkpoint_dir and method.resume=true a "
+    "calibration continues after its last finished block"
+)
 
 
 class CompleteSaver:
     """A pool's `save_model` that also saves the processor and leaves nothing half-written.
 
     FusionBench saves a CLIP vision model without the processor that its inputs need, and an
-    encoder-decoder as a pickled state dict. Everything is written to a new folder first, which
-    then replaces the old one.
+    encoder-decoder as a pickled state dict.
     """
 
     def __init__(self, modelpool: BaseModelPool, processor: Any) -> None:
-        """Take over from a pool; the processor is saved if it has `save_pretrained`."""
-        own: Any = modelpool.save_model
-        own = own._save_model if isinstance(own, CompleteSaver) else own
-        encoder_decoder = text_kind(modelpool) == "seq2seq"
-        self._save_model = _save_pretrained if encoder_decoder else own
+        """Wrap a pool's `save_model`; the processor is saved if it has `save_pretrained`."""
+        save: Any = modelpool.save_model
+        save = save._save_model if isinstance(save, CompleteSaver) else save
+        self._save_model = _save_pretrained if text_kind(modelpool) == "seq2seq" else save
         self._processor = processor
 
     def __call__(
@@ -75,49 +78,19 @@ class CompleteSaver:
         Raises:
             CalibrationError: If it cannot be written; what was there before stays whole.
         """
-        target = Path(path).expanduser().resolve()
-        needed = stored_bytes(model.state_dict().values())
-        if needed > free_space(target.parent):
-            raise _cannot_save(target, needed, "there is too little room")
+        target, files = Path(path).expanduser().resolve(), [""]
         if kwargs.get("model_dtype") is not None:  # FusionBench's pools convert the model in place
             model = copy.deepcopy(model)
-        try:
-            with replacing(target, MODEL_FILES) as new:
-                self._save_model(model, str(new), **kwargs)
-                files = self._complete(model, new, target, card, facts) if new.is_dir() else [""]
-        except (OSError, SafetensorError, RuntimeError) as error:
-            why = getattr(error, "strerror", None) or reason(error)
-            raise _cannot_save(target, needed, why) from error
+        option, dropped = f"{SAVE_PATH}={target}", MODEL_FILES
+        with writing_model(target, model, option=option, advice=_ADVICE, dropped=dropped) as new:
+            self._save_model(model, str(new), **kwargs)
+            if new.is_dir():
+                files = complete_folder(new, model, self._processor, facts, card)
+                if (target / CARD).is_file() and not is_our_card(target / CARD):
+                    (new / CARD).unlink(missing_ok=True)  # the other one is carried over
+                    files = [name for name in files if name != CARD]
         log.info("saved the model to %s", target)
         return files
-
-    def _complete(
-        self, model: nn.Module, new: Path, target: Path, card: str | None, facts: CardFacts | None
-    ) -> list[str]:
-        """Add to a saved model what its pool leaves out."""
-        keep_untied(model, new)
-        if hasattr(self._processor, "save_pretrained"):
-            self._processor.save_pretrained(new)
-        files = sorted(str(f.relative_to(new)) for f in new.rglob("*") if f.is_file())
-        readme = target / CARD
-        if readme.is_file() and not is_our_card(readme):
-            shutil.copy2(readme, new / CARD)
-        elif card is not None and not (new / CARD).exists():
-            (new / CARD).write_text(card, encoding="utf-8")
-            files.append(CARD)
-        if facts is not None:
-            files.append(write_provenance(new, files, plain_facts(facts)))
-        return files
-
-
-def _cannot_save(target: Path, needed: int, why: str) -> CalibrationError:
-    free = free_space(target.parent)
-    return CalibrationError(
-        f"the model cannot be saved to {target}: {why}. It needs {needed / 1e9:.3g} GB, and "
-        f"{free / 1e9:.3g} GB are free there; nothing was changed. Make room, or choose another "
-        f"folder by {SAVE_PATH}; with method.checkpoint_dir and method.resume=true a calibration "
-        "goes on after its last whole block"
-    )
 
 
 def _save_pretrained(model: Any, path: str, **options: Any) -> None:
@@ -131,22 +104,23 @@ class RowSaver:
 
     Attributes:
         row: The row that is saved.
-        model: Its model, once it is there.
-        folder: Where it was saved; None: it was not.
+        model: Its model, from `offer` on.
+        folder: Folder of the saved model; None: not saved.
     """
 
     model: nn.Module
 
     def __init__(self, program: Any, modelpool: BaseModelPool, processor: Any, row: str) -> None:
-        """Prepare; the target was checked by `check_save_target`. Without a program none is saved.
+        """Prepare to save; `check_save_target` has checked the target.
 
-        The pool gets a `save_model` that saves the processor too.
+        The pool gets a `save_model` that saves the processor too. Without a program nothing is
+        saved.
         """
         self.row = row
         self.folder: Path | None = None
         self._program, self._modelpool = program, modelpool
         self._options = save_options(program)
-        self._facts: CardFacts | None = None
+        self._facts = CardFacts(row)
         self._files: list[str] = []
         self._save = CompleteSaver(modelpool, processor)
         modelpool.save_model = self._save  # type: ignore[method-assign]
@@ -156,7 +130,7 @@ class RowSaver:
         return row == self.row and self._options.target is not None
 
     def offer(self, model: nn.Module, facts: CardFacts) -> None:
-        """Take a row's model if it is the one to be saved, and save it where a path is named.
+        """Take a row's model if it is the one to be saved, and save it if there is a target.
 
         Raises:
             CalibrationError: If it cannot be written, naming path, room and setting.
@@ -164,15 +138,18 @@ class RowSaver:
         if facts.row != self.row:
             return
         self.model = model
+        self._facts = replace(facts, **{k: plain(v) for k, v in vars(facts).items()})
         options = self._options
         if options.target is not None:
-            card = model_card(self._modelpool, facts) if options.card else None
-            self._files = self._save(model, options.target, card=card, facts=facts, **options.own)
-            self.folder, self._facts = options.target, facts
+            card = self._card() if options.card else None
+            self._files = self._save(
+                model, options.target, card=card, facts=self._facts, **options.pool
+            )
+            self.folder = options.target
         _skip_saving(self._program, model)
 
     def finish(self, report: Report) -> None:
-        """Complete the model card with the run's accuracies; push the folder where asked.
+        """Add the run's accuracies to the model card; push the folder if `push_to_hub` is set.
 
         Raises:
             CalibrationError: If the model cannot be pushed; the saved one stays.
@@ -180,10 +157,17 @@ class RowSaver:
         if self.folder is None:
             return
         readme = self.folder / CARD
-        if self._facts is not None and self._options.card and is_our_card(readme):
-            write_atomic(readme, model_card(self._modelpool, self._facts, report), OPTIONS)
+        if self._options.card and is_our_card(readme):
+            write_atomic(readme, self._card(report), OPTIONS)
         if self._options.repo_id is not None:
             self._push(self.folder, self._options.repo_id)
+
+    def _card(self, report: Report | None = None) -> str:
+        pool = self._modelpool
+        base = _location(pool, BASE_MODEL) if pool.has_pretrained else None
+        experts = {name: _location(pool, name) for name in pool.model_names}
+        tags = ("merge", "fusion-bench", "featcal")
+        return card_text(self._facts, base, experts, report, tags=tags)
 
     def _push(self, folder: Path, repo_id: str) -> None:
         from huggingface_hub import HfApi
@@ -204,8 +188,17 @@ class RowSaver:
         log.info("pushed %s to %s", folder, made.repo_id)
 
 
+def _location(modelpool: BaseModelPool, name: str) -> str:
+    """Return the folder, hub id or class of a pool's model."""
+    entry = plain(modelpool._models[name])
+    if isinstance(entry, Mapping):
+        keys = ("peft_model_path", "pretrained_model_name_or_path", "base_model_path", "_target_")
+        entry = next((entry[key] for key in keys if key in entry), name)
+    return entry if isinstance(entry, str) else type(entry).__name__
+
+
 def _skip_saving(program: Any, model: nn.Module) -> None:
-    """Keep a program from saving a model that is saved already; others it saves as before."""
+    """Keep a program from saving this model again. It saves other models as before."""
     if program is None:
         return
     save = program.save_merged_model
