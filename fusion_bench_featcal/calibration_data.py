@@ -226,7 +226,7 @@ def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = N
             rows = getattr(modelpool, f"load_{split}_dataset")(task)
         if is_text:
             return text_rows(rows, f"task {task!r}, {setting}")
-        return ImageItems(rows, place=f"task {task!r}, {setting}", label_column=label_column)
+        return ImageItems(rows, name=f"task {task!r}, {setting}", label_column=label_column)
     except CalibrationError as error:
         raise CalibrationError(f"{setting}: {error}") from error
     except Exception as error:

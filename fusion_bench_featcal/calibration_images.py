@@ -70,7 +70,7 @@ class TaskBatches:
                     self.images.put((self.split, self.task, index), pixels)
                 images = [pixels for _, pixels, _ in batch]
                 size = size or images[0].shape
-                stacked = stack_pixels(images, self.items.place, "modelpool.processor", size)
+                stacked = stack_pixels(images, self.items.name, "modelpool.processor", size)
                 yield {"pixel_values": stacked}
 
     def _read(self, index: int) -> tuple[int, Any, Tensor | None]:

@@ -85,7 +85,7 @@ def _(folder: Path) -> None:
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["alpha", "beta"])}
     )
     rows = datasets.Dataset.from_dict({"image": [picture(1)], "label": [1]}, features=features)
-    ImageItems(rows, place="data", classnames=["cat", "dog"])
+    ImageItems(rows, name="data", classnames=["cat", "dog"])
 
 
 @case("labels: folders that are the classnames in another order", must=RIGHT)

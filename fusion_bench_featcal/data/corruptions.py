@@ -1,4 +1,4 @@
-"""Gaussian noise, motion blur and fog as in ImageNet-C, for pictures of any size.
+"""Gaussian noise, motion blur and fog as in ImageNet-C, for RGB pictures of any size.
 
 Formulas and constants are those of Hendrycks & Dietterich, "Benchmarking Neural Network Robustness
 to Common Corruptions and Perturbations" (ICLR 2019), and of the code that made ImageNet-C
@@ -18,24 +18,29 @@ from fusion_bench_featcal.nearest_names import nearest_hint
 PUBLISHED_SIDE = 224
 SEVERITIES = (1, 2, 3, 4, 5)
 
-# By severity. Standard deviation of the noise, where pixels are from 0 to 1.
+# By severity: standard deviation of the noise, for pixels in 0..1.
 _NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)
-# Half the length of the path and standard deviation of its Gaussian weights, both in pixels.
+# Half the length of the path and standard deviation of its Gaussian weights, in pixels.
 _MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
 # Density of the fog, and the factor by which its waves shrink with each halving of their length.
 _FOG = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))
-_STEEPEST = pi / 4  # paths of a motion are at most so far from the horizontal
+_STEEPEST = pi / 4  # largest angle of a motion from the horizontal
 
 
 def check_corruption(
     corruption: object, severity: object, settings: tuple[str, str] = ("corruption", "severity")
 ) -> None:
-    """Refuse a corruption or severity that does not exist; `settings` are their names.
+    """Refuse a corruption or severity that does not exist.
+
+    Args:
+        corruption: The corruption.
+        severity: The severity.
+        settings: Names of both settings.
 
     Raises:
-        ValueError: Naming the setting, the value and what exists.
+        ValueError: If one of them does not exist, with its setting, value and range.
     """
-    if corruption not in list(CORRUPTIONS):  # which may be unhashable
+    if corruption not in list(CORRUPTIONS):  # may be unhashable
         raise ValueError(
             f"{settings[0]} must be one of {', '.join(CORRUPTIONS)}, got {corruption!r}"
             f"{nearest_hint(corruption, CORRUPTIONS)}"
@@ -47,45 +52,28 @@ def check_corruption(
 def corrupt(
     picture: Image.Image, corruption: str, severity: int, random: np.random.Generator
 ) -> Image.Image:
-    """Corrupt a picture.
-
-    Args:
-        picture: In mode `L` or `RGB`.
-        corruption: `gaussian_noise`, `motion_blur` or `fog`.
-        severity: 1 to 5.
-        random: Source of noise, direction or fog.
+    """Corrupt an RGB picture by a checked corruption and severity.
 
     Returns:
-        A picture of the same size and mode.
-
-    Raises:
-        ValueError: If there is no such corruption or severity, or the mode is another.
+        A picture of the same size.
     """
-    check_corruption(corruption, severity)
-    if picture.mode not in ("L", "RGB"):
-        raise ValueError(f"a picture to corrupt must be of mode L or RGB, got {picture.mode}")
-    pixels = np.asarray(picture).reshape(picture.height, picture.width, -1) / 255
-    changed = CORRUPTIONS[corruption](pixels, severity, random)
-    eight_bits = np.rint(np.clip(changed, 0, 1) * 255).astype(np.uint8)
-    return Image.fromarray(eight_bits.squeeze(2) if picture.mode == "L" else eight_bits)
+    pixels = CORRUPTIONS[corruption](np.asarray(picture) / 255, severity, random)
+    return Image.fromarray(np.rint(np.clip(pixels, 0, 1) * 255).astype(np.uint8))
 
 
 def random_of(seed: int, task: str, position: int) -> np.random.Generator:
-    """Random numbers of one picture, the same in whatever order pictures are read."""
+    """Return random numbers of one picture, independent of the order in which they are read."""
     digest = hashlib.sha256(f"{seed}:{task}:{position}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:8], "big"))
 
 
 def gaussian_noise(pixels: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add independent noise to every pixel and channel, `[h, w, channels]` in 0..1, unclipped.
-
-    Its standard deviation is the same at every size.
-    """
+    """Add independent noise to every pixel and channel of `[h, w, channels]`, without clipping."""
     return pixels + random.normal(scale=_NOISE[severity - 1], size=pixels.shape)
 
 
 def motion_blur(pixels: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Smear pixels `[h, w, channels]` along a random direction; borders are continued outwards."""
+    """Blur pixels `[h, w, channels]` along a random direction, with edge padding."""
     scale = min(pixels.shape[:2]) / PUBLISHED_SIDE
     kernel = motion_kernel(severity, scale, random.uniform(-_STEEPEST, _STEEPEST))
     margin = len(kernel) // 2
@@ -94,14 +82,14 @@ def motion_blur(pixels: np.ndarray, severity: int, random: np.random.Generator) 
 
 
 def motion_kernel(severity: int, scale: float, angle: float) -> np.ndarray:
-    """Weights of a motion blur, `[side, side]` with an odd side; their sum is 1.
+    """Return the weights of a motion blur, `[side, side]` with an odd side; their sum is 1.
 
-    The path starts at the centre and is a half Gaussian, as ImageMagick's that made ImageNet-C:
-    the picture moved in one direction. Points between pixels are shared among their neighbours.
+    The path starts at the centre and has half Gaussian weights, as ImageMagick's, which made
+    ImageNet-C. Points between pixels are distributed over their neighbours.
 
     Args:
         severity: 1 to 5.
-        scale: Size of the picture relative to ImageNet-C's; lengths are multiplied by it.
+        scale: Size of the picture relative to ImageNet-C's. Lengths are multiplied by it.
         angle: Direction of the motion, in radians from the horizontal.
     """
     radius, sigma = _MOTION[severity - 1]
@@ -120,10 +108,7 @@ def motion_kernel(severity: int, scale: float, angle: float) -> np.ndarray:
 
 
 def fog(pixels: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add fog to pixels `[h, w, channels]` and lower the contrast by as much.
-
-    The brightest pixel's value, which bounds the result, stays the bound.
-    """
+    """Add fog to pixels `[h, w, channels]`, scaled so that the brightest value stays the bound."""
     density, decay = _FOG[severity - 1]
     height, width = pixels.shape[:2]
     side = 2 ** ceil(np.log2(max(height, width, 2)))
@@ -133,13 +118,13 @@ def fog(pixels: np.ndarray, severity: int, random: np.random.Generator) -> np.nd
 
 
 def plasma(side: int, decay: float, random: np.random.Generator) -> np.ndarray:
-    """Random heights `[side, side]` from 0 to 1 by the diamond-square algorithm, on a torus.
+    """Return random heights `[side, side]` in 0..1 by the diamond-square algorithm, on a torus.
 
     Args:
         side: A power of two.
-        decay: Each halving of the distance between points divides the random part by its square:
-            ImageNet-C's code multiplies a uniform number's range and the number by it.
-        random: Source of the heights.
+        decay: Each halving of the distance between points divides the random part by its square,
+            as in ImageNet-C's code.
+        random: Random numbers.
     """
     heights = np.zeros((side, side))
     step, spread = side, 1.0
@@ -158,7 +143,7 @@ def plasma(side: int, decay: float, random: np.random.Generator) -> np.ndarray:
 
 
 def _disturbed(sums: np.ndarray, spread: float, random: np.random.Generator) -> np.ndarray:
-    """Means of four neighbours each, given their sums, plus uniform noise."""
+    """Return means of four neighbours, given their sums, plus uniform noise."""
     return sums / 4 + random.uniform(-spread, spread, sums.shape)
 
 

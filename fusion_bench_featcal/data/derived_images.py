@@ -1,4 +1,4 @@
-"""Calibration data made from other data sets, or from nothing; YAML names them by `_target_`."""
+"""Calibration data made of other data sets or of noise, for `_target_` in YAML."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,24 +10,22 @@ from PIL import Image, ImageOps
 from fusion_bench_featcal.data.corruptions import check_corruption, corrupt, random_of
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.tables import require_numbered
-from fusion_bench_featcal.setting_checks import integer, nullable
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.setting_checks import Check, integer, nullable
 
 Rows = torch.utils.data.Dataset[dict[str, Any]]
 
 
 class CorruptedImages(Rows):
-    """The items of a data set with corrupted images: `{"image": RGB picture, ...}`."""
+    """Items of a data set with corrupted images: `{"image": RGB picture, ...}`."""
 
     def __init__(
         self, items: ImageItems, corruption: str, severity: int, seed: int, task: str,
         size: int | None,
     ) -> None:  # fmt: skip
-        """Keep what `corrupted` has checked."""
-        self.items = items
-        self.background = items.background
-        self._change = corruption, severity
-        self._seed, self._task, self._size = seed, task, size
+        """Store the arguments of `corrupted`."""
+        self.items, self.background = items, items.background
+        self._corruption, self._severity, self._size = corruption, severity, size
+        self._seed, self._task = seed, task
 
     def __len__(self) -> int:
         return len(self.items)
@@ -39,7 +37,7 @@ class CorruptedImages(Rows):
             scale = self._size / min(picture.size)
             picture = ImageOps.scale(picture, scale, Image.Resampling.BICUBIC)
         random = random_of(self._seed, self._task, index)
-        return item | {"image": corrupt(picture, *self._change, random)}
+        return item | {"image": corrupt(picture, self._corruption, self._severity, random)}
 
 
 def corrupted(
@@ -54,41 +52,38 @@ def corrupted(
 ) -> CorruptedImages:
     """Corrupt the images of a data set as ImageNet-C (see `data/corruptions.py`).
 
-    The corruption of an image depends on `seed`, `task` and its position in the data set alone, so
-    the severities of one corruption share their noise, direction or clouds.
+    The random numbers of an image depend on `seed`, `task` and its position only, so the severities
+    of one corruption share their noise, direction or clouds.
 
     Args:
-        data: The data set; in YAML a mapping with `_target_` that builds it, or a path or hub id as
-            `load_images` takes it.
+        data: The data set (in YAML a mapping with `_target_`), or a path or hub id as for
+            `load_images`.
         corruption: `gaussian_noise`, `motion_blur` or `fog`.
         severity: 1 to 5.
-        seed: Seeds the corruption, >= 0.
-        task: Name that seeds it besides: data sets of other names get other noise.
-        size: Length in pixels to which the shorter side is resized first, as ImageNet-C's 224; None
-            leaves images as they are. Matters for large images: resizing averages noise away.
+        seed: Seed, >= 0.
+        task: Name of the task, part of the seed.
+        size: Length in pixels to which the shorter side is resized first, as ImageNet-C's 224. None
+            leaves images as they are. A large image that is resized later loses noise.
         split: Split of a path or hub id.
-        image_column: Column that holds the images.
+        image_column: Column of the images.
 
     Raises:
         ValueError: If there is no such corruption or severity, or a key is out of range.
-        CalibrationError: If the data are no images or cannot be read.
+        CalibrationError: If the data are not one data set of images, or cannot be read.
     """
     check_corruption(corruption, severity)
-    for name, value, (wanted, fits) in (
-        ("seed", seed, integer(0)),
-        ("size", size, nullable(integer(1))),
-    ):
-        if not fits(value):
-            raise ValueError(f"{name} of corrupted data must be {wanted}, got {value!r}")
-    items = _image_items(data, f"corruption {corruption}", split, image_column)
+    _check("corrupted data", seed=(seed, integer(0)), size=(size, nullable(integer(1))))
+    if isinstance(data, str):
+        data = load_images(data, split, image_column=image_column)
+    items = ImageItems(data, name=f"data of corruption {corruption}", image_column=image_column)
     return CorruptedImages(items, corruption, severity, seed, task, size)
 
 
 class MixedRows(torch.utils.data.Dataset[Any]):
-    """Items of several data sets in turn, as many of each as the smallest has."""
+    """Items of several data sets in turn, an equal number of each."""
 
     def __init__(self, sets: Sequence[Any]) -> None:
-        """Keep what `mixed` has checked."""
+        """Store the data sets, which `mixed` has checked."""
         self.sets = sets
 
     def __len__(self) -> int:
@@ -97,8 +92,8 @@ class MixedRows(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        number, place = divmod(index, len(self.sets))
-        return self.sets[place][number]
+        item, data_set = divmod(index, len(self.sets))
+        return self.sets[data_set][item]
 
 
 def mixed(data: Sequence[Any]) -> MixedRows:
@@ -116,19 +111,16 @@ def mixed(data: Sequence[Any]) -> MixedRows:
 
 
 class NoiseImages(Rows):
-    """Images of independent uniform pixels, which show nothing."""
+    """Images of independent uniform pixels."""
 
     def __init__(self, number: int = 1000, size: int = 224, seed: int = 42, task: str = "") -> None:
-        """Make `number` RGB images of `size` pixels a side; `seed` and `task` seed them.
+        """Define `number` RGB images of `size` pixels a side, seeded by `seed` and `task`.
 
         Raises:
             ValueError: If number or size is no integer >= 1.
         """
-        wanted, fits = integer(1)
-        for name, value in (("number", number), ("size", size)):
-            if not fits(value):
-                raise ValueError(f"{name} of noise images must be {wanted}, got {value!r}")
-        self._number, self._size, self._seeds = number, size, (seed, task)
+        _check("noise images", number=(number, integer(1)), size=(size, integer(1)))
+        self._number, self._size, self._seed, self._task = number, size, seed, task
 
     def __len__(self) -> int:
         return self._number
@@ -136,29 +128,12 @@ class NoiseImages(Rows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self._number:
             raise IndexError(index)
-        random = random_of(*self._seeds, index)
+        random = random_of(self._seed, self._task, index)
         pixels = random.integers(0, 256, (self._size, self._size, 3), dtype=np.uint8)
         return {"image": Image.fromarray(pixels)}
 
 
-def _image_items(rows: Any, purpose: str, split: str | None, image_column: str) -> ImageItems:
-    """See a data set as images; texts are refused before any is needed."""
-    place = f"data of {purpose}"
-    if isinstance(rows, str):
-        rows = load_images(rows, split, image_column=image_column)
-    if isinstance(rows, Mapping):
-        raise ValueError(
-            f"{place}: one data set is needed, got a mapping with the keys "
-            f"{', '.join(map(str, rows))}: set its _target_, or the split that it loads"
-        )
-    require_numbered(rows, place)
-    columns = getattr(rows, "column_names", None)
-    if columns is None and not isinstance(rows, ImageItems) and len(rows):
-        first = rows[0]
-        columns = list(first) if isinstance(first, Mapping) else None
-    if columns is not None and image_column not in columns:
-        raise CalibrationError(
-            f"{place}: images are needed, and the items have no {image_column!r} but "
-            f"{', '.join(map(str, columns))}. Leave texts as they are, or set image_column"
-        )
-    return ImageItems(rows, place=place, image_column=image_column)
+def _check(data: str, **keys: tuple[Any, Check]) -> None:
+    for name, (value, (accepted, is_valid)) in keys.items():
+        if not is_valid(value):
+            raise ValueError(f"{name} of {data} must be {accepted}, got {value!r}")

@@ -10,139 +10,134 @@ from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
 
-CLASSNAMES_BY = ("name", "order")
-_EITHER = "either"  # for FusionBench's class names alone
+_RULES = ("name", "order", "either")  # `either` is for FusionBench's class names only
 
 
-def check_classnames_by(value: Any, place: str) -> None:
+def check_classnames_by(value: Any, name: str) -> None:
     """Refuse anything but `name` and `order`.
 
     Raises:
-        ValueError: Naming the place.
+        ValueError: If it is another value.
     """
-    if value not in (*CLASSNAMES_BY, _EITHER):
-        raise ValueError(f"{place}: classnames_by must be name or order, got {value!r}")
+    if value not in _RULES:
+        raise ValueError(f"{name}: classnames_by must be name or order, got {value!r}")
 
 
 def sort_names(names: Iterable[str]) -> list[str]:
-    """Sort class names: as numbers where all are numbers, else as texts."""
+    """Sort class names: as numbers if all are numbers, else as texts."""
     names = sorted(names)
     return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
 
 
 def match_names(
-    names: Sequence[str], classnames: Sequence[str], place: str, by: str = "name"
+    names: Sequence[str], classnames: Sequence[str], data: str, by: str = "name"
 ) -> list[int]:
-    """For each class name of the data, the position of its class name in the configuration.
+    """Return the position in `classnames` of each of the data's class names.
 
-    Names that are all known are matched by name, in any order; numbers from 0 (`0`, `1`, ...) are
-    positions. Names that are all unknown (`n01440764`) are refused, for nothing tells their order;
-    so is anything between: it would swap classes unnoticed.
+    Names that are all in `classnames` are matched by name, in any order. Numbers from 0 (`0`, `1`,
+    ...) are positions. Anything else could swap classes and is refused.
 
-    `by` is `name`; `order` takes the data's classes in order, whatever their names; `either` takes
-    them in order, as FusionBench does, where they are not the same names, with a warning where some
-    are.
+    Args:
+        names: The data's class names, by label.
+        classnames: The configured class names.
+        data: Name of the data set in messages.
+        by: `name`; `order`: the data's classes are in the order of `classnames`, whatever their
+            names; `either`: by name if possible, else in order, as FusionBench does.
 
     Raises:
         ValueError: If the two lists do not match.
     """
-    in_order = list(range(len(names)))
-    if list(names) == list(classnames) or (by == "order" and len(names) == len(classnames)):
-        return in_order
+    names, classnames = list(names), list(classnames)
+    same_length, common = len(names) == len(classnames), set(names) & set(classnames)
+    if names == classnames or (by == "order" and same_length):
+        return list(range(len(names)))
     if by != "order":
-        if set(names) <= set(classnames) and len(set(classnames)) == len(classnames):
-            return [list(classnames).index(name) for name in names]
+        if len(common) == len(set(names)) and len(set(classnames)) == len(classnames):
+            return [classnames.index(name) for name in names]
         numbers = [int(name) if name.isdecimal() else -1 for name in names]
-        is_position = not set(names) & set(classnames) and len(set(numbers)) == len(numbers)
-        if is_position and min(numbers) == 0 and max(numbers) < len(classnames):
+        are_distinct = not common and len(set(numbers)) == len(numbers)
+        if are_distinct and min(numbers) == 0 and max(numbers) < len(classnames):
             return numbers
-    if len(names) != len(classnames):
-        stranger = next((name for name in names if name not in classnames), names[0])
-        raise ValueError(
-            f"{place}: {len(classnames)} class names for the {len(names)} classes of the data "
-            f"({_short(names)}); {stranger!r} is none of them{nearest_hint(stranger, classnames)}. "
-            "Check classnames and label_column."
-        )
-    for position, name in enumerate(names):
-        if name in classnames and classnames[position] != name:
-            if by == _EITHER:
-                log.warning(
-                    "%s: label %d is %r in the data and %r in FusionBench's list, which is used",
-                    *(place, position, name, classnames[position]),
-                )
-                return in_order
-            raise ValueError(
-                f"{place}: class name {name!r} is label {position} in the data, but stands at "
-                f"{list(classnames).index(name)} in classnames. Use the data's names in any order "
-                f"({_short(names)}), or other names in that order and classnames_by: order."
+    moved = [n for n in names if n in common and names.index(n) != classnames.index(n)]
+    if same_length and (by == "either" or (common and not moved)):
+        if moved:
+            log.warning(
+                "%s: %r is another label in FusionBench's list of class names, which is used",
+                data,
+                moved[0],
             )
-    if by == "name" and not set(names) & set(classnames):
-        raise ValueError(
-            f"{place}: the data's classes ({_short(names)}) and classnames ({_short(classnames)}) "
-            "share no name. Use the data's names, or set classnames_by: order if they stand in the "
-            "same order."
+        return list(range(len(names)))
+    if not same_length:
+        stranger = next((name for name in names if name not in common), names[0])
+        reason = (
+            f"{len(classnames)} class names for the {len(names)} classes of the data; {stranger!r} "
+            f"is none of them{nearest_hint(stranger, classnames)}. Check label_column, or use"
         )
-    return in_order
+    elif moved:
+        at, wanted = names.index(moved[0]), classnames.index(moved[0])
+        reason = f"{moved[0]!r} is label {at} in the data and number {wanted} in classnames. Use"
+    else:
+        reason = "they share no name. Use"
+    raise ValueError(
+        f"{data}: the data's classes ({_short(names)}) and classnames ({_short(classnames)}) do "
+        f"not match: {reason} the data's names in any order, or other names in that order and "
+        "classnames_by: order."
+    )
 
 
 def encode_labels(
     values: Sequence[Any],
     names: Sequence[str] | None,
     classnames: Sequence[str] | None,
-    place: str,
+    data: str,
     by: str = "name",
 ) -> tuple[list[int], list[str] | None]:
-    """Class indices of a whole column of labels, and the class names where they are known.
+    """Return the class indices of a column of labels, and the class names if there are any.
 
-    `names` are the data's own names for its integers, `classnames` the configured ones, matched to
-    them by the rule `by` (`match_names`); without both, they are the distinct texts, sorted.
+    Args:
+        values: The labels.
+        names: The data's own names of its integers.
+        classnames: The configured names, to which `names` are matched (`match_names`). Without
+            both, the names are the distinct texts, sorted.
+        data: Name of the data set in messages.
+        by: Rule of `match_names`.
 
     Raises:
-        ValueError: If the data's names and the configured ones do not fit together.
-        CalibrationError: If a label is no class, naming the item.
+        ValueError: If the data's names and the configured ones do not match.
+        CalibrationError: If a label is no class, with the item's number.
     """
     if names is None and values and all(isinstance(value, str) for value in values):
         texts = sort_names(set(values))
-        numbered = all(text.isdecimal() for text in texts) and not set(texts) & {
-            *(classnames or ())
-        }
-        names = texts if not classnames or numbered or by == "order" else classnames
+        are_positions = all(t.isdecimal() for t in texts) and not set(texts) & {*(classnames or ())}
+        names = texts if not classnames or are_positions or by == "order" else classnames
     all_names = names or classnames
-    labels = [label_index(v, all_names, f"{place}, item {i}") for i, v in enumerate(values)]
+    labels = [label_index(v, all_names, f"{data}, item {i}") for i, v in enumerate(values)]
     if names is None or classnames is None:
         return labels, None if all_names is None else list(all_names)
-    positions = match_names(names, classnames, place, by)
+    positions = match_names(names, classnames, data, by)
     return [positions[label] for label in labels], list(classnames)
 
 
-def label_index(value: Any, names: Sequence[str] | None, place: str) -> int:
-    """Index of the class that a label stands for: a whole number of any kind, or a class's name.
+def label_index(value: Any, names: Sequence[str] | None, item: str) -> int:
+    """Return the class of a label: an integer of any kind, or a class name.
 
     Raises:
         CalibrationError: If there is no such class.
     """
-    if isinstance(value, str):
-        if names is None:
-            raise CalibrationError(
-                f"{place}: label {value!r} is a text, and there are no classnames"
-            )
-        if value not in names:
-            raise CalibrationError(
-                f"{place}: label {value!r} is none of the {len(names)} class names"
-                f"{nearest_hint(value, names)}. Check classnames and label_column."
-            )
-        return list(names).index(value)
+    if isinstance(value, str) and value in (names or ()):
+        return list(names or ()).index(value)
     index = _as_integer(value)
-    if index is None:
-        raise CalibrationError(
-            f"{place}: label {value!r} is neither an integer nor a class name. Check label_column."
-        )
-    if index < 0 or (names is not None and index >= len(names)):
-        limit = f"0..{len(names) - 1}, the {len(names)} class names" if names else "0 and above"
-        raise CalibrationError(
-            f"{place}: label {index} is out of range ({limit}). Check classnames and label_column."
-        )
-    return index
+    if index is not None and index >= 0 and (names is None or index < len(names)):
+        return index
+    count = f"{len(names or ())} class names"
+    if isinstance(value, str):
+        problem = f"{value!r} is none of the {count}{nearest_hint(value, names or ())}"
+    elif index is None:
+        problem = f"{value!r} is neither an integer nor a class name"
+    else:
+        limit = f"0..{len(names) - 1}, the {count}" if names else "0 and above"
+        problem = f"{index} is out of range ({limit})"
+    raise CalibrationError(f"{item}: label {problem}. Check classnames and label_column.")
 
 
 def _as_integer(value: Any) -> int | None:
@@ -156,5 +151,4 @@ def _as_integer(value: Any) -> int | None:
 
 
 def _short(names: Sequence[str], most: int = 6) -> str:
-    shown = ", ".join(map(repr, names[:most]))
-    return shown + (", ..." if len(names) > most else "")
+    return ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")

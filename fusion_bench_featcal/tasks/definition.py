@@ -11,7 +11,6 @@ from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.labels import check_classnames_by
 from fusion_bench_featcal.data.pictures import parse_background
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
-from fusion_bench_featcal.setting_checks import Check
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.heads import (
     PromptTemplate,
@@ -25,22 +24,21 @@ from fusion_bench_featcal.tasks.pool_settings import build_part
 
 @dataclass(frozen=True, kw_only=True)
 class TaskDefinition:
-    """One task, checked. Its fields are the keys under `tasks.<name>` in YAML."""
+    """One checked task. Its fields are the keys under `tasks.<name>` in YAML."""
 
-    # A folder, a table or a hub id (see `load_images`, which most other keys are of too), or a
-    # mapping with `_target_` that builds a data set. None where `test_datasets` has the data.
+    # A folder, a table, a hub id or a mapping with `_target_`. None: `test_datasets` has the data.
     data: str | Mapping[str, Any] | None = None
     split: str | None = None
     image_column: str = "image"
     label_column: str = "label"
-    classnames: tuple[str, ...] | None = None  # None: the data's own, or FusionBench's
-    # With {} for the class name. None: FusionBench's for this task, or "a photo of a {}."
+    classnames: tuple[str, ...] | None = None  # None: those of the data or of FusionBench
+    # None: those of FusionBench or "a photo of a {}."
     templates: tuple[PromptTemplate, ...] | None = None
     background: str | None = None
     classnames_by: str = "name"
 
-    def items(self, rows: Any = None, place: str = "") -> ImageItems:
-        """Return the task's items: of `data`, or of another data set that `place` names.
+    def items(self, rows: Any = None, name: str = "") -> ImageItems:
+        """Return the task's items, of `data` or of another data set and its name.
 
         Raises:
             ValueError: If the path, the split or a column does not exist, or class names do not
@@ -49,48 +47,32 @@ class TaskDefinition:
         """
         keys = ("image_column", "label_column", "classnames", "background", "classnames_by")
         columns = {key: getattr(self, key) for key in keys}
-        if rows is not None:
-            return ImageItems(rows, place=place, **columns)
         if isinstance(self.data, str):
             return load_images(self.data, self.split, **columns)
-        if self.data is None:
-            raise ValueError("data is not set")
-        place = f"data from {self.data.get('_target_')}"
-        return ImageItems(self._built(self.data), place=place, **columns)
-
-    def _built(self, data: Mapping[str, Any]) -> Any:
-        rows = build_part("data", OmegaConf.create(dict(data)))
-        if isinstance(rows, Mapping):  # load_dataset without a split gives all of them
-            if self.split not in rows:
+        if self.data is not None:
+            name = f"data from {self.data.get('_target_')}"
+            rows = build_part("data", OmegaConf.create(dict(self.data)))
+            if isinstance(rows, Mapping) and self.split in rows:
+                rows = rows[self.split]
+            elif self.split is not None:
                 raise ValueError(
-                    f"the data has splits {', '.join(map(str, rows))}; split is {self.split!r}"
+                    f"split {self.split!r} has no effect where data._target_ builds one data set: "
+                    "set it among the keys of data"
                 )
-            return rows[self.split]
-        if self.split is not None:
-            raise ValueError(
-                f"split {self.split!r} has no effect where data._target_ builds one data set: "
-                "set it among the keys of data"
-            )
-        return rows
+        return ImageItems(rows, name=name, **columns)
 
 
-def parse_tasks(tasks: Any, place: str = "taskpool.tasks") -> dict[str, TaskDefinition]:
-    """Read the `tasks:` mapping of a task pool, which stands at `place` in the configuration.
+def parse_tasks(tasks: Any, setting: str = "taskpool.tasks") -> dict[str, TaskDefinition]:
+    """Parse the mapping `tasks` of a task pool.
 
     Raises:
-        ValueError: Naming the task, the key and the value, for unknown keys and unfit values.
+        ValueError: If it has an unknown key or an invalid value, with task, key and value.
     """
     if isinstance(tasks, DictConfig):
         tasks = OmegaConf.to_container(tasks, resolve=True)
-    if tasks is None:
-        return {}
-    if not isinstance(tasks, Mapping):
-        raise ValueError(f"{place} must be a mapping from task names to tasks, got {tasks!r}")
-    return {str(name): _parse(task, f"{place}.{name}") for name, task in tasks.items()}
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    if not isinstance(tasks, Mapping | None):
+        raise ValueError(f"{setting} must be a mapping from task names to tasks, got {tasks!r}")
+    return {str(name): _parse(task, f"{setting}.{name}") for name, task in (tasks or {}).items()}
 
 
 def _is_list(value: Any) -> bool:
@@ -101,58 +83,56 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, Mapping) and "_target_" in value)
 
 
-_CHECKS: dict[str, Check] = {
+_CHECKS = {
     "data": ("a path, a hub id or a mapping with _target_", _is_data),
-    "split": ("a text", _is_text),
-    "image_column": ("a text", _is_text),
-    "label_column": ("a text", _is_text),
-    "classnames": ("a list of names, one for each label", _is_list),
+    "classnames": ("a list of names, one per label", _is_list),
     "templates": ("a list of prompts", lambda value: isinstance(value, str) or _is_list(value)),
+    **dict.fromkeys(
+        ("split", "image_column", "label_column"), ("a text", lambda v: isinstance(v, str))
+    ),
 }
-_MAY_BE_NONE = {"data", "split", "classnames", "templates"}
+_NULLABLE = {"data", "split", "classnames", "templates"}
 
 
-def _parse(task: Any, place: str) -> TaskDefinition:
+def _parse(task: Any, setting: str) -> TaskDefinition:
     if not isinstance(task, Mapping):
-        raise ValueError(f"{place} must be a mapping with a key data, got {task!r}")
-    refuse_unknown_keys(task, [field.name for field in fields(TaskDefinition)], place)
+        raise ValueError(f"{setting} must be a mapping with a key data, got {task!r}")
+    refuse_unknown_keys(task, [field.name for field in fields(TaskDefinition)], setting)
     values: dict[str, Any] = {
-        key: value for key, value in task.items() if value is not None or key not in _MAY_BE_NONE
+        key: value for key, value in task.items() if value is not None or key not in _NULLABLE
     }
-    for key, (wanted, accepts) in _CHECKS.items():
-        if key in values and not accepts(values[key]):
-            raise ValueError(f"{place}.{key} must be {wanted}, got {values[key]!r}")
-    parse_background(values.get("background"), place)
-    check_classnames_by(values.get("classnames_by", "name"), place)
+    for key, (accepted, is_valid) in _CHECKS.items():
+        if key in values and not is_valid(values[key]):
+            raise ValueError(f"{setting}.{key} must be {accepted}, got {values[key]!r}")
+    parse_background(values.get("background"), setting)
+    check_classnames_by(values.get("classnames_by", "name"), setting)
     if "classnames" in values:
-        values["classnames"] = _classnames(values["classnames"], f"{place}.classnames")
+        values["classnames"] = _classnames(values["classnames"], f"{setting}.classnames")
     if "templates" in values:
-        values["templates"] = _templates(values["templates"], f"{place}.templates")
+        values["templates"] = _templates(values["templates"], f"{setting}.templates")
     return TaskDefinition(**values)
 
 
-def _classnames(values: Sequence[Any], place: str) -> tuple[str, ...]:
+def _classnames(values: Sequence[Any], setting: str) -> tuple[str, ...]:
     for name in values:
         if isinstance(name, bool) or not isinstance(name, str | int | float):
             raise ValueError(
-                f"{place}: {name!r} is no name. Write it in quotes: YAML reads yes, no, on and "
+                f"{setting}: {name!r} is no name. Write it in quotes: YAML reads yes, no, on and "
                 "off as true and false, and an empty entry as null."
             )
     names = tuple(str(name) for name in values)
     if len(set(names)) < len(names):
-        twice = min(name for name in names if names.count(name) > 1)
-        raise ValueError(
-            f"{place}: {twice!r} stands there twice; prompts could not tell them apart"
-        )
+        repeated = min(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{setting}: {repeated!r} is repeated, so prompts cannot tell both apart")
     return names
 
 
-def _templates(texts: Any, place: str) -> tuple[PromptTemplate, ...]:
+def _templates(texts: Any, setting: str) -> tuple[PromptTemplate, ...]:
     texts = [texts] if isinstance(texts, str) else texts
     for text in texts:
         if not isinstance(text, str) or "{}" not in text:
             raise ValueError(
-                f"{place}: {text!r} has no {{}} for the class name, as in 'a photo of a {{}}.'"
+                f"{setting}: {text!r} has no {{}} for the class name, as in 'a photo of a {{}}.'"
             )
     return tuple(PromptTemplate(text) for text in texts)
 
@@ -167,10 +147,11 @@ class OpenTask:
 
 
 def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
-    """`load_task` with FusionBench's class names, if it has any; it learns those of other tasks.
+    """Open a task's items. FusionBench's class names are used, or the task's are registered there.
 
     Raises:
-        ValueError: If class names clash with FusionBench's.
+        ValueError: If class names clash with FusionBench's, or as `load_task`.
+        CalibrationError: As `load_task`.
     """
     known = known_names(name)
     items = load_task(name, task, None if known is None else known[0], rows)
@@ -181,21 +162,21 @@ def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
 def load_task(
     name: str, task: TaskDefinition, classnames: Sequence[str] | None = None, rows: Any = None
 ) -> ImageItems:
-    """Load one task's data for evaluation: labelled, with class names.
+    """Load one task's labelled items and class names.
 
     Args:
-        name: The task.
+        name: Name of the task.
         task: Its definition.
-        classnames: Class names where the definition has none.
-        rows: The data set where the definition names none.
+        classnames: FusionBench's class names, used if the definition has none.
+        rows: The data set if the definition names none.
 
     Raises:
         ValueError: If the definition does not fit the data.
         CalibrationError: If the data cannot be read, is unlabeled or has labels out of range.
     """
-    place = f"taskpool.tasks.{name}"
+    setting = f"taskpool.tasks.{name}"
     if task.classnames is None and classnames is not None:
-        # Only a data set with integers of its own has an order to rely on: folders are just sorted.
+        # Folders are sorted by name. Only a data set with integers of its own has an order.
         is_sorted = isinstance(rows, ImageItems) or (
             isinstance(task.data, str) and Path(task.data).expanduser().is_dir()
         )
@@ -203,36 +184,34 @@ def load_task(
         task = replace(task, classnames=tuple(classnames), classnames_by=by)
     try:
         items = task.items(rows, f"test_datasets.{name}")
-    except (ValueError, CalibrationError) as error:
-        kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
-        raise kind(f"{place}: {error}") from error
+    except (OSError, ValueError, CalibrationError) as error:
+        kind = ValueError if isinstance(error, ValueError) else CalibrationError
+        raise kind(f"{setting}: {error}") from error
     if items.has_labels is False:
         raise CalibrationError(
-            f"{place}: {items.place} has no labels (label_column {task.label_column!r}, or "
+            f"{setting}: {items.name} has no labels (label_column {task.label_column!r}, or "
             "folders named by class), so accuracy cannot be measured."
         )
     if items.classnames is None:
-        raise ValueError(f"{place}: the data names no classes: set classnames, one for each label.")
-    items.place = f"task {name!r}, {items.place}"
+        raise ValueError(f"{setting}: the data has no class names: set classnames, one per label.")
+    items.name = f"task {name!r}, {items.name}"
     return items
 
 
 def check_background(task: str, tested: Any, modelpool: Any) -> None:
-    """Refuse calibration images that are composited on another colour than a task's test images.
+    """Refuse calibration images with another background than a task's test images.
 
     Raises:
         ValueError: If the two colours differ.
     """
     for split in ("train", "val", "test"):
         data = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
-        if data is None:
-            continue
-        place, used = f"modelpool.{split}_datasets.{task}", background_of(data)
-        if parse_background(used, place) != parse_background(tested, f"taskpool.tasks.{task}"):
+        setting, used = f"modelpool.{split}_datasets.{task}", background_of(data)
+        test_colour = parse_background(tested, f"taskpool.tasks.{task}")
+        if data is not None and parse_background(used, setting) != test_colour:
             raise ValueError(
-                f"{place}: transparent images are composited on {used or 'white'} here, and on "
-                f"{tested or 'white'} for evaluation: set the same background here and in "
-                f"taskpool.tasks.{task}"
+                f"{setting}: the background of transparent images is {used or 'white'} here and "
+                f"{tested or 'white'} in taskpool.tasks.{task}: set the same in both"
             )
 
 

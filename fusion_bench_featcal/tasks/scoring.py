@@ -45,7 +45,7 @@ def evaluation_loader(items: EvaluationItems, settings: Mapping[str, Any]) -> Da
     """Loader of all items in order: pixels `[batch, channels, height, width]`, labels `[batch]`."""
     if not torch.cuda.is_available():  # torch warns that pinned memory then has no use
         settings = {**settings, "pin_memory": False}
-    return DataLoader(items, collate_fn=partial(_collate, items.items.place), **settings)
+    return DataLoader(items, collate_fn=partial(_collate, items.items.name), **settings)
 
 
 def _collate(place: str, batch: Sequence[tuple[Tensor, int]]) -> Batch:

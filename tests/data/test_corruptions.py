@@ -134,23 +134,13 @@ def test_severity_is_monotone_in_squared_error(corruption: str) -> None:
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
 @pytest.mark.parametrize("size", [(28, 28), (1, 1), (5, 40), (37, 20)])
-def test_any_size_grey_and_colour(corruption: str, size: tuple[int, int]) -> None:
-    colour = picture(40).resize(size)
-    for clean in (colour, colour.convert("L")):
-        made = corrupt(clean, corruption, 3, random_of(0, "", 0))
-        assert (made.mode, made.size) == (clean.mode, clean.size)
-    if corruption != "gaussian_noise":  # a grey picture and its copy in RGB stay equal
-        grey = colour.convert("L")
-        made = corrupt(grey.convert("RGB"), corruption, 3, random_of(0, "", 0))
-        assert (
-            made.convert("L").tobytes()
-            == corrupt(grey, corruption, 3, random_of(0, "", 0)).tobytes()
-        )
-
-
-def test_other_modes_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be of mode L or RGB, got RGBA"):
-        corrupt(Image.new("RGBA", (4, 4)), "fog", 1, random_of(0, "", 0))
+def test_any_size(corruption: str, size: tuple[int, int]) -> None:
+    made = corrupt(picture(40).resize(size), corruption, 3, random_of(0, "", 0))
+    assert (made.mode, made.size) == ("RGB", size)
+    if corruption != "gaussian_noise":  # grey stays grey
+        grey = picture(40).resize(size).convert("L").convert("RGB")
+        pixels = np.asarray(corrupt(grey, corruption, 3, random_of(0, "", 0)))
+        assert (pixels == pixels[..., :1]).all()
 
 
 def test_random_numbers_depend_on_seed_task_and_position() -> None:

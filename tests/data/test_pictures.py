@@ -48,16 +48,6 @@ def test_16_bit_pictures_are_scaled(mode, order):
     assert rgb(Image.frombytes(mode, (3, 2), DEEP.astype(order).tobytes())) == grey(GREY)
 
 
-def test_16_bit_picture_with_a_transparent_value():
-    whole = file_of(Image.fromarray(DEEP), "PNG", transparency=0)
-    assert rgb(whole, (1, 2, 3))[0] == [[1, 2, 3], [40] * 3, [128] * 3]
-
-
-def test_16_bit_picture_whose_zero_is_white():
-    whole = file_of(Image.fromarray(DEEP), "TIFF", tiffinfo={262: 0})
-    assert rgb(whole) == grey(255 - GREY)
-
-
 def test_16_bit_picture_is_turned_upright():
     exif = Image.Exif()
     exif[274] = 6  # held turned
@@ -86,19 +76,16 @@ def test_16_bit_arrays_are_scaled():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Image.fromarray(np.full((2, 2), 70000, np.int32)), "32-bit integers .*cannot be told"),
-        (file_of(Image.fromarray(np.full((2, 2), 9, np.int32)), "TIFF"), "32-bit .*8 or 16 bits"),
-        (Image.fromarray(HALF.astype(np.float32) * 255), r"from 0 to 255, .*only in 0\.\.1"),
-        (HALF * -1, r"from -1 to -?0, .*only in 0\.\.1"),
-        (HALF * np.nan, r"only in 0\.\.1"),
-        (
-            np.zeros((2, 2), np.int32),
-            r"uint8, uint16 or floating point in 0\.\.1, got int32 \[2, 2\]",
-        ),
+        (Image.fromarray(np.full((2, 2), 70000, np.int32)), "range of int32 values is unknown"),
+        (file_of(Image.fromarray(np.full((2, 2), 9, np.int32)), "TIFF"), "int32 .*8 or 16 bits"),
+        (Image.fromarray(HALF.astype(np.float32) * 255), r"must be in 0\.\.1, got 0 to 255"),
+        (HALF * -1, r"in 0\.\.1, got -1 to -?0"),
+        (HALF * np.nan, r"in 0\.\.1, got nan"),
+        (np.zeros((2, 2), np.int32), "range of int32 values is unknown"),
         (np.zeros((3, 4, 5), np.uint8), r"\[height, width\].* got uint8 \[3, 4, 5\]"),
     ],
 )
-def test_range_that_cannot_be_told(value, message):
+def test_unknown_range(value, message):
     with pytest.raises(CalibrationError, match=f"here: .*{message}"):
         to_rgb(value, "here")
 
@@ -167,12 +154,12 @@ def test_calibration_and_evaluation_see_the_same_background(tmp_path):
         (batch,) = calibration_batches(
             pool, ["a"], FeatCalSettings(samples_per_task=1), channels_first
         )["a"]
-        labelled = ImageItems([{"image": items[0]["image"], "label": 0}], place="here")
+        labelled = ImageItems([{"image": items[0]["image"], "label": 0}], name="here")
         tested, _ = EvaluationItems(labelled, channels_first)[0]
         assert torch.equal(batch["pixel_values"][0], tested)
         assert batch["pixel_values"][0, 2, 0, 1].item() == pytest.approx(blue)
         again, _ = items.read(0)
-        own = EvaluationItems(ImageItems(items, place="here"), channels_first)
+        own = EvaluationItems(ImageItems(items, name="here"), channels_first)
         assert own.items.background == items.background
         assert np.asarray(to_rgb(again, "here", None, own.items.background))[0, 1, 2] == 255 * blue
 
@@ -185,7 +172,7 @@ def test_digest_depends_on_the_background():
 
 def test_no_colour():
     with pytest.raises(ValueError, match=r"background must be a colour .*got 'whit'"):
-        ImageItems([], place="here", background="whit")
+        ImageItems([], name="here", background="whit")
 
 
 def test_file_that_may_not_be_read(tmp_path, monkeypatch):
@@ -199,12 +186,12 @@ def test_file_that_may_not_be_read(tmp_path, monkeypatch):
         monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
     else:
         path.chmod(0)
-    with pytest.raises(CalibrationError, match=r"one\.png may not be read \(permission denied\)"):
+    with pytest.raises(CalibrationError, match=r"one\.png cannot be read \(Permission denied\)"):
         to_rgb(path, "here")
 
 
 def test_folder_and_empty_file_as_image(tmp_path):
-    with pytest.raises(CalibrationError, match=rf"{tmp_path} is a folder, not a file"):
+    with pytest.raises(CalibrationError, match=rf"{tmp_path} cannot be read \(Is a directory\)"):
         to_rgb(tmp_path, "here")
     (tmp_path / "one.png").touch()
     with pytest.raises(CalibrationError, match=r"image file .*one\.png is empty"):

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tiny_images import picture
 
 from fusion_bench_featcal.data.pictures import stack_pixels, to_pixels
@@ -33,27 +32,13 @@ def test_callable_gets_arrays_as_they_are():
     assert torch.equal(to_pixels(array, lambda x: x.expand(3, 5, 7), "here"), array.expand(3, 5, 7))
 
 
-@pytest.mark.parametrize("size", [(1, 1), (2, 2), (40, 1), (1, 40), (40, 3), (3, 40)])
-def test_a_few_rows_of_pixels_are_no_channels(processor, size):
-    small, edge = picture(0, size), processor.image_processor.size["shortest_edge"]
-    ratio = edge / min(size)
-    larger = small.resize((int(size[0] * ratio), int(size[1] * ratio)), Image.Resampling.BICUBIC)
-    expected = to_pixels(larger, processor, "here")
-    assert torch.allclose(to_pixels(small, processor, "here"), expected)
-
-
-def test_picture_too_long_for_the_processor(processor, monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
-    assert to_pixels(picture(0, (20, 1)), processor, "here").shape == (3, 28, 28)
-    with pytest.raises(CalibrationError, match=r"item 3: .*4000 pixels wide and 1 high.*enlarged"):
-        to_pixels(picture(0, (4000, 1)), processor, "item 3")
-
-
 def test_failing_processor_names_the_item():
     def fail(image):
         raise ZeroDivisionError("no size")
 
-    with pytest.raises(CalibrationError, match=r"item 3: .*28 high \(ZeroDivisionError: no size"):
+    with pytest.raises(
+        CalibrationError, match=r"item 3: .*28 x 28 image \(ZeroDivisionE.*: no size"
+    ):
         to_pixels(picture(0), fail, "item 3")
 
 
@@ -62,11 +47,11 @@ def test_failing_processor_names_the_item():
     [
         (torch.zeros(2, 3, 4, 4), r"torch.float32 \[2, 3, 4, 4\]"),
         (torch.zeros(3, 4, 4, dtype=torch.uint8), r"torch.uint8 \[3, 4, 4\]"),
-        ("nonsense", "str"),
+        ("nonsense", "<class 'str'>"),
     ],
 )
 def test_unfit_processor_says_what_it_gave(result, got):
-    with pytest.raises(CalibrationError, match=rf"item 3: the processor must give .*got {got}"):
+    with pytest.raises(CalibrationError, match=rf"item 3: the processor must return .*got {got}"):
         to_pixels(picture(0), lambda image: result, "item 3")
 
 

@@ -247,7 +247,7 @@ def test_fusion_benchs_class_names_are_used_where_none_are_given(make_pool, tmp_
 
 def test_test_dataset_without_class_names(make_pool, vision_model):
     pool = make_pool(test_datasets={"things": [{"image": picture(0), "label": 0}]})
-    with pytest.raises(ValueError, match=r"taskpool\.tasks\.things: the data names no classes"):
+    with pytest.raises(ValueError, match=r"taskpool\.tasks\.things: the data has no class names"):
         pool.evaluate(vision_model)
 
 
@@ -317,7 +317,7 @@ def test_task_pool_refuses_another_background_for_calibration(make_pool, shapes)
     check({})
     check({"background": "black"}, background="#000")
     for tested, calibrated in (({"background": "black"}, {}), ({}, {"background": "black"})):
-        with pytest.raises(ValueError, match=r"modelpool\.train_datasets\.shapes: .*on black"):
+        with pytest.raises(ValueError, match=r"modelpool\.train_datasets\.shapes: .*black"):
             check(tested, **calibrated)
     with pytest.raises(ValueError, match=r"taskpool\.tasks\.shapes: background must be"):
         check({"background": 7})

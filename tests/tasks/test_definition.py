@@ -50,7 +50,7 @@ def test_every_key_is_read():
         ({"shapes": {"classnames": "cat, dog"}}, "shapes.classnames must be a list of names"),
         ({"shapes": {"classnames": []}}, "shapes.classnames must be a list of names"),
         ({"shapes": {"classnames": [True, "maybe"]}}, "True is no name. Write it in quotes"),
-        ({"shapes": {"classnames": ["a", "b", "a"]}}, "'a' stands there twice"),
+        ({"shapes": {"classnames": ["a", "b", "a"]}}, "'a' is repeated"),
         ({"shapes": {"templates": []}}, "shapes.templates must be a list of prompts"),
         ({"shapes": {"templates": ["a photo"]}}, r"'a photo' has no \{\} for the class name"),
     ],
@@ -91,7 +91,9 @@ def test_target_that_gives_several_splits_needs_one(shapes):
     build = "fusion_bench_featcal.tasks.load_images"
     splits = {"_target_": "builtins.dict", "test": {"_target_": build, "path": str(shapes)}}
     assert len(load_task("shapes", only(data=splits, split="test"))) == 12
-    with pytest.raises(ValueError, match="the data has splits test; split is None"):
+    with pytest.raises(
+        CalibrationError, match="a mapping of test: set its _target_, or the split"
+    ):
         load_task("shapes", only(data=splits))
 
 
@@ -104,7 +106,7 @@ def test_target_that_gives_several_splits_needs_one(shapes):
             r"split 'test' has no effect where data\._target_",
         ),
         ({"data": "SHAPES/circle"}, r"circle' has no labels"),
-        ({"data": "SHAPES/table.csv"}, "the data names no classes: set classnames"),
+        ({"data": "SHAPES/table.csv"}, "the data has no class names: set classnames"),
         (
             {"data": "somebody/shapes", "split": "test", "classnames": ["a"]},
             r"data 'somebody/shapes', split 'test'.*HF_HUB_OFFLINE is set",
