@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from tiny_texts import t5_model, with_data, word_tokenizer, write
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts import InMemoryExpert
@@ -93,22 +94,94 @@ def test_weights_stored_input_first(tmp_path):
     torch.testing.assert_close(found, base.c_attn.weight + 3 * (up @ down).T)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
-@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")  # nor were
-def test_what_peft_saves_is_what_peft_merges(tmp_path):
+class Mixed(nn.Module):
+    """Every kind of module that PEFT adapts, and a normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = nn.Embedding(11, 6)
+        self.lin = nn.Linear(6, 7)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 4)
+
+
+class InputsFirst(nn.Module):
+    """Modules whose weights are stored as `[inputs, outputs]`, as GPT-2 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.square = Conv1D(8, 6), Conv1D(6, 6)
+
+
+FORMS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
+    "embedding": (Mixed, {"target_modules": ["lin", "emb"]}, 2),
+    "whole modules": (Mixed, {"target_modules": ["lin"], "modules_to_save": ["head", "norm"]}, 5),
+    "dora": (Mixed, {"target_modules": ["lin", "emb", "conv"], "use_dora": True}, 3),
+    "dora and all else": (
+        Mixed,
+        {
+            "target_modules": ["lin", "conv"],
+            "use_dora": True,
+            "use_rslora": True,
+            "modules_to_save": ["norm"],
+            "rank_pattern": {"lin": 3},
+            "alpha_pattern": {"conv": 5},
+        },
+        4,
+    ),
+    "biases": (Mixed, {"target_modules": ["lin"], "bias": "all"}, 5),
+    "biases of its modules": (Mixed, {"target_modules": ["lin"], "bias": "lora_only"}, 2),
+    "orthogonal": (Mixed, {"target_modules": ["lin"], "init_lora_weights": "orthogonal"}, 1),
+    "inputs first": (InputsFirst, {"target_modules": ["wide", "square"]}, 2),
+    "dora, inputs first": (
+        InputsFirst,
+        {"target_modules": ["wide", "square"], "use_dora": True, "bias": "lora_only"},
+        4,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize("form", FORMS)
+def test_what_peft_saves_is_what_peft_merges(form, tmp_path):
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=2, lora_alpha=5, target_modules=["q", "v"], lora_dropout=0.1)
-    wrapped = get_peft_model(t5_model().float(), config)
+    kind, config, changes = FORMS[form]
+    wrapped: Any = get_peft_model(kind(), LoraConfig(r=2, lora_alpha=3, **config))
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view_as(parameter))
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     wrapped.save_pretrained(str(tmp_path))
-    source = LoraExpert(InMemoryExpert(t5_model().float()), tmp_path)
-    merged = wrapped.merge_and_unload().state_dict()  # type: ignore[operator]
+    base = kind().state_dict()
+    source = LoraExpert(InMemoryExpert(kind()), tmp_path)
+    merged = wrapped.merge_and_unload().state_dict()
+    assert source.names() == set(merged)
     for name, tensor in merged.items():
         torch.testing.assert_close(source.tensor(name), tensor, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(source.first_rows(name, 2), tensor[:2], rtol=1e-6, atol=1e-7)
+        assert source.shape(name) == tuple(tensor.shape)
+    assert sum(not torch.equal(base[name], merged[name]) for name in merged) == changes
+
+
+@pytest.mark.parametrize("stored", ["lora_magnitude_vector", "lora_magnitude_vector.weight"])
+def test_dora_by_its_formula(stored, tmp_path):
+    """Each output's row has the adapter's norm and the direction of base + scale * B A."""
+    linear = nn.Linear(5, 4)
+    down, up, magnitude = torch.randn(2, 5), torch.randn(4, 2), torch.rand(4) + 1
+    start = f"{START}lin."
+    tensors = {f"{start}lora_A.weight": down, f"{start}lora_B.weight": up}
+    save_file(tensors | {start + stored: magnitude}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(PLAIN | {"use_dora": True}))
+    source = LoraExpert(InMemoryExpert(nn.ModuleDict({"lin": linear})), tmp_path)
+    direction = linear.weight + 3 * (up @ down)
+    expected = torch.diag(magnitude / direction.square().sum(dim=1).sqrt()) @ direction
+    torch.testing.assert_close(source.tensor("lin.weight"), expected)
+    assert source.nbytes("lin.weight") == 4 * (20 + 10 + 8 + 4)
 
 
 def test_modules_ranks_of_their_own(tmp_path):
@@ -126,17 +199,18 @@ START = "base_model.model."
     ("changes", "tensors", "message"),
     [
         *(
-            (change, None, rf"adapter_config.*{word}.*stream_experts=false")
+            (change, None, rf"adapter_config.*{word}.*merge_and_unload")
             for change, word in (
-                ({"use_dora": True}, "use_dora"),
-                ({"bias": "all"}, "bias"),
+                ({"lora_bias": True}, "lora_bias"),
+                ({"trainable_token_indices": [3]}, "trainable_token_indices"),
                 ({"peft_type": "LOHA"}, "LOHA"),
                 ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
-                ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
                 ({"something_new": 1}, "something_new"),
             )
         ),
-        ({}, {f"{START}lm_head.lora_embedding_A": torch.zeros(2, 2)}, "no LoRA matrix"),
+        ({}, {f"{START}lm_head.lora_embedding_A": torch.zeros(2, 2)}, "only one of its two"),
+        ({}, {f"{START}lm_head.lora_B.bias": torch.zeros(2)}, "no tensor 'lm_head.lora_B.bias'"),
+        ({}, {f"{START}lm_head.weight": torch.zeros(9, 8)}, r"shape \(9, 8\), the base's is \(23"),
         ({}, {f"{START}nowhere.lora_A.weight": torch.zeros(2, 2)}, "only one of its two"),
         ({}, PAIR, r"changes a weight \(2, 2\), the base's is \(23, 8"),
         ({}, ELSEWHERE, "no module 'elsewhere'"),

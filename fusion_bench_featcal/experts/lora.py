@@ -1,8 +1,10 @@
-"""Experts stored as LoRA adapters, made whole tensor by tensor: base + scale * B A."""
+"""Experts stored as PEFT adapters, made whole tensor by tensor: base + scale * B A, or DoRA."""
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +16,51 @@ from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import read_json
 
-_PREFIX = "base_model.model."  # what PEFT puts before the names of the model it wraps
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+PREFIX = "base_model.model."  # what PEFT puts before the names of the model it wraps
+_FACTOR = re.compile(
+    re.escape(PREFIX)
+    + r"(?P<module>.+)\.lora_(?P<kind>(?:embedding_)?[AB]|magnitude_vector)(?:\.weight)?"
+)
 # Keys of adapter_config.json that say what the weights are worth, and those that tell how they
 # were trained or where they apply, which the weights' own names tell better. Any other key that is
 # set changes the weights in a way that is not known here.
 _USED = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
-_USED |= {"fan_in_fan_out", "bias", "init_lora_weights"}
+_USED |= {"fan_in_fan_out", "init_lora_weights"}
 _WITHOUT_EFFECT = {
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
-    "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
-    "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules",
-    "task_type",
+    "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout",
+    "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_modules", "task_type", "use_dora",
 }  # fmt: skip
 # Other initialisations (pissa, olora, ...) change the base weights themselves.
-_PLAIN_STARTS = (True, False, "gaussian")
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+_MERGE_IT = "Merge it by PEFT (merge_and_unload, save_pretrained) and name that folder instead"
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Change of one weight: names of the adapter's tensors, and how they apply.
+
+    Attributes:
+        down: The factor A, `[rank, inputs]`.
+        up: The factor B, `[outputs, rank]`.
+        magnitude: DoRA's norm of each output; None: plain LoRA.
+        scale: Factor of B A.
+        is_transposed: Whether the base stores its weight as `[inputs, outputs]`.
+    """
+
+    down: str
+    up: str
+    magnitude: str | None
+    scale: float
+    is_transposed: bool
 
 
 class LoraExpert(SourceView):
-    """Weights of a base model with a LoRA adapter added, as PEFT merges them."""
+    """Weights of a base model with a LoRA or DoRA adapter added, as PEFT merges them.
+
+    Modules that were trained whole (`modules_to_save`, biases) replace those of the base.
+    """
 
     def __init__(self, base: ExpertSource, adapter: str | Path, part: str = "") -> None:
         """Pair an adapter's matrices with the base's tensors.
@@ -45,7 +73,7 @@ class LoraExpert(SourceView):
 
         Raises:
             FileNotFoundError: If a file is missing.
-            CalibrationError: If the adapter is of another kind than plain LoRA, or does not fit
+            CalibrationError: If the adapter is of a kind that is not read here, or does not fit
                 the base.
         """
         super().__init__(base)
@@ -53,79 +81,113 @@ class LoraExpert(SourceView):
         self._part = part
         self._config = _read_config(self._folder)
         self._weights = SafetensorsExpert(self._folder / "adapter_model.safetensors")
-        self._adapted = self._pair()
+        self._changes: dict[str, _Change] = {}
+        self._copies: dict[str, str] = {}  # tensor of the base -> its full copy in the adapter
+        self._pair()
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of one tensor of the base and of the adapter's two, if it has them."""
-        module = self._adapted.get(name)
-        ends = () if module is None else (_A, _B)
-        adapter = sum(self._weights.nbytes(f"{_PREFIX}{module}{end}") for end in ends)
-        return adapter + super().nbytes(name)
+        """Return the bytes that reading one tensor takes, of the base's and the adapter's files."""
+        if name in self._copies:
+            return self._weights.nbytes(self._copies[name])
+        change = self._changes.get(name)
+        names = () if change is None else (change.down, change.up, change.magnitude)
+        return super().nbytes(name) + sum(self._weights.nbytes(n) for n in names if n)
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, with the adapter's share if it has one, in the base's dtype."""
+        if name in self._copies:
+            return self._weights.tensor(self._copies[name])
         return self._changed(super().tensor(name), name)
 
     def first_rows(self, name: str, count: int) -> Tensor:
         """Return the first rows of one tensor."""
+        change = self._changes.get(name)
+        if name in self._copies or (change is not None and change.is_transposed):
+            return self.tensor(name)[:count]  # DoRA's norms need all rows there
         return self._changed(first_rows(self._source, name, count), name)
 
     def _changed(self, rows: Tensor, name: str) -> Tensor:
         """Add the adapter's share to the first rows of a tensor."""
-        module = self._adapted.get(name)
-        if module is None:
+        change = self._changes.get(name)
+        if change is None:
             return rows
-        down = self._weights.tensor(_PREFIX + module + _A).float()
-        up = self._weights.tensor(_PREFIX + module + _B).float()
-        if self._config.get("fan_in_fan_out"):
-            change = (up @ down[:, : len(rows)]).T
-        else:
-            change = up[: len(rows)] @ down
-        return (rows.float() + change * self._scale(module, len(down))).to(rows.dtype)
+        down = self._weights.tensor(change.down).float().flatten(1)
+        up = self._weights.tensor(change.up).float().flatten(1)
+        weight = (rows.T if change.is_transposed else rows).float().flatten(1)
+        weight = weight + (up[: len(weight)] @ down) * change.scale
+        if change.magnitude is not None:
+            magnitude = self._weights.tensor(change.magnitude).float().flatten()[: len(weight)]
+            weight = weight * (magnitude / weight.norm(dim=1)).unsqueeze(1)
+        weight = weight.T if change.is_transposed else weight
+        return weight.reshape(rows.shape).to(rows.dtype)
+
+    def _pair(self) -> None:
+        """Find the base's tensor of each of the adapter's.
+
+        Raises:
+            CalibrationError: If there is none, or it has another shape.
+        """
+        factors: dict[str, dict[str, str]] = defaultdict(dict)
+        for name in sorted(self._weights.names()):
+            if match := _FACTOR.fullmatch(name):
+                factors[match["module"]][match["kind"]] = name
+            else:
+                self._add_copy(name)
+        for module, names in factors.items():
+            embedding = "embedding_" if "embedding_A" in names else ""
+            if not {f"{embedding}A", f"{embedding}B"} <= names.keys():
+                raise self._unusable(f"{module!r} has only one of its two matrices")
+            down, up = names[f"{embedding}A"], names[f"{embedding}B"]
+            self._changes[f"{self._part}{module}.weight"] = _Change(
+                down,
+                up,
+                names.get("magnitude_vector"),
+                self._scale(module, self._weights.shape(down)[0]),
+                self._is_transposed(module, down, up, is_embedding=bool(embedding)),
+            )
+
+    def _add_copy(self, name: str) -> None:
+        target = re.sub(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)", "", name)
+        target = self._part + target.removeprefix(PREFIX)
+        if target not in self.names():
+            raise self._unusable(f"it has {name!r}, and the base no tensor {target!r}")
+        shape, stored = self._weights.shape(name), self.shape(target)
+        if shape != stored:
+            raise self._unusable(f"{name!r} has shape {shape}, the base's is {stored}")
+        self._copies[target] = name
 
     def _scale(self, module: str, rank: int) -> float:
         alpha = _by_pattern(self._config.get("alpha_pattern"), module, self._config["lora_alpha"])
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
-    def _pair(self) -> dict[str, str]:
-        """Name of each adapted tensor of the base -> its module in the adapter."""
-        names = self._weights.names()
-        ends = [name for name in names if name.endswith((_A, _B)) and name.startswith(_PREFIX)]
-        strange = sorted(names - set(ends))
-        if strange:
-            raise self._unusable(f"{strange[0]!r} is no LoRA matrix of a linear module")
-        modules = {re.sub(r"\.lora_[AB]\.weight$", "", name)[len(_PREFIX) :] for name in ends}
-        for module in sorted(modules):
-            if not {_PREFIX + module + _A, _PREFIX + module + _B} <= names:
-                raise self._unusable(f"{module!r} has only one of its two matrices")
-            self._check_shape(module)
-        return {f"{self._part}{module}.weight": module for module in modules}
-
-    def _check_shape(self, module: str) -> None:
+    def _is_transposed(self, module: str, down: str, up: str, *, is_embedding: bool) -> bool:
+        """Return whether the base stores inputs first, after a look at all shapes."""
         name = f"{self._part}{module}.weight"
         if name not in self.names():
-            raise self._unusable(f"the base has no module {module!r}; the adapter is for another")
-        rank, inputs = self._weights.shape(_PREFIX + module + _A)
-        outputs, other = self._weights.shape(_PREFIX + module + _B)
+            raise self._unusable(f"the base has no module {module!r}, so it is for another")
+        rank, *inputs = self._weights.shape(down)
+        outputs, other, *_ = self._weights.shape(up)
         in_config = _by_pattern(self._config.get("rank_pattern"), module, self._config["r"])
         if not rank == other == in_config:
             raise self._unusable(
                 f"{module!r} has ranks {rank} and {other}, not {in_config} as its config"
             )
-        shape = (inputs, outputs) if self._config.get("fan_in_fan_out") else (outputs, inputs)
-        stored = self.shape(name)
-        if stored != shape:
-            raise self._unusable(f"{module!r} changes a weight {shape}, the base's is {stored}")
+        stored, straight = self.shape(name), (outputs, *inputs)
+        inputs_first = is_embedding or bool(self._config.get("fan_in_fan_out"))
+        if inputs_first and stored == straight[::-1]:
+            return True
+        if is_embedding or stored != straight:  # PEFT sets the flag for mixed models too
+            raise self._unusable(f"{module!r} changes a weight {straight}, the base's is {stored}")
+        return False
 
     def _unusable(self, reason: str) -> CalibrationError:
         return CalibrationError(
-            f"LoRA adapter {self._folder}: {reason}. Check modelpool.models, or set "
-            "method.stream_experts=false to have PEFT load it whole"
+            f"LoRA adapter {self._folder}: {reason}. Check modelpool.models. {_MERGE_IT}"
         )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """An adapter's config, refused where it is more than plain LoRA.
+    """An adapter's config, refused where it is of a kind that is not read here.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -142,15 +204,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     odd = {key: config[key] for key in sorted(unknown)}
     if kind[0] != "LORA":
         odd["peft_type"] = kind[0]
-    if config.get("bias", "none") != "none":
-        odd["bias"] = config["bias"]
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         odd["init_lora_weights"] = config["init_lora_weights"]
     if odd:
-        raise CalibrationError(
-            f"{file}: only plain LoRA is read block by block, not {odd}. Set "
-            "method.stream_experts=false to have PEFT load this expert whole"
-        )
+        raise CalibrationError(f"{file}: an adapter with {odd} cannot be read here. {_MERGE_IT}")
     return config
 
 

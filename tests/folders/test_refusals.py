@@ -248,14 +248,15 @@ def test_an_adapter_of_another_base(folder, capsys):
     write_adapters(folder, t5_model())
     shutil.copytree(folder / "one-lora", folder / "x-lora")
     config = json.loads((folder / "x-lora" / "adapter_config.json").read_text())
-    (folder / "x-lora" / "adapter_config.json").write_text(json.dumps(config | {"bias": "all"}))
+    (folder / "x-lora" / "adapter_config.json").write_text(json.dumps(config | {"lora_bias": True}))
     named = [
         word.replace(f"two={folder / 'two'}", f"two={folder / 'x-lora'}")
         if word == f"two={folder / 'two'}"
         else word
         for word in words(folder)
     ]
-    assert "only plain LoRA is read" in refusal(capsys, named)
+    line = refusal(capsys, named)
+    assert "with {'lora_bias': True} cannot be read" in line and "merge_and_unload" in line
 
 
 TWINS = {"id2label": {0: "no", 1: "no"}, "label2id": {"no": 1}}
