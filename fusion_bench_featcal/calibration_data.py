@@ -17,7 +17,7 @@ from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.fusionbench.own_data import data_setting
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.hub import hub_error, is_of_hub
+from fusion_bench_featcal.hub_errors import hub_error, is_of_hub
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import PLUS, CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples

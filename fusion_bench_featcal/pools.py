@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts.vocabulary import keep_common_rows
-from fusion_bench_featcal.hub import local
+from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.settings import CalibrationError
 
 VOCABULARIES = ("refuse", "common_rows")
@@ -59,7 +59,7 @@ class CausalLMPool(FusionBenchPool):
 
     def _rows(self, name: str) -> int:
         path = str(self.get_model_path(name))
-        folder = local(path, f"modelpool.models.{name}={path}")
+        folder = fetch(path, f"modelpool.models.{name}={path}", weights=False)
         try:
             return AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size
         except (OSError, ValueError, AttributeError) as error:

@@ -1,40 +1,44 @@
 """A mirror of the Hugging Face hub's protocol on the loopback, whose repositories can fail.
 
-It speaks what `huggingface_hub` asks of the real one to list and download repositories: the
-programming interface under `/api`, and files under `/ID/resolve/REVISION/FILE`. A process uses it
-with `environment`: the real client runs, and no request leaves the machine.
+It speaks what `huggingface_hub` and `datasets` ask of the real one to list, download and upload:
+the programming interface under `/api`, and files under `/ID/resolve/REVISION/FILE`. A process uses
+it with `environment`: the real client runs, and no request leaves the machine.
 """
 
+import base64
 import hashlib
 import json
 import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
-from urllib.parse import unquote, urlsplit
+from typing import Any, Literal, Self
+from urllib.parse import parse_qs, unquote, urlsplit
 
 Failure = Literal["gated", "missing", "busy", "limited", "cut", "silent", ""]
 """Requests of a repository: access is restricted; there is none; 503; 429; the connection breaks
 off in the middle of a file; no answer ever comes; nothing fails."""
 
 
-class Request(NamedTuple):
+@dataclass
+class Request:
     """A request of a client.
 
     Attributes:
         method: HTTP method.
         path: Path without query.
         first_byte: First byte that is asked for.
+        sent: Bytes of the answer's body.
     """
 
     method: str
     path: str
     first_byte: int
+    sent: int = 0
 
 
 @dataclass
@@ -42,24 +46,31 @@ class Repository:
     """A repository of models or data.
 
     Attributes:
-        files: Path in the repository -> content.
+        files: Path in the repository -> content, at its newest revision.
         failure: How its requests fail.
         times: Number of requests that fail before all is well; None: all fail.
+        revisions: Branch or tag -> files, of further revisions.
     """
 
     files: dict[str, bytes]
     failure: Failure = ""
     times: int | None = None
+    revisions: dict[str, dict[str, bytes]] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock, repr=False)
 
-    @cached_property
+    @property
     def commit(self) -> str:
-        """Commit of the files."""
-        content = json.dumps({name: etag(data) for name, data in self.files.items()})
-        return hashlib.sha1(content.encode()).hexdigest()
+        """Commit of the newest revision."""
+        return commit_of(self.files)
+
+    def at(self, revision: str) -> dict[str, bytes] | None:
+        """Files of a branch, tag or commit; None: there is no such revision."""
+        named = {"main": self.files, **self.revisions}
+        commits = {commit_of(files): files for files in named.values()}
+        return (named | commits).get(revision)
 
     def fails(self) -> bool:
-        """Count a request that may fail, and tell whether it does."""
+        """Count a request that may fail, and return whether it does."""
         with self.lock:
             if not self.failure or self.times == 0:
                 return False
@@ -73,12 +84,14 @@ class Mirror:
 
     Attributes:
         repositories: Id -> repository; ids of data sets begin with `datasets/`.
+        renamed: Former id -> id.
         requests: Requests so far.
     """
 
     def __init__(self) -> None:
         """Bind a free port of the loopback."""
         self.repositories: dict[str, Repository] = {}
+        self.renamed: dict[str, str] = {}
         self.requests: list[Request] = []
         self.stopped = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
@@ -110,6 +123,15 @@ class Mirror:
         starts = (f"/{name}/", f"/api/{name}/", f"/api/models/{name}/")
         return [r for r in self.requests if f"{r.path}/".startswith(starts)]
 
+    def files_sent(self, name: str) -> dict[str, list[int]]:
+        """File of a repository -> bytes of each answer that has its content."""
+        sent: dict[str, list[int]] = {}
+        for request in self.requests_of(name):
+            _, is_file, file = request.path.partition("/resolve/")
+            if request.method == "GET" and is_file and request.sent:
+                sent.setdefault(file.partition("/")[2], []).append(request.sent)
+        return sent
+
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
@@ -127,13 +149,23 @@ def etag(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def commit_of(files: Mapping[str, bytes]) -> str:
+    """The commit of some files."""
+    content = json.dumps({name: etag(data) for name, data in files.items()})
+    return hashlib.sha1(content.encode()).hexdigest()
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    request_: Request
 
     def do_HEAD(self) -> None:
         self._answer()
 
     def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
         self._answer()
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -145,28 +177,44 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        span = self.headers.get("Range", "bytes=0-")
-        first = int(span.removeprefix("bytes=").partition("-")[0])
-        self.mirror.requests.append(Request(self.command, path, first))
+        span = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")
+        first, last = int(span[0]), int(span[1]) if span[1] else None
+        self.request_ = Request(self.command, path, first)
+        self.mirror.requests.append(self.request_)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         parts = path.strip("/").split("/")
         is_api = parts[0] == "api"
-        kind, parts = ("models", parts) if not is_api else (parts[1], parts[2:])
-        if not is_api and parts[0] == "datasets":
-            kind, parts = "datasets", parts[1:]
-        name = "/".join(parts[:2]) if kind == "models" else "/".join([kind, *parts[:2]])
+        parts = parts[is_api:]
+        prefix = "datasets/" if parts[0] == "datasets" else ""
+        parts = parts[parts[0] in ("datasets", "models") :]
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
+        known = {*self.mirror.repositories, *self.mirror.renamed}
+        length = next((n for n in (2, 1) if prefix + "/".join(parts[:n]) in known), 2)
+        name, rest = prefix + "/".join(parts[:length]), parts[length:]
         repository = self.mirror.repositories.get(name)
-        if repository is None or repository.failure == "missing":
+        if name in self.mirror.renamed:
+            new = self.path.replace(name, self.mirror.renamed[name], 1)
+            self._send(307, b"", {"Location": new})
+        elif repository is None or repository.failure == "missing":
             self._refuse(404, "RepoNotFound", "Repository not found")
         elif repository.failure not in ("gated", "cut") and repository.fails():
             self._fail(repository.failure)
         elif is_api:
-            self._describe(repository, name.removeprefix("datasets/"), parts[2:])
+            self._describe(repository, name.removeprefix("datasets/"), rest, body)
         elif repository.failure == "gated":
             self._refuse(403, "GatedRepo",
                 f"Access to model {name} is restricted and you are not in the authorized list. "
                 f"Visit https://huggingface.co/{name} to ask for access.")  # fmt: skip
         else:
-            self._file(repository, "/".join(parts[4:]), first)
+            self._file(repository, rest[1], "/".join(rest[2:]), first, last)
+
+    def _create(self, wanted: Mapping[str, Any]) -> None:
+        name = "/".join(part for part in (wanted.get("organization"), wanted["name"]) if part)
+        self.mirror.repositories.setdefault(name, Repository({}))
+        self._json({"url": f"{self.mirror.url}/{name}", "name": name})
 
     def _fail(self, failure: Failure) -> None:
         if failure == "silent":
@@ -180,34 +228,60 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: int, code: str, message: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": message})
 
-    def _describe(self, repository: Repository, name: str, rest: list[str]) -> None:
-        """Answer `/api/models/ID[/revision/REVISION]` or `.../tree/REVISION`."""
-        files = repository.files.items()
-        if rest[:1] == ["tree"]:
-            answer: Any = [
-                {"type": "file", "path": p, "size": len(data), "oid": etag(data)[:40]}
-                for p, data in files
-            ]
+    def _describe(self, repository: Repository, name: str, rest: list[str], body: bytes) -> None:
+        """Answer `/api/models/ID[/ACTION/REVISION[/PATH]]`."""
+        action, revision = (*rest, "", "main")[:2] if rest else ("", "main")
+        files = repository.at(revision)
+        if files is None:
+            self._refuse(404, "RevisionNotFound", "Invalid rev id")
+        elif action == "preupload":
+            asked = [file["path"] for file in json.loads(body)["files"]]
+            plain = {"uploadMode": "regular", "shouldIgnore": False}
+            self._json({"files": [{"path": path, **plain} for path in asked]})
+        elif action == "commit":
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    value = line["value"]
+                    repository.files[value["path"]] = base64.b64decode(value["content"])
+            url = f"{self.mirror.url}/{name}/commit/{repository.commit}"
+            self._json({"commitUrl": url, "commitOid": repository.commit, "success": True})
+        elif action == "paths-info":
+            entries = _entries(files, "", recursive=True)
+            asked = parse_qs(body.decode())["paths"]
+            self._json([entry for entry in entries if entry["path"] in asked])
+        elif action == "tree":
+            recursive = "recursive=true" in self.path.lower()
+            entries = _entries(files, "/".join(rest[2:]), recursive=recursive)
+            if entries:
+                self._json(entries)
+            else:
+                self._refuse(404, "EntryNotFound", "Entry not found")
         else:
-            answer = {"id": name, "modelId": name, "sha": repository.commit, "private": False,
-                      "tags": [], "siblings": [{"rfilename": p} for p, _ in files]}  # fmt: skip
-        self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+            siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
+            self._json({"id": name, "modelId": name, "sha": commit_of(files), "private": False,
+                        "tags": [], "siblings": siblings})  # fmt: skip
 
-    def _file(self, repository: Repository, path: str, first: int) -> None:
-        if path not in repository.files:
-            self._refuse(404, "EntryNotFound", "Entry not found")
+    def _file(
+        self, repository: Repository, revision: str, path: str, first: int, last: int | None
+    ) -> None:
+        files = repository.at(revision)
+        if files is None or path not in files:
+            code = "RevisionNotFound" if files is None else "EntryNotFound"
+            self._refuse(404, code, "Entry not found")
             return
-        content = repository.files[path]
-        headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": repository.commit,
+        content = files[path]
+        headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": commit_of(files),
                    "X-Linked-Size": str(len(content)), "Accept-Ranges": "bytes"}  # fmt: skip
-        if first:
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        rest = content[first:]
+        rest = content[first : None if last is None else last + 1]
+        is_part = len(rest) < len(content)
+        if is_part:
+            headers["Content-Range"] = f"bytes {first}-{first + len(rest) - 1}/{len(content)}"
         is_weights = path.endswith(".safetensors") and self.command == "GET"
-        if repository.failure == "cut" and is_weights and repository.fails():
-            self._send(206 if first else 200, rest, headers, stop_at=len(rest) // 2)
-        else:
-            self._send(206 if first else 200, rest, headers)
+        is_cut = repository.failure == "cut" and is_weights and repository.fails()
+        self._send(206 if is_part else 200, rest, headers, len(rest) // 2 if is_cut else None)
+
+    def _json(self, answer: Any) -> None:
+        self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def _send(self, status: int, content: bytes, headers: Mapping[str, str],
               stop_at: int | None = None) -> None:  # fmt: skip
@@ -217,6 +291,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
+            self.request_.sent = len(content[:stop_at])
             self.wfile.write(content[:stop_at])
         if stop_at is not None:
             self.close_connection = True
+
+
+def _entries(files: Mapping[str, bytes], folder: str, *, recursive: bool) -> list[dict[str, Any]]:
+    """Files and folders in a folder of a repository, as the hub describes them."""
+    entries: dict[str, dict[str, Any]] = {}
+    start = f"{folder}/" if folder else ""
+    for path, data in files.items():
+        if not path.startswith(start):
+            continue
+        steps = path.removeprefix(start).split("/")
+        for depth in range(1, len(steps)):
+            inner = start + "/".join(steps[:depth])
+            oid = etag(inner.encode())[:40]
+            entries[inner] = {"type": "directory", "path": inner, "size": 0, "oid": oid}
+        entries[path] = {"type": "file", "path": path, "size": len(data), "oid": etag(data)[:40]}
+    shown = entries.values()
+    return [e for e in shown if recursive or "/" not in e["path"].removeprefix(start)]

@@ -8,7 +8,7 @@ import datasets
 import pyarrow.csv
 from datasets.config import HF_HUB_OFFLINE
 
-from fusion_bench_featcal.hub import hub_error
+from fusion_bench_featcal.hub_errors import hub_error
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import check_nesting
 

@@ -14,15 +14,13 @@ from fusion_bench_featcal.experts.expert_model import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.hub import PROCESSOR_FILES, fetch
+from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.settings import CalibrationError
 
 Kind = Literal["causal", "seq2seq", "text classifier", "image classifier", "clip"]
 """Kind of models: what their inputs are, and what is evaluated."""
 
-# Files of a model on the hub: weights in safetensors, configs, tokenizer or processor.
-_FILES = (*PROCESSOR_FILES, "*.safetensors", "mergekit_config.yml")
 _CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 TEXT_CLASSIFIER: Kind = "text classifier"
 IMAGE_CLASSIFIER: Kind = "image classifier"
@@ -243,8 +241,7 @@ def located(location: str, option: str) -> Path:
     Raises:
         CalibrationError: If it is neither a folder nor a hub id that can be had.
     """
-    folder = Path(location).expanduser()
-    return folder if folder.is_dir() else fetch(location, option, _FILES)
+    return fetch(location, option)
 
 
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:

@@ -19,7 +19,7 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.folders.completed import Completed
 from fusion_bench_featcal.folders.model_folder import ModelFolder, body_of
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.hub import PROCESSOR_FILES, local
+from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.untrusted import read_template
@@ -238,7 +238,7 @@ class Models:
     def _processor_place(self) -> str:
         named = self.request.tokenizer
         if named is not None:
-            return str(local(named, f"--tokenizer {named}", PROCESSOR_FILES))
+            return str(fetch(named, f"--tokenizer {named}", weights=False))
         names = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
         names += ("processor_config.json",)  # transformers 5
         for model in (self.home, self.base):

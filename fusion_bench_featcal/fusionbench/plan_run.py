@@ -29,7 +29,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
 )
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.upstream import budget_left
-from fusion_bench_featcal.hub import is_here
+from fusion_bench_featcal.hub_files import is_here
 from fusion_bench_featcal.plan import Plan, one_line, plan_of, warnings_of
 from fusion_bench_featcal.plan_shapes import Request
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings

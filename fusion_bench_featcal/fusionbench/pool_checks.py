@@ -47,6 +47,7 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
     refuse_unusable_names(models.experts, "modelpool.models")
     _check_entries(models)
     _check_targets(models.pool)
+    models.fetch()
     for name, model in models.items():
         try:
             _check_files(model)

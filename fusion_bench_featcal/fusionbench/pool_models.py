@@ -3,7 +3,7 @@
 import copy
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
-from fusion_bench_featcal.hub import hub_error, is_of_hub, local
+from fusion_bench_featcal.hub_errors import hub_error, is_of_hub
+from fusion_bench_featcal.hub_files import fetch, fetch_all
 from fusion_bench_featcal.module_copies import bind_own_functions
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -34,7 +35,6 @@ MERGED_MODEL = "_merged_"
 EXPECTED = (
     "it must be an existing folder or, online or in the local hub cache (HF_HUB_OFFLINE), a hub id"
 )
-PLAIN_OPTIONS = {"_target_", "pretrained_model_name_or_path", "torch_dtype", "dtype"}
 # FusionBench's loaders of LoRA experts, by the end of their names: do they merge the adapter?
 _LORA_LOADERS = {
     "load_lora_model": True,
@@ -42,7 +42,8 @@ _LORA_LOADERS = {
     "load_lora_vision_model_hf": False,
 }
 _LORA_KEYS = (("base_model_path", "base_model_name"), ("peft_model_path", "peft_name"))
-_LOCATION_KEYS = ("pretrained_model_name_or_path", "config_path")
+_NAME, _CONFIG = "pretrained_model_name_or_path", "config_path"
+PLAIN_OPTIONS = {"_target_", _NAME, "torch_dtype", "dtype"}
 _LORA_PARTS = {"load_lora_vision_model_hf": "vision_model."}  # of the base that the adapter is for
 
 
@@ -70,61 +71,61 @@ class PoolModel:
         """The folder or hub id that its entry names."""
         location = self.entry
         if isinstance(location, Mapping):
-            location = next((location[k] for k in _LOCATION_KEYS if k in location), None)
+            location = next((location[k] for k in (_NAME, _CONFIG) if k in location), None)
         return location if isinstance(location, str) else None
+
+    @property
+    def locations(self) -> dict[str, str]:
+        """Keys of its entry that name what is fetched here -> folders or hub ids.
+
+        A plain name has an empty key. An entry with further options loads itself.
+        """
+        entry, keys = self.entry, ("",)
+        if isinstance(entry, str):
+            entry = {"": entry}
+        elif isinstance(entry, Mapping):
+            target = str(entry.get("_target_", ""))
+            is_plain = target.endswith(".from_pretrained") and not set(entry) - PLAIN_OPTIONS
+            loader = _LORA_LOADERS.get(target.rsplit(".", 1)[-1], False)
+            keys = (_NAME,) if is_plain else (_CONFIG,)
+            if entry.get("merge_and_unload", loader):
+                keys = tuple(key for names in _LORA_KEYS for key in names)
+        else:
+            return {}
+        return {key: str(entry[key]) for key in keys if entry.get(key) is not None}
+
+    @cached_property
+    def paths(self) -> dict[str, Path]:
+        """The same keys -> local folders; hub ids are downloaded.
+
+        Raises:
+            CalibrationError: If one cannot be found, naming the model and its entry.
+        """
+        return {key: self._resolve(location) for key, location in self.locations.items()}
 
     @property
     def module(self) -> nn.Module | None:
         """The model itself, where the pool holds it in memory."""
         return self.entry if isinstance(self.entry, nn.Module) else None
 
-    @cached_property
+    @property
     def folder(self) -> Path | None:
-        """Local folder of its checkpoint (hub ids are downloaded), None if it has none.
+        """Local folder of its checkpoint, None if it has none. Raises as `paths`."""
+        return self.paths.get("", self.paths.get(_NAME)) if self.locations else None
 
-        Raises:
-            CalibrationError: If it cannot be found, naming the model and its entry.
-        """
-        entry = self.entry
-        if isinstance(entry, Mapping):
-            plain = str(entry.get("_target_", "")).endswith(".from_pretrained")
-            if not plain or set(entry) - PLAIN_OPTIONS:
-                return None
-        return None if self.location is None else self._resolve(self.location)
-
-    @cached_property
+    @property
     def adapter(self) -> tuple[Path, Path] | None:
-        """Local folders of a LoRA expert's base and adapter; None if it is no LoRA expert.
-
-        Raises:
-            CalibrationError: If one cannot be found, naming the model and its entry.
-        """
-        entry = self.entry
-        if not isinstance(entry, Mapping):
-            return None
-        loader = str(entry.get("_target_", "")).rsplit(".", 1)[-1]
-        if not entry.get("merge_and_unload", _LORA_LOADERS.get(loader, False)):
-            return None
-        base, adapter = (next(entry[k] for k in keys if k in entry) for keys in _LORA_KEYS)
-        return self._resolve(base), self._resolve(adapter)
+        """Local folders of a LoRA expert's base and adapter, None of others. Raises as `paths`."""
+        found = [self.paths[key] for names in _LORA_KEYS for key in names if key in self.locations]
+        return (found[0], found[1]) if len(found) == 2 else None
 
     @property
     def local_entry(self) -> Any:
-        """Its entry with local folders in the place of hub ids, so that loading it asks no hub.
-
-        Raises:
-            CalibrationError: If a folder cannot be found, naming the model and its entry.
-        """
-        if not isinstance(self.entry, Mapping):
-            return self.entry if self.folder is None else str(self.folder)
-        keys: tuple[str, ...] = ("config_path",)
-        if self.folder is not None:
-            keys = ("pretrained_model_name_or_path",)
-        elif self.adapter is not None:
-            keys = tuple(key for names in _LORA_KEYS for key in names)
-        paths = {key: str(self._resolve(self.entry[key])) for key in keys if key in self.entry}
-        is_local = all(self.entry[key] == path for key, path in paths.items())
-        return self.entry if is_local else OmegaConf.merge(self.entry, paths)
+        """Its entry with local folders in the place of hub ids. Raises as `paths`."""
+        paths = {key: str(path) for key, path in self.paths.items()}
+        if paths == self.locations:
+            return self.entry
+        return paths.get("") or OmegaConf.merge(self.entry, paths)
 
     @property
     def folders(self) -> list[Path]:
@@ -139,9 +140,8 @@ class PoolModel:
         Raises:
             CalibrationError: If the file cannot be read or is damaged.
         """
-        if isinstance(self.entry, Mapping) and "config_path" in self.entry:
-            # Of an image classifier, which may get another head than its files have.
-            return read_config(self._resolve(self.entry["config_path"]))
+        if _CONFIG in self.locations:  # of an image classifier, which may get another head
+            return read_config(self.paths[_CONFIG])
         return read_config(self.folders[0]) if self.folders else None
 
     @cached_property
@@ -228,26 +228,31 @@ class PoolModel:
             raise self.not_loadable(error, location) from error
 
 
-def local_path(
-    pool: BaseModelPool, location: str, setting: str, patterns: Sequence[str] | None = None
-) -> Path:
+def local_path(pool: BaseModelPool, location: str, setting: str, *, weights: bool = True) -> Path:
     """Return the path of a folder that is here, else the one to which a repository is downloaded.
 
     Args:
         pool: The pool, whose platform has the repository.
         location: Folder or id of a repository, of whose platform it may begin with the name.
         setting: The setting that names it.
-        patterns: Patterns of the files that are needed of the hub; None: all.
+        weights: Whether the weights are needed, or only the files of processors.
 
     Raises:
         CalibrationError: If it is neither here nor given by the hub.
         OSError, ValueError, ImportError: If another platform does not give it.
     """
+    repo_id = hub_id(pool, location)
+    if repo_id is not None:
+        return fetch(repo_id, f"{setting}={location}", weights=weights)
     platform: Any = getattr(pool, "_platform", "hf")
-    scheme, _, repo_id = location.rpartition("://")
-    if (scheme or platform) in ("hf", "huggingface"):
-        return local(repo_id, f"{setting}={location}", patterns)
     return Path(resolve_repo_path(location, repo_type="model", platform=platform))
+
+
+def hub_id(pool: Any, location: str) -> str | None:
+    """Return a location without the Hugging Face hub's name; None: it is on another platform."""
+    platform, _, repo_id = location.rpartition("://")
+    is_hub = (platform or getattr(pool, "_platform", "hf")) in ("hf", "huggingface")
+    return repo_id if is_hub else None
 
 
 def _lacks_config(folder: Path) -> bool:
@@ -275,6 +280,20 @@ class PoolModels(Mapping[str, PoolModel]):
     def experts(self) -> dict[str, PoolModel]:
         """Task -> expert."""
         return {name: self[name] for name in self.pool.model_names}
+
+    def fetch(self) -> None:
+        """Download at once what the hub's cache lacks of all models.
+
+        Raises:
+            CalibrationError: If a model cannot be had, naming its setting.
+        """
+        wanted = {}
+        for name, model in self.items():
+            for location in model.locations.values():
+                repo_id = hub_id(self.pool, location)
+                if repo_id is not None and not os.path.exists(location):
+                    wanted[f"modelpool.models.{name}={location}"] = repo_id
+        fetch_all(wanted)
 
     def require_base(self, purpose: str, instead: str = "") -> PoolModel:
         """Return the base model.

@@ -22,7 +22,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     local_path,
     reason,
 )
-from fusion_bench_featcal.hub import PROCESSOR_FILES
 from fusion_bench_featcal.settings import CalibrationError
 
 _LOCATION = "pretrained_model_name_or_path"
@@ -101,7 +100,7 @@ def _load_own(modelpool: Any) -> Any:
 def _local_entry(modelpool: Any, name: str, entry: Any) -> Any:
     """The entry of a tokenizer or processor with a local folder in the place of a hub id."""
     if isinstance(entry, str):
-        return str(local_path(modelpool, entry, f"modelpool.{name}", PROCESSOR_FILES))
+        return str(local_path(modelpool, entry, f"modelpool.{name}", weights=False))
     is_plain = isinstance(entry, Mapping) and not {"revision", "subfolder"} & set(entry)
     is_plain = is_plain and str(entry.get("_target_")).endswith(".from_pretrained")
     if is_plain and isinstance(entry.get(_LOCATION), str):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import CLIPModel
 
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
-from fusion_bench_featcal.hub import fetched
+from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.settings import CalibrationError
 
 _PROJECTION = "visual_projection.weight"
@@ -85,8 +85,9 @@ def load_projection(models: PoolModels, clip_model: str | None) -> nn.Linear:
         CalibrationError: If there is none.
     """
     location = _base_location(models) if clip_model is None else clip_model
+    folder = fetch(location, f"method.clip_model={location}")
     try:
-        loaded: Any = CLIPModel.from_pretrained(fetched(location), output_loading_info=True)
+        loaded: Any = CLIPModel.from_pretrained(folder, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise CalibrationError(
             f"{location!r} cannot be loaded for its visual projection: {error}. Set "

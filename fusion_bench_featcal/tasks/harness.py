@@ -13,7 +13,7 @@ from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
 from transformers import AutoTokenizer
 
-from fusion_bench_featcal.hub import fetched
+from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.tasks.pool_settings import refuse_unknown_pool_keys
@@ -103,7 +103,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
                     "found in the folder taskpool.include_path"
                 )
         model = model.to(self.fabric.device).eval()
-        folder = fetched(self.tokenizer)
+        folder = fetch(self.tokenizer, f"taskpool.tokenizer={self.tokenizer}", weights=False)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         done: Any = lm_eval.simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size),

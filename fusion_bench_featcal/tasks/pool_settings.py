@@ -8,7 +8,8 @@ from fusion_bench.utils import count_parameters, instantiate
 from torch import nn
 
 from fusion_bench_featcal.data.tables import offline_hint
-from fusion_bench_featcal.hub import fetched, hub_error, is_of_hub
+from fusion_bench_featcal.hub_errors import hub_error, is_of_hub
+from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
 
@@ -46,8 +47,9 @@ def load_part(place: str, value: Any, kind: Any, **options: Any) -> Any:
         raise ValueError(f"{place} is not set: set it or taskpool.base_model.")
     if not isinstance(value, str):
         return build_part(place, value)
+    folder = fetch(value, f"{place}={value}", weights=issubclass(kind, nn.Module))
     try:
-        return kind.from_pretrained(fetched(value), trust_remote_code=False, **options)
+        return kind.from_pretrained(folder, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise _not_loaded(place, value, error) from error
 

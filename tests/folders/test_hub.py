@@ -17,7 +17,7 @@ from made_folders import llama_folders
 from tiny_images import write_class_folders, write_clip
 from tiny_texts import TASKS
 
-from fusion_bench_featcal.hub import RETRIES
+from fusion_bench_featcal.hub_errors import RETRIES
 
 DOORS = ("calibrate", "run")
 RESUMES = int(huggingface_hub.__version__.partition(".")[0]) == 0
@@ -161,7 +161,7 @@ def test_each_failure_of_a_model_is_told_with_its_remedy(failure, door, doors):
     assert len(told) < 350
     assert ("authorized list. Visit https://huggingface.co/" in told) == (failure == "gated")
     questions = [r for r in doors.mirror.requests_of(name) if r.path == f"/api/models/{name}"]
-    assert len(questions) == 1 + RETRIES * (failure in ("busy", "limited", "cut"))
+    assert len(questions) == 1 + RETRIES * (failure in ("busy", "limited"))
 
 
 @pytest.mark.parametrize("door", DOORS)
