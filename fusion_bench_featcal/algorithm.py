@@ -1,8 +1,8 @@
 """FeatCal as a FusionBench method: where pools, task pools and mergers meet the loop."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import fusion_bench_featcal.compat  # noqa: F401
 
@@ -18,10 +18,11 @@ from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.options import (
     MERGED,
     Choices,
-    check_merger,
+    RunSettings,
     checked_choices,
-    checked_settings,
+    names_of,
     plain,
+    read_settings,
     take_fusion_bench_keys,
 )
 from fusion_bench_featcal.fusionbench.plan_run import known_samples, log_plan, stored_itemsize
@@ -47,62 +48,45 @@ from fusion_bench_featcal.settings import FeatCalSettings
 log = logging.getLogger(__name__)
 
 _PRESET = f"{FEATCAL}:"
-_KEYS = ("base_method", "presets", "compare_with", "fuse_merge", "save")
 
 
 class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Merges with any FusionBench method, calibrates, and evaluates what is asked for beside it.
 
     Run by `fusion_bench method=featcal modelpool=...`; in Python, `run(modelpool)` returns the
-    calibrated model. Every key but the five named below is a `FeatCalSettings` field.
+    calibrated model.
     """
 
-    _config_mapping = BaseAlgorithm._config_mapping | {
-        name: name for name in (*FeatCalSettings.names(), *_KEYS)
-    }
+    setting_kinds: ClassVar[tuple[type, ...]] = (FeatCalSettings, RunSettings)
+    _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
 
-    def __init__(
-        self,
-        *,
-        base_method: Any = None,
-        presets: Mapping[str, Mapping[str, Any]] | None = None,
-        compare_with: Sequence[str] | None = None,
-        fuse_merge: bool | str = "auto",
-        save: str = FEATCAL,
-        **settings: Any,
-    ) -> None:
+    base_method: Any
+    presets: Any
+    compare_with: Any
+    fuse_merge: bool | str
+    save: str
+
+    def __init__(self, **keys: Any) -> None:
         """Check everything that can be checked before a model is loaded.
 
         Args:
-            base_method: Config of the upstream merger; None takes the pool's `_merged_` model.
-            presets: Name -> settings that differ, calibrated on the same merged model; None: what
-                the model pool brings, else none.
-            compare_with: References to evaluate: `base`, `experts`, `merged`; None: what the model
-                pool brings, else `merged`.
-            fuse_merge: `auto`: FusionBench's simple average and task arithmetic, where base and
-                experts lie in files, merge tensor by tensor; False: mergers load models whole.
-            save: The row that is saved and returned: `featcal`, `featcal:<preset>` or `merged`.
-            **settings: Fields of `FeatCalSettings`.
+            **keys: Fields of `FeatCalSettings` and `RunSettings`.
 
         Raises:
-            ValueError: If a key is unknown or a value out of range.
+            ValueError: If a key is unknown or a value is not accepted.
         """
-        meta = take_fusion_bench_keys(settings)
-        self.settings = checked_settings(settings)
+        meta = take_fusion_bench_keys(keys)
+        self.settings, *others = read_settings(keys, self.setting_kinds, "featcal")
         check_family(self.settings.family)
-        check_merger(base_method)
-        if fuse_merge != "auto" and fuse_merge is not False:
-            raise ValueError(f"method.fuse_merge must be auto or false, got {fuse_merge!r}")
-        self.base_method = base_method
-        self.presets = plain(presets)
-        self.compare_with = plain(compare_with)
-        self.fuse_merge = fuse_merge
-        self.save = save
-        # A preset's name may be one that the model pool brings.
-        row = save if self.presets is not None or not str(save).startswith(_PRESET) else FEATCAL
-        checked_choices(self.settings, self.presets, self.compare_with, {}, row)
         for name, value in self.settings.as_dict().items():
             setattr(self, name, value)
+        for kind in others:
+            for name in names_of([type(kind)]):
+                setattr(self, name, getattr(kind, name))
+        # A preset's name may be one that the model pool brings.
+        is_preset = self.save.startswith(_PRESET) and self.presets is None
+        row = FEATCAL if is_preset else self.save
+        checked_choices(self.settings, self.presets, self.compare_with, {}, row)
         self._processes: Processes = Processes()
         self._results: RunResults | None = None
         super().__init__(**meta)

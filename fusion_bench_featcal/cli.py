@@ -142,23 +142,15 @@ def plan_command(options: argparse.Namespace) -> None:
 
 def settings_command(options: argparse.Namespace) -> None:
     """List the settings of a method: defaults, accepted values and meaning."""
-    import json
-    from dataclasses import asdict
-
     from fusion_bench_featcal.nearest_names import nearest_hint
-    from fusion_bench_featcal.setting_docs import METHODS, other_methods, settings_text
+    from fusion_bench_featcal.setting_docs import method_names, settings_page
 
-    names = {name.rpartition("/")[2]: name for name in METHODS} | {name: name for name in METHODS}
+    methods = method_names()
+    names = {name.rpartition("/")[2]: name for name in methods} | {name: name for name in methods}
     if options.method not in names:
         hint = nearest_hint(options.method, names)
-        raise UsageError(f"no method {options.method!r}{hint}; there are {', '.join(METHODS)}")
-    method = names[options.method]
-    settings = METHODS[method]()
-    if options.json:
-        print(json.dumps([asdict(setting) for setting in settings], indent=1))
-    else:
-        print(settings_text(method, settings))
-        print(f"\n{other_methods()}")
+        raise UsageError(f"no method {options.method!r}{hint}; there are {', '.join(methods)}")
+    print(settings_page(names[options.method], as_json=options.json))
 
 
 def suite_build_command(options: argparse.Namespace) -> None:

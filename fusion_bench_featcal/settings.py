@@ -1,12 +1,13 @@
-"""Every knob of FeatCal, once: its default, its range and what it does."""
+"""The settings of a calibration, checked against each other."""
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_bench_featcal.setting_checks import CHECKS, problems_of
+from fusion_bench_featcal.declared_settings import DeclaredSettings
+from fusion_bench_featcal.setting_fields import problems_of
 
 SETTINGS_OF_THE_RUN = (
     "activations",
@@ -42,145 +43,14 @@ class CalibrationError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatCalSettings:
+class FeatCalSettings(DeclaredSettings):
     """Settings of one calibration. The defaults are the paper's for CLIP (arXiv 2605.13030, 5.1).
 
     The same names are used in YAML (`method.<name>`), in Python and in error messages.
-
-    Attributes:
-        ridge_lambda: Strength of the pull towards the anchor (paper: lambda, Eq. 15), 0 to 1e12.
-            It is relative: every task's gram enters with Frobenius norm 1.
-        mix_alpha: Share of the expert's features in the target input (alpha, Eq. 10), 0 to 1.
-        anchor_rho: Anchor extrapolation (rho, Eq. 11): 0 is the base, 1 the merged model; -1000
-            to 1000.
-        eps: Stabiliser added to the system's diagonal and floor of the task weight's norm
-            (Eqs. 14, 17), 0 to 1e12.
-        rule: How a block is solved: `paper`: all modules from one look at it, with `ridge_lambda`,
-            `mix_alpha`, `anchor_rho` and `eps` (Algorithm 1); `plus`: groups of modules one after
-            another, with rows out of the experts' weights and ridges chosen by held-out error
-            (docs/plus.md), for which these four have no part; or a mapping with the class of a rule
-            of one's own and its settings (`{_target_: my_module.MyRule, option: 1}`).
-        task_weights: Factors of the tasks' weights by task (null: 1 each; tasks that are not named
-            have 1), or `drift`: where a calibration leaves a task far behind, a second one gives it
-            more weight, and is kept if held-out samples agree.
-        augment: Changed copies of calibration samples that are used besides them: null: none;
-            `auto`: of images jittered ones (turned by up to 8 degrees, scaled and shifted by up
-            to 8 %), of other inputs none; `jitter`: the same, but images are a must; or a mapping
-            with the `_target_` of a callable that takes a batch of one sample and a
-            torch.Generator, its arguments, and the number of `copies` of a sample. Without it
-            there are as many as bring the samples that a task has to 256, from 1 to 7. A copy
-            depends on seed, task and the sample's number alone.
-        held_out: Samples of each task that take no part in the solves, and on which the calibrated
-            model is compared with the merged one: how many, >= 0, or `auto`: one of eight, at most
-            32, and none where a task has fewer than 16. They are the last ones.
-        strict: Whether a run fails where, on held-out samples, final features of a task are not
-            closer to its expert's than the merged model's are. Without it that is a warning.
-        samples_per_task: Calibration samples drawn for each task, >= 1; fewer: all of them.
-        batch_size: Samples that run through a block together, >= 1. Changes memory and rounding.
-        seed: Seeds each task's own draw of samples, together with the task's name, >= 0.
-        calibrate_bias: Whether biases are calibrated (Eqs. 51-55).
-        calibrate_norm: Whether gains and shifts of LayerNorm and GroupNorm are calibrated
-            (Eqs. 56-59).
-        batch_norm: Running statistics of BatchNorm: `reestimate` them on the calibration samples,
-            all tasks weighing the same, once the modules before have changed; or keep those of
-            the `merged` model.
-        modules: Patterns of the modules to calibrate (None: every linear module,
-            convolution and norm of the blocks). A pattern matches a module's full name or any end
-            of it (`fc1`, `self_attn.*`), with `*` for anything; a leading `!` excludes.
-        token_weights: `uniform`, or `demo_last_block`: in the last block every token but the first
-            weighs 0.01, except for modules named k_proj and v_proj (the authors' demo, not the
-            paper).
-        decoder_rows: Which positions of a decoder count: `all` that are no padding, only the
-            `targets`, whose output predicts a target token, or `auto`: targets where there are
-            labels. Only models with a decoder heed it. The decoder of an encoder-decoder model fed
-            by `labels` has no others.
-        calibration_split: The data split samples are drawn from: `train`, `val` or `test`.
-        calibration_data: Data sets by task, which take the place of the pool's own in
-            `calibration_split`: a path, a hub id, or a data set's config with `_target_`. None: the
-            pool's own only.
-        calibration_targets: Text models only: what follows the prompt: the data's `labels`, or what
-            the task's expert itself writes by greedy search (`generated`): then no label is used.
-        generated_tokens: Longest target that an expert may generate, >= 1.
-        max_length: Longest text in tokens, >= 2: longer ones are cut. None: the tokenizer's own
-            limit, beyond which a text is an error.
-        family: How the model is cut into blocks: `auto`, a family's name, a mapping with `name` and
-            that family's options (`{name: replay, blocks: [encoder.*]}`), one with the class of a
-            family of one's own (`{_target_: my_module.MyFamily, option: 1}`), or a Family object.
-        ignore_config: Keys in which experts' configs may differ from the merged model's although
-            they change what a model computes (`hidden_act`): experts then run as the merged model
-            does.
-        stream_experts: `auto` reads experts block by block where they are safetensors files and
-            loads them whole elsewhere; True insists on files; False loads them whole.
-        expert_read_budget: Most bytes of expert weights to read: a number, or a text with a unit
-            (`800MB`, `1.5 GiB`) or a share of a full read (`50%`). Where it falls short, the merged
-            model's weights stand in for the expert's. None: no limit.
-        log_drift: Whether each block's drift is measured before and after (costs the expert's
-            forward pass when `mix_alpha` is 0).
-        linear_kernel: Library that multiplies float32 matrices on the CPU, in calibration and
-            evaluation: `torch` (its default, MKL), `onednn`, or `auto`: oneDNN on AMD processors
-            with AVX-512. The two round differently: a resumed run needs the same one.
-        sums_precision: Precision of the products that accumulate the Gram and cross matrices.
-            `auto`: float64 for a `ridge_lambda` below 0.01, which float32 rounding would reach the
-            update through, else float32. `float32`, `float64`; `tf32`, faster on a GPU and the same
-            as float32 elsewhere; `bfloat16`: rounded features, faster still on a GPU. TF32 and
-            bfloat16 products are added up in float32.
-        activations: Where samples' features wait between blocks: on the `device`, in `host` memory
-            (pinned beside a GPU), in files on `disk` that are mapped when they are read, or `auto`:
-            the device. Changes memory alone.
-        activations_dir: Folder for these files, in which every run has one of its own that is
-            removed at its end; None: where the system keeps temporary files.
-        checkpoint_dir: Folder that keeps every finished block, so that an interrupted run can go
-            on; None: nothing is kept.
-        resume: Whether to go on from the blocks that `checkpoint_dir` keeps. Without any the run
-            starts from the beginning.
-        decode_workers: Threads that decode and process images, >= 0; 0: the main thread does it.
-            `auto`: one a core, up to 8, for a transformers processor; none on a single core or for
-            a plain callable, which threads may not share.
-        pixel_cache_mb: Memory for processed images that several calibrations of one run share
-            (presets), in MiB, >= 0. Images beyond it are processed again.
-        cache_dir: Folder that keeps processed images for other runs; None: none are kept.
     """
 
-    ridge_lambda: float = 0.05
-    mix_alpha: float = 0.3
-    anchor_rho: float = 2.0
-    eps: float = 1e-8
-    rule: Any = "paper"
-    task_weights: Any = None
-    augment: Any = None
-    held_out: int | str = 0
-    strict: bool = False
-    samples_per_task: int = 256
-    batch_size: int = 16
-    seed: int = 42
-    calibrate_bias: bool = True
-    calibrate_norm: bool = True
-    batch_norm: str = "reestimate"
-    modules: Sequence[str] | None = None
-    token_weights: str = "uniform"
-    decoder_rows: str = "all"
-    calibration_split: str = "train"
-    calibration_data: Mapping[str, Any] | None = None
-    calibration_targets: str = "labels"
-    generated_tokens: int = 64
-    max_length: int | None = None
-    family: Any = "auto"
-    ignore_config: Sequence[str] = ()
-    stream_experts: bool | str = "auto"
-    expert_read_budget: float | str | None = None
-    log_drift: bool = True
-    linear_kernel: str = "auto"
-    sums_precision: str = "auto"
-    activations: str = "auto"
-    activations_dir: str | None = None
-    checkpoint_dir: str | None = None
-    resume: bool = False
-    decode_workers: int | str = "auto"
-    pixel_cache_mb: float = 512
-    cache_dir: str | None = None
-
     def __post_init__(self) -> None:
-        problems = problems_of(self, CHECKS)
+        problems = problems_of(self)
         if self.resume is True and self.checkpoint_dir is None:
             problems.append("resume needs method.checkpoint_dir, the folder that keeps the blocks")
         if self.stream_experts is False and self.expert_read_budget is not None:

@@ -73,6 +73,18 @@ def provenance(folder: Path, file: str = "run.json") -> str:
     )
 
 
+def methods_table() -> str:
+    """Every registered method."""
+    from fusion_bench_featcal.methods.registry import all_methods
+
+    rows = ["| `method=` | Kind | Description | Source |", "|---|---|---|---|"]
+    for option, method in all_methods().items():
+        kind = "merger" if hasattr(method, "merge") else "post-merging"
+        summary = (method.__doc__ or "").partition("\n")[0]
+        rows.append(f"| `{option}` | {kind} | {summary} | {method.source} |")
+    return "\n".join(rows)
+
+
 def yaml_file(path: str) -> str:
     """A shipped YAML file, quoted whole."""
     return f"```yaml\n{(ROOT / path).read_text(encoding='utf-8').strip()}\n```"
@@ -175,6 +187,7 @@ PARTS: dict[str, Callable[[], str]] = {
         for end, pool in DIAGNOSED.items()
         for part in DIAGNOSIS_PARTS
     },
+    "methods": methods_table,
     "method-yaml": lambda: yaml_file("config/method/featcal.yaml"),
 }
 

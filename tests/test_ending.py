@@ -17,7 +17,7 @@ from process_group import in_forks, in_processes
 from fusion_bench_featcal import processes as waiting
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.files import owner_mark
-from fusion_bench_featcal.methods.standalone import (
+from fusion_bench_featcal.methods import (
     AnchorOnlyAlgorithm,
     LotAlgorithm,
     SurgeryAlgorithm,

@@ -7,7 +7,7 @@ from hydra.errors import InstantiationException
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.error_block import error_block
-from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.read_budgets import budget_in_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_unexpected_errors_tell_type_and_place():
     error = caught(lambda: budget_in_bytes("5%", None))  # type: ignore[arg-type]
     first, *_, place = error_block(error).splitlines()
     assert first.startswith("error: unexpected TypeError: ")
-    assert place.startswith("  in fusion_bench_featcal/setting_checks.py:")
+    assert place.startswith("  in fusion_bench_featcal/read_budgets.py:")
 
 
 @pytest.mark.parametrize("message", ["word " * 900, "\n".join("abcdefghijklmno"), "x" * 3000, ""])

@@ -34,7 +34,7 @@ from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels, load_pool_model
 from fusion_bench_featcal.fusionbench.program import take_default_taskpool
-from fusion_bench_featcal.methods.standalone import RegMeanAlgorithm, RidgeSurgeryAlgorithm
+from fusion_bench_featcal.methods import RegMeanAlgorithm, RidgeSurgeryAlgorithm
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 MERGER = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}

@@ -1,6 +1,7 @@
-"""`featcal settings` lists what every method takes, from its own docstrings and checks."""
+"""`featcal settings` and the YAML files have what a method's settings declare."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from omegaconf import OmegaConf
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.families import _BY_NAME
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
-from fusion_bench_featcal.setting_docs import METHODS, documented
+from fusion_bench_featcal.setting_docs import algorithm_class, method_names
+from fusion_bench_featcal.setting_fields import settings_of
+from fusion_bench_featcal.settings import FeatCalSettings
 
 CONFIG = Path(__file__).resolve().parents[1] / "config" / "method"
-# Handed to the methods by YAML alone.
-NOT_KEPT = {"samples_per_task", "calibration_split", "steps"}
+METHODS = method_names()
+CONFIGS = runpy.run_path(str(CONFIG.parents[1] / "scripts" / "write_configs.py"))
 
 
 def listed(method: str, capsys: pytest.CaptureFixture[str]) -> dict[str, dict]:
@@ -28,21 +31,21 @@ def test_every_key_of_a_method_is_listed_with_default_values_and_meaning(
 ) -> None:
     settings = listed(method, capsys)
     yaml = OmegaConf.load(CONFIG / f"{method}.yaml")
-    keys = set(get_class(yaml._target_)._config_mapping) - set(FUSION_BENCH_KEYS)
-    keys |= NOT_KEPT if method == "compare" else set()
-    assert set(settings) == keys
+    algorithm = get_class(yaml._target_)
+    assert algorithm is algorithm_class(method)
+    assert set(settings) == set(algorithm._config_mapping) - set(FUSION_BENCH_KEYS)
     for name, setting in settings.items():
         assert setting["meaning"] and setting["values"], name
-        if OmegaConf.is_interpolation(yaml, name):
-            continue
-        given = OmegaConf.select(yaml, name)
-        if given is not None and not OmegaConf.is_config(given):
-            assert setting["default"] == given, name
+
+
+def test_configs_are_as_the_script_writes_them() -> None:
+    for path, text in CONFIGS["files"]().items():
+        assert path.read_text(encoding="utf-8") == text, "python scripts/write_configs.py"
 
 
 def test_families_are_named_in_the_yaml() -> None:
-    (line,) = (x for x in (CONFIG / "featcal.yaml").read_text().splitlines() if "family:" in x)
-    names = line.partition("blocks: ")[2].partition(", {")[0].split(", ")
+    (family,) = (f for f in settings_of(FeatCalSettings) if f.name == "family")
+    names = family.metadata["help"].partition("blocks: ")[2].partition(", {")[0].split(", ")
     assert names == ["auto", *sorted(_BY_NAME)]
 
 
@@ -59,7 +62,7 @@ def test_settings_of_featcal_are_the_default_and_say_what_their_checks_say(
 ) -> None:
     assert main(["settings"]) == 0
     text = capsys.readouterr().out
-    assert "mix_alpha = 0.3\n    values: a number in [0, 1]\n    Share of the expert's" in text
+    assert "mix_alpha = 0.3\n    values: a finite number >= 0 and at most 1\n    Share of" in text
     assert "token_weights = uniform\n    values: one of uniform, demo_last_block\n" in text
     assert "expert_read_budget = null\n" in text
     assert "base_method = null\n" in text
@@ -77,23 +80,6 @@ def test_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "featcal settings" in " ".join(capsys.readouterr().out.split())
-
-
-def test_entries_of_a_docstring_end_where_its_section_ends() -> None:
-    text = """Do it.
-
-    Args:
-        one: First line
-            goes on: here.
-        two: Second.
-        **more: Others,
-            not listed.
-
-    Returns:
-        three: No argument.
-    """
-    assert documented(text, "Args") == {"one": "First line goes on: here.", "two": "Second."}
-    assert documented(text, "Attributes") == {}
 
 
 @pytest.mark.parametrize(

@@ -91,12 +91,6 @@ def test_yaml_has_the_same_knobs_with_the_same_defaults():
         assert type(value) is type(DEFAULTS[key])
 
 
-def test_every_yaml_knob_is_explained_in_its_line():
-    for line in (METHOD / "featcal.yaml").read_text(encoding="utf-8").splitlines():
-        if line.split(":")[0] in DEFAULTS:
-            assert "# " in line
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_are_the_published_settings(name: str):
     preset = read_yaml(METHOD / "featcal" / f"{name}.yaml")
@@ -118,18 +112,18 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("ridge_lambda", None, "number"),
     ("ridge_lambda", 1e300, "at most 1e12"),
     ("eps", 1e300, "at most 1e12"),
-    ("mix_alpha", 1.01, r"\[0, 1\]"),
-    ("mix_alpha", -1e-9, r"\[0, 1\]"),
-    ("mix_alpha", NAN, r"\[0, 1\]"),
+    ("mix_alpha", 1.01, ">= 0 and at most 1"),
+    ("mix_alpha", -1e-9, ">= 0 and at most 1"),
+    ("mix_alpha", NAN, ">= 0 and at most 1"),
     ("anchor_rho", NAN, "finite number"),
     ("anchor_rho", -INF, "finite number"),
     ("anchor_rho", None, "number"),
-    ("anchor_rho", 1e30, "from -1000 to 1000"),
+    ("anchor_rho", 1e30, ">= -1000 and at most 1000"),
     ("ignore_config", "hidden_act", "a list of config keys"),
     ("ignore_config", None, "a list of config keys"),
     ("eps", -1e-8, ">= 0"),
     *(
-        ("rule", value, "paper, plus, a mapping with `_target_`, a rule's class")
+        ("rule", value, "paper, plus, a mapping with `_target_` and the rule's settings")
         for value in ("kfold", None, 3, {}, {"gamma": 2.0})
     ),
     *(
@@ -190,9 +184,9 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("generated_tokens", 0, ">= 1"),
     ("max_length", 1, "null or an integer >= 2"),
     ("max_length", "512", "integer"),
-    ("stream_experts", "yes", "auto, True, False"),
-    ("stream_experts", 1, "auto, True, False"),
-    ("expert_read_budget", 0, "null, a whole number of bytes >= 1"),
+    ("stream_experts", "yes", "auto, true, false"),
+    ("stream_experts", 1, "auto, true, false"),
+    ("expert_read_budget", 0, "null or a whole number of bytes >= 1"),
     ("expert_read_budget", -5, ">= 1"),
     ("expert_read_budget", 1.5, "whole number"),
     ("expert_read_budget", True, "whole number"),

@@ -22,7 +22,7 @@ from attacks.judging import (
     expect,
 )
 from attacks.worlds import AVERAGE, World, calibrated
-from fusion_bench_featcal.methods.standalone import RegMeanAlgorithm
+from fusion_bench_featcal.methods import RegMeanAlgorithm
 
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -69,7 +69,7 @@ MUTATIONS = [
     Mutation(
         "distillation shuffles no batches",
         "methods/distillation.py",
-        'generator = task_generator(self._settings.seed, task, "batches")',
+        'generator = task_generator(self.seed, task, "batches")',
         'generator = task_generator(0, task, "batches")',
         "methods/test_distillation.py",
     ),

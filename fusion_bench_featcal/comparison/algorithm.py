@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,62 @@ from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
 from fusion_bench_featcal.fusionbench.loggers import log_results
-from fusion_bench_featcal.fusionbench.options import checked_settings, plain, take_fusion_bench_keys
+from fusion_bench_featcal.fusionbench.options import (
+    names_of,
+    plain,
+    read_settings,
+    take_fusion_bench_keys,
+)
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.methods.interface import MethodInputs
-from fusion_bench_featcal.nearest_names import refuse_unknown_settings
 from fusion_bench_featcal.plurals import counted
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.comparison_figures import plot_comparison
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.summary import Summary
 from fusion_bench_featcal.results.views import show_side_by_side
-from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.setting_fields import Settings, same_as, setting
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonSettings(Settings):
+    """Settings of `method=compare` beside those of its grid."""
+
+    seed: int = same_as(FeatCalSettings, "seed", group="shared settings")
+    samples_per_task: int = same_as(FeatCalSettings, "samples_per_task")
+    calibration_split: str = same_as(FeatCalSettings, "calibration_split", group="")
+    steps: int = setting(1000, "Updates of each task's modules in trained methods.", ge=1)
+    pixel_cache_mb: float = setting(
+        0,
+        "Memory for processed images that cells share, in MiB. If above 0, processing counts in "
+        "`seconds` of the first cell only.",
+        ge=0,
+        group="how it runs",
+    )
+    cache_dir: str | None = same_as(FeatCalSettings, "cache_dir")
+    process_per_cell: bool = setting(
+        False,
+        "Run each cell in a process of its own, so that its costs are its own. Starting one takes "
+        "seconds.",
+    )
+    results_dir: str | None = setting(
+        None,
+        "Folder for finished cells, which are not run again. Null: outputs/comparison/<model "
+        "pool>.",
+        accepts="a folder's path",
+    )
+    notes: Mapping[str, str] | None = setting(
+        None,
+        "Footnotes of the tables, by merger or method.",
+        accepts="a mapping of names to texts",
+        check=lambda value: isinstance(value, Mapping),
+        group="definitions of the names",
+    )
 
 
 class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -46,61 +88,24 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
     what is missing is run.
     """
 
-    _KEYS = (
-        *GridChoices.__dataclass_fields__, "seed", "results_dir", "notes", "pixel_cache_mb",
-        "cache_dir", "process_per_cell",
-    )  # fmt: skip
-    KEYS = (
-        *_KEYS, "samples_per_task", "calibration_split", "steps",
-    )  # fmt: skip
-    _config_mapping = BaseAlgorithm._config_mapping | {name: name for name in _KEYS}
+    setting_kinds = (GridChoices, ComparisonSettings)
+    _config_mapping = BaseAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
 
-    def __init__(
-        self,
-        *,
-        seed: int = 42,
-        samples_per_task: int = 256,
-        calibration_split: str = "train",
-        steps: int = 1000,
-        results_dir: str | None = None,
-        pixel_cache_mb: float = 0,
-        cache_dir: str | None = None,
-        process_per_cell: bool = False,
-        notes: Mapping[str, str] | None = None,
-        **choices: Any,
-    ) -> None:
-        """Keep the choices; they are checked together with the model pool's in `run`.
+    def __init__(self, **keys: Any) -> None:
+        """Keep the choices, which are checked together with the model pool's in `run`.
 
         Args:
-            seed: Seeds every merger and every method.
-            samples_per_task: Samples per task of every method that takes any; YAML hands it to
-                them.
-            calibration_split: Split of those samples: train, val or test; likewise.
-            steps: Updates of each task's modules in methods that train; likewise.
-            results_dir: Where finished cells are kept; None: `outputs/comparison/<model pool>`.
-            pixel_cache_mb: Memory for processed images that several cells ask for, in MiB; above 0
-                the first of them alone pays for the processing.
-            cache_dir: Folder that keeps processed images for other runs, too; None: none are kept.
-            process_per_cell: Whether each cell runs in a process of its own, which starts the
-                command again: its memory, energy and seconds are then its own.
-            notes: Name of a merger or method -> what a reader must know about it.
-            **choices: Fields of `GridChoices`.
+            **keys: Fields of `GridChoices` and `ComparisonSettings`.
 
         Raises:
-            ValueError: If the seed is no integer >= 0, a value out of range or a key unknown.
+            ValueError: If a key is unknown or a value is not accepted.
         """
-        meta = take_fusion_bench_keys(choices)
-        unknown = [key for key in choices if key not in GridChoices.__dataclass_fields__]
-        refuse_unknown_settings(unknown, self.KEYS, owner="compare")
-        self.choices = GridChoices(**choices)
-        self.seed = seed
-        self.results_dir = results_dir
-        checked_settings({"seed": seed, "pixel_cache_mb": pixel_cache_mb, "cache_dir": cache_dir})
-        self.pixel_cache_mb, self.cache_dir = pixel_cache_mb, cache_dir
-        if not isinstance(process_per_cell, bool):
-            raise ValueError(f"method.process_per_cell must be a bool, got {process_per_cell!r}")
-        self.process_per_cell = process_per_cell
-        self.notes = dict(plain(notes) or {})
+        meta = take_fusion_bench_keys(keys)
+        self.choices, settings = read_settings(keys, self.setting_kinds, "compare")
+        self.seed, self.results_dir = settings.seed, settings.results_dir
+        self.pixel_cache_mb, self.cache_dir = settings.pixel_cache_mb, settings.cache_dir
+        self.process_per_cell = settings.process_per_cell
+        self.notes = dict(settings.notes or {})
         super().__init__(**meta)
 
     def on_run_start(self) -> None:

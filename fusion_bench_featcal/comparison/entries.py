@@ -75,7 +75,7 @@ def made_of(config: Mapping[str, Any], place: str) -> Any:
         ValueError: If its constructor refuses the keys.
     """
     try:
-        return instantiate(config, _recursive_=False)
+        return instantiate(config, _recursive_=False, _convert_="all")
     # Hydra wraps what a constructor raises; whichever it is, a setting does not fit.
     except Exception as error:
         reason = str(error.__cause__ or error).replace("method.", f"{place}.")

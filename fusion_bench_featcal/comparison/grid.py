@@ -8,10 +8,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.comparison.entries import OWN, check_target, made_of
-from fusion_bench_featcal.fusionbench.options import check_merger, plain
+from fusion_bench_featcal.fusionbench.options import is_merger, plain
 from fusion_bench_featcal.methods.interface import Chain, PostMerging
 from fusion_bench_featcal.nearest_names import nearest_name, refuse_unusable_names
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
+from fusion_bench_featcal.setting_fields import setting
 
 log = logging.getLogger(__name__)
 
@@ -50,28 +51,51 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class GridChoices:
-    """The keys of `method=compare` that make the grid; None chooses everything that fits the pool.
+    """The settings of `method=compare` that make the grid; `make_grid` checks them."""
 
-    Attributes:
-        upstreams: Names out of `upstream_mergers`.
-        alone: Names out of `mergers_alone`.
-        post_merging: Names out of `post_merging_methods`; `none`, which is always run, may be
-            among them.
-        references: Of `base` and `experts`.
-        upstream_mergers: Name -> config of a FusionBench method.
-        mergers_alone: Name -> config of a FusionBench method that is not post-processed.
-        post_merging_methods: Name -> config with `_target_`, or a list of names applied in order.
-        leave_out: Name -> reason, for what is not run unless it is chosen.
-    """
-
-    upstreams: Any = None
-    alone: Any = None
-    post_merging: Any = None
-    references: Any = None
-    upstream_mergers: Any = None
-    mergers_alone: Any = None
-    post_merging_methods: Any = None
-    leave_out: Any = None
+    upstreams: Any = setting(
+        None,
+        "Mergers to run, from upstream_mergers. Null: all that fit the pool.",
+        accepts="null or a list of names",
+        group="the grid",
+    )
+    alone: Any = setting(
+        None,
+        "Mergers on which no post-merging method runs, from mergers_alone. Null: all that fit.",
+        accepts="null or a list of names",
+    )
+    post_merging: Any = setting(
+        None,
+        "Methods to run, from post_merging_methods; `none` (no post-merging) is always run. Null: "
+        "all that fit.",
+        accepts="null or a list of names",
+    )
+    references: Any = setting(
+        REFERENCES,
+        "Reference rows. Normalised averages need the experts.",
+        accepts=f"a list of {' and '.join(REFERENCES)}",
+    )
+    upstream_mergers: Any = setting(
+        None,
+        "Configs of FusionBench methods, by name.",
+        accepts="a mapping of names to configs",
+        group="definitions of the names",
+    )
+    mergers_alone: Any = setting(
+        None,
+        "Configs of mergers on which no post-merging method runs, by name.",
+        accepts="a mapping of names to configs",
+    )
+    post_merging_methods: Any = setting(
+        None,
+        "Configs with `_target_` by name, or a list of names to apply in order.",
+        accepts="a mapping of names to configs or lists",
+    )
+    leave_out: Any = setting(
+        None,
+        "Names that run only if they are chosen, with the reason.",
+        accepts="null or a mapping of names to reasons",
+    )
 
 
 _ENTRIES = ("upstream_mergers", "mergers_alone", "post_merging_methods")
@@ -176,18 +200,16 @@ def _chosen(
     return list(dict.fromkeys(names))
 
 
-def _merger(name: str, config: Any, setting: str, *, alone: bool) -> Merger:
-    try:
-        check_merger(config)
-    except ValueError:
+def _merger(name: str, config: Any, key: str, *, alone: bool) -> Merger:
+    if not is_merger(config):
         raise ValueError(
-            f"{setting} must be a method's config (with _target_ or name), got "
-            f"{config!r}; add one by +method@{setting}=task_arithmetic (with the @)"
-        ) from None
-    check_target(config, setting)
+            f"{key} must be a method's config (with _target_ or name), got "
+            f"{config!r}; add one by +method@{key}=task_arithmetic (with the @)"
+        )
+    check_target(config, key)
     if str(config.get("_target_")).startswith(OWN):
-        made_of(config, setting)  # its constructor checks the settings
-    return Merger(name=name, config=config, setting=setting, alone=alone)
+        made_of(config, key)  # its constructor checks the settings
+    return Merger(name=name, config=config, setting=key, alone=alone)
 
 
 def _method(name: str, methods: Mapping[str, Any], within: Sequence[str] = ()) -> PostMerging:

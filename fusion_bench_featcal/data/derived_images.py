@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 from fusion_bench_featcal.data.corruptions import check_corruption, corrupt, random_of
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.tables import require_numbered
-from fusion_bench_featcal.setting_checks import Check, integer, nullable
+from fusion_bench_featcal.setting_fields import is_integer
 
 Rows = torch.utils.data.Dataset[dict[str, Any]]
 
@@ -72,7 +72,9 @@ def corrupted(
         CalibrationError: If the data are not one data set of images, or cannot be read.
     """
     check_corruption(corruption, severity)
-    _check("corrupted data", seed=(seed, integer(0)), size=(size, nullable(integer(1))))
+    _check_integer("seed of corrupted data", seed, 0)
+    if size is not None:
+        _check_integer("size of corrupted data", size, 1)
     if isinstance(data, str):
         data = load_images(data, split, image_column=image_column)
     items = ImageItems(data, name=f"data of corruption {corruption}", image_column=image_column)
@@ -119,7 +121,8 @@ class NoiseImages(Rows):
         Raises:
             ValueError: If number or size is no integer >= 1.
         """
-        _check("noise images", number=(number, integer(1)), size=(size, integer(1)))
+        _check_integer("number of noise images", number, 1)
+        _check_integer("size of noise images", size, 1)
         self._number, self._size, self._seed, self._task = number, size, seed, task
 
     def __len__(self) -> int:
@@ -133,7 +136,6 @@ class NoiseImages(Rows):
         return {"image": Image.fromarray(pixels)}
 
 
-def _check(data: str, **keys: tuple[Any, Check]) -> None:
-    for name, (value, (accepted, is_valid)) in keys.items():
-        if not is_valid(value):
-            raise ValueError(f"{name} of {data} must be {accepted}, got {value!r}")
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if not is_integer(value, least):
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")

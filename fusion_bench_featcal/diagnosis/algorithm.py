@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,50 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.diagnosis.collect import PROJECTIONS, Collector
 from fusion_bench_featcal.diagnosis.items import LEAST, chosen_tasks, open_items
 from fusion_bench_featcal.diagnosis.passes import POSITIONS
-from fusion_bench_featcal.fusionbench.options import MERGED, Choices, plain
+from fusion_bench_featcal.fusionbench.options import MERGED, Choices, names_of
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.results import BASE, EXPERTS
 from fusion_bench_featcal.results.diagnosis import Diagnosis
 from fusion_bench_featcal.results.diagnosis_page import PAGE_FILE, help_sentences, write_diagnosis
+from fusion_bench_featcal.setting_fields import Settings, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
-_SPLITS = ("train", "val", "test")
 _NAME = re.compile(r"[\w.:+-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosisSettings(Settings):
+    """Settings of `method=diagnose` beside those of `method=featcal`."""
+
+    rows: Any = setting(
+        None,
+        "Saved models to diagnose in place of the run's own calibrations, {name: folder or hub "
+        "id}. Null: calibrate.",
+        accepts="null or a mapping of names to folders",
+        group="the diagnosis",
+    )
+    tasks: Sequence[str] | None = setting(
+        None,
+        "Tasks to diagnose. Null: all.",
+        accepts="a list of tasks",
+        check=lambda value: not isinstance(value, str),
+    )
+    items: int = setting(256, "Most items of each task. One has no principal plane.", ge=LEAST)
+    split: str = setting("test", "Split of the items.", choices=("train", "val", "test"))
+    positions: str = setting(
+        "all",
+        "Positions that are compared at blocks' outputs: `all` that count, or those that the head "
+        "reads (`read`: class token, or positions that predict a target).",
+        choices=POSITIONS,
+    )
+    projections: Sequence[str] = setting(
+        PROJECTIONS,
+        "Planes to draw final features in.",
+        accepts="[pca] or []",
+        check=lambda value: not isinstance(value, str) and set(value) <= set(PROJECTIONS),
+    )
 
 
 class DiagnosisAlgorithm(FeatCalAlgorithm):
@@ -35,55 +68,29 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
     Run by `fusion_bench method=diagnose modelpool=...`, with all settings of `method=featcal`.
     """
 
-    _config_mapping = FeatCalAlgorithm._config_mapping | {
-        name: name for name in ("rows", "tasks", "items", "split", "positions", "projections")
-    }
+    setting_kinds = (*FeatCalAlgorithm.setting_kinds, DiagnosisSettings)
+    _config_mapping = FeatCalAlgorithm._config_mapping | {n: n for n in names_of(setting_kinds)}
 
-    def __init__(
-        self,
-        *,
-        rows: Mapping[str, str] | None = None,
-        tasks: Sequence[str] | None = None,
-        items: int = 256,
-        split: str = "test",
-        positions: str = "all",
-        projections: Sequence[str] = PROJECTIONS,
-        **others: Any,
-    ) -> None:
+    rows: Any
+    tasks: Any
+    items: int
+    split: str
+    positions: str
+    projections: Any
+
+    def __init__(self, **keys: Any) -> None:
         """Check everything that can be checked before a model is loaded.
 
         Args:
-            rows: Name -> folder or hub id of a model to diagnose beside base and merged model;
-                nothing is calibrated then. None: the run's own calibrations.
-            tasks: Tasks to diagnose; None: all.
-            items: Most items of each task, at least 2.
-            split: Their split: train, val or test.
-            positions: Positions whose features are compared at blocks' outputs: all that count,
-                or those whose final features are read.
-            projections: `[pca]`, or none.
-            **others: Settings of `method=featcal`.
+            **keys: Settings of `method=featcal`, and fields of `DiagnosisSettings`.
 
         Raises:
-            ValueError: If a key is unknown or a value out of range.
+            ValueError: If a key is unknown or a value is not accepted.
         """
-        if isinstance(items, bool) or not isinstance(items, int) or items < LEAST:
-            raise ValueError(
-                f"method.items must be an integer >= {LEAST} (one item has no principal plane and "
-                f"no interval), got {items!r}"
-            )
-        for key, value, accepted in (
-            ("split", [split], _SPLITS),
-            ("positions", [positions], POSITIONS),
-            ("projections", plain(projections), PROJECTIONS),
-        ):
-            if isinstance(value, str) or not set(value) <= set(accepted):
-                raise ValueError(f"method.{key} must be of {', '.join(accepted)}, got {value!r}")
-        self.rows = _checked_rows(plain(rows))
-        self.tasks, self.items, self.split = plain(tasks), items, split
-        self.positions, self.projections = positions, plain(projections)
-        if self.rows is not None:
-            others["fuse_merge"] = False  # no calibration completes the merged model
-        super().__init__(**others)
+        if keys.get("rows") is not None:
+            keys["fuse_merge"] = False  # no calibration completes the merged model
+        super().__init__(**keys)
+        self.rows = _checked_rows(self.rows)
 
     def on_run_start(self) -> None:
         """Refuse several processes; prepare as `method=featcal` does."""

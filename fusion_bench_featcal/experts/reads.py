@@ -13,7 +13,7 @@ from fusion_bench_featcal.experts.expert_model import ExpertModel
 from fusion_bench_featcal.experts.model_config import check_same_function, config_of
 from fusion_bench_featcal.experts.source import ExpertSource, source_of
 from fusion_bench_featcal.json_files import digest_json
-from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.read_budgets import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError
 
 BASE = "_pretrained_"

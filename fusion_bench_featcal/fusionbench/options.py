@@ -2,8 +2,8 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fusion_bench_featcal.nearest_names import (
     refuse_unusable_names,
 )
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
+from fusion_bench_featcal.setting_fields import Settings, setting, settings_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
@@ -24,6 +25,59 @@ log = logging.getLogger(__name__)
 
 MERGED = "merged"
 REFERENCES = (BASE, EXPERTS, MERGED)
+
+
+def is_merger(value: Any) -> bool:
+    """Return True for a method's config, which has `_target_` or, of older methods, `name`."""
+    return isinstance(value, Mapping) and bool({"_target_", "name"} & set(value))
+
+
+def _are_references(value: Any) -> bool:
+    return not isinstance(value, str) and set(value) <= set(REFERENCES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedBy(Settings):
+    """The setting of every method that improves a merged model."""
+
+    base_method: Mapping[str, Any] | None = setting(
+        None,
+        "Upstream merger, whose model is improved. Null: the pool's `_merged_` model.",
+        accepts="a method's config (method@method.base_method=task_arithmetic, with the @)",
+        check=is_merger,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(MergedBy):
+    """Settings of `method=featcal` beside those of the calibration."""
+
+    fuse_merge: bool | str = setting(
+        "auto",
+        "`auto`: FusionBench's simple average and task arithmetic merge tensor by tensor if base "
+        "and experts are files. false: mergers load whole models.",
+        choices=("auto", False),
+        group="the run",
+    )
+    save: str = setting(
+        FEATCAL,
+        "Row to save and return.",
+        accepts=f"{FEATCAL}, {FEATCAL}:<preset> or {MERGED}",
+    )
+    presets: Mapping[str, Any] | None = setting(
+        None,
+        "Further settings to calibrate on the same merged model, {name: {setting: value}}. Null: "
+        "the model pool's presets, if it has any.",
+        accepts="a mapping of names to settings",
+        check=lambda value: isinstance(value, Mapping),
+    )
+    compare_with: Sequence[str] | None = setting(
+        None,
+        "Reference rows to evaluate: base, experts, merged. Null: the model pool's choice, else "
+        "[merged].",
+        accepts=f"a list of {', '.join(REFERENCES)}",
+        check=_are_references,
+    )
 
 
 @dataclass(frozen=True)
@@ -49,29 +103,31 @@ def take_fusion_bench_keys(keys: dict[str, Any]) -> dict[str, Any]:
     return {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
 
 
-def checked_settings(
-    values: Mapping[str, Any],
-    kind: Any = FeatCalSettings,
-    names: Sequence[str] | None = None,
-    others: Sequence[str] = (),
-    owner: str = "featcal",
-) -> Any:
-    """Settings from YAML.
+def names_of(kinds: Iterable[type]) -> list[str]:
+    """Return the names of the settings that several dataclasses declare."""
+    return [field.name for kind in kinds for field in settings_of(kind)]
+
+
+def read_settings(values: Mapping[str, Any], kinds: Sequence[type], owner: str) -> list[Any]:
+    """Make the dataclasses of a method's settings from its keys.
 
     Args:
-        values: Values by name, as OmegaConf or plain objects; what is absent keeps its default.
-        kind: The settings' dataclass.
-        names: Names of those fields that the method has; None: all.
-        others: The method's keys that are no settings, which may have been meant, too.
-        owner: The method, for the message.
+        values: Values by name, as OmegaConf or plain objects; absent ones keep their default.
+        kinds: The dataclasses that declare the settings.
+        owner: The method, for messages.
 
     Raises:
-        ValueError: If a key is unknown, with the nearest one, or a value out of range.
+        ValueError: If a key is unknown, with the nearest one, or a value is not accepted.
     """
-    known = [field.name for field in fields(kind)] if names is None else names
-    unknown = [key for key in values if key not in known]
-    refuse_unknown_settings(unknown, [*known, *others], owner=owner)
-    return kind(**{key: plain(value) for key, value in values.items()})
+    refuse_unknown_settings(values, names_of(kinds), owner=owner)
+    # FusionBench instantiates a merger from OmegaConf's config.
+    given = {key: v if key == "base_method" else plain(v) for key, v in values.items()}
+    return [kind(**{key: given[key] for key in names_of([kind]) if key in given}) for kind in kinds]
+
+
+def checked_settings(values: Mapping[str, Any]) -> FeatCalSettings:
+    """Return a calibration's settings from YAML; raises as `read_settings`."""
+    return read_settings(values, [FeatCalSettings], "featcal")[0]
 
 
 def checked_choices(
@@ -103,8 +159,11 @@ def checked_choices(
     place = "method" if presets is not None else "modelpool.featcal"
     wanted = presets if presets is not None else suite.get("presets") or {}
     references = compare_with if compare_with is not None else suite.get("compare_with", [MERGED])
-    if isinstance(references, str) or not set(references) <= set(REFERENCES):
-        raise ValueError(f"method.compare_with must be of {list(REFERENCES)}, got {references!r}")
+    if not _are_references(references):
+        raise ValueError(
+            f"modelpool.featcal.compare_with must be a list of {', '.join(REFERENCES)}, got "
+            f"{references!r}"
+        )
     start = settings if presets is not None else settings.with_paper_update()
     checked = _checked_presets(start, wanted, f"{place}.presets")
     if presets is None:
@@ -143,8 +202,6 @@ def _without_own(
 def _checked_presets(
     settings: FeatCalSettings, presets: Any, place: str
 ) -> dict[str, FeatCalSettings]:
-    if not isinstance(presets, Mapping):
-        raise ValueError(f"{place} must map names to settings, got {presets!r}")
     checked = {}
     for name, changes in presets.items():
         if not isinstance(changes, Mapping) or not re.fullmatch(r"[\w.-]+", str(name)):
@@ -169,22 +226,6 @@ def _checked_presets(
             raise ValueError(str(error).replace("method.", f"{place}.{name}.")) from None
     refuse_unusable_names(checked, place)
     return checked
-
-
-def check_merger(base_method: Any) -> None:
-    """Check that `method.base_method` is None or a merger's config.
-
-    That is a mapping with `_target_` or, for older methods of FusionBench, `name`.
-
-    Raises:
-        ValueError: If it is anything else, such as a bare name.
-    """
-    known = isinstance(base_method, Mapping)
-    if base_method is not None and not (known and {"_target_", "name"} & set(base_method)):
-        raise ValueError(
-            f"method.base_method must be a method's config, got {base_method!r}; choose one by "
-            "method@method.base_method=task_arithmetic (with the @), or set it to null"
-        )
 
 
 def plain(value: Any) -> Any:

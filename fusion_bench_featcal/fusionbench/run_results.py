@@ -239,7 +239,9 @@ class RunResults:
         if self.report.rows:
             self.report.show()
         if self._experts_hint:
-            print("no experts row, so no recovered gap: method.compare_with=[experts,merged] adds it")
+            print(
+                "no experts row, so no recovered gap: method.compare_with=[experts,merged] adds it"
+            )
         saver = self.saver
         for line in closing_lines(self.report, saver.row, saver.folder, self._log_dir):
             print(line)

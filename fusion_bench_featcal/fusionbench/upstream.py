@@ -16,7 +16,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
 )
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.fusionbench.run_results import method_name
-from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.read_budgets import budget_in_bytes
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)

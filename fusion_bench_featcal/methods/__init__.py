@@ -3,40 +3,32 @@
 from importlib import import_module
 from typing import Any
 
-# Public name -> module. Loaded on first use: most need FusionBench, which is slow to import.
-_MODULES = {
-    "anchor_only": ["AnchorOnly"],
-    "batch_norm": ["BatchNormStatistics"],
-    "corrected_clip": ["CorrectedModel", "LayerCorrectedModel"],
-    "corrected_language_model": ["CorrectedLanguageModel"],
-    "corrected_model": ["AffineModule", "SurgeryModule"],
-    "distillation": ["Distillation"],
-    "featcal": ["FeatCal"],
-    "interface": ["Chain", "MethodInputs", "PostMerging"],
-    "mergers": ["Lot", "ProDistill", "RegMean", "RegMeanPlusPlus"],
-    "prob_surgery": ["ProbSurgery"],
-    "ridge_surgery": ["RidgeSurgery"],
-    "standalone": [
-        "AnchorOnlyAlgorithm",
-        "BatchNormStatisticsAlgorithm",
-        "DistillationAlgorithm",
-        "LotAlgorithm",
-        "ProDistillAlgorithm",
-        "ProbSurgeryAlgorithm",
-        "RegMeanAlgorithm",
-        "RegMeanPlusPlusAlgorithm",
-        "RidgeSurgeryAlgorithm",
-        "SurgeryAlgorithm",
-        "SurgeryV2Algorithm",
-    ],
-    "surgery": ["Surgery"],
-    "surgery_v2": ["SurgeryV2"],
-    "tuned": ["Tuned", "TunedMergerAlgorithm"],
+# Public name -> module, beside the registered methods. Loaded on first use: FusionBench is slow
+# to import.
+_EXPORTS = {
+    "AffineModule": "corrected_model",
+    "Chain": "interface",
+    "CorrectedLanguageModel": "corrected_language_model",
+    "CorrectedModel": "corrected_clip",
+    "FeatCal": "featcal",
+    "LayerCorrectedModel": "corrected_clip",
+    "MethodInputs": "interface",
+    "PostMerging": "interface",
+    "SurgeryModule": "corrected_model",
+    "Tuned": "tuned",
+    "TunedMergerAlgorithm": "tuned",
 }
-_EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    """Return a public object, a registered method, or its FusionBench class `<name>Algorithm`."""
+    if name in _EXPORTS:
+        return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    if name[:1].isupper():
+        registry = import_module(f"{__name__}.registry")
+        methods = {kind.__name__: kind for kind in registry.all_methods().values()}
+        if name in methods:
+            return methods[name]
+        if (kind := methods.get(name.removesuffix("Algorithm"))) is not None:
+            return import_module(f"{__name__}.standalone").algorithm_of(kind)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

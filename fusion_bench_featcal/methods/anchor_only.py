@@ -1,43 +1,39 @@
 """FeatCal's anchor by itself: what calibration tends to as lambda grows, without any data."""
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
-from fusion_bench_featcal.families import check_family, resolve_family
-from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.methods.interface import MethodInputs, WithoutData
+from fusion_bench_featcal.methods.registry import Method, method
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.modules.models import refuse_not_finite
 from fusion_bench_featcal.modules.sites import find_all_modules
+from fusion_bench_featcal.setting_fields import same_as
 from fusion_bench_featcal.settings import FeatCalSettings
 
-ANCHOR_SETTINGS = ("anchor_rho", "calibrate_bias", "calibrate_norm", "modules", "family")
-"""Fields of `FeatCalSettings` that its anchor alone depends on."""
 
+@method("featcal_baselines/anchor_only", source="arXiv 2605.13030, Eq. 11")
+class AnchorOnly(Method, WithoutData):
+    """FeatCal's anchor alone: base + rho (merged - base) in place of the calibrated weights.
 
-class AnchorOnly(WithoutData):
-    """Puts the anchor `base + rho (merged - base)` in place of the weights that FeatCal calibrates.
-
-    Its settings are `ANCHOR_SETTINGS`.
+    It uses no data. FeatCal tends to it for large ridge_lambda.
     """
 
-    name: ClassVar = "anchor_only"
-    _config_mapping: ClassVar = {name: name for name in ANCHOR_SETTINGS}
-
-    def __init__(self, **settings: Any) -> None:
-        """Check the settings; a ValueError names one that is unknown or out of range."""
-        self._settings = checked_settings(settings, names=ANCHOR_SETTINGS, owner="the anchor")
-        check_family(self._settings.family)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All settings, defaults included."""
-        values = self._settings.as_dict()
-        return {name: values[name] for name in ANCHOR_SETTINGS}
+    anchor_rho: float = same_as(FeatCalSettings, "anchor_rho")
+    calibrate_bias: bool = same_as(
+        FeatCalSettings, "calibrate_bias", help="Set biases of linear modules, too."
+    )
+    calibrate_norm: bool = same_as(
+        FeatCalSettings, "calibrate_norm", help="Set gains and shifts of norms, too."
+    )
+    modules: Sequence[str] | None = same_as(FeatCalSettings, "modules")
+    family: Any = same_as(FeatCalSettings, "family")
 
     def check(self, inputs: MethodInputs) -> None:
         """Refuse a pool without a base by a CalibrationError."""
@@ -45,9 +41,9 @@ class AnchorOnly(WithoutData):
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Return a copy of the merged model with the anchors in place."""
-        base = inputs.base(self._settings)
+        base = inputs.base(self.calibration_settings)
         assert base is not None
-        return anchor_only(merged, base, self._settings)
+        return anchor_only(merged, base, self.calibration_settings)
 
 
 @torch.no_grad()
@@ -62,7 +58,7 @@ def anchor_only(
     Args:
         merged: The merged model. It is not changed.
         base: The base model.
-        settings: `ANCHOR_SETTINGS` are used.
+        settings: `anchor_rho`, `calibrate_bias`, `calibrate_norm`, `modules` and `family`.
 
     Returns:
         A copy of the merged model with the anchors in place.

@@ -1,49 +1,33 @@
 """BatchNorm's statistics alone, estimated again: what REPAIR (arXiv 2211.08403) does to a merge."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.families import check_family, resolve_family
-from fusion_bench_featcal.fusionbench.options import checked_settings
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.pool_configs import check_pool_settings
 from fusion_bench_featcal.methods.interface import MethodInputs, WeightsOnly
+from fusion_bench_featcal.methods.registry import SampleSettings, method
+from fusion_bench_featcal.setting_fields import same_as
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
-BATCH_NORM_SETTINGS = ("samples_per_task", "batch_size", "seed", "calibration_split", "family")
-"""Fields of `FeatCalSettings` that re-estimated statistics depend on."""
 
+@method("featcal_baselines/batch_norm_statistics", source="REPAIR, arXiv 2211.08403")
+class BatchNormStatistics(SampleSettings, WeightsOnly):
+    """BatchNorm's running statistics of a merged model, estimated again on calibration samples.
 
-class BatchNormStatistics(WeightsOnly):
-    """Gives a merged model the statistics of its own features; no parameter changes.
-
-    All tasks weigh the same, and each BatchNorm sees what those before it give with their new
-    statistics. Its settings are `BATCH_NORM_SETTINGS`.
+    No parameter changes. All tasks weigh the same, and each BatchNorm receives what those before it
+    give with their new statistics. FeatCal does it on the way (batch_norm=reestimate).
     """
 
-    name: ClassVar = "batch_norm_statistics"
-    _config_mapping: ClassVar = {name: name for name in BATCH_NORM_SETTINGS}
-
-    def __init__(self, **settings: Any) -> None:
-        """Check the settings; a ValueError names one that is unknown or out of range."""
-        self._settings = checked_settings(
-            settings, names=BATCH_NORM_SETTINGS, owner="BatchNorm's statistics"
-        )
-        self._drawn: dict[str, int] = {}
-        check_family(self._settings.family)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All settings, defaults included."""
-        values = self._settings.as_dict()
-        return {name: values[name] for name in BATCH_NORM_SETTINGS}
+    family: Any = same_as(FeatCalSettings, "family")
 
     def check(self, inputs: MethodInputs) -> None:
         """Open the calibration data; a CalibrationError names what is missing."""
-        check_pool_settings(inputs.models, self._settings)
-        inputs.batches(self._settings)
+        check_pool_settings(inputs.models, self.calibration_settings)
+        inputs.batches(self.calibration_settings)
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Return a copy of the merged model with new statistics.
@@ -51,7 +35,7 @@ class BatchNormStatistics(WeightsOnly):
         Raises:
             CalibrationError: If it has no BatchNorm in its blocks, or the run cannot go on.
         """
-        settings = statistics_only(merged, self._settings)
+        settings = statistics_only(merged, self.calibration_settings)
         result = calibrate(
             merged,
             None,
@@ -61,7 +45,7 @@ class BatchNormStatistics(WeightsOnly):
             device=inputs.fabric.device,
             autocast=inputs.fabric.autocast,
         )
-        self._drawn = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
+        self.note_samples(result.log)
         return result.model
 
 

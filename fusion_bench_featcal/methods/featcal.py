@@ -50,8 +50,7 @@ class FeatCal(WeightsOnly):
         Raises:
             ValueError: If one is unknown or out of range.
         """
-        self._settings: FeatCalSettings = checked_settings(settings)
-        self._drawn: dict[str, int] = {}
+        self._settings = checked_settings(settings)
         check_family(self._settings.family)
         if self._settings.checkpoint_dir is not None:
             raise ValueError(
@@ -66,6 +65,11 @@ class FeatCal(WeightsOnly):
         for key in ("cache_dir", "pixel_cache_mb"):
             if getattr(self._settings, key) != getattr(FeatCalSettings, key):
                 raise ValueError(f"{key}: set method.{key}, which all cells share")
+
+    @property
+    def calibration_settings(self) -> FeatCalSettings:
+        """All settings."""
+        return self._settings
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -97,7 +101,7 @@ class FeatCal(WeightsOnly):
             device=inputs.fabric.device,
             autocast=inputs.fabric.autocast,
         )
-        self._drawn = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
+        self.note_samples(result.log)
         model: Any = result.model
         for record in result.log.of_kind("drift_weights"):
             change = {"task_weights": record["weights"]} if record["kept"] else {}

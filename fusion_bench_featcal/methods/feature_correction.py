@@ -3,15 +3,14 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from fusion_bench import BaseModelPool
 from torch import Tensor, nn
 
 from fusion_bench_featcal.calibration_text import TextBatches
-from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.methods.corrected_clip import NORMALIZE, CorrectedModel
@@ -25,8 +24,8 @@ from fusion_bench_featcal.methods.projection import (
     load_projection,
     to_unit_norm,
 )
-from fusion_bench_featcal.nearest_names import refuse_unknown_settings
-from fusion_bench_featcal.setting_checks import Check, check_fields, integer, nullable, one_of
+from fusion_bench_featcal.methods.registry import Method
+from fusion_bench_featcal.setting_fields import same_as, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
@@ -38,81 +37,65 @@ CURVE_WINDOW = 20
 """Updates whose mean loss is one point of a curve."""
 
 
-@dataclass(init=False, eq=False)
-class FeatureCorrection:
-    """A correction of final features as a post-merging method. Its attributes are its settings.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FeatureCorrection(Method):
+    """A correction of final features as a post-merging method. A subclass has `fit`."""
 
-    A subclass adds its own settings as annotated attributes, and `fit`.
+    batch_size: int = setting(
+        16,
+        "Features in an update, and samples in a forward pass.",
+        ge=1,
+        group="module and fit",
+    )
+    clip_model: str | None = setting(
+        None,
+        "CLIP checkpoint with the visual projection. Null: the pool's base model.",
+        accepts="a folder or hub id",
+        group="corrected feature",
+    )
+    final_norm: str | None = setting(
+        None,
+        "Module of a language model whose output, the head's input, is corrected. Null: found for "
+        "T5 and Llama.",
+        accepts="a name",
+    )
+    normalize: str = setting(
+        "none",
+        "`none` corrects features as projected (the authors); `pre` corrects features of norm 1 "
+        "(FusionBench; CLIP only).",
+        choices=NORMALIZE,
+    )
+    samples_per_task: int = same_as(FeatCalSettings, "samples_per_task", group="data")
+    seed: int = same_as(FeatCalSettings, "seed")
+    stream: str = setting(
+        "test_tta",
+        "`test_tta` fits on samples of the test split, as the papers do; `calibration` on those "
+        "that FeatCal draws.",
+        choices=("test_tta", "calibration"),
+    )
+    calibration_split: str = same_as(
+        FeatCalSettings,
+        "calibration_split",
+        help="Split that stream=calibration draws samples from.",
+        choices=("train", "val"),
+    )
+    calibration_targets: str = same_as(
+        FeatCalSettings,
+        "calibration_targets",
+        help="Text after the prompt with stream=calibration: the data's `labels`, or the output of "
+        "the task's expert (`generated`). Test samples always have the expert's.",
+        group="texts only",
+    )
+    generated_tokens: int = same_as(FeatCalSettings, "generated_tokens")
+    max_length: int | None = same_as(FeatCalSettings, "max_length")
 
-    Attributes:
-        clip_model: Folder or hub id of the CLIP model with the visual projection; None: the pool's
-            base model.
-        final_norm: Name of the module behind which a language model is corrected; None: found.
-        batch_size: Features in an update, and samples in a forward pass, >= 1.
-        normalize: `none` corrects features as they are and CLIP's head normalises afterwards (the
-            authors); `pre` corrects features of norm 1 (FusionBench; CLIP only).
-        samples_per_task: Images or texts drawn for each task, >= 1.
-        seed: With the task's name, seeds the draw, the initial weights, the batches and the noise,
-            >= 0.
-        stream: `test_tta` fits on samples of the test split, as the papers do; `calibration` on
-            those FeatCal would draw from `calibration_split`.
-        calibration_split: `train` or `val`; read only where `stream` is `calibration`.
-        calibration_targets: Of texts that FeatCal would draw: `labels`, or `generated` (the
-            expert's own answers). Test texts always have the expert's own.
-        generated_tokens: Longest answer that an expert writes, >= 1.
-        max_length: Longer texts are cut to so many tokens; None: the tokenizer's limit.
-    """
-
-    clip_model: str | None = None
-    final_norm: str | None = None
-    batch_size: int = 16
-    normalize: str = "none"
-    samples_per_task: int = 256
-    seed: int = 42
-    stream: str = "test_tta"
-    calibration_split: str = "train"
-    calibration_targets: str = "labels"
-    generated_tokens: int = 64
-    max_length: int | None = None
-
-    name: ClassVar[str]
-    left_out: ClassVar[tuple[str, ...]] = ()  # settings above that a subclass does not have
-    _config_mapping: ClassVar[dict[str, str]]
-    checks: ClassVar[dict[str, Check]] = {
-        "clip_model": nullable(("a folder or hub id", lambda value: isinstance(value, str))),
-        "final_norm": nullable(("a name", lambda value: isinstance(value, str))),
-        "batch_size": integer(1),
-        "normalize": one_of(NORMALIZE),
-        "samples_per_task": integer(1),
-        "seed": integer(0),
-        "stream": one_of(("test_tta", "calibration")),
-        "calibration_split": one_of(("train", "val")),
-        "calibration_targets": one_of(("labels", "generated")),
-        "generated_tokens": integer(1),
-        "max_length": nullable(integer(1)),
-    }
-
-    def __init_subclass__(cls) -> None:
-        dataclass(init=False, eq=False)(cls)  # its annotated attributes are settings too
-        names = [field.name for field in fields(cls) if field.name not in cls.left_out]
-        cls._config_mapping = {name: name for name in names}
-
-    def __init__(self, **keys: Any) -> None:
-        """Check the settings, by the names of the attributes.
-
-        Raises:
-            ValueError: If one is unknown or out of range.
-        """
-        refuse_unknown_settings(keys, self._config_mapping, owner=self.name)
-        for name, value in keys.items():
-            setattr(self, name, plain(value))
-        check_fields(self, self.checks)
-        self.losses: dict[str, list[float]] = {}  # of every update of the last `post_merge`
+    # By task the loss of every update of the last `post_merge`.
+    losses: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, defaults included."""
-        return {"method": self.name} | {name: getattr(self, name) for name in self._config_mapping}
+        return {"method": self.name} | super().settings
 
     @property
     def split(self) -> str:
@@ -197,7 +180,8 @@ class FeatureCorrection:
         losses: dict[str, list[Tensor]] = {}
         corrections = self._corrections(merged, site, batches, inputs, losses)
         # Read at once: reading each would wait for the device.
-        self.losses = {task: torch.stack(values).tolist() for task, values in losses.items()}
+        self.losses.clear()
+        self.losses.update({t: torch.stack(values).tolist() for t, values in losses.items()})
         samples = {t: {"samples": b.samples, "split": self.split} for t, b in batches.items()}
         curves = {task: thinned(losses) for task, losses in self.losses.items()}
         model = self._corrected(merged, site, corrections, samples=samples, curves=curves)
@@ -217,16 +201,12 @@ class FeatureCorrection:
         self._check_stream(inputs.modelpool)
         # The data's targets would be the answers that the model is tested on.
         answers = self.stream == "test_tta" and text_kind(inputs.modelpool) is not None
-        wanted = FeatCalSettings(
-            samples_per_task=self.samples_per_task,
+        settings = self.calibration_settings.replace(
             batch_size=self.batch_size,
-            seed=self.seed,
             calibration_split=self.split,
             calibration_targets="generated" if answers else self.calibration_targets,
-            generated_tokens=self.generated_tokens,
-            max_length=self.max_length,
         )
-        return inputs.batches(wanted)
+        return inputs.batches(settings)
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Samples that the corrections were fitted on: a test stream may have fewer than asked."""

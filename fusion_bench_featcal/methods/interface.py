@@ -14,18 +14,8 @@ from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.fusionbench.own_data import with_own_data
 from fusion_bench_featcal.fusionbench.pool_models import ExpertSources, PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.settings import FeatCalSettings
-
-SAMPLE_SETTINGS = (
-    "samples_per_task",
-    "batch_size",
-    "seed",
-    "calibration_split",
-    "calibration_targets",
-    "generated_tokens",
-    "max_length",
-)
-"""Fields of `FeatCalSettings` that say which samples a method draws and how it reads them."""
 
 
 @dataclass
@@ -139,14 +129,26 @@ class PostMerging(Protocol):
 class WeightsOnly:
     """Part of methods that make other weights for the merged model from calibration samples."""
 
-    _settings: FeatCalSettings
-    _drawn: dict[str, int]  # by task, of the last call of `post_merge`
+    @property
+    def calibration_settings(self) -> FeatCalSettings:
+        """The settings of the draw; of a `Method`, its own property."""
+        raise NotImplementedError
+
+    @cached_property
+    def drawn(self) -> dict[str, int]:
+        """Numbers of samples by task, of the last call of `post_merge`."""
+        return {}
+
+    def note_samples(self, log: CalibrationLog) -> None:
+        """Note the numbers of samples that a calibration has used."""
+        self.drawn.clear()
+        self.drawn.update({record["task"]: record["samples"] for record in log.of_kind("task")})
 
     def samples(self, model: nn.Module, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The samples of the last call of `post_merge`."""
-        split = self._settings.calibration_split
-        drawn = {task: self._drawn[task] for task in tasks if task in self._drawn}
-        return {task: {"samples": number, "split": split} for task, number in drawn.items()}
+        split = self.calibration_settings.calibration_split
+        numbers = {task: self.drawn[task] for task in tasks if task in self.drawn}
+        return {task: {"samples": number, "split": split} for task, number in numbers.items()}
 
     def added(self, model: nn.Module) -> dict[str, int]:
         """Nothing: new weights take the merged ones' place."""

@@ -7,13 +7,14 @@ where a coordinate is about 0.04, and their KL weight holds it above the signal.
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
+from fusion_bench_featcal.methods.registry import method
 from fusion_bench_featcal.methods.training import (
     Loss,
     TrainedCorrection,
@@ -21,7 +22,7 @@ from fusion_bench_featcal.methods.training import (
     initial_weight,
     task_generator,
 )
-from fusion_bench_featcal.setting_checks import BOOLEAN, integer, is_number
+from fusion_bench_featcal.setting_fields import setting
 
 # Standard deviation of the noise in units of the features' root mean square, where the authors'
 # weight leaves it on features of ViT-B/32 (0.44 at width 512).
@@ -31,40 +32,29 @@ _RELATIVE_NOISE = 0.145
 _NOISE_PER_WEIGHT = 1.25
 
 
+@method("prob_surgery", source="ICML 2025")
 class ProbSurgery(TrainedCorrection):
-    """ProbSurgery over any merged CLIP vision model or language model.
+    """ProbSurgery: Surgery with a wider module, whose correction is random in training.
 
-    The defaults are its authors' code's.
-
-    Attributes:
-        hidden: Width of each task's module, >= 1.
-        kl_weight: Weight of the divergence from a standard normal, >= 0; or `scaled`: weight and
-            initial variance follow the size of the expert's features (not the authors'). With
-            `normalize: pre` the authors' number does harm.
-        shared: Whether all tasks have one module, trained by their batches in turn (`--one` of the
-            authors' code).
+    It is sampled from a normal distribution. The method needs the task's name at inference. The
+    defaults are those of the authors' code.
     """
 
-    name = "prob_surgery"
-    hidden: int = 128
-    kl_weight: float | str = 1e-4
-    shared: bool = False
-    checks: ClassVar = TrainedCorrection.checks | {
-        "hidden": integer(1),
-        "shared": BOOLEAN,
-        "kl_weight": (
-            "a finite number >= 0, or scaled",
-            lambda value: value == "scaled" or (is_number(value) and value >= 0),
-        ),
-    }
+    hidden: int = setting(128, "Width of each task's module.", ge=1, group="module and fit")
+    kl_weight: float | str = setting(
+        1e-4,
+        "Weight of the divergence from a standard normal. `scaled`: weight and initial variance "
+        "follow the size of the expert's features; use it with normalize=pre.",
+        ge=0,
+        choices=("scaled",),
+    )
+    shared: bool = setting(
+        False,
+        "One module for all tasks, trained by their batches in turn (--one of the authors' code).",
+    )
 
-    def __init__(self, **keys: Any) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: If one is unknown or out of range, or a shared module has no joint training.
-        """
-        super().__init__(**keys)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.shared and self.optimizer != "joint":
             raise ValueError(
                 f"method.optimizer={self.optimizer} trains one task after the other, and with "

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.problem import Autocast
 from fusion_bench_featcal.rules.merging import MergingRule
 from fusion_bench_featcal.rules.rule import GroupSums, Linear
-from fusion_bench_featcal.setting_checks import POSITIVE, Check, check_fields, integer, is_number
+from fusion_bench_featcal.setting_fields import check_settings, setting
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.rows import CountedRows, rows_of
@@ -34,30 +34,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ProDistilling(MergingRule):
-    """Settings of ProDistill; the defaults are its authors' for images.
+    """Settings of ProDistill; the defaults are its authors' for images."""
 
-    Attributes:
-        coefficient: Of every task vector at first, and outside the blocks for good.
-        learning_rate: Adam's step size, > 0.
-        epochs: Passes over the samples for each block, >= 1.
-        batches_per_step: Batches whose losses are added up for an update, >= 1: with 16 samples in
-            a batch the authors' 128, of all tasks in random order.
-    """
-
-    coefficient: float = 0.3
-    learning_rate: float = 1e-2
-    epochs: int = 100
-    batches_per_step: int = 8
-
-    checks: ClassVar[dict[str, Check]] = {
-        "coefficient": ("a finite number", is_number),
-        "learning_rate": POSITIVE,
-        "epochs": integer(1),
-        "batches_per_step": integer(1),
-    }
+    coefficient: float = setting(
+        0.3, "Of every task vector at first, and outside the blocks for good."
+    )
+    learning_rate: float = setting(1e-2, "Adam's step size.", gt=0)
+    epochs: int = setting(100, "Passes over the samples for each block.", ge=1)
+    batches_per_step: int = setting(
+        8,
+        "Batches of any task whose losses are added up for an update. 8 of 16 samples are the "
+        "authors' 128.",
+        ge=1,
+    )
 
     def __post_init__(self) -> None:
-        check_fields(self, self.checks)
+        check_settings(self)
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
         """Solve nothing: every parameter of a block is trained."""

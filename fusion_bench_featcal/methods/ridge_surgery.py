@@ -4,46 +4,44 @@ It asks how much of Surgery is its training: same features, same place, no steps
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fusion_bench_featcal.methods.corrected_model import AffineModule
 from fusion_bench_featcal.methods.feature_correction import FeatureCorrection, check_features
-from fusion_bench_featcal.setting_checks import is_number
+from fusion_bench_featcal.methods.registry import method
+from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import CalibrationError
 
 GRID = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
 """Values of `ridge_lambda` that `auto` tries: 1e-4 to 1e2, two a decade."""
 
 
+@method("ridge_surgery", source="ours")
 class RidgeSurgery(FeatureCorrection):
-    """Ridge surgery over any merged CLIP vision model or language model.
+    """Ridge surgery: an affine correction of each task's final feature in closed form.
 
-    Attributes:
-        ridge_lambda: Pull towards no correction, >= 0, relative to the features' mean variance; or
-            `auto`: the value of a fixed grid with the least leave-one-out error, which takes two
-            samples a task.
+    There is no training. It needs the task's name at inference.
     """
 
-    name = "ridge_surgery"
-    ridge_lambda: float | str = "auto"
-    stream: str = "calibration"
-    checks: ClassVar = FeatureCorrection.checks | {
-        "ridge_lambda": (
-            "a finite number >= 0, or auto",
-            lambda value: value == "auto" or (is_number(value) and value >= 0),
-        )
-    }
+    ridge_lambda: float | str = setting(
+        "auto",
+        "Pull towards no correction, relative to the features' mean variance. `auto`: the value "
+        "of a grid with the least leave-one-out error, which takes two samples per task.",
+        ge=0,
+        choices=("auto",),
+        group="module and fit",
+    )
+    stream: str = setting(
+        "calibration",
+        "`calibration` fits on samples that FeatCal draws, `test_tta` on those of the test split.",
+        choices=("test_tta", "calibration"),
+        group="data",
+    )
 
-    def __init__(self, **keys: Any) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: If one is unknown or out of range, or `auto` has no sample to leave out.
-        """
-        super().__init__(**keys)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.ridge_lambda == "auto" and self.samples_per_task < 2:
             raise ValueError(
                 "method.ridge_lambda=auto leaves one sample out: method.samples_per_task must be "

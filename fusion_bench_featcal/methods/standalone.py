@@ -1,7 +1,8 @@
 """Methods and mergers run by themselves, by FusionBench's `method=surgery` and the like."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import fusion_bench_featcal.compat  # noqa: F401
@@ -12,22 +13,20 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import nn
 
 from fusion_bench_featcal.ending import ends_cleanly
-from fusion_bench_featcal.fusionbench.options import check_merger, plain, take_fusion_bench_keys
+from fusion_bench_featcal.fusionbench.options import (
+    MergedBy,
+    names_of,
+    plain,
+    read_settings,
+    take_fusion_bench_keys,
+)
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.saving import CompleteSaver
 from fusion_bench_featcal.fusionbench.upstream import Upstream
-from fusion_bench_featcal.methods.anchor_only import AnchorOnly
-from fusion_bench_featcal.methods.batch_norm import BatchNormStatistics
-from fusion_bench_featcal.methods.distillation import Distillation
 from fusion_bench_featcal.methods.interface import MethodInputs, seed_of
-from fusion_bench_featcal.methods.mergers import Lot, ProDistill, RegMean, RegMeanPlusPlus
-from fusion_bench_featcal.methods.prob_surgery import ProbSurgery
-from fusion_bench_featcal.methods.ridge_surgery import RidgeSurgery
-from fusion_bench_featcal.methods.surgery import Surgery
-from fusion_bench_featcal.methods.surgery_v2 import SurgeryV2
-from fusion_bench_featcal.nearest_names import refuse_unknown_settings
+from fusion_bench_featcal.methods.registry import Method
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.curves import write_curves
 from fusion_bench_featcal.saved_model import CardFacts
@@ -41,33 +40,21 @@ Samples = Mapping[str, Mapping[str, Any]]
 class _Standalone(LightningFabricMixin, BaseAlgorithm):
     """A method of ours as a FusionBench method, which checks, runs, evaluates and reports it."""
 
-    kind: ClassVar[Any]
-    extra: ClassVar[tuple[str, ...]] = ()  # keys besides the method's
+    setting_kinds: ClassVar[Sequence[Any]]  # the method's class is the first one
     base_method: Any = None
-
-    def __init_subclass__(cls, kind: Any = None) -> None:
-        super().__init_subclass__()
-        if kind is not None:
-            cls.kind = kind
-            extra = {key: key for key in cls.extra}
-            cls._config_mapping = BaseAlgorithm._config_mapping | extra | kind._config_mapping
 
     def __init__(self, **keys: Any) -> None:
         """Check everything that can be checked before a model is loaded.
 
         Raises:
-            ValueError: If a key is unknown or a value out of range.
+            ValueError: If a key is unknown or a value is not accepted.
         """
         meta = take_fusion_bench_keys(keys)
-        names = [*self.extra, *self.kind._config_mapping]
-        unknown = [key for key in keys if key not in names]
-        refuse_unknown_settings(unknown, names, owner=self.kind.name)
-        self.base_method = keys.pop("base_method", None)
-        check_merger(self.base_method)
-        self.method = self.kind(**keys)
-        settings = self.method.settings
-        for name in self.kind._config_mapping:
-            setattr(self, name, settings[name])
+        made = read_settings(keys, self.setting_kinds, self.setting_kinds[0].name)
+        self.method: Any = made[0]
+        values = {"base_method": None, **vars(made[-1]), **self.method.settings}
+        for name in names_of(self.setting_kinds):
+            setattr(self, name, values[name])
         super().__init__(**meta)
 
     def on_run_start(self) -> None:
@@ -119,8 +106,6 @@ class PostMergingAlgorithm(_Standalone):
     Keys: those of the method, and `base_method` (config of the upstream merger; None takes the
     pool's `_merged_` model).
     """
-
-    extra = ("base_method",)
 
     @ends_cleanly
     def run(self, modelpool: BaseModelPool) -> Any:  # type: ignore[override]
@@ -187,48 +172,19 @@ class MergerAlgorithm(_Standalone):
         )
 
 
-class SurgeryAlgorithm(PostMergingAlgorithm, kind=Surgery):
-    """Representation Surgery (arXiv 2402.02705)."""
-
-
-class ProbSurgeryAlgorithm(PostMergingAlgorithm, kind=ProbSurgery):
-    """ProbSurgery (ICML 2025)."""
-
-
-class RidgeSurgeryAlgorithm(PostMergingAlgorithm, kind=RidgeSurgery):
-    """Ridge surgery: an affine correction in closed form."""
-
-
-class SurgeryV2Algorithm(PostMergingAlgorithm, kind=SurgeryV2):
-    """SurgeryV2 (arXiv 2410.14389)."""
-
-
-class AnchorOnlyAlgorithm(PostMergingAlgorithm, kind=AnchorOnly):
-    """FeatCal's anchor alone."""
-
-
-class BatchNormStatisticsAlgorithm(PostMergingAlgorithm, kind=BatchNormStatistics):
-    """BatchNorm's statistics alone, estimated again (arXiv 2211.08403)."""
-
-
-class DistillationAlgorithm(PostMergingAlgorithm, kind=Distillation):
-    """Distillation of final features by gradients."""
-
-
-class RegMeanAlgorithm(MergerAlgorithm, kind=RegMean):
-    """RegMean (Jin et al., ICLR 2023)."""
-
-
-class RegMeanPlusPlusAlgorithm(MergerAlgorithm, kind=RegMeanPlusPlus):
-    """RegMean++ (Nguyen et al., TMLR 2026)."""
-
-
-class ProDistillAlgorithm(MergerAlgorithm, kind=ProDistill):
-    """ProDistill (Xu et al., ICML 2025)."""
-
-
-class LotAlgorithm(MergerAlgorithm, kind=Lot):
-    """LOT Merging (Sun et al., NeurIPS 2025)."""
+@cache
+def algorithm_of(kind: type[Method]) -> type[Any]:
+    """Return the FusionBench class of a registered method."""
+    is_merger = hasattr(kind, "merge")
+    kinds = [kind] if is_merger else [kind, MergedBy]
+    members = {
+        "__doc__": kind.__doc__,
+        "__module__": __package__,
+        "setting_kinds": kinds,
+        "_config_mapping": BaseAlgorithm._config_mapping | {n: n for n in names_of(kinds)},
+    }
+    base = MergerAlgorithm if is_merger else PostMergingAlgorithm
+    return type(f"{kind.__name__}Algorithm", (base,), members)
 
 
 def _processor(inputs: MethodInputs) -> Any:

@@ -1,29 +1,27 @@
 """Representation Surgery (arXiv 2402.02705): a small trained module per task corrects features."""
 
-from typing import ClassVar
-
 from torch import Tensor
 from torch.nn import functional
 
+from fusion_bench_featcal.methods.registry import method
 from fusion_bench_featcal.methods.training import (
     TrainedCorrection,
     Training,
     initial_surgery,
     task_generator,
 )
-from fusion_bench_featcal.setting_checks import integer
+from fusion_bench_featcal.setting_fields import setting
 
 
+@method("surgery", source="Yang et al., ICML 2024, arXiv 2402.02705")
 class Surgery(TrainedCorrection):
-    """Surgery over any merged CLIP vision model or language model; the defaults are its authors'.
+    """Representation Surgery: a small trained module per task corrects the final feature.
 
-    Attributes:
-        rank: Width of each task's module, >= 1.
+    It needs the task's name at inference. The defaults are the authors'. FusionBench's own, which
+    always merges by AdaMerging first, is method=surgery/adamerging_surgery.
     """
 
-    name = "surgery"
-    rank: int = 16
-    checks: ClassVar = {"rank": integer(1)} | TrainedCorrection.checks
+    rank: int = setting(16, "Width of each task's module.", ge=1, group="module and fit")
 
     def training(self, merged: Tensor, expert: Tensor, task: str) -> Training:
         """Train for the mean absolute difference of corrected and expert features."""

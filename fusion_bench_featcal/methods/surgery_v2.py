@@ -18,6 +18,7 @@ from fusion_bench_featcal.methods.corrected_clip import (
 from fusion_bench_featcal.methods.corrected_model import LayerSurgery
 from fusion_bench_featcal.methods.interface import MethodInputs
 from fusion_bench_featcal.methods.projection import ProjectedFeatures, project
+from fusion_bench_featcal.methods.registry import method
 from fusion_bench_featcal.methods.surgery import Surgery
 from fusion_bench_featcal.methods.training import Training, initial_surgery, task_generator
 from fusion_bench_featcal.settings import CalibrationError
@@ -28,14 +29,21 @@ FinalFeatures = Callable[[Any], Tensor]
 """From what a model returns to its final features, `[batch, d]`."""
 
 
-class SurgeryV2(Surgery):
-    """SurgeryV2 over any merged CLIP vision model; images' features are corrected as they are."""
-
-    name = "surgery_v2"
-    left_out = (
+@method(
+    "featcal_baselines/surgery_v2",
+    source="arXiv 2410.14389",
+    # Texts have no part, and the merged model always runs in every update.
+    without=(
         "final_norm", "normalize", "calibration_targets", "generated_tokens", "max_length",
-        "recompute",  # the merged model always runs in every update
-    )  # fmt: skip
+        "recompute",
+    ),
+)  # fmt: skip
+class SurgeryV2(Surgery):
+    """SurgeryV2: a small trained module per task after every block corrects all tokens.
+
+    Another corrects the final projected feature. CLIP vision models only. It needs the task's name
+    at inference.
+    """
 
     def check(self, inputs: MethodInputs) -> None:
         """Refuse what cannot work, before a model is loaded.

@@ -3,9 +3,9 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.methods.corrected_model import SurgeryModule
 from fusion_bench_featcal.methods.feature_correction import FeatureCorrection, check_features
 from fusion_bench_featcal.methods.interface import MethodInputs
-from fusion_bench_featcal.setting_checks import BOOLEAN, POSITIVE, integer, one_of
+from fusion_bench_featcal.setting_fields import setting
 from fusion_bench_featcal.settings import CalibrationError
 
 PUBLISHED_FEATURES = 512
@@ -41,41 +41,35 @@ class Training:
     expert: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedCorrection(FeatureCorrection):
-    """A correction whose modules are trained; a subclass makes them in `training`.
+    """A correction whose modules are trained; a subclass makes them in `training`."""
 
-    Attributes:
-        learning_rate: Adam's step size, > 0.
-        steps: Updates of each task's module, >= 1.
-        optimizer: `joint` has one Adam for all tasks' modules, as the authors' codes: a step of one
-            task moves the others' modules on by their momentum. `per_task` has one for each.
-        width: `absolute` takes the width of the modules as it is set; `relative` in proportion to
-            that of the features, where the setting is for a width of 512 (CLIP ViT-B).
-        recompute: Whether merged model and experts, all in memory, run in every update of
-            `post_merge`, as in the authors' codes. It changes costs and rounding alone, since both
-            are frozen. CLIP only.
-    """
+    learning_rate: float = setting(1e-3, "Adam's step size.", gt=0, group="module and fit")
+    steps: int = setting(1000, "Updates of each task's module.", ge=1)
+    optimizer: str = setting(
+        "joint",
+        "`joint`: one Adam for all tasks' modules, as the authors have it, so that a step of one "
+        "task moves the others on by their momentum; `per_task`: one for each.",
+        choices=("joint", "per_task"),
+    )
+    width: str = setting(
+        "absolute",
+        "`relative`: the width of a module is set for features of 512 (CLIP ViT-B), and scaled "
+        "with theirs.",
+        choices=("absolute", "relative"),
+    )
+    recompute: bool = setting(
+        False,
+        "Run merged model and experts in every update, as the authors' codes do. Changes costs and "
+        "rounding alone; images only.",
+    )
 
-    learning_rate: float = 1e-3
-    steps: int = 1000
-    optimizer: str = "joint"
-    width: str = "absolute"
-    recompute: bool = False
-
-    checks: ClassVar = FeatureCorrection.checks | {
-        "learning_rate": POSITIVE,
-        "steps": integer(1),
-        "optimizer": one_of(("joint", "per_task")),
-        "width": one_of(("absolute", "relative")),
-        "recompute": BOOLEAN,
-    }
-
-    def __init__(self, **keys: Any) -> None:
-        """Check the settings, as `FeatureCorrection`."""
-        super().__init__(**keys)
-        # For `recompute`, by task: the expert, and features of both models at some positions.
-        self._experts: dict[str, nn.Module] = {}
-        self._again: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {}
+    # For `recompute`, by task: the expert, and features of both models at some positions.
+    _experts: dict[str, nn.Module] = field(default_factory=dict, init=False, repr=False)
+    _again: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def check(self, inputs: MethodInputs) -> None:
         """Find the feature that is corrected and open the data."""
@@ -167,14 +161,15 @@ class TrainedCorrection(FeatureCorrection):
         """Fit all corrections, of features that are computed once or in every update."""
         if not self.recompute:
             return super()._corrections(merged, site, batches, inputs, losses)
-        self._experts = {t: self._expert(t, inputs) for t in inputs.modelpool.model_names}
+        self._experts.update({t: self._expert(t, inputs) for t in inputs.modelpool.model_names})
         for task, expert in self._experts.items():
             pixels = torch.cat([batch["pixel_values"] for batch in batches[task]])
             self._again[task] = partial(self._recomputed, (merged, expert), site, pixels)
         try:
             return super()._corrections(merged, site, batches, inputs, losses)
         finally:
-            self._experts, self._again = {}, {}
+            self._experts.clear()
+            self._again.clear()
 
     def _expert(self, task: str, inputs: MethodInputs) -> nn.Module:
         return self._experts.get(task) or super()._expert(task, inputs)

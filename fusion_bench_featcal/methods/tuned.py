@@ -4,7 +4,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import fusion_bench_featcal.compat  # noqa: F401
@@ -18,7 +18,12 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fusion_bench_featcal.fusionbench.options import checked_settings, plain, take_fusion_bench_keys
+from fusion_bench_featcal.fusionbench.options import (
+    names_of,
+    plain,
+    read_settings,
+    take_fusion_bench_keys,
+)
 from fusion_bench_featcal.fusionbench.pool_models import import_target, load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.methods.corrected_language_model import CorrectedLanguageModel
@@ -27,6 +32,7 @@ from fusion_bench_featcal.methods.interface import Choice, MethodInputs
 from fusion_bench_featcal.methods.lessons import Lesson, expert_lessons
 from fusion_bench_featcal.module_copies import copied_module
 from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.setting_fields import Settings, same_as, shared_part
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.inputs import to_device
 
@@ -38,8 +44,8 @@ LEAST_SAMPLES = 16
 _HELD_OUT = 4
 """One in so many samples is held out."""
 
+_AS_PLAIN: Any = {"_recursive_": False, "_convert_": "all"}  # how Hydra hands values on
 OWN = "fusion_bench_featcal."
-_DRAW = ("samples_per_task", "seed", "calibration_split")
 _READING = (
     "batch_size",
     "calibration_targets",
@@ -49,6 +55,18 @@ _READING = (
     "ignore_config",
 )
 """Settings of a method that say how samples and models are read, also where they are scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw(Settings):
+    """Settings of the samples that settings are chosen on."""
+
+    samples_per_task: int = same_as(FeatCalSettings, "samples_per_task")
+    seed: int = same_as(FeatCalSettings, "seed")
+    calibration_split: str = same_as(FeatCalSettings, "calibration_split")
+
+
+_DRAW = names_of([Draw])
 
 
 class HeldOut:
@@ -177,10 +195,15 @@ def _with_draw(
     return {**config, **{name: value for name, value in drawn.items() if name in keys}}
 
 
-def _reading(given: Mapping[str, Any], draw: Mapping[str, Any]) -> FeatCalSettings:
-    """Settings of the draw, with what a method's say of reading samples and models."""
-    reading = {name: given[name] for name in _READING if name in given}
-    return checked_settings({**reading, **draw}, names=(*_READING, *_DRAW), owner="tuned")
+def _reading(given: Mapping[str, Any], keys: Mapping[str, Any]) -> FeatCalSettings:
+    """Settings of the draw, with what a method's say of reading samples and models.
+
+    Raises:
+        ValueError: If a key is no setting of the draw, or a value is not accepted.
+    """
+    [draw] = read_settings(keys, [Draw], "tuned")
+    reading = {name: plain(given[name]) for name in _READING if name in given}
+    return shared_part(draw, FeatCalSettings, **reading)
 
 
 class Tuned:
@@ -194,24 +217,15 @@ class Tuned:
     """
 
     name: ClassVar = "tuned"
+    _config_mapping: ClassVar = {name: name for name in ("of", "candidates", *_DRAW)}
 
-    def __init__(
-        self,
-        *,
-        of: Any,
-        candidates: Any,
-        samples_per_task: int = FeatCalSettings.samples_per_task,
-        seed: int = FeatCalSettings.seed,
-        calibration_split: str = FeatCalSettings.calibration_split,
-    ) -> None:
+    def __init__(self, *, of: Any, candidates: Any, **draw: Any) -> None:
         """Check the settings of all candidates.
 
         Args:
             of: Config of the method.
             candidates: Changes of its settings.
-            samples_per_task: Of the draw, as the fields of `FeatCalSettings`.
-            seed: Likewise.
-            calibration_split: Likewise.
+            **draw: Fields of `Draw`.
 
         Raises:
             ValueError: If a setting of a candidate is unknown or out of range, or it does not use
@@ -219,10 +233,7 @@ class Tuned:
         """
         self._of = dict(plain(of) or {})
         self._changes = _changes(candidates, self._of)
-        draw: dict[str, Any] = dict(
-            zip(_DRAW, (samples_per_task, seed, calibration_split), strict=True)
-        )
-        self._draw = checked_settings(draw, names=_DRAW, owner="tuned")
+        self._draw = _reading({}, draw)
         self._methods = [self._made(change, None) for change in self._changes]
         if "test_tta" in [method.settings.get("stream") for method in self._methods]:
             raise ValueError(
@@ -236,9 +247,9 @@ class Tuned:
     def _made(self, change: Mapping[str, Any], samples: int | None) -> Any:
         config = {**self._of, **change}
         try:
-            method = instantiate(config, _recursive_=False)
+            method = instantiate(config, **_AS_PLAIN)
             config = _with_draw(config, method.settings, self._draw, samples)
-            return instantiate(config, _recursive_=False)
+            return instantiate(config, **_AS_PLAIN)
         except Exception as error:  # Hydra wraps what a constructor raises
             raise ValueError(f"candidate {dict(change)}: {error.__cause__ or error}") from error
 
@@ -288,9 +299,7 @@ class TunedMergerAlgorithm(LightningFabricMixin, BaseAlgorithm):
     `calibration_split`.
     """
 
-    _config_mapping = BaseAlgorithm._config_mapping | {
-        name: name for name in ("of", "candidates", *_DRAW)
-    }
+    _config_mapping = BaseAlgorithm._config_mapping | Tuned._config_mapping
 
     def __init__(self, *, of: Any, candidates: Any, **keys: Any) -> None:
         """Check the keys.
@@ -301,7 +310,6 @@ class TunedMergerAlgorithm(LightningFabricMixin, BaseAlgorithm):
         meta = take_fusion_bench_keys(keys)
         self.of, self.candidates = dict(plain(of) or {}), plain(candidates)
         self._changes = _changes(candidates, self.of)
-        checked_settings(keys, names=_DRAW, owner="tuned")
         self._draw = _reading(self.of, keys)
         target = self.of.get("_target_")
         kind = None if target is None else import_target("method.of", target)

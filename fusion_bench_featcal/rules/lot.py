@@ -1,7 +1,7 @@
 """LOT Merging: least-squares steps from the base."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from fusion_bench_featcal.rules.merging import MergingRule
 from fusion_bench_featcal.rules.norms import NormRows
 from fusion_bench_featcal.rules.regmean import LeastSquaresSums
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
-from fusion_bench_featcal.setting_checks import BOOLEAN, POSITIVE, SHARE, Check, check_fields
+from fusion_bench_featcal.setting_fields import check_settings, setting
 
 
 @dataclass(frozen=True)
@@ -23,25 +23,30 @@ class Lot(MergingRule):
     all other parameters are the base plus the scaled mean step. Where the pseudo-inverse takes an
     energy for none is open: directions of almost none get steps of many times the weight, and the
     cut-off is ours. The paper uses 16 to 64 samples per task.
-
-    Attributes:
-        scale: Factor of every step from the base, > 0: the paper's lambda, 1.2 for ViT-B/32 and 1.5
-            for ViT-L/14 (6.3).
-        cutoff: Input directions with less than this share of the largest energy, of channels
-            brought to size 1, count as unseen, 0 to 1.
-        outside: Whether linear layers, convolutions and LayerNorms outside the blocks are solved,
-            too; for image models.
     """
 
-    scale: float = 1.2
-    cutoff: float = 1e-3
-    outside: bool = False
+    scale: float = setting(
+        1.2,
+        "Factor of every step from the base: the paper's lambda, 1.2 for ViT-B/32 and 1.5 for "
+        "ViT-L/14 (6.3).",
+        gt=0,
+    )
+    cutoff: float = setting(
+        1e-3,
+        "Input directions with less than this share of the largest energy count as unseen; "
+        "channels are brought to size 1 before (not in the paper).",
+        ge=0,
+        le=1,
+    )
+    outside: bool = setting(
+        False,
+        "Solve linear layers, convolutions and LayerNorms outside the blocks, too. Image models "
+        "only.",
+    )
     calibrate_norm = True
 
-    checks: ClassVar[dict[str, Check]] = {"scale": POSITIVE, "cutoff": SHARE, "outside": BOOLEAN}
-
     def __post_init__(self) -> None:
-        check_fields(self, self.checks)
+        check_settings(self)
 
     @property
     def reads_base(self) -> bool:

@@ -1,7 +1,7 @@
 """RegMean and RegMean++: the weight that reproduces every expert's outputs best."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.rules.merging import MergingRule
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Solved
-from fusion_bench_featcal.setting_checks import SHARE, Check, check_fields, one_of
+from fusion_bench_featcal.setting_fields import check_settings, setting
 
 EPS = 1e-8
 """Least norm of a Gram matrix."""
@@ -23,26 +23,25 @@ class RegMean(MergingRule):
 
     `G_i` is the mean Gram matrix of expert i's inputs, shrunk off its diagonal. Directions in which
     no sample has energy keep the experts' mean, as all other parameters do.
-
-    Attributes:
-        off_diagonal: Factor of the Gram matrices' entries off the diagonal, 0 to 1.
-        task_weights: `equal`, or `unit_gram`: Gram matrices scaled to norm 1, as FeatCal does.
-        features: Features that each expert's block receives: the `expert`'s, or those of the
-            `merged` blocks before it (RegMean++, Nguyen et al., TMLR 2026).
     """
 
-    off_diagonal: float = 0.95
-    task_weights: str = "equal"
-    features: str = "expert"
-
-    checks: ClassVar[dict[str, Check]] = {
-        "off_diagonal": SHARE,
-        "task_weights": one_of(("equal", "unit_gram")),
-        "features": one_of(("expert", "merged")),
-    }
+    off_diagonal: float = setting(
+        0.95, "Factor of the entries of the Gram matrices off the diagonal.", ge=0, le=1
+    )
+    task_weights: str = setting(
+        "equal",
+        "`unit_gram` scales Gram matrices to norm 1, as FeatCal does.",
+        choices=("equal", "unit_gram"),
+    )
+    features: str = setting(
+        "expert",
+        "Features that each expert's block receives: the `expert`'s, or those of the `merged` "
+        "blocks before it (RegMean++, Nguyen et al., TMLR 2026).",
+        choices=("expert", "merged"),
+    )
 
     def __post_init__(self) -> None:
-        check_fields(self, self.checks)
+        check_settings(self)
 
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums relative to the experts' mean."""

@@ -23,7 +23,7 @@ from fusion_bench_featcal.comparison.reports import check_places
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.ending import ending_cleanly
 from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
-from fusion_bench_featcal.fusionbench.options import plain, take_fusion_bench_keys
+from fusion_bench_featcal.fusionbench.options import names_of, plain, take_fusion_bench_keys
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.nearest_names import refuse_unknown_settings
@@ -51,7 +51,7 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """
 
     name = "study"
-    _KEYS = (*_OWN, *ComparisonAlgorithm.KEYS)
+    _KEYS = (*_OWN, *names_of(ComparisonAlgorithm.setting_kinds))
     _config_mapping = BaseAlgorithm._config_mapping | {key: key for key in _KEYS}
 
     def __init__(

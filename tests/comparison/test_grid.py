@@ -79,7 +79,7 @@ def test_bad_grid_is_refused(choices: dict[str, Any], message: str) -> None:
 
 
 CORRECTION = "fusion_bench_featcal.comparison.FeatureCorrection"
-REGMEAN = "fusion_bench_featcal.methods.standalone.RegMeanAlgorithm"
+REGMEAN = "fusion_bench_featcal.methods.RegMeanAlgorithm"
 ANCHOR = "fusion_bench_featcal.comparison.AnchorOnly"
 
 
@@ -96,7 +96,7 @@ ANCHOR = "fusion_bench_featcal.comparison.AnchorOnly"
         ("mergers_alone", {"_target_": REGMEAN, "sampels_per_task": 8}, r"'samples_per_task'"),
         ("mergers_alone", {"_target_": REGMEAN, "off_diag": 8}, r"x\.off_diag .*'off_diagonal'"),
         ("mergers_alone", {"_target_": REGMEAN, "samples_per_task": 0}, "_per_task must be"),
-        ("post_merging_methods", {"_target_": ANCHOR, "anchor_roh": 2}, r"nearest is 'anchor_rho'"),
+        ("post_merging_methods", {"_target_": ANCHOR, "anchor_roh": 2}, r"nearest: 'anchor_rho'"),
         (
             "post_merging_methods",
             {"_target_": CORRECTION, "method": "surgery", "stpes": 3},

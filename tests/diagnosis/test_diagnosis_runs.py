@@ -146,10 +146,10 @@ def test_positions_that_are_read_are_those_that_predict_a_target(tmp_path: Path)
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"items": 1}, r"method\.items must be an integer >= 2 .*, got 1"),
-        ({"split": "tset"}, r"method\.split must be of train, val, test, got \['tset'\]"),
-        ({"positions": "cls"}, r"method\.positions must be of all, read"),
-        ({"projections": ["umap"]}, r"method\.projections must be of pca, got \['umap'\]"),
+        ({"items": 1}, r"method\.items must be an integer >= 2, got 1"),
+        ({"split": "tset"}, r"method\.split must be one of train, val, test, got 'tset'"),
+        ({"positions": "cls"}, r"method\.positions must be one of all, read"),
+        ({"projections": ["umap"]}, r"method\.projections must be \[pca\] or \[\], got \['umap'\]"),
         ({"rows": {}}, r"method\.rows must map names to folders of saved models, got \{\}"),
         ({"rows": {"merged": "x"}}, r"method\.rows: a row is a name .* got 'merged': 'x'"),
         ({"itmes": 3}, r"method\.itmes"),

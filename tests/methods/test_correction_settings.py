@@ -33,9 +33,9 @@ def test_yaml_holds_every_setting_with_its_default(kind):
         (Surgery, "calibration_targets", "answers", "one of labels, generated, got 'answers'"),
         (Surgery, "final_norm", 3, "null or a name, got 3"),
         (ProbSurgery, "hidden", "x", "an integer >= 1, got 'x'"),
-        (ProbSurgery, "kl_weight", -1, "a finite number >= 0, or scaled, got -1"),
-        (ProbSurgery, "kl_weight", "auto", "a finite number >= 0, or scaled, got 'auto'"),
-        (RidgeSurgery, "ridge_lambda", -0.1, r"a finite number >= 0, or auto, got -0\.1"),
+        (ProbSurgery, "kl_weight", -1, "scaled or a finite number >= 0, got -1"),
+        (ProbSurgery, "kl_weight", "auto", "scaled or a finite number >= 0, got 'auto'"),
+        (RidgeSurgery, "ridge_lambda", -0.1, r"auto or a finite number >= 0, got -0\.1"),
     ],
 )
 def test_value_out_of_range_names_key_and_value(kind, key, value, wanted):

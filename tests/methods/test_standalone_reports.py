@@ -1,7 +1,8 @@
 """Baselines run by themselves leave reports as FeatCal does, but not as parts of other methods."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning
 import pytest
@@ -10,28 +11,30 @@ from lightning.fabric.loggers import CSVLogger
 from torch import nn
 
 from fusion_bench_featcal.fusionbench import run_results as results
+from fusion_bench_featcal.fusionbench.options import MergedBy
+from fusion_bench_featcal.methods.registry import Method
 from fusion_bench_featcal.methods.standalone import MergerAlgorithm, PostMergingAlgorithm
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.curves import load_curves
+from fusion_bench_featcal.setting_fields import setting
 
 DRAWN = {"left": {"samples": 3, "split": "train"}, "right": {"samples": 3, "split": "test"}}
 
 
-class Double:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Double(Method):
     """Both a post-merging method and a merger."""
 
     name = "doubled"
-    _config_mapping: ClassVar = {"factor": "factor", "seed": "seed"}
-
-    def __init__(self, factor: float = 2, seed: int = 7) -> None:
-        self.settings = {"factor": factor, "seed": seed}
+    factor: float = setting(2, "Factor of all parameters.")
+    seed: int = setting(7, "Seed.", ge=0)
 
     def check(self, inputs: Any) -> None:
         pass
 
     def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
         for parameter in merged.parameters():
-            parameter.data.mul_(self.settings["factor"])
+            parameter.data.mul_(self.factor)
         merged.curves = {"left": [(0, 2.0), (20, 1.0)]}  # type: ignore[assignment]
         return merged
 
@@ -42,12 +45,12 @@ class Double:
         return DRAWN
 
 
-class Improving(PostMergingAlgorithm, kind=Double):
-    pass
+class Improving(PostMergingAlgorithm):
+    setting_kinds = (Double, MergedBy)
 
 
-class Merging(MergerAlgorithm, kind=Double):
-    pass
+class Merging(MergerAlgorithm):
+    setting_kinds = (Double,)
 
 
 def algorithm(kind: type, folder: Path, *, is_run: bool = True, **keys: Any) -> Any:

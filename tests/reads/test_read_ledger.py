@@ -14,7 +14,7 @@ from fusion_bench_featcal import FeatCalSettings, InMemoryExpert, SafetensorsExp
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.families.unfused import UnfusedSource
-from fusion_bench_featcal.setting_checks import budget_in_bytes
+from fusion_bench_featcal.read_budgets import budget_in_bytes
 
 
 def small_clip() -> Suite:

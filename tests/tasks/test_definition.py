@@ -91,9 +91,7 @@ def test_target_that_gives_several_splits_needs_one(shapes):
     build = "fusion_bench_featcal.tasks.load_images"
     splits = {"_target_": "builtins.dict", "test": {"_target_": build, "path": str(shapes)}}
     assert len(load_task("shapes", only(data=splits, split="test"))) == 12
-    with pytest.raises(
-        CalibrationError, match="a mapping of test: set its _target_, or the split"
-    ):
+    with pytest.raises(CalibrationError, match="a mapping of test: set its _target_, or the split"):
         load_task("shapes", only(data=splits))
 
 

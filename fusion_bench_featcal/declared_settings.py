@@ -1,0 +1,254 @@
+"""Every setting of a calibration, declared once: default, accepted values and help text."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_bench_featcal.read_budgets import is_read_budget
+from fusion_bench_featcal.setting_fields import is_integer, is_number, setting
+
+# Gram matrices have norm 1: beyond this no digit of float64 is left for the data.
+_LARGEST_RIDGE = 1e12
+
+
+def _is_rule(value: Any) -> bool:
+    return value in ("paper", "plus") or _names_class(value) or hasattr(value, "turns")
+
+
+def _names_class(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
+
+
+def _is_augmentation(value: Any) -> bool:
+    return _names_class(value) and is_integer(value.get("copies", 1), 1)
+
+
+def _are_factors(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(is_number(v) and v > 0 for v in value.values())
+
+
+def _are_data_sets(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(v, Mapping) or (isinstance(v, str) and bool(v)) for v in value.values()
+    )
+
+
+def _is_text_list(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(text, str) and text for text in value)
+    )
+
+
+def _is_folder(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+
+
+def _folder(help: str) -> Any:
+    return setting(None, help, accepts="a folder's path", check=_is_folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredSettings:
+    """Declarations of the fields of `FeatCalSettings`."""
+
+    ridge_lambda: float = setting(
+        0.05,
+        "Strength of the pull towards the anchor (lambda, Eq. 15). Gram matrices have norm 1.",
+        ge=0,
+        le=_LARGEST_RIDGE,
+        group="the update",
+    )
+    mix_alpha: float = setting(
+        0.3, "Share of the expert's features in the target input (alpha, Eq. 10).", ge=0, le=1
+    )
+    anchor_rho: float = setting(
+        2.0,
+        "Position of the anchor (rho, Eq. 11): 0 is the base, 1 the merged model, 2 twice as far.",
+        ge=-1000,
+        le=1000,
+    )
+    eps: float = setting(
+        1e-8,
+        "Added to the system's diagonal; also the least norm in a task's weight (Eqs. 14, 17).",
+        ge=0,
+        le=_LARGEST_RIDGE,
+    )
+    rule: Any = setting(
+        "paper",
+        "How a block is solved. `paper`: all modules at once (Algorithm 1); `plus`: FeatCal+, "
+        "groups of modules in turn, without the four settings above (docs/plus.md); or a rule of "
+        "your own, {_target_: my_module.MyRule, option: 1}.",
+        accepts="paper, plus, a mapping with `_target_` and the rule's settings, or a rule",
+        check=_is_rule,
+    )
+    task_weights: Any = setting(
+        None,
+        "Factors of the tasks' weights, {task: factor}; other tasks have 1. `drift` runs a second "
+        "calibration with more weight on tasks that the first leaves far behind, and keeps it if "
+        "held-out samples agree.",
+        accepts="null, drift, or a mapping of tasks to numbers above 0",
+        check=lambda value: value in (None, "drift") or _are_factors(value),
+    )
+    augment: Any = setting(
+        None,
+        "Changed copies of samples that are used besides them. `auto` jitters images and copies "
+        "nothing else, `jitter` refuses anything but images; a change of your own is "
+        "{_target_: my_module.change, copies: 3}.",
+        accepts="null, auto, jitter, or a mapping with `_target_` and, if given, `copies` >= 1",
+        check=lambda value: value in (None, "auto", "jitter") or _is_augmentation(value),
+        group="calibration data",
+    )
+    held_out: int | str = setting(
+        0,
+        "Number of each task's samples that are kept out of the solves, to compare the calibrated "
+        "with the merged model. `auto`: one of 8, at most 32, none of fewer than 16.",
+        ge=0,
+        choices=("auto",),
+    )
+    strict: bool = setting(
+        False,
+        "Fail, instead of warning, if a task's final features on held-out samples do not come "
+        "closer to its expert's.",
+    )
+    samples_per_task: int = setting(
+        256, "Unlabeled samples drawn for each task. A task that has fewer uses all.", ge=1
+    )
+    batch_size: int = setting(
+        16, "Samples that run through a block together. Changes memory and rounding.", ge=1
+    )
+    seed: int = setting(42, "Seeds each task's random numbers, together with its name.", ge=0)
+    calibrate_bias: bool = setting(
+        True, "Calibrate biases (Eqs. 51-55).", group="what is calibrated"
+    )
+    calibrate_norm: bool = setting(
+        True, "Calibrate gains and shifts of LayerNorm and GroupNorm (Eqs. 56-59)."
+    )
+    batch_norm: str = setting(
+        "reestimate",
+        "Running statistics of BatchNorm: `reestimate` them on the calibration samples, or keep "
+        "those of the `merged` model.",
+        choices=("reestimate", "merged"),
+    )
+    modules: Sequence[str] | None = setting(
+        None,
+        "Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in front "
+        "to exclude. Null: every linear module, convolution and norm of the blocks.",
+        accepts="a non-empty list of patterns",
+        check=lambda value: _is_text_list(value) and len(value) > 0,
+    )
+    token_weights: str = setting(
+        "uniform",
+        "`demo_last_block`, as in the authors' demo: in the last block all tokens but the first "
+        "weigh 0.01, except in k_proj and v_proj.",
+        choices=("uniform", "demo_last_block"),
+    )
+    decoder_rows: str = setting(
+        "all",
+        "Decoder positions that count: `all` but padding, only `targets`, which predict a target "
+        "token, or `auto`: targets if there are labels.",
+        choices=("all", "targets", "auto"),
+    )
+    calibration_split: str = setting(
+        "train",
+        "Split of the data that samples are drawn from.",
+        choices=("train", "val", "test"),
+        group="calibration data",
+    )
+    calibration_data: Mapping[str, Any] | None = setting(
+        None,
+        "Data in place of the pool's, by task: {task: a.jsonl}, {task: hub/id} or {task: "
+        "{_target_: ...}}. Null: the pool's data.",
+        accepts="a mapping of tasks to paths, hub ids or configs of data sets",
+        check=_are_data_sets,
+    )
+    calibration_targets: str = setting(
+        "labels",
+        "Text after the prompt: the data's `labels`, or the output of the task's expert "
+        "(`generated` by greedy search), which needs no label.",
+        choices=("labels", "generated"),
+    )
+    generated_tokens: int = setting(64, "Maximum length of a generated text, in tokens.", ge=1)
+    max_length: int | None = setting(
+        None,
+        "Maximum length of a text in tokens; longer ones are truncated. Null: a text that exceeds "
+        "the tokenizer's limit is an error.",
+        ge=2,
+    )
+    family: Any = setting(
+        "auto",
+        "How the model is divided into blocks: auto, clip, llama, open_clip, stack, stages, t5, "
+        "vision_language, whisper, {name: replay, blocks: [pattern]}, or a family of your own, "
+        "{_target_: my_module.MyFamily}.",
+        accepts="a family's name, a mapping with its `name` or `_target_`, or a Family",
+        check=lambda value: value is not None and value != "",
+        group="what is calibrated",
+    )
+    ignore_config: Sequence[str] = setting(
+        (),
+        "Keys of config.json in which experts may differ from the merged model although they "
+        "change its outputs. Experts then run with the merged model's values.",
+        accepts="a list of config keys, such as [hidden_act]",
+        check=_is_text_list,
+    )
+    stream_experts: bool | str = setting(
+        "auto",
+        "Read experts block by block from safetensors files. `auto`: if they have such files; "
+        "false: load them whole.",
+        choices=("auto", True, False),
+        group="how it runs",
+    )
+    expert_read_budget: float | str | None = setting(
+        None,
+        "Limit on the bytes of expert weights that are read, an upstream merger's included. The "
+        "merged model's weights replace those that are not read; null: no limit.",
+        accepts="a whole number of bytes >= 1, an amount such as 800MB or 1.5GiB (units B, KB to "
+        "TB, KiB to TiB), or a share of a full read up to 100%, such as 50%",
+        check=is_read_budget,
+    )
+    log_drift: bool = setting(
+        True,
+        "Measure each block's drift before and after its update. With mix_alpha=0 this costs the "
+        "expert's forward pass.",
+    )
+    linear_kernel: str = setting(
+        "auto",
+        "Library for float32 matrix products on the CPU. `auto`: oneDNN on AMD processors with "
+        "AVX-512, else torch's own; they round differently, so a resumed run needs the same.",
+        choices=("auto", "torch", "onednn"),
+    )
+    sums_precision: str = setting(
+        "auto",
+        "Precision of the products that accumulate Gram and cross matrices. `auto`: float64 for a "
+        "ridge_lambda below 0.01, else float32; tf32 and bfloat16 are faster on a GPU.",
+        choices=("auto", "float32", "float64", "tf32", "bfloat16"),
+    )
+    activations: str = setting(
+        "auto",
+        "Storage of samples' features between blocks, which changes memory alone. `auto`: the "
+        "device.",
+        choices=("auto", "device", "host", "disk"),
+    )
+    activations_dir: str | None = _folder(
+        "Folder for activations=disk, in which each run has its own subfolder until it ends. "
+        "Null: the system's temporary folder.",
+    )
+    checkpoint_dir: str | None = _folder(
+        "Folder that keeps finished blocks, so that an interrupted run can go on. Null: none.",
+    )
+    resume: bool = setting(False, "Go on from the blocks in checkpoint_dir, if there are any.")
+    decode_workers: int | str = setting(
+        "auto",
+        "Threads that decode and process images; 0: the main thread. `auto`: one per core, up to "
+        "8, for a transformers processor on several cores, else 0.",
+        ge=0,
+        choices=("auto",),
+    )
+    pixel_cache_mb: float = setting(
+        512, "Memory for processed images that a run's presets share, in MiB.", ge=0
+    )
+    cache_dir: str | None = _folder(
+        "Folder that keeps processed images for other runs. Null: none are kept.",
+    )

@@ -1,0 +1,168 @@
+"""Declaration of settings: dataclass fields with a help text and the values that they accept."""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args
+
+T = TypeVar("T")
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    choices: Sequence[Any] = (),
+    accepts: str = "",
+    check: Callable[[Any], bool] | None = None,
+    group: str = "",
+) -> Any:
+    """Declare a setting: a field of a dataclass whose annotation gives the type of its values.
+
+    The annotation is `bool`, `int`, `float` or `str`, a union of these and `None`, any type if
+    there is a `check`, or `Any` for values that are checked elsewhere. `auto` beside numbers is a
+    choice: `int | str` with `choices=("auto",)`.
+
+    Args:
+        default: The default value.
+        help: One or two sentences for YAML comments, `featcal settings` and the documentation.
+        ge: Least number.
+        gt: Number that all values exceed.
+        le: Largest number.
+        choices: Accepted values, beside numbers if the annotation allows these.
+        accepts: Accepted values in words, where annotation, bounds and choices do not say them.
+        check: Test of a value, where annotation, bounds and choices cannot make it.
+        group: Heading of the section in YAML; "": that of the setting before.
+    """
+    bounds = {"ge": ge, "gt": gt, "le": le}
+    values = {"choices": tuple(choices), "accepts": accepts, "check": check}
+    metadata = {"help": help, **bounds, **values, "group": group}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def same_as(kind: type, name: str, **changes: Any) -> Any:
+    """Declare a setting that another dataclass has too, with changes of the declaration."""
+    declared = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    metadata = {**declared.metadata, "group": "", "of": kind, **changes}
+    return dataclasses.field(default=declared.default, metadata=metadata)
+
+
+def is_shared(field: Field[Any], kind: type) -> bool:
+    """Return True for a setting that is declared to be the `same_as` one of `kind`."""
+    return field.metadata.get("of") is kind
+
+
+def shared_part(settings: Any, kind: type[T], **changes: Any) -> T:
+    """Return a `kind` with the settings that are declared to be the `same_as` its own."""
+    names = [field.name for field in settings_of(type(settings)) if is_shared(field, kind)]
+    return kind(**{**{name: getattr(settings, name) for name in names}, **changes})
+
+
+def settings_of(kind: type) -> list[Field[Any]]:
+    """Return the settings of a dataclass, its own before inherited ones."""
+    declared = {field.name: field for field in dataclasses.fields(kind) if "help" in field.metadata}
+    order = dict.fromkeys(name for base in kind.__mro__ for name in inspect.get_annotations(base))
+    return [declared[name] for name in order if name in declared]
+
+
+def problems_of(settings: Any) -> list[str]:
+    """Return a phrase for each setting whose value is not accepted."""
+    values = {field: getattr(settings, field.name) for field in settings_of(type(settings))}
+    return [
+        f"{field.name} must be {accepted_values(field)}, got {value!r}"
+        for field, value in values.items()
+        if not _accepts(field, value)
+    ]
+
+
+def check_settings(settings: Any) -> None:
+    """Refuse settings with values that are not accepted.
+
+    Raises:
+        ValueError: If there are any, naming each.
+    """
+    if problems := problems_of(settings):
+        raise ValueError("; ".join(f"method.{problem}" for problem in problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of dataclasses of settings, which are checked when they are made."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+def accepted_values(field: Field[Any]) -> str:
+    """Return the accepted values of a setting in words."""
+    kinds, rules = _kinds(field), field.metadata
+    words = ["null"] if NoneType in kinds else []
+    choices = [yaml_word(choice) for choice in rules["choices"]]
+    if rules["accepts"]:
+        words.append(rules["accepts"])
+    elif int in kinds or float in kinds:
+        words += [*choices, ("an integer" if int in kinds else "a finite number") + _bounds(rules)]
+    elif choices:
+        words.append(f"one of {', '.join(choices)}")
+    else:
+        words.append("true or false" if bool in kinds else "a text")
+    return " or ".join(words)
+
+
+def yaml_word(value: Any) -> str:
+    """Return a value as YAML has it in a line."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_integer(value: Any, least: int) -> bool:
+    """Return True for an integer of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _kinds(field: Field[Any]) -> Sequence[Any]:
+    return get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+
+
+def _bounds(rules: Any) -> str:
+    words = [f"{sign} {rules[key]:g}" for key, sign in _SIGNS.items() if rules[key] is not None]
+    return (" " + " and ".join(words)).replace("e+", "e") if words else ""
+
+
+_SIGNS = {"ge": ">=", "gt": ">", "le": "at most"}
+
+
+def _accepts(field: Field[Any], value: Any) -> bool:
+    kinds, rules = _kinds(field), field.metadata
+    if value is None and NoneType in kinds:
+        return True
+    if rules["check"] is not None:
+        return rules["check"](value)
+    # `1 in (True,)` holds in Python, so the type is compared too.
+    if any(type(value) is type(choice) and value == choice for choice in rules["choices"]):
+        return True
+    if int in kinds or float in kinds:
+        return _is_within(value, rules) and (float in kinds or isinstance(value, int))
+    if rules["choices"] or Any in kinds:
+        return not rules["choices"]
+    return isinstance(value, bool) if bool in kinds else isinstance(value, str) and value != ""
+
+
+def _is_within(value: Any, rules: Any) -> bool:
+    least, above, most = (rules[key] for key in _SIGNS)
+    return (
+        is_number(value)
+        and (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+    )
