@@ -1,7 +1,8 @@
 """FusionBench's simple average and task arithmetic, tensor by tensor from files."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.merged import MergedOnRead, fill
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.experts.vocabulary import CommonRows
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, plain
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
@@ -27,136 +27,116 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     load_pool_model,
 )
 
+Merge = Callable[[Tensor, Sequence[Tensor]], Tensor]
 _OPTIONS = {"_target_", "inplace", "show_pbar", "scaling_factor", *FUSION_BENCH_KEYS}
 
 
-def merger_class(base_method: Any) -> type | None:
-    """FusionBench's class of a plain simple average or task arithmetic; None of all others."""
-    config = plain(base_method)
+@dataclass(frozen=True)
+class FileMerger:
+    """A merger that reads one tensor of each model at a time.
+
+    Attributes:
+        merge: Takes the first model's tensor and the experts', returns the merged one.
+        first: The model from which the merged one has its class and dtypes.
+        experts: The experts.
+    """
+
+    merge: Merge
+    first: PoolModel
+    experts: Mapping[str, PoolModel]
+
+    def merged_model(self) -> nn.Module | None:
+        """Return the merged model; None if FusionBench would merge a part of it only.
+
+        Raises:
+            CalibrationError: If a model cannot be loaded, or a tensor is not finite.
+        """
+        model = load_pool_model(self.first.pool, self.first.name)
+        if getattr(model, "_fusion_bench_target_modules", None) is not None:
+            return None
+
+        def opened(source: PoolModel) -> ExpertModel:
+            assert source.files is not None
+            return ExpertModel(source.name, source.files, model, role="model")
+
+        experts = {name: opened(expert) for name, expert in self.experts.items()}
+        first = experts.get(self.first.name) or opened(self.first)
+        return fill(model, MergedOnRead(first, experts, self.merge)).requires_grad_(False)
+
+
+def file_merger(base_method: Any, models: PoolModels) -> FileMerger | str:
+    """Return a merger that reads files, or the reason why models must be loaded whole.
+
+    Models are read in the dtype that the pool would load them in. It is known only if the pool
+    loads all models in one way, and their files and configs have the same dtypes.
+
+    Args:
+        base_method: Config of the merger.
+        models: The pool's models.
+    """
+    merge = _plain_merge(plain(base_method))
+    if merge is None:
+        return "it is neither plain simple average nor plain task arithmetic"
+    experts = models.experts
+    if models.base is None and merge is not _average:
+        return f"the pool has no modelpool.models.{BASE_MODEL}"
+    first = models.base if merge is not _average else next(iter(experts.values()))
+    assert first is not None
+    used = [first, *experts.values()]
+    for model in used:
+        if type(model.files) is not SafetensorsExpert:
+            return f"{model.name} is not a complete model in safetensors files"
+    if len(set(map(_loading, used))) > 1:
+        return "the models differ in dtype, or in the way that the pool loads them"
+    return FileMerger(merge, first, experts)
+
+
+def _plain_merge(config: Mapping[str, Any]) -> Merge | None:
+    """Return the function of a plain simple average or task arithmetic; None of other mergers."""
     if set(config) - _OPTIONS or "_target_" not in config:
         return None
     try:
-        found = get_object(config["_target_"])
-    except Exception:  # whatever is wrong with it, running the merger says so
+        merger = get_object(config["_target_"])
+    except Exception:  # running the merger reports what is wrong with it
         return None
-    if found is TaskArithmeticAlgorithm:
-        scale = config.get("scaling_factor")
-        return found if isinstance(scale, Real) and not isinstance(scale, bool) else None
-    return found if found is SimpleAverageAlgorithm and "scaling_factor" not in config else None
+    scale = config.get("scaling_factor")
+    if merger is SimpleAverageAlgorithm and "scaling_factor" not in config:
+        return _average
+    if merger is TaskArithmeticAlgorithm and isinstance(scale, Real) and type(scale) is not bool:
+        return _arithmetic(scale)
+    return None
 
 
-def why_not_read(merger: type | None, models: PoolModels) -> str:
-    """Return the reason against merging from files, as far as configs and headers tell, or "".
-
-    Args:
-        merger: `merger_class` of its config.
-        models: The pool's models.
-    """
-    if merger is None:
-        return "it is neither plain simple average nor plain task arithmetic"
-    if models.base is None and merger is TaskArithmeticAlgorithm:
-        return f"the pool has no modelpool.models.{BASE_MODEL}"
-    merged = _models_of(merger, models)
-    for model in merged:
-        if type(model.files) is not SafetensorsExpert:
-            return _why_not_read(model)
-    if len({_entry_but_path(model) for model in merged}) > 1:
-        return "the pool loads its models in different ways"
-    if len({_configured_dtypes(model) for model in merged}) > 1:
-        return "the models' configs name different dtypes"
-    return ""
-
-
-def _why_not_read(model: PoolModel) -> str:
-    """Reason why a model's tensors are not those that safetensors files hold."""
-    if model.adapter is not None:
-        return f"{model.name} is a LoRA adapter, which is added to its base first"
-    if isinstance(model.files, CommonRows):
-        return f"modelpool.vocabulary=common_rows cuts the embeddings of {model.name}"
-    return f"{model.name} does not lie whole in safetensors files"
-
-
-def _models_of(merger: type, models: PoolModels) -> list[PoolModel]:
-    """Return the models that a merger reads, the one from which it takes dtypes first."""
-    experts = list(models.experts.values())
-    return [models[BASE_MODEL], *experts] if merger is TaskArithmeticAlgorithm else experts
-
-
-def _entry_but_path(model: PoolModel) -> str:
-    entry = plain(model.entry)
+def _loading(model: PoolModel) -> tuple[str, frozenset[str], frozenset[str]]:
+    """Return what decides in which dtypes a pool loads a model's files."""
+    entry, source, config = plain(model.entry), model.files, model.config or {}
+    assert isinstance(source, SafetensorsExpert)
     options = dict(entry) if isinstance(entry, Mapping) else {}
     options.pop("pretrained_model_name_or_path", None)
-    return json.dumps(options, sort_keys=True, default=str)
-
-
-def merge_from_files(base_method: Any, models: PoolModels) -> nn.Module | str:
-    """Return the merged model, of which no more than one tensor of each expert was in memory.
-
-    Experts are read from files in the dtype that the pool would load them in: that is known where
-    all models are stored and configured alike.
-
-    Args:
-        base_method: Config of a merger that `why_not_read` has nothing against.
-        models: The pool's models.
-
-    Returns:
-        The model, or what keeps it from being merged this way.
-
-    Raises:
-        CalibrationError: If a tensor is not finite, naming the model.
-    """
-    merger = merger_class(base_method)
-    assert merger is not None
-    merged = _models_of(merger, models)
-    model = load_pool_model(models.pool, merged[0].name)
-    partial = getattr(model, "_fusion_bench_target_modules", None) is not None
-    if not isinstance(model, nn.Module) or partial:
-        return f"the pool loads {type(model).__name__} objects, or merges a part of them only"
-    opened = {m.name: ExpertModel(m.name, _files(m), model, role="model") for m in merged}
-    if not _stored_alike(opened.values()):
-        return "the models are stored in different dtypes"
-    experts, merge = {name: opened[name] for name in models.experts}, _average
-    if merger is TaskArithmeticAlgorithm:
-        merge = _arithmetic(plain(base_method)["scaling_factor"])
-    return fill(model, MergedOnRead(opened[merged[0].name], experts, merge)).requires_grad_(False)
-
-
-def _configured_dtypes(model: PoolModel) -> frozenset[str]:
-    """Every dtype that a model's config.json names."""
-    config = model.config or {}
-    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    dtypes = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
-    return frozenset(str(dtype) for dtype in dtypes if dtype is not None)
-
-
-def _stored_alike(models: Iterable[ExpertModel]) -> bool:
-    """Return whether every tensor has one dtype in all files."""
-    dtypes = []
-    for model in models:
-        source: Any = model.source
-        dtypes.append({name: source.stored_dtype(key) for name, key in model.keys.items()})
-    return all(stored == dtypes[0] for stored in dtypes)
-
-
-def _files(model: PoolModel) -> SafetensorsExpert:
-    assert isinstance(model.files, SafetensorsExpert)  # as `why_not_read` has found
-    return model.files
+    sections = [config, *(section for section in config.values() if isinstance(section, Mapping))]
+    dtypes = {section.get(key) for section in sections for key in ("dtype", "torch_dtype")}
+    stored = {source.stored_dtype(name) for name in source.names()}
+    return (
+        json.dumps(options, sort_keys=True, default=str),
+        frozenset(map(str, dtypes - {None})),
+        frozenset(dtype for dtype in stored if "F" in dtype),  # F32, BF16, not I64
+    )
 
 
 # FusionBench's own functions on one tensor at a time, in the order in which its classes call them:
 # the merged model has the same bits.
 
 
-def _average(own: Tensor, experts: Sequence[Tensor]) -> Tensor:
+def _average(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
     total = {"": experts[0]}
     for expert in experts[1:]:
         total = state_dict_add(total, {"": expert})
     return state_dict_div(total, len(experts))[""]
 
 
-def _arithmetic(scale: float) -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
-    def merge(own: Tensor, experts: Sequence[Tensor]) -> Tensor:
-        base = {"": own}
+def _arithmetic(scale: Any) -> Merge:
+    def merge(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
+        base = {"": first}
         total = state_dict_sub({"": experts[0]}, base)
         for expert in experts[1:]:
             total = state_dict_add(total, state_dict_sub({"": expert}, base))

@@ -1,11 +1,11 @@
-"""The upstream merger of a run: the merged model that it makes, and what it reads of the pool."""
+"""Upstream merger of a run: makes the merged model, and counts what that reads."""
 
 import logging
 from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.fusionbench.fusing import merge_from_files, merger_class, why_not_read
+from fusion_bench_featcal.fusionbench.fusing import FileMerger, file_merger
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
@@ -53,10 +53,10 @@ class Upstream:
         self.config = config
         self.name = MERGED if config is None else method_name(config)
         self._models = models
-        self._why_whole = "its files have not been looked at"
+        self._from_files: FileMerger | str = "only method=featcal merges from files"
 
     def plan_reads(self, settings: FeatCalSettings, fuse: bool | str) -> None:
-        """Find out whether the merger can go through files tensor by tensor.
+        """Decide from configs and headers whether the merger reads files tensor by tensor.
 
         Args:
             settings: Settings of the first calibration.
@@ -68,11 +68,11 @@ class Upstream:
         if self.config is None:
             return
         if fuse is False:
-            self._why_whole = "method.fuse_merge is false"
+            self._from_files = "method.fuse_merge is false"
         elif settings.stream_experts is False:
-            self._why_whole = "method.stream_experts is false"
+            self._from_files = "method.stream_experts is false"
         else:
-            self._why_whole = why_not_read(merger_class(self.config), self._models)
+            self._from_files = file_merger(self.config, self._models)
         self.budget_left(settings)
 
     def merged_model(self, program: Any) -> nn.Module:
@@ -83,13 +83,13 @@ class Upstream:
         """
         if self.config is None:
             return load_pool_model(self._models.pool, MERGED_MODEL)
-        why = self._why_whole
-        if not why:
-            merged = merge_from_files(self.config, self._models)
-            if not isinstance(merged, str):
+        why = self._from_files
+        if isinstance(why, FileMerger):
+            merged = why.merged_model()
+            if merged is not None:
                 log.info("%s merges tensor by tensor from files", self.name)
                 return merged
-            why = merged
+            why = "FusionBench merges a part of these models only"
         log.info("%s merges models that are loaded whole: %s", self.name, why)
         return run_merger(program, self.config, self._models.pool, "method.base_method")
 
@@ -106,28 +106,28 @@ class Upstream:
         return budget_left(budget, read, self.name)
 
     def add_reads(self, reads: dict[str, Any], *, first: bool) -> None:
-        """Add what the merger reads to a calibration's count of reads, and to its totals.
+        """Add the merger's reads to a calibration's count of reads, and to its totals.
 
         Args:
             reads: The count.
-            first: Whether the calibration is the run's first: with later ones it reads nothing.
+            first: True for the run's first calibration. Later ones use the same merged model.
         """
         files = {name: self._models[name].file_bytes for name in self._read()} if first else {}
         merger = None if self.config is None else self.name
         reads["upstream"] = {"merger": merger, "files": files, "earlier": not first}
         totals = reads["totals"]
-        for key, chosen in (
+        for key, names in (
             ("upstream_experts_read", self._models.experts),
             ("upstream_base_read", [BASE_MODEL]),
             ("merged_read", [MERGED_MODEL]),
         ):
-            sizes = [files[name] for name in chosen if name in files]
+            sizes = [files[name] for name in names if name in files]
             totals[key] = None if None in sizes else sum(size for size in sizes if size)
         upstream = totals["upstream_experts_read"]
         totals["all_experts_read"] = None if upstream is None else totals["experts_read"] + upstream
 
     def _read(self) -> list[str]:
-        """Return the models that the merger reads."""
+        """Return the names of the models that the merger reads."""
         if self.config is None:
             return [MERGED_MODEL]
         takes_base = self._models.base is not None and self.name != "simple_average"
@@ -135,7 +135,7 @@ class Upstream:
 
 
 def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
-    """Return the rest of a read budget behind an upstream merger, which reads every expert whole.
+    """Return the rest of a read budget after an upstream merger, which reads every expert whole.
 
     Args:
         budget: The setting `expert_read_budget`.
@@ -143,7 +143,7 @@ def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
         merger: The merger's name, for the message.
 
     Raises:
-        CalibrationError: If nothing is left, naming what can be set instead.
+        CalibrationError: If nothing is left, naming the settings to change.
     """
     if upstream == 0:
         return budget
@@ -152,6 +152,6 @@ def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
         return limit - upstream
     raise CalibrationError(
         f"method.expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
-        f"({upstream} bytes), and the calibration reads besides. Give more bytes than that, or let "
+        f"({upstream} bytes), before the calibration reads any. Give more bytes than that, or let "
         "the pool bring a merged model (modelpool.models._merged_, method.base_method=null)"
     )
