@@ -1,28 +1,28 @@
-"""Sizes of the features that a model passes from block to block, from its config and shapes."""
+"""Sizes of the features between a model's blocks, from its config and shapes."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-LENGTH = 512
-"""Number of tokens of a text whose length is unknown."""
+from fusion_bench_featcal.families import Family
 
-_TOKENS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
-_BESIDE = ("shortcut", "downsample")
+LENGTH = 512
+"""Default number of tokens of a text."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features that one block receives in one model.
+    """Sizes of one block's inputs.
 
     Attributes:
-        positions: Number of positions of a sample.
+        positions: Number of positions per sample.
         width: Width of the features.
-        encoded: Numbers of the encoder's output of a sample, which a decoder's blocks receive too.
-        shared: Numbers that the samples of a batch share: a position bias.
+        encoded: Size of the encoder's output per sample, an input of decoder blocks.
+        shared: Size of a position bias, which the samples of a batch share.
     """
 
     positions: int
@@ -31,19 +31,25 @@ class Features:
     shared: int = 0
 
     def numbers(self, samples: int, batches: int) -> int:
-        """Count the numbers of some samples in some batches."""
+        """Return the size of the inputs of some samples in some batches."""
         return samples * (self.positions * self.width + self.encoded) + batches * self.shared
 
 
 def features_of(
-    model: nn.Module, stages: Sequence[Sequence[str]], length: int, target_length: int
+    family: Family,
+    model: nn.Module,
+    stages: Sequence[Sequence[str]],
+    length: int,
+    target_length: int,
 ) -> dict[str, Features]:
-    """Return what each block receives.
+    """Return the sizes of each block's inputs.
 
     Args:
-        model: The model, on any device.
+        family: The model's family.
+        model: The model, on any device. Of images one runs through it, which on the meta device
+            computes shapes only.
         stages: Its blocks.
-        length: Tokens of a text, or the side of an image where no config tells it.
+        length: Tokens of a text, or the side of an image if it is not in the config.
         target_length: Tokens of an encoder-decoder's target.
 
     Raises:
@@ -52,19 +58,19 @@ def features_of(
     config: Any = getattr(model, "config", None)
     if config is None:
         raise ValueError(
-            f"{type(model).__name__} has no config that tells its inputs; featcal plan knows the "
-            "models of transformers"
+            f"{type(model).__name__} has no config, from which featcal plan takes the size of "
+            "inputs. Plan models of transformers"
         )
     if takes_images(model) and len(stages) == 1:
-        return _of_images(model, stages[0], getattr(config, "image_size", None) or length)
+        return _of_images(family, model, stages[0], getattr(config, "image_size", None) or length)
     decodes = bool(getattr(config, "is_encoder_decoder", False))
     if len(stages) > 1 + decodes or takes_images(model):
-        raise ValueError(f"the number of positions in {type(model).__name__} is not known")
+        raise ValueError(f"the number of positions in {type(model).__name__} is unknown")
     encoded = getattr(config, "max_source_positions", length)  # of Whisper
     lengths = (length,) if not decodes else (encoded, target_length)[2 - len(stages) :]
     features: dict[str, Features] = {}
     for stage, positions in zip(stages, lengths, strict=True):
-        width = _inputs_of(_first_layer(model, stage[0]))
+        width = _width(model, stage[0])
         heads = _shared_bias_heads(model, stage)
         memory = encoded * width if decodes and stage is stages[-1] and len(stages) > 1 else 0
         shared = heads * positions**2
@@ -73,13 +79,13 @@ def features_of(
 
 
 def takes_images(model: nn.Module) -> bool:
-    """Tell whether a model's inputs are images."""
+    """Return whether a model's inputs are images."""
     images = getattr(model, "main_input_name", None) == "pixel_values"
     return images or hasattr(getattr(model, "config", None), "image_size")
 
 
 def needs_length(model: nn.Module) -> bool:
-    """Tell whether the size of a model's inputs does not follow from its config."""
+    """Return whether the size of a model's inputs is missing in its config."""
     if takes_images(model):
         return not hasattr(getattr(model, "config", None), "image_size")
     return getattr(model, "main_input_name", None) == "input_ids"
@@ -89,7 +95,7 @@ def length_for(model: nn.Module, given: int | None, max_length: int | None = Non
     """Return the size of a model's inputs: as given, else `max_length`, else 512.
 
     Raises:
-        ValueError: If the model takes images, and neither its config nor `given` tells their size.
+        ValueError: If the model takes images of unknown size.
     """
     if given is None and takes_images(model) and needs_length(model):
         raise ValueError(
@@ -99,46 +105,38 @@ def length_for(model: nn.Module, given: int | None, max_length: int | None = Non
     return given or max_length or LENGTH
 
 
-def _of_images(model: nn.Module, blocks: Sequence[str], side: int | Sequence[int]) -> Any:
-    """Follow the strides of convolutions and pools up to each block."""
-    sides = (side, side) if isinstance(side, int) else side
-    names = [name for name, _ in model.named_parameters()]
-    tokens = sum(
-        model.get_parameter(name).shape[:-1].numel() for name in names if name.endswith(_TOKENS)
-    )
+def _of_images(
+    family: Family, model: nn.Module, blocks: Sequence[str], side: int | Sequence[int]
+) -> dict[str, Features]:
+    """Return the sizes of each block's inputs for an image."""
+    parameter, sides = next(model.parameters()), (side, side) if isinstance(side, int) else side
+    channels = getattr(model.config, "num_channels", 3)
+    images = torch.zeros(1, channels, *sides, dtype=parameter.dtype, device=parameter.device)
     features: dict[str, Features] = {}
-    stride, entered, convolves = 1, "", True
-    for name, module in model.named_modules():
-        if name in blocks:
-            first = _first_layer(model, name)
-            entered, convolves = f"{name}.", isinstance(first, nn.Conv2d)
-            positions = math.prod(length // stride for length in sides)
-            features[name] = Features(positions + tokens * (not convolves), _inputs_of(first))
-        inside = name.startswith(entered) if entered else False
-        skipped = inside and (not convolves or any(part in name for part in _BESIDE))
-        if isinstance(module, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d) and not skipped:
-            stride *= module.stride if isinstance(module.stride, int) else module.stride[0]
+    try:
+        call = family.begin(model, {"pixel_values": images}, blocks[0])
+        for block in blocks:
+            shape = call.hidden.shape  # [1, positions, width] or [1, channels, height, width]
+            width = shape[-1] if len(shape) == 3 else shape[1]
+            features[block] = Features(math.prod(shape[1:]) // width, width)
+            _, call = family.step(model, block, call)
+    except RuntimeError as error:  # of operations without a meta kernel
+        raise ValueError(f"the number of positions in {type(model).__name__} is unknown") from error
     return features
 
 
-def _first_layer(model: nn.Module, block: str) -> Any:
-    """Return the first linear map of a block; a norm has the width, too."""
-    layers = ("in_channels", "in_features", "nx", "normalized_shape", "num_features")
-    modules = model.get_submodule(block).modules()
-    return next(module for module in modules if any(hasattr(module, name) for name in layers))
-
-
-def _inputs_of(layer: Any) -> int:
-    """Return the number of inputs of a linear map or a convolution; `nx` is GPT-2's."""
-    names = ("in_channels", "in_features", "nx", "num_features")
-    return (
-        next((getattr(layer, n) for n in names if hasattr(layer, n)), 0)
-        or layer.normalized_shape[-1]
-    )
+def _width(model: nn.Module, block: str) -> int:
+    """Return the number of inputs of a block's first layer; `nx` is of GPT-2's."""
+    for layer in model.get_submodule(block).modules():
+        for name in ("in_features", "nx", "normalized_shape", "num_features"):
+            if hasattr(layer, name):
+                size: Any = getattr(layer, name)
+                return size if isinstance(size, int) else size[-1]
+    raise ValueError(f"the width of {block} is unknown")
 
 
 def _shared_bias_heads(model: nn.Module, stage: Sequence[str]) -> int:
-    """Return the heads of a position bias that the first block makes for all; 0: there is none."""
+    """Return the heads of a position bias that the first block makes for all blocks, else 0."""
     heads = [
         {n: p.shape[-1] for n, p in model.get_submodule(b).named_parameters() if "relative_" in n}
         for b in stage[:2]

@@ -1,6 +1,6 @@
-"""Plan of a calibration: what its busiest process reads and writes, and how much memory it takes.
+"""Plan of a calibration: bytes that its busiest process fetches, reads, writes and keeps in memory.
 
-Everything follows from names and shapes: no weight is read and no model runs.
+Computed from names and shapes. No weight is read.
 """
 
 import math
@@ -25,36 +25,36 @@ LABELS = {
     "solve": "systems of its widest module",
     "block": "an expert's block, anchors, new parameters",
 }
-"""Parts of a calibration's memory, for people."""
+"""Titles of the parts of a calibration's memory."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """Sizes in bytes, of the busiest process."""
 
-    model: str
+    model: str  # class of the model
     family: str
     device: str
     tasks: int
-    samples: int  # most of a task
+    samples: int  # largest number per task
     processes: int
-    neighbours: int
-    parts: Mapping[str, int]  # memory by the names in `LABELS`
-    waiting: Mapping[str, int]  # features on `device`, `host` or `disk`
-    host: int  # host memory at its fullest: this process, the merged model and the calibration
-    gpu: int | None  # device memory at its fullest; None on a CPU
-    more_host: int  # what this machine's processes will need beside what is in use
+    neighbours: int  # processes on one machine
+    parts: Mapping[str, int]  # memory, by the keys of `LABELS`
+    waiting: Mapping[str, int]  # stored features, on `device`, `host` or `disk`
+    host: int  # peak host memory of a process, with its libraries and the merged model
+    gpu: int | None  # peak device memory; None on a CPU
+    more_host: int  # host memory that this machine's processes still have to allocate
     free_host: int
     free_gpu: int | None
     fetched: int  # from the hub
     read: int  # from experts
     base_read: int
-    disk: int  # files of the run: waiting features, and blocks that `checkpoint_dir` keeps
-    output: int  # the calibrated model's file
-    advice: str  # which settings lower the memory
+    disk: int  # files of the run: stored features, and blocks in `checkpoint_dir`
+    output: int  # file of the calibrated model
+    advice: str  # settings that lower the memory
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, fit for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -73,13 +73,15 @@ def plan_of(request: Request) -> Plan:
     resident, free_host = psutil.Process().memory_info().rss, free_bytes(CPU) or 0
     free_gpu = None if on_cpu else free_bytes(device)
     busy = size + parts["block"] + parts["sums"] + max(parts["batch"], parts["solve"])
-    waiting = _waiting(request, parts["features"])
+    chosen = settings.activations
+    on_device = chosen == "auto" or (chosen == "host" and on_cpu)
+    storage = "device" if on_device else chosen
+    waiting = {name: parts["features"] * (name == storage) for name in ("device", "host", "disk")}
     busy += waiting["device"]
     host = resident + (1 + whole - request.loaded) * size + waiting["host"]
     host += busy if on_cpu else parts["block"]
-    unstarted = 0 if request.loaded else (neighbours - 1) * resident  # those that have not begun
+    unstarted = 0 if request.loaded else (neighbours - 1) * resident  # processes to be started
     read, base_read = shapes.reads()
-    storage = max(waiting, key=lambda name: waiting[name])
     return Plan(
         model=type(request.model).__name__,
         family=shapes.family.name,
@@ -104,16 +106,8 @@ def plan_of(request: Request) -> Plan:
     )
 
 
-def _waiting(request: Request, size: int) -> dict[str, int]:
-    """Return the bytes of features by place."""
-    activations, device = request.settings.activations, request.device
-    on_device = activations == "auto" or (activations == "host" and device.type == "cpu")
-    chosen = "device" if on_device else activations
-    return {storage: size * (storage == chosen) for storage in ("device", "host", "disk")}
-
-
 def one_line(plan: Plan) -> str:
-    """Return the line that a run logs at its start."""
+    """Return the log line of a plan."""
     gpu = "" if plan.gpu is None else f", {bytes_text(plan.gpu)} of GPU memory"
     disk = f", {bytes_text(plan.disk)} on disk" if plan.disk else ""
     whose = f" in the busiest of {plan.processes} processes" if plan.processes > 1 else ""
@@ -124,7 +118,7 @@ def one_line(plan: Plan) -> str:
 
 
 def warnings_of(plan: Plan) -> list[str]:
-    """Return sentences on memory that is not free, with the settings that lower it."""
+    """Return warnings of insufficient memory, with the settings that lower it."""
     needs = [("host", plan.more_host, plan.free_host), ("GPU", plan.gpu, plan.free_gpu)]
     return [
         f"the calibration is predicted to need {bytes_text(needed)} more {kind} memory, "
@@ -142,23 +136,22 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
         f"{counted(plan.samples, 'sample')} on {plan.device}"
     )
     if plan.processes > 1:
-        console.print(f"{plan.processes} processes; what follows is for the busiest of them")
+        console.print(f"{plan.processes} processes. Sizes are of the busiest one")
     storage = next((name for name, size in plan.waiting.items() if size), "device")
     rows = {label: plan.parts[part] for part, label in LABELS.items() if plan.parts[part]}
-    rows[f"host memory, at its fullest, of {bytes_text(plan.free_host)} free"] = plan.host
+    rows[f"peak host memory ({bytes_text(plan.free_host)} are free)"] = plan.host
     if plan.neighbours > 1:
-        together = f"the same of {plan.neighbours} processes on a machine, at most"
-        rows[together] = plan.neighbours * plan.host
+        rows[f"{plan.neighbours} processes on a machine, at most"] = plan.neighbours * plan.host
     if plan.gpu is not None:
-        rows["GPU memory, at its fullest"] = plan.gpu
+        rows["peak GPU memory"] = plan.gpu
     rows |= {"fetched from the hub": plan.fetched} if plan.fetched else {}
     rows |= {"read from experts": plan.read, "read from the base": plan.base_read}
     rows |= {"files of the run": plan.disk, "the calibrated model's file": plan.output}
     table = Table("memory and files", "size")
     table.columns[1].justify = "right"
     for label, size in rows.items():
-        where = f" ({storage})" if label == LABELS["features"] else ""
-        table.add_row(label + where, bytes_text(size))
+        suffix = f" ({storage})" if label == LABELS["features"] else ""
+        table.add_row(label + suffix, bytes_text(size))
     console.print(table)
     for warning in warnings_of(plan):
         console.print(f"warning: {warning}")

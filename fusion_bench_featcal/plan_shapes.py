@@ -1,4 +1,4 @@
-"""Reads and memory of a calibration from names and shapes: no weight is read, no model runs."""
+"""Reads and memory of a calibration, computed from names and shapes."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,19 +26,19 @@ SYSTEMS = 2
 
 @dataclass(frozen=True)
 class Request:
-    """The calibration to be planned."""
+    """A calibration to plan."""
 
     model: nn.Module  # structure of the merged model, on the meta device
     settings: FeatCalSettings
     tasks: int
-    length: int = LENGTH  # tokens of a text, or an image's side where no config tells it
+    length: int = LENGTH  # tokens of a text, or an image's side if it is not in the config
     target_length: int = 8  # tokens of an encoder-decoder's target
-    samples: Sequence[int] = ()  # of each task; empty: `samples_per_task` of each
-    held: int = 0  # experts that are loaded whole
+    samples: Sequence[int] = ()  # per task; empty: `samples_per_task`
+    held: int = 0  # number of experts that are loaded whole
     base_held: bool = False
-    itemsize: int | None = None  # bytes of a number in the models' files; None: as in the model
-    loaded: int = 0  # models that this process has in memory, the merged one included
-    fetches: int = 0  # models that neither a folder nor the hub's cache has
+    itemsize: int | None = None  # bytes per number in the models' files; None: as in the model
+    loaded: int = 0  # models already in this process's memory, with the merged one
+    fetches: int = 0  # models that must be fetched from the hub
     device: torch.device = CPU
     processes: int = 1
     neighbours: int = 1  # processes on one machine
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Shapes:
-    """A request's model as its family shows it, and the modules that are calibrated."""
+    """A request's model, its blocks and the modules that are calibrated."""
 
     request: Request
     family: Family
@@ -82,12 +82,12 @@ class Shapes:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of a number of the model."""
+        """Return the bytes per number of the model."""
         return next(self.model.parameters()).itemsize
 
     @property
     def stored(self) -> int:
-        """Return the bytes of a number in the models' files."""
+        """Return the bytes per number in the models' files."""
         return self.request.itemsize or self.itemsize
 
     @property
@@ -102,7 +102,7 @@ class Shapes:
         return self.rule.runs_experts or self.request.settings.log_drift
 
     def reads(self) -> tuple[int, int]:
-        """Return bytes read of all experts, within the budget, and of the base."""
+        """Return the bytes read of all experts, within the budget, and of the base."""
         request, settings, model = self.request, self.request.settings, self.model
         runs, calibrated = self.runs_experts, self.modules
         names = names_in_order(model, self.family, self.stages, calibrated, runs_experts=runs)
@@ -117,14 +117,15 @@ class Shapes:
         return read, sum(sizes[name] for name in anchors) * self.rule.reads_base
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of each part at the block where it is largest."""
+        """Return the bytes of each part of the memory, at the block where it is largest."""
         request = self.request
-        received = features_of(self.model, self.stages, request.length, request.target_length)
+        lengths = request.length, request.target_length
+        received = features_of(self.family, self.model, self.stages, *lengths)
         at_blocks = [self._memory_at(block, received[block]) for block in self.modules]
         return {part: max(sizes[part] for sizes in at_blocks) for part in at_blocks[0]}
 
     def _memory_at(self, block: str, features: Features) -> dict[str, int]:
-        """Return bytes of each part at one block."""
+        """Return the bytes of each part of the memory at one block."""
         request, settings, rule = self.request, self.request.settings, self.rule
         groups = self.groups(block)
         turns = [*rule.turns(groups)] or [[]]
@@ -151,7 +152,7 @@ class Shapes:
         }
 
     def groups(self, block: str) -> list[Group]:
-        """Return the groups of a block's modules, by their names."""
+        """Return the groups of a block's modules."""
         rule = self.rule
         sites: list[Any] = list(self.modules[block].sites)
         sites = [site for site in sites if site.kind != "norm" or rule.calibrate_norm]
@@ -164,7 +165,7 @@ class Shapes:
         return groups_by_name(self.model, sites, queries_apart=closes)
 
     def _dealt(self) -> tuple[int, int, int]:
-        """Return samples with their copies, held-out samples and batches of the busiest process."""
+        """Return samples and copies, held-out samples, and batches of the busiest process."""
         request, settings = self.request, self.request.settings
         images = torch.empty(1, 3, 1, 1, device="meta") if takes_images(self.model) else None
         shared = max(request.processes // request.tasks, 1)  # processes that share a task's batches
@@ -181,20 +182,20 @@ class Shapes:
 
 
 def sums_of(group: Group, model: nn.Module, rule: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a group's sums: over tasks, and over the rows of one task."""
+    """Return the bytes of a group's sums over tasks and over the rows of one task."""
     rows = empty_rows(group, model, model, rule, dtype)
     sums = empty_sums(group, model, None, rule, dtype)
     return size_of([*sums.tensors(), *rows.tensors()])
 
 
 def is_encoded(group: Group) -> bool:
-    """Tell whether a group receives an encoder's features, which wait with the batch anyway."""
+    """Return whether a group receives an encoder's features, which are stored with the batch."""
     owner, _, leaf = group.name.rpartition(".")
     return leaf.startswith(("k", "v")) and any(part in owner for part in CROSS)
 
 
 def inputs_of(group: Group) -> int:
-    """Return the numbers that a group receives at one position."""
+    """Return the number of a group's inputs at one position."""
     patches = group.sites[0].patches
     return group.inputs if patches is None else patches.channels
 

@@ -1,4 +1,4 @@
-"""Plans of FusionBench runs: from the command line's words before a run, and at its start."""
+"""Plans of FusionBench runs: from command-line overrides, and at the start of a run."""
 
 import logging
 import math
@@ -44,20 +44,21 @@ def run_request(
     target_length: int = 8,
     device: torch.device | str = "cpu",
 ) -> Request:
-    """Request for the plan of a run that is named as on FusionBench's command line.
+    """Return the request for the plan of a run with these command-line overrides.
 
-    Only configs and headers of files are read; nothing is downloaded.
+    Only configs and headers of files are read. Nothing is downloaded.
 
     Args:
-        overrides: Words of the command line, such as `modelpool=clip-vit-base-patch32_TA8`.
-        length: Tokens of a text; None: `method.max_length`, else 512. Of models of images whose
-            config names no image size, as ResNet's: the side of an image in pixels.
+        overrides: Overrides such as `modelpool=clip-vit-base-patch32_TA8`; without `method=` the
+            method is featcal.
+        length: Tokens of a text; None: `method.max_length`, else 512. For images whose size is not
+            in the model's config, as of ResNet: their side in pixels.
         target_length: Tokens of an encoder-decoder's target.
-        device: Where to calibrate.
+        device: Device of the calibration.
 
     Raises:
-        ValueError: If the words name no run, the base model's configuration cannot be found, the
-            size of its images is unknown, or the upstream merger exceeds a read budget.
+        ValueError: If the overrides do not compose, the base model's config or the size of its
+            images is unknown, or the upstream merger exceeds a read budget.
     """
     method, models, fabric = _composed(overrides)
     target = str(method.get("_target_", ""))
@@ -65,18 +66,15 @@ def run_request(
         raise ValueError(
             f"there are plans of method=featcal only, not of {target or method.get('name')}"
         )
-    known = FeatCalSettings.names()
-    settings = checked_settings({key: value for key, value in method.items() if key in known})
-    base, merger = models.get(BASE_MODEL), method.get("base_method")
-    model = empty_model(_location_of(models.get(MERGED_MODEL) if base is None else base))
+    names = FeatCalSettings.names()
+    settings = checked_settings({key: value for key, value in method.items() if key in names})
+    base = models.get(BASE_MODEL)
     experts = [entry for name, entry in models.items() if not name.startswith("_")]
     if not experts:
         raise ValueError("modelpool.models names no expert")
-    held = sum(not _streams(entry, settings) for entry in experts)
-    base_held = base is not None and not _streams(base, settings)
-    neighbours = _devices(fabric.get("devices", 1), device := torch.device(device))
-    processes = neighbours * int(fabric.get("num_nodes", 1))
+    model = empty_model(_location_of(models.get(MERGED_MODEL) if base is None else base))
     sources = [_source_of(entry) for entry in experts]
+    merger = method.get("base_method")
     if merger is not None and settings.expert_read_budget is not None:
         whole = sum(value.nbytes for value in model.state_dict().values())
         read = sum(whole if s is None else sum(map(s.nbytes, s.names())) for s in sources)
@@ -85,27 +83,28 @@ def run_request(
         except CalibrationError as error:
             raise ValueError(str(error)) from error
         settings = settings.replace(expert_read_budget=left)
+    neighbours = _devices(fabric.get("devices", 1), device := torch.device(device))
     return Request(
         model=model,
         settings=settings,
         tasks=len(experts),
         length=length_for(model, length, settings.max_length),
         target_length=target_length,
-        held=held,
-        base_held=base_held,
+        held=sum(not _streams(entry, settings) for entry in experts),
+        base_held=base is not None and not _streams(base, settings),
         itemsize=stored_itemsize(sources[0]),
         device=device,
         fetches=sum(map(_is_fetched, [*experts, *([] if base is None else [base])])),
-        processes=processes,
+        processes=neighbours * int(fabric.get("num_nodes", 1)),
         neighbours=neighbours,
     )
 
 
-def _compose(overrides: Sequence[str]) -> Any:
-    """Compose a run; without `method=` the method is featcal.
+def _composed(overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Return plain values of a run's method, models and processes.
 
     Raises:
-        ValueError: If the words compose no run.
+        ValueError: If the overrides compose no run with a model pool.
     """
     make_importable(os.getcwd())  # as in the run itself: `_target_` may name a class there
     words = list(overrides)
@@ -113,52 +112,45 @@ def _compose(overrides: Sequence[str]) -> Any:
         words.append("method=featcal")
     try:
         with initialize_config_dir(str(get_default_config_path()), version_base=None):
-            return compose("fabric_model_fusion", overrides=words)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explained(error) from error
-
-
-def _composed(overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Compose a run: plain values of method, models of the pool, and fabric's processes.
-
-    Raises:
-        ValueError: If the words compose no run with a model pool.
-    """
-    config = _compose(overrides)
-    try:
-        # by name: Fabric's loggers need a running program
-        given = config.fabric or {}
-        fabric = {name: given[name] for name in ("devices", "num_nodes") if name in given}
-        parts = config.method, config.modelpool.models, OmegaConf.create(fabric)
-        return [dict(OmegaConf.to_container(part, resolve=True)) for part in parts]  # type: ignore[arg-type]
+            config = compose("fabric_model_fusion", overrides=words)
+        # Only these keys of fabric: its loggers need a running program.
+        fabric = OmegaConf.masked_copy(
+            config.fabric or OmegaConf.create(), ["devices", "num_nodes"]
+        )
+        sections = config.method, config.modelpool.models, fabric
+        return [dict(OmegaConf.to_container(section, resolve=True)) for section in sections]  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from error
 
 
 def known_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
-    """Number of each task's samples; empty where a task's batches do not tell it."""
+    """Return the number of samples per task; empty if it is unknown for a task."""
     counts = [len(task.indices) for task in batches.values() if hasattr(task, "indices")]
     return tuple(counts) if len(counts) == len(batches) else ()
 
 
 def log_plan(
-    merged: nn.Module, settings: FeatCalSettings, tasks: int, device: torch.device, **known: Any
+    merged: nn.Module, settings: FeatCalSettings, tasks: int, device: torch.device, **more: Any
 ) -> Plan | None:
-    """Log at the start of a run what it will take, and warn where that is more than there is.
+    """Log the plan of a run that starts, with warnings if memory is short.
+
+    Args:
+        merged: The merged model.
+        settings: Settings of the calibration.
+        tasks: Number of tasks.
+        device: Device of the calibration.
+        **more: Further attributes of the `Request`.
 
     Returns:
-        The plan, of a `Request` with the attributes `known` besides; None where none can be made,
-        which is no reason not to run: of texts whose length is unknown (no `method.max_length`), of
-        images whose size is, or of a model of unknown inputs.
+        The plan; None without a known size of inputs (`method.max_length` is not set, say).
     """
     if needs_length(merged) and (settings.max_length is None or takes_images(merged)):
         return None
-    known = {"loaded": 1, "length": settings.max_length or LENGTH, **known}
+    more = {"loaded": 1, "length": settings.max_length or LENGTH, **more}
     model = hollow_copy(merged).to("meta")
-    request = Request(model, settings, tasks, device=device, **known)
     try:
-        plan = plan_of(request)
-    except Exception as error:  # a model of unknown inputs: the calibration itself will tell
+        plan = plan_of(Request(model, settings, tasks, device=device, **more))
+    except Exception as error:  # a plan is no reason to stop: the calibration reports errors
         log.debug("no plan of reads and memory: %s", error)
         return None
     log.info(one_line(plan))
@@ -168,7 +160,7 @@ def log_plan(
 
 
 def stored_itemsize(source: Any) -> int | None:
-    """Bytes of a number in a source's files, as its headers tell; None: not known."""
+    """Return the bytes per number in a source's files; None: unknown."""
     try:
         name = min(source.names())
         return known_bytes(source, name) // math.prod(source.shape(name))
@@ -177,7 +169,7 @@ def stored_itemsize(source: Any) -> int | None:
 
 
 def _location_of(entry: Any) -> str:
-    """The folder or hub id of a model pool's entry."""
+    """Return the folder or hub id in a model pool's entry."""
     keys = ("pretrained_model_name_or_path", "base_model_path")
     if isinstance(entry, Mapping):
         entry = next((entry[key] for key in keys if key in entry), None)
@@ -189,7 +181,7 @@ def _location_of(entry: Any) -> str:
 
 
 def _source_of(entry: Any) -> SafetensorsExpert | None:
-    """An entry's safetensors files; None where it is no folder that holds some."""
+    """Return an entry's safetensors files; None if it is no folder with such files."""
     try:
         return SafetensorsExpert(Path(_location_of(entry)))
     except (OSError, ValueError, CalibrationError):
@@ -197,7 +189,7 @@ def _source_of(entry: Any) -> SafetensorsExpert | None:
 
 
 def _is_fetched(entry: Any) -> bool:
-    """Tell whether an entry is a model of the hub that is not here."""
+    """Return whether an entry is a model that must be fetched from the hub."""
     try:
         location = _location_of(entry)
     except ValueError:
@@ -206,7 +198,7 @@ def _is_fetched(entry: Any) -> bool:
 
 
 def _streams(entry: Any, settings: FeatCalSettings) -> bool:
-    """Return whether calibration reads a model block by block, as far as its entry tells."""
+    """Return whether calibration will read a model block by block, judged by its entry."""
     if settings.stream_experts is False:
         return False
     if isinstance(entry, Mapping):
@@ -216,12 +208,11 @@ def _streams(entry: Any, settings: FeatCalSettings) -> bool:
 
 
 def _devices(asked: Any, device: torch.device) -> int:
-    """Number of devices of a machine that Fabric would take, one process each."""
+    """Return the number of devices per machine that Fabric would use, one process each."""
     if asked is None or str(asked) in ("auto", "-1"):
         return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
-    names = asked.split(",") if "," in str(asked) and isinstance(asked, str) else asked
-    listed = isinstance(names, list)
-    count = sum(bool(str(name).strip()) for name in names) if listed else int(asked)
+    names = asked.split(",") if isinstance(asked, str) and "," in asked else asked
+    count = len([*filter(str.strip, map(str, names))]) if isinstance(names, list) else int(asked)
     if count < 1:
         raise ValueError(f"fabric.devices = {asked!r} names no device")
     return count

@@ -292,19 +292,21 @@ def test_files_of_a_run_count(clip: Request, tmp_path: Path):
 
 def test_positions_follow_from_the_config():
     clip = empty_model("clip-vit-base-patch32")
-    (block, *_), *_ = stages = resolve_family("auto", clip).stages(clip)
-    assert features_of(clip, stages, 1, 1)[block].positions == 50
+    family = resolve_family("auto", clip)
+    (block, *_), *_ = stages = family.stages(clip)
+    assert features_of(family, clip, stages, 1, 1)[block].positions == 50
     t5 = t5_model(width=64, depths=(3, 4), heads=8).to("meta")
-    encoder, decoder = stages = resolve_family("auto", t5).stages(t5)
-    features = features_of(t5, stages, 10, 3)
+    family = resolve_family("auto", t5)
+    encoder, decoder = stages = family.stages(t5)
+    features = features_of(family, t5, stages, 10, 3)
     assert (features[encoder[0]].numbers(2, 1), features[encoder[0]].shared) == (2080, 800)
     assert features[decoder[-1]].encoded == 10 * 64
-    with pytest.raises(ValueError, match="has no config that tells its inputs"):
-        features_of(nn.Linear(2, 2), [], 1, 1)
+    with pytest.raises(ValueError, match="has no config, from which"):
+        features_of(family, nn.Linear(2, 2), [], 1, 1)
 
 
 UNKNOWN = ("qwen2_vl", "qwen2_5_vl")  # as many patches as images have
-OTHERS = (*UNKNOWN, "aimv2_vision_model, bare", "convnext")  # token unused; inputs of another size
+OTHERS = (*UNKNOWN, "convnext")  # inputs of another size
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -320,7 +322,7 @@ def test_features_are_those_that_blocks_receive(row: Any):
     stages, first = family.stages(model), next(iter(inputs.values()))
     first = inputs.get("pixel_values", inputs.get("input_ids", first))
     targets = inputs["labels"].shape[1] if "labels" in inputs else 0
-    found, call = features_of(model, stages, first.shape[-1], targets), None
+    found, call = features_of(family, model, stages, first.shape[-1], targets), None
     for number, stage in enumerate(stages):
         ending = [family.ending(model, call)] if number and family.hands_on else []
         call = family.begin(model, inputs, stage[0], *ending)
@@ -335,8 +337,9 @@ def test_features_are_those_that_blocks_receive(row: Any):
 )
 def test_unknown_numbers_of_positions_are_refused(row: Any):
     model = row.make()[0]
+    family = resolve_family("auto", model)
     with pytest.raises(ValueError, match="number of positions"):
-        features_of(model, resolve_family("auto", model).stages(model), 8, 8)
+        features_of(family, model, family.stages(model), 8, 8)
 
 
 def test_plans_are_shown(clip: Request):

@@ -97,8 +97,8 @@ def test_a_plan_of_two_processes_says_so(capsys: pytest.CaptureFixture[str]):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "6 tasks x 256 samples" in shown
-    assert "2 processes; what follows is for the busiest" in shown
-    assert "the same of 2 processes on a machine" in shown
+    assert "2 processes. Sizes are of the busiest one" in shown
+    assert "2 processes on a machine, at most" in shown
 
 
 @pytest.mark.parametrize(
