@@ -50,7 +50,10 @@ def test_no_expert_is_far_among_equals_or_alone_or_beside_copies_of_the_base() -
 
     assert named(0.1, 0.2, 0.15) == []
     assert named(5.0) == []
-    assert named(0.0, 0.0, 1.0) == []
+    assert [note.partition(" on a")[0] for note in named(0.0, 0.0, 1.0)] == [
+        "expert 0 equals the base",
+        "expert 1 equals the base",
+    ]
 
 
 def test_experts_with_a_sibling_as_base_are_named() -> None:

@@ -161,9 +161,6 @@ def test_missing_module_of_a_target_is_named(tmp_path):
     entry = {"_target_": "no_such_package.load", "path": "x"}
     message = refusal(clip_pool(towers(tmp_path) | {"two": entry}))
     assert "modelpool.models.two._target_=no_such_package.load cannot be imported" in message
-    data: Any = OmegaConf.create({"one": {"_target_": "datasets.no_such_function"}})
-    message = refusal(clip_pool(towers(tmp_path), train_datasets=data))
-    assert "modelpool.train_datasets.one._target_=datasets.no_such_function" in message
 
 
 def damaged_index(content: str) -> Callable[[Path], None]:
@@ -339,54 +336,6 @@ def test_causal_pool_without_a_tokenizer_says_what_to_set(tmp_path):
     pool = with_data(CausalLMPool(OmegaConf.create(models), tokenizer=None))
     with nothing_is_loaded(pool), pytest.raises(CalibrationError, match=r"modelpool\.tokenizer"):
         FeatCalAlgorithm(base_method=MERGER).run(pool)
-
-
-# What is hardly meant
-
-
-def warnings_of(pool: Any, caplog: Any) -> list[str]:
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="fusion_bench_featcal"):
-        check_pool_models(PoolModels(pool), fabric())
-        check_pool_models(PoolModels(pool), fabric())
-    return [record.getMessage() for record in caplog.records if "featcal" in record.name]
-
-
-def test_tasks_without_an_expert_are_warned_of_once(tmp_path, caplog):
-    data: Any = OmegaConf.create({"one": {}, "two": {}, "three": {}})
-    pool = clip_pool(towers(tmp_path), train_datasets=data)
-    pool._program = SimpleNamespace(taskpool=SimpleNamespace(_test_datasets={"four": {}}))
-    first, second = warnings_of(pool, caplog)
-    assert first.startswith("modelpool has data of tasks that no expert")
-    assert first.endswith(": three")
-    assert second.startswith("taskpool")
-    assert second.endswith(": four")
-
-
-def test_same_weights_under_two_names_are_warned_of(tmp_path, caplog):
-    models = towers(tmp_path)
-    expected = ["experts 'one' and 'two' have the same weights"]
-    assert warnings_of(clip_pool(models | {"two": models["one"]}), caplog) == expected
-    copied = write(tower(1), tmp_path / "copied")
-    assert warnings_of(clip_pool(models | {"two": copied}), caplog) == expected
-    modules: Any = {"_pretrained_": tower(), "one": tower(1), "two": tower(1)}
-    assert warnings_of(BaseModelPool(modules), caplog) == expected
-
-
-def test_expert_that_differs_in_one_matrix_only_is_another(tmp_path, caplog):
-    other = tower(1)
-    with torch.no_grad():
-        other.get_submodule(
-            next(name for name, _ in other.named_modules() if name.endswith("1.mlp.fc2"))
-        ).weight.add_(1)  # type: ignore[union-attr, operator]
-    models = towers(tmp_path) | {"two": write(other, tmp_path / "other")}
-    assert warnings_of(clip_pool(models), caplog) == []
-
-
-def test_expert_with_the_base_s_weights_is_warned_of(tmp_path, caplog):
-    models = towers(tmp_path)
-    (warning,) = warnings_of(clip_pool(models | {"two": models["_pretrained_"]}), caplog)
-    assert warning.startswith("expert 'two' has the base model's weights")
 
 
 # Where FusionBench is started

@@ -36,6 +36,11 @@ def far_experts(experts: Mapping[str, ExpertModel], base: nn.Module) -> list[str
     for task, distance in distances.items():
         of_others = [value for other, value in distances.items() if other != task]
         median = statistics.median(of_others) if of_others else 0.0
+        if distance == 0:
+            notes.append(
+                f"expert {task} equals the base on a sample of its weights: check that it is the "
+                "fine-tuned model"
+            )
         if distance > FAR * median > 0:
             notes.append(
                 f"expert {task} lies {distance / median:.1f} times as far from the base as the "

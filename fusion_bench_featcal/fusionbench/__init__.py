@@ -1,10 +1,10 @@
-"""The room where FusionBench is met, in the order of a run.
+"""FusionBench's side of a run, in its order.
 
 `console`, `hydra_job`: the screen, the log directory, the end of a job.
 `options`, `program`: a method's keys; FusionBench's program, its task pool and its mergers.
 `pool_models`, `processors`: models of a pool by their files or whole; tokenizers and processors.
-`pool_checks`, `pool_configs`, `save_target`: refusals before anything is loaded.
-`upstream`, `fusing`: the upstream merger; one that shares the calibration's reads.
+`pool_checks`, `pool_configs`, `save_target`: checks before anything is loaded.
+`upstream`, `fusing`: the upstream merger; mergers that read files tensor by tensor.
 `plan_run`, `program_processes`: the plan of a run; several processes.
-`saving`, `evaluation`, `run_results`: what becomes of the models.
+`saving`, `evaluation`, `run_results`: saving, evaluating and reporting the models.
 """
