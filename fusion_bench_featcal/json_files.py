@@ -1,8 +1,7 @@
-"""JSON files that carry the digest of their own content, and values without secrets for them."""
+"""JSON files with a digest of their content, and masking of secrets in what is written."""
 
 import hashlib
 import json
-import logging
 import math
 import os
 import re
@@ -14,12 +13,9 @@ from typing import Any
 from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.untrusted import read_bytes
 
-log = logging.getLogger(__name__)
-
 DIGEST = "digest"
-_LINE_DIGITS = 16  # of a digest that stands in every line
-_LARGEST = 2**28  # bytes of a file; a checkpoint's manifest has about 200 for each tensor
-_told: list[Path] = []
+_LINE_DIGITS = 16  # of the digest in every line of a JSON lines file
+_MAX_BYTES = 2**28  # of a file; a checkpoint's manifest has about 200 bytes per tensor
 _HIDDEN = "***"
 _KEY = (
     "(?i:(?<!(?:pad|eos|bos|unk|cls|sep)_)(?<!mask_)(?<!(?:image|video|audio)_)token|passw(?:or)?d|passphrase|pwd|secret|credentials?"
@@ -44,8 +40,8 @@ _SECRETS = {
 
 
 def sealed_json(content: Mapping[str, Any]) -> str:
-    """Return the text of a JSON file that carries the digest of its own content."""
-    # It comes first: no gap in the file takes the digest away and leaves other content.
+    """Return the text of a JSON file with the digest of its content."""
+    # The digest is the first key, so that a truncated file cannot lose it alone.
     return json.dumps({DIGEST: digest_json(content), **content}, indent=2, allow_nan=False) + "\n"
 
 
@@ -54,17 +50,17 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
 
     Args:
         path: The file.
-        sealed: Refuse a file without a digest; otherwise the log says once that there are such.
+        sealed: Refuse a file without a digest.
 
     Returns:
         The content without its digest.
 
     Raises:
-        ReportError: The file is missing, unreadable, not JSON, holds numbers that are not finite or
-            beyond 64 bits, or is not what was written.
+        ReportError: The file is missing, unreadable, not JSON, has numbers that are not finite or
+            beyond 64 bits, or has changed since it was written.
     """
     try:
-        content = parse_json(read_bytes(path, _LARGEST))
+        content = parse_json(read_bytes(path, _MAX_BYTES))
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -72,9 +68,7 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
     seal = content.pop(DIGEST, None) if isinstance(content, dict) else None
     if seal is None and sealed:
         raise ReportError(f"{path} has no digest: it is damaged, or of an earlier version")
-    if seal is None:
-        tell_without_digest(path)
-    elif seal != digest_json(content):
+    if seal not in (None, digest_json(content)):
         edited = f' (if it was edited on purpose, remove its key "{DIGEST}")' * (not sealed)
         raise ReportError(
             f"{path} is damaged: its digest does not fit its content. Restore it or run again"
@@ -84,8 +78,8 @@ def read_json(path: Path, *, sealed: bool = False) -> Any:
 
 
 def sealed_lines(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a JSON lines file whose lines carry the digest of them all."""
-    # In each line: none can be missing, or be changed, unnoticed.
+    """Return the text of a JSON lines file; every line has the digest of all records."""
+    # In each line, so that a missing line is noticed.
     digest = digest_json(records)[:_LINE_DIGITS]
     return "".join(
         json.dumps({**record, DIGEST: digest}, allow_nan=False) + "\n" for record in records
@@ -93,18 +87,18 @@ def sealed_lines(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON lines file, and check the digest that its lines carry if they do.
+    """Read a JSON lines file, and check the digest in its lines if they have one.
 
     Returns:
         The records without their digest.
 
     Raises:
-        ReportError: The file cannot be read, is empty, a line of it is no JSON object, or it is not
-            what was written.
+        ReportError: The file cannot be read, is empty, has a line that is no JSON object, or has
+            changed since it was written.
     """
     records = []
     try:
-        for number, line in enumerate(read_bytes(path, _LARGEST).splitlines(), start=1):
+        for number, line in enumerate(read_bytes(path, _MAX_BYTES).splitlines(), start=1):
             record = parse_json(line)
             if not isinstance(record, dict):
                 raise ReportError(f"{path}, line {number} is not a record")
@@ -114,9 +108,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     digests = [record.pop(DIGEST, None) for record in records]
     if not records:
         raise ReportError(f"{path} is damaged: it is empty")
-    if not any(digests):
-        tell_without_digest(path)
-    elif set(map(str, digests)) != {digest_json(records)[:_LINE_DIGITS]}:
+    if any(digests) and set(map(str, digests)) != {digest_json(records)[:_LINE_DIGITS]}:
         raise ReportError(f"{path} is damaged: its digest does not fit its content")
     return records
 
@@ -132,31 +124,20 @@ def parse_json(data: bytes | str) -> Any:
     return json.loads(text, parse_constant=_refuse, parse_float=_float, parse_int=_integer)
 
 
-def tell_without_digest(path: Path) -> None:
-    """Say, once in a process, that a file of an earlier version cannot be checked."""
-    if not _told:
-        log.info(
-            "%s was written by an earlier version, without a digest: damage to it, or to others "
-            "like it, may go unnoticed",
-            path,
-        )
-        _told.append(path)
-
-
 def plain(value: Any, place: str) -> Any:
-    """Reduce `value` to what JSON can hold: dataclasses, mappings, sequences, paths, scalars.
+    """Convert dataclasses, mappings, sequences, paths and scalars to JSON values.
 
     Secrets become ***.
 
     Args:
-        value: Anything made of those; numpy and torch scalars count as numbers.
-        place: Where the value stands, for the error message.
+        value: The value; numpy and torch scalars become numbers.
+        place: Path of the value in its file, for the error message.
 
     Raises:
-        ReportError: A part of the value has no JSON form, or is NaN or infinite.
+        ReportError: A nested value has no JSON form, or is NaN or infinite.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        raise ReportError(f"{place}: {value} cannot be kept in report.json")
+        raise ReportError(f"{place}: {value} cannot be written to report.json")
     if value is None or isinstance(value, (bool, int, float, str)):
         return masked(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -176,7 +157,7 @@ def plain(value: Any, place: str) -> Any:
         return os.fspath(value)
     if getattr(value, "ndim", None) == 0:
         return plain(value.item(), place)  # pyright: ignore[reportAttributeAccessIssue]
-    raise ReportError(f"{place}: a {type(value).__name__} cannot be kept in report.json")
+    raise ReportError(f"{place}: a {type(value).__name__} cannot be written to report.json")
 
 
 def masked(value: Any) -> Any:

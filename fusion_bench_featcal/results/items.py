@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_bench_featcal.files import LOG_DIR_SETTING, ReportError, write_atomic
-from fusion_bench_featcal.json_files import parse_json, tell_without_digest
+from fusion_bench_featcal.json_files import parse_json
 
 ITEMS_FILE = "items.npz"
 _MOST_BYTES = 2**31  # of all flags, unpacked
@@ -59,9 +59,8 @@ def _sealed(archive: bytes) -> bytes:
 
 def _check_seal(content: bytes, path: Path) -> None:
     length = 2 * hashlib.sha256().digest_size
-    if content[-length - 2 : -length] != length.to_bytes(2, "little"):
-        tell_without_digest(path)
-    elif _sealed(content[: -length - 2] + b"\0\0") != content:
+    has_seal = content[-length - 2 : -length] == length.to_bytes(2, "little")
+    if has_seal and _sealed(content[: -length - 2] + b"\0\0") != content:
         raise ReportError(f"{path} is damaged: its digest does not fit its content")
 
 
