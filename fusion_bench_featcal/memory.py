@@ -1,4 +1,4 @@
-"""Free memory, and errors that say it has run out."""
+"""Free memory, and errors of running out of it."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -10,14 +10,7 @@ import torch
 
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-    ),
-)
+_CGROUP = Path("/sys/fs/cgroup")
 _PHRASES = (
     "can't allocate memory",  # torch's CPU allocator
     "not enough memory",  # the same on Windows
@@ -31,17 +24,13 @@ _PHRASES = (
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be allocated on a device.
+    """Return the bytes that can still be allocated on a device; None: unknown.
 
-    Args:
-        device: The device; for the CPU a container's limit counts too.
-
-    Returns:
-        Bytes; None where the device does not say.
+    On a CPU the limit of a container counts too.
     """
     if device.type == "cpu":
-        limits = [psutil.virtual_memory().available, *filter(None, map(_left_in_group, _CGROUPS))]
-        return min(limits)
+        available = psutil.virtual_memory().available
+        return min(available, _left_in_container() or available)
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -49,7 +38,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory has run out, on whatever device."""
+    """Return whether an error means that memory has run out, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -61,15 +50,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def naming_memory(
     device: torch.device, place: Callable[[], str], advice: Callable[[], str]
 ) -> Iterator[None]:
-    """Context whose errors of lacking memory say where it ran out and what to lower.
+    """Context that adds the place and the settings to lower to out-of-memory errors.
 
     Args:
-        device: Where the work is done.
-        place: What was being worked on.
-        advice: Which settings lower what.
+        device: Device of the computation.
+        place: Returns the block and task being processed.
+        advice: Returns a sentence on the settings that lower the memory.
 
     Raises:
-        CalibrationError: In place of an error that says so; all others pass as they are.
+        CalibrationError: In place of an out-of-memory error. Other errors pass unchanged.
     """
     try:
         yield
@@ -85,7 +74,7 @@ def naming_memory(
 
 
 def memory_advice(settings: FeatCalSettings, device: torch.device) -> str:
-    """Return a sentence that names the settings which lower a calibration's memory."""
+    """Return a sentence on the settings that lower a calibration's memory."""
     waiting = "host|disk" if device.type != "cpu" else "disk"
     if settings.activations == "host" and device.type != "cpu":
         waiting = "disk"
@@ -96,11 +85,13 @@ def memory_advice(settings: FeatCalSettings, device: torch.device) -> str:
     return f"What lowers it: {', '.join(ways)}"
 
 
-def _left_in_group(files: tuple[str, str, str]) -> int | None:
-    """Memory that a container's limit leaves; the page cache is given back when needed."""
+def _left_in_container() -> int | None:
+    """Return the bytes that a container's limit leaves; None: there is no limit."""
+    files = (_CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     try:
-        limit, used, statistics = (Path(file).read_text(encoding="ascii") for file in files)
+        limit, used, statistics = (file.read_text(encoding="ascii") for file in files)
+        # The page cache counts as used, but is released when memory is needed.
         cached = dict(line.split() for line in statistics.splitlines()).get("inactive_file", 0)
         return max(int(limit) - int(used) + int(cached), 1)
-    except (OSError, ValueError):  # no such group, or no limit ("max")
+    except (OSError, ValueError):  # "max" is no number
         return None

@@ -1,12 +1,12 @@
-"""Copies of models that run their own weights, whatever was set on an instance.
+"""Copies of models that run their own weights, even if a function was set on an instance.
 
 FusionBench's loaders of classifiers set `model.forward = lambda ...` over the loaded model's own
-method. `copy.deepcopy` copies no function: a copy would go on to run the original's weights.
+method. `copy.deepcopy` does not copy functions, so a copy would still run the original's weights.
 """
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -16,100 +16,88 @@ from fusion_bench_featcal.settings import CalibrationError
 
 
 def copied_module(model: nn.Module, stand_ins: Mapping[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy of a model, whose functions run the copy.
+    """Return a deep copy of a model whose functions run the copy.
 
     Args:
         model: The model.
-        stand_ins: Objects to take in place of copies, by the original's id.
+        stand_ins: Objects to use in place of copies, by the id of the original.
     """
     made = copy.deepcopy(model, dict(stand_ins or {}))
     pairs = zip(model.modules(), made.modules(), strict=True)
-    return _bind(made, {id(original): own for original, own in pairs})
+    return _rebind(made, {id(original): copied for original, copied in pairs})
 
 
 def bind_own_functions(model: nn.Module) -> nn.Module:
     """Make functions that were set on a model's modules run this model instead of another one.
 
-    A function that closes over a foreign module is bound to the module of the same class in this
-    model. Does nothing to a model whose functions are its classes' or its own.
+    A module of another model in a function's closure is replaced by this model's module of the
+    same class. A model without such functions does not change.
 
     Args:
-        model: The model, which someone may have copied. It is changed.
+        model: The model, which someone may have copied. It is changed in place.
 
     Returns:
         The same model.
 
     Raises:
-        CalibrationError: If several modules of the model could be meant.
+        CalibrationError: If several modules of the model are of that class.
     """
-    return _bind(model, {})
+    return _rebind(model, {})
 
 
-def _bind(model: nn.Module, counterparts: Mapping[int, nn.Module]) -> nn.Module:
-    for name, module in model.named_modules():
-        for attribute, value in list(vars(module).items()):
+def _rebind(model: nn.Module, copies: Mapping[int, nn.Module]) -> nn.Module:
+    for name, owner in model.named_modules():
+        for attribute, value in list(vars(owner).items()):
             if isinstance(value, FunctionType):
-                place = f"{name}.{attribute}".lstrip(".")
-                bound = _Binding(model, counterparts, module, place).bound(value)
-                if bound is not value:
-                    setattr(module, attribute, bound)
+                label = f"{type(model).__name__}.{name}.{attribute}".replace("..", ".")
+                swap = partial(_own_module, model, copies, owner, label)
+                rebound = _rebound(value, swap)
+                if rebound is not value:
+                    setattr(owner, attribute, rebound)
     return model
 
 
-@dataclass(frozen=True)
-class _Binding:
-    """One function that was set on a module.
-
-    Attributes:
-        model: The model whose weights shall run.
-        counterparts: Its modules by the ids of the original's, as far as they are known.
-        owner: The module that has the function.
-        place: The function's name in messages.
-    """
-
-    model: nn.Module
-    counterparts: Mapping[int, nn.Module]
-    owner: nn.Module
-    place: str
-
-    def bound(self, value: Any) -> Any:
-        """Return a function, method or module of this model in place of another model's."""
-        if isinstance(value, FunctionType) and value.__closure__:
-            cells = [_content(cell) for cell in value.__closure__]
-            bound = [self.bound(content) for content in cells]
-            if all(new is old for new, old in zip(bound, cells, strict=True)):
-                return value
-            own = tuple(map(CellType, bound))
-            made = FunctionType(value.__code__, value.__globals__, value.__name__, None, own)
-            made.__defaults__, made.__kwdefaults__ = value.__defaults__, value.__kwdefaults__
-            return made
-        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
-            module = self.bound(value.__self__)
-            return value if module is value.__self__ else MethodType(value.__func__, module)
-        return self._counterpart(value) if isinstance(value, nn.Module) else value
-
-    def _counterpart(self, module: nn.Module) -> nn.Module:
-        """Return this model's module of the same class; where it has none the module itself."""
-        if id(module) in self.counterparts:
-            return self.counterparts[id(module)]
-        own = [other for other in self.model.modules() if type(other) is type(module)]
-        if any(other is module for other in own):
-            return module
-        if type(self.owner) is type(module):
-            return self.owner
-        if len(own) > 1:
-            kind = type(module).__name__
-            raise CalibrationError(
-                f"{type(self.model).__name__}.{self.place} is a function that was set on the "
-                f"instance and runs a {kind} of another model; this one has {len(own)}, and running"
-                " the other's weights would be wrong. Define the function in a class"
-            )
-        return own[0] if own else module
+def _rebound(value: Any, swap: Callable[[nn.Module], nn.Module]) -> Any:
+    """Return a function, method or module with all modules that it refers to swapped."""
+    if isinstance(value, nn.Module):
+        return swap(value)
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        module = swap(value.__self__)
+        return value if module is value.__self__ else MethodType(value.__func__, module)
+    if not (isinstance(value, FunctionType) and value.__closure__):
+        return value
+    cells = [_rebound_cell(cell, swap) for cell in value.__closure__]
+    if all(new is old for new, old in zip(cells, value.__closure__, strict=True)):
+        return value
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, None, tuple(cells))
+    made.__defaults__, made.__kwdefaults__ = value.__defaults__, value.__kwdefaults__
+    return made
 
 
-def _content(cell: CellType) -> Any:
-    """Return what a cell holds; a variable that is not assigned yet holds nothing."""
+def _rebound_cell(cell: CellType, swap: Callable[[nn.Module], nn.Module]) -> CellType:
     try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+        content = cell.cell_contents
+    except ValueError:  # a variable without a value
+        return cell
+    rebound = _rebound(content, swap)
+    return cell if rebound is content else CellType(rebound)
+
+
+def _own_module(
+    model: nn.Module, copies: Mapping[int, nn.Module], owner: nn.Module, label: str, used: nn.Module
+) -> nn.Module:
+    """Return the module of `model` for one that `owner`'s function uses; else the used one."""
+    if id(used) in copies:
+        return copies[id(used)]
+    candidates = [module for module in model.modules() if type(module) is type(used)]
+    if not candidates or any(module is used for module in candidates):
+        return used
+    if type(owner) is type(used):
+        return owner
+    if len(candidates) > 1:
+        raise CalibrationError(
+            f"{label} is a function that was set on the instance and runs a {type(used).__name__} "
+            f"of another model; this one has {len(candidates)}, and running the other's weights "
+            "would be wrong. Define the function in a class"
+        )
+    return candidates[0]
