@@ -87,7 +87,7 @@ def explain_command(options: argparse.Namespace) -> int:
 
 def calibrate_command(options: argparse.Namespace) -> None:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
-    from fusion_bench_featcal.ending import ending_cleanly
+    from fusion_bench_featcal.ending import NOTHING_SAVED, ending_cleanly
     from fusion_bench_featcal.folders import Request, run
     from fusion_bench_featcal.folders.request import in_words_of_the_command
     from fusion_bench_featcal.folders.saving import finished_before, saved_by_this_command
@@ -101,7 +101,7 @@ def calibrate_command(options: argparse.Namespace) -> None:
         if saved_by_this_command(out):
             return f"ended after saving: the model in {out} is complete"
         if not blocks.is_dir() or not any(blocks.iterdir()):
-            return "ended before it was done: nothing is kept, and the same command begins anew"
+            return NOTHING_SAVED
         return (
             f"ended before it was done: finished blocks are in {blocks}. To go on, repeat the "
             "command with --resume"

@@ -1,4 +1,4 @@
-"""Digests of tensors, models, files and code: what kept results are compared by."""
+"""Digests of tensors, models, files and code, by which stored results are compared."""
 
 import hashlib
 import json
@@ -14,35 +14,35 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.files import sha256_file
 
-_SHORT = 32  # hexadecimal digits: 128 bits, beyond any accident
+_SHORT = 32  # hexadecimal digits: 128 bits
 _TRANSIENT = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def without_addresses(text: str) -> str:
-    """A text without addresses of objects, which differ between processes."""
+    """Remove addresses of objects, which differ between processes."""
     return _ADDRESS.sub("", text)
 
 
 def digest_text(text: str) -> str:
-    """Digest of a text."""
+    """Return the digest of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:_SHORT]
 
 
 def digest_file(path: Path) -> str:
-    """Digest of a file's bytes."""
+    """Return the digest of a file."""
     return sha256_file(path)[:_SHORT]
 
 
 def digest_tensor(tensor: Tensor) -> str:
-    """Digest of a tensor's dtype, shape and content."""
+    """Return the digest of a tensor's dtype, shape and content."""
     digest = hashlib.sha256()
     _update(digest, "", tensor)
     return digest.hexdigest()[:_SHORT]
 
 
 def glimpse(model: nn.Module) -> str:
-    """Digest of a few values of each of a model's tensors: what tells two models apart quickly."""
+    """Return the digest of a few values per tensor of a model, a quick comparison."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().reshape(-1)
@@ -54,7 +54,7 @@ class InputsDigest:
     """Digest of a stream of model inputs."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without inputs."""
         self._digest = hashlib.sha256()
 
     def add(self, inputs: Any) -> None:
@@ -72,7 +72,7 @@ class InputsDigest:
                 self._digest.update(f"{name} {without_addresses(repr(value))}\n".encode())
 
     def text(self) -> str:
-        """The digest of all that was added."""
+        """Return the digest of all batches so far."""
         return self._digest.hexdigest()[:_SHORT]
 
 
@@ -83,7 +83,7 @@ def _update(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Class, modules and config: what a model computes besides its weights."""
+    """Return class, modules and config of a model, which with the weights define its function."""
     config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else None
     return {
@@ -95,7 +95,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON form that is the same in every process."""
+    """Return a JSON form that is the same in every process."""
     text = json.dumps(value, default=lambda v: sorted(map(str, v)) if _is_set(v) else str(v))
     return json.loads(
         without_addresses(text),
@@ -110,9 +110,11 @@ def _is_set(value: Any) -> bool:
 
 @cache
 def describe_software(packages: tuple[str, ...], code: tuple[str, ...]) -> dict[str, str]:
-    """Versions of packages, and a digest of the source of parts of this one, by their file names.
+    """Return versions of packages, and the digest of some of this package's files.
 
-    A checkout that is not installed is known by its code alone.
+    Args:
+        packages: Names of packages; those that are missing are "not installed".
+        code: Files and folders of this package, relative to it.
     """
     root, digest = Path(__file__).parent, hashlib.sha256()
     for source in (root / name for name in sorted(code)):

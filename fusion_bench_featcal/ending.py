@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: a run cleans up, says how to go on, and ends with the usual exit code."""
+"""SIGTERM and Ctrl-C: a run cleans up, prints how to continue, and exits with the usual code."""
 
 import atexit
 import signal
@@ -17,7 +17,7 @@ TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
 
 class Terminated(SystemExit):
-    """SIGTERM, as an exception that no handler of errors catches."""
+    """SIGTERM as an exception that no `except Exception` catches."""
 
     def __str__(self) -> str:
         return "ended by SIGTERM"
@@ -25,13 +25,13 @@ class Terminated(SystemExit):
 
 @contextmanager
 def ending_cleanly(program: Any, how_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Context that SIGTERM leaves by an exception, so that temporary files go.
+    """Context that turns SIGTERM into an exception, so that temporary files are removed.
 
-    The handler is installed in the main thread only, and for the time of the context.
+    The handler is installed in the main thread only.
 
     Args:
-        program: The running FusionBench program: then the exit code after Ctrl-C is 130. None: a
-            KeyboardInterrupt stays one.
+        program: The running FusionBench program, whose exit code after Ctrl-C is 130; None: a
+            KeyboardInterrupt is raised on.
         how_to_go_on: Returns the last line that the process prints.
 
     Raises:
@@ -60,17 +60,17 @@ def ending_cleanly(program: Any, how_to_go_on: Callable[[], str]) -> Iterator[No
 
 
 def ends_cleanly(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let a method's `run`, of which nothing is kept on the way, end as `ending_cleanly` says."""
+    """Decorate a method's `run` that saves nothing before its end with `ending_cleanly`."""
 
     @wraps(run)
     def ending(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with ending_cleanly(getattr(args[0], "_program", None), lambda: NOTHING_KEPT):
+        with ending_cleanly(getattr(args[0], "_program", None), lambda: NOTHING_SAVED):
             return run(*args, **kwargs)
 
     return ending
 
 
-NOTHING_KEPT = "ended before it was done: nothing is kept, and the same command begins anew"
+NOTHING_SAVED = "Interrupted. Nothing was saved. Run the command again to start over."
 
 
 def _terminate(*_: Any) -> None:

@@ -1,6 +1,5 @@
-"""The examples that come with the package, copied for users to run and change."""
+"""The examples in the package, copied for users to run and change."""
 
-import os
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Example:
-    """A folder or file below `examples/`, and what to run where it was copied to."""
+    """A folder or file below `examples/`, and the commands that run its copy."""
 
     source: str
     summary: str
@@ -39,7 +38,7 @@ EXAMPLES = {
     ),
     "own-family": Example(
         "own_family",
-        "a model family of one's own, named in YAML by _target_",
+        "a model family of your own, chosen in YAML by _target_",
         ("fusion_bench method=last_blocks modelpool=clip-vit-mini_alphabets2",),
     ),
     "python-api": Example(
@@ -72,12 +71,12 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def examples_folder(package: Path = _PACKAGE) -> Path:
-    """Return the folder of the examples: the source tree's, else the one in the package.
+    """Return the folder of the examples in the source tree, else in the package.
 
     Raises:
         FileNotFoundError: If the installation has neither.
     """
-    # An editable install holds a copy of another day in the package's folder.
+    # In an editable install the package's folder has an outdated copy.
     for folder in (package.parent / "examples", package / "examples"):
         if (folder / EXAMPLES["own-task"].source).is_dir():
             return folder
@@ -89,32 +88,24 @@ def copy_example(name: str, folder: Path) -> list[str]:
 
     Args:
         name: A key of `EXAMPLES`.
-        folder: A folder that does not exist yet, or is empty.
+        folder: A new or empty folder.
 
     Returns:
-        The commands that run it, the first of which goes to the folder.
+        The commands that run it. The first one changes to the folder.
 
     Raises:
-        ValueError: If there is no such example, or there is something in the folder.
+        ValueError: If there is no such example, or the folder is not empty.
     """
     example = EXAMPLES.get(name)
     if example is None:
         raise ValueError(f"no example {name!r}; there are {', '.join(EXAMPLES)}")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"example {name}: {folder} is there already; name a new or empty folder")
+        raise ValueError(f"example {name}: {folder} exists and is not empty; choose another folder")
     source = examples_folder() / example.source
-    target = folder.absolute()  # `.` has no name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        if source.is_dir():
-            shutil.copytree(source, partial, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            partial.mkdir()
-            shutil.copy(source, partial)
-        target.mkdir(exist_ok=True)
-        for path in partial.iterdir():
-            path.rename(target / path.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, folder, ignore=ignored, dirs_exist_ok=True)
+    else:
+        shutil.copy(source, folder)
     return [f"cd {shlex.quote(str(folder))}", *example.commands]

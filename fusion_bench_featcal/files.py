@@ -1,7 +1,7 @@
-"""Files and folders that are written whole or not at all, and the removal of what a kill leaves.
+"""Files and folders that are written whole or not at all.
 
-A temporary name ends in `<host>-<process id>-<anything>.part` (or `.old`), beside the place of the
-file. A process that is killed leaves it behind; the next one on the same host recognises it.
+A temporary file lies beside the final one, and its name ends in `<host>-<process id>-<number>.part`
+(or `.old`). If its process is killed, a later process on the same host recognises and removes it.
 """
 
 import contextlib
@@ -25,27 +25,25 @@ log = logging.getLogger(__name__)
 LOG_DIR_SETTING = "path.log_dir"
 PART, OLD = ".part", ".old"
 _COUNT = itertools.count()
-_OWN: set[str] = set()
+_MADE: set[str] = set()  # names of this process's temporary files
 
 
 class ReportError(RuntimeError):
-    """A result cannot be written, read or compared. The message names the place and the cause."""
+    """A result cannot be written, read or compared. The message names the file and the cause."""
 
 
 def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
-    """Create `directory` (with parents) and make sure that files can be put into it.
-
-    Call it before hours of work, not only after them.
+    """Create a folder with its parents, and check before long work that files can be written there.
 
     Args:
-        directory: The folder results go to.
-        setting: The setting that chose the folder, named in the error message.
+        directory: The folder.
+        setting: The setting that chose the folder, for the message.
 
     Returns:
-        The folder as an absolute path.
+        The absolute path.
 
     Raises:
-        ReportError: A file stands in the folder's place, or it cannot be created or written.
+        ReportError: The path or a parent is a file, or the folder cannot be created or written.
     """
     directory = Path(directory).absolute()
     for part in (directory, *directory.parents):
@@ -65,16 +63,14 @@ def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> 
 
 @contextmanager
 def new_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a new path beside `path`; the file that is made there is moved into place.
-
-    A reader, or a process that begins after a kill, sees the old file or the new one.
+    """Yield a temporary path beside `path`. The file written there then replaces `path` atomically.
 
     Args:
         path: The file; its folder exists.
-        durable: Whether it must outlive a loss of power too.
+        durable: Flush the file to the disk, so that it survives a loss of power.
 
     Raises:
-        OSError: It cannot be written; the old file stays.
+        OSError: It cannot be written. The old file stays.
     """
     partial = temporary_neighbour(path)
     try:
@@ -85,7 +81,7 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
         os.replace(partial, path)
         if durable:
             sync(path.parent)
-    finally:  # after a signal, too
+    finally:
         remove(partial)
 
 
@@ -110,18 +106,18 @@ def write_atomic(path: Path, content: str | bytes, setting: str = LOG_DIR_SETTIN
 
 @contextmanager
 def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield a new path beside `target`, and put what is made there in the target's place.
+    """Yield a temporary path beside `target`. The file or folder made there then replaces `target`.
 
-    The new content is brought to the disk, then swapped in by two renames. A process that is
-    killed leaves the old content or the new one whole; `clear_leftovers` repairs the rest. What an
-    existing folder holds and the new one lacks is carried over.
+    The new content is flushed to the disk and moved by two renames. If the process is killed, the
+    old or the new content is complete, and `clear_leftovers` restores it. Other files in an
+    existing folder are kept.
 
     Args:
         target: The folder or file; it may be missing.
-        dropped: Patterns of names that are not carried over.
+        dropped: Patterns of names in the old folder that are not kept.
 
     Raises:
-        OSError: If something cannot be written or moved; the old content is as it was then.
+        OSError: If something cannot be written or moved. The old content stays.
     """
     clear_leftovers(target, dropped)
     new = temporary_neighbour(target)
@@ -134,33 +130,33 @@ def replacing(target: Path, dropped: Sequence[str] = ()) -> Iterator[Path]:
 
 
 def clear_leftovers(target: Path, dropped: Sequence[str] = ()) -> None:
-    """Finish or undo replacements of `target` that dead processes of this host had begun."""
+    """Finish or undo replacements of `target` that killed processes of this host had begun."""
     for leftover in orphans(target.parent, f".{target.name}."):
-        if leftover.suffix == OLD:  # it was moved away when the new folder was complete
+        if leftover.suffix == OLD:
             new = leftover.with_suffix(PART)
             if not target.exists():
                 os.rename(new if new.exists() else leftover, target)
-                log.warning("%s was being replaced when a process ended: it is whole again", target)
+                log.warning("restored %s, whose replacement was interrupted", target)
             if leftover.is_dir():
                 _carry_over(leftover, target, dropped)
     remove_orphans(target.parent, f".{target.name}.")
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, as `sha256sum` prints it."""
+    """Return the SHA-256 of a file, as `sha256sum` prints it."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def free_space(folder: Path) -> int:
-    """Return the free bytes of the disk that a folder is on or, if it is missing, will be on."""
+    """Return the free bytes of a folder's disk. The folder may be missing."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def sync(*paths: Path) -> None:
-    """Bring files, and the entries of folders, to the disk, where the system can."""
+    """Flush files and folders to the disk, if the system can."""
     for entry in paths:
         with contextlib.suppress(OSError):
             descriptor = os.open(entry, os.O_RDONLY)
@@ -176,25 +172,19 @@ def owner_mark() -> str:
 
 
 def temporary_neighbour(path: Path) -> Path:
-    """Return a hidden name beside `path` that no other process uses; nothing is made."""
-    return register(path.with_name(f".{path.name}.{owner_mark()}-{next(_COUNT)}{PART}"))
-
-
-def register(path: Path) -> Path:
-    """Note that this process made `path`, which holds `owner_mark()`; return it.
-
-    A container's first process has the same id in every start, so the id alone does not tell.
-    """
-    _OWN.add(path.name)
-    return path
+    """Return a hidden path beside `path` that no other process uses. Nothing is created."""
+    neighbour = path.with_name(f".{path.name}.{owner_mark()}-{next(_COUNT)}{PART}")
+    # A container's first process always has the same id, so the id alone is not enough.
+    _MADE.add(neighbour.name)
+    return neighbour
 
 
 def orphans(folder: Path, prefix: str = "") -> list[Path]:
-    """List what dead processes of this host left in a folder.
+    """List temporary files that killed processes of this host left in a folder.
 
     Args:
         folder: The folder; it may be missing.
-        prefix: Beginning of the names to look for.
+        prefix: Beginning of the names.
     """
     try:
         return sorted(p for p in folder.iterdir() if p.name.startswith(prefix) and _is_orphan(p))
@@ -203,13 +193,13 @@ def orphans(folder: Path, prefix: str = "") -> list[Path]:
 
 
 def remove_orphans(folder: Path, prefix: str = "") -> None:
-    """Remove what dead processes of this host left in a folder; see `orphans`."""
+    """Remove temporary files that killed processes of this host left in a folder."""
     for path in orphans(folder, prefix):
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder as far as possible; it may be missing."""
+    """Remove a file or folder, ignoring errors. It may be missing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -230,12 +220,12 @@ def _swap(new: Path, target: Path, dropped: Sequence[str]) -> None:
     except BaseException:
         os.rename(old, target)
         raise
-    _carry_over(old, target, dropped)  # what was written meanwhile, such as a log
+    _carry_over(old, target, dropped)  # files written since, such as a log
     remove(old)
 
 
 def _carry_over(source: Path, destination: Path, dropped: Sequence[str]) -> None:
-    """Give a folder what another holds besides, by hard links."""
+    """Link the files of one folder that another one lacks into it."""
     for entry in source.iterdir():
         if not any(fnmatch(entry.name, pattern) for pattern in dropped):
             _link(entry, destination / entry.name)
@@ -250,7 +240,7 @@ def _link(source: Path, destination: Path) -> None:
         try:
             # A hard link: a log file that is open stays the same file.
             os.link(source, destination, follow_symlinks=False)
-        except FileNotFoundError:  # somebody removed it meanwhile
+        except FileNotFoundError:  # removed by another process
             return
         except OSError:  # a file system without them
             shutil.copy2(source, destination, follow_symlinks=False)
@@ -258,7 +248,7 @@ def _link(source: Path, destination: Path) -> None:
 
 def _is_orphan(path: Path) -> bool:
     match = re.search(rf"[.-]{re.escape(_host())}-(\d+)-\w+\.(?:part|old)$", path.name)
-    if match is None or path.with_suffix(PART).name in _OWN:
+    if match is None or path.with_suffix(PART).name in _MADE:
         return False
     pid = int(match[1])
     return pid == os.getpid() or not psutil.pid_exists(pid)

@@ -1,4 +1,4 @@
-"""Names that people type: the nearest valid one is offered, unusable ones are refused."""
+"""Checks of names that users type, with the nearest valid name in the message."""
 
 import difflib
 import unicodedata
@@ -8,35 +8,23 @@ REPORT_COLUMNS = frozenset({
     "average", "gain over merger", "its gap", "model_info", "normalised", "paper",
     "recovered gap", "unseen (gain, tasks)", "worst task",
 })  # fmt: skip
-"""Names beside those of tasks, in tables and in what FusionBench's task pools return."""
+"""Columns of tables and keys of FusionBench's results beside the tasks."""
 _TYPO = 0.8
 _NOT_IN_FILES = frozenset('/\\<>"|?*')
 _LONGEST = 100  # bytes
 
 
 def nearest_hint(name: object, valid: Iterable[object]) -> str:
-    """Text that offers the valid name nearest to `name`.
-
-    Args:
-        name: What was typed.
-        valid: The names that exist.
-
-    Returns:
-        `" (nearest: 'x')"`, or an empty text where nothing is near.
-    """
+    """Return `" (nearest: 'x')"` with the valid name nearest to `name`, or "" without one."""
     near = difflib.get_close_matches(str(name), [str(candidate) for candidate in valid], n=1)
     return f" (nearest: {near[0]!r})" if near else ""
 
 
 def nearest_name(name: object, valid: Iterable[str]) -> str:
-    """The valid name most like `name`.
+    """Return the valid name (of at least one) that is most similar to `name`.
 
-    A name that differs by a typing error comes first, then one with all words of `name` or only
-    words of it: `samples` means `samples_per_task`.
-
-    Args:
-        name: The name that was typed.
-        valid: The names that exist, at least one.
+    Names with a typing error come first, then names that share all words of the shorter one:
+    `samples` means `samples_per_task`.
     """
     names, words = list(valid), set(str(name).split("_"))
     related = [n for n in names if words <= {*n.split("_")} or words >= {*n.split("_")}]
@@ -47,13 +35,13 @@ def nearest_name(name: object, valid: Iterable[str]) -> str:
 def refuse_unknown_settings(
     keys: Iterable[object], valid: Iterable[str], place: str = "method", owner: str = "this method"
 ) -> None:
-    """Refuse keys that are no settings of a method.
+    """Refuse keys that are not settings of a method.
 
     Args:
-        keys: The keys found.
-        valid: The keys that exist.
-        place: Where they stand in the configuration.
-        owner: Whose settings they would be, for the message.
+        keys: The keys to check.
+        valid: The valid keys.
+        place: Their path in the configuration.
+        owner: The method's name, for the message.
 
     Raises:
         ValueError: Naming the first unknown key and the nearest valid one.
@@ -66,12 +54,12 @@ def refuse_unknown_settings(
 
 
 def refuse_unknown_keys(keys: Iterable[object], valid: Iterable[str], place: str) -> None:
-    """Refuse keys that mean nothing.
+    """Refuse unknown keys.
 
     Args:
-        keys: The keys found.
-        valid: The keys that exist.
-        place: Where they stand in the configuration, such as `taskpool.tasks.shapes`.
+        keys: The keys to check.
+        valid: The valid keys.
+        place: Their path in the configuration, such as `taskpool.tasks.shapes`.
 
     Raises:
         ValueError: Naming every unknown key with the nearest valid one, and all valid keys.
@@ -90,12 +78,12 @@ def refuse_unusable_names(
 
     Args:
         names: Names of tasks, mergers or presets.
-        place: The option or setting that has them, for the message.
-        reserved: Names that mean something else there.
+        place: The option or setting with the names, for the message.
+        reserved: Names with another meaning.
 
     Raises:
-        ValueError: If a name holds a path or control characters, is too long or reserved, or
-            differs from another only in case.
+        ValueError: If a name has path separators or control characters, is too long or reserved,
+            or differs from another only in case.
     """
     earlier = dict.fromkeys([*REPORT_COLUMNS, *reserved])
     for name in map(str, names):

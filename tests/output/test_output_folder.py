@@ -415,7 +415,7 @@ def test_hostile_manifest_with_a_right_digest_is_refused(finished, case: str, tm
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"no tensors", "holds no tensors"),
+        (b"no tensors", "has no tensors"),
         (safetensors.torch.save({"../x": torch.ones(1)}), "does not fit the model"),
         (safetensors.torch.save({"a.b": torch.ones(1)}), "does not fit the model"),
     ],
