@@ -12,19 +12,19 @@ from fusion_bench_featcal.calibration_text import TextBatches, text_rows
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.image_cache import ImageCache, describe_processor
 from fusion_bench_featcal.data.images import ImageItems, load_images
-from fusion_bench_featcal.data.tables import load_texts, offline_hint
+from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.fusionbench.own_data import data_setting
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
-from fusion_bench_featcal.hub_errors import hub_error, is_of_hub
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import PLUS, CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
 
 log = logging.getLogger(__name__)
 
-_TEXT_SETTINGS = "text settings"
+_TEXT_SETTINGS = ("calibration_targets", "generated_tokens", "max_length", "decoder_rows")
 
 # A run opens its pool's data sets several times, and is warned of them once.
 # Model pool -> (split, task) -> number of samples; _TEXT_SETTINGS -> whether they were warned of.
@@ -42,32 +42,28 @@ def calibration_batches(
 ) -> dict[str, Any]:
     """Draw every task's calibration samples from a model pool.
 
-    Data sets are opened here, so that a missing one is reported before any work is done; samples
-    are read and processed batch by batch when asked for. A task's samples depend on the seed, its
-    name and its data set alone: not on the other tasks, nor on the batch size. Fewer samples of one
-    seed are the first of more. A task with fewer than asked for is taken whole, with one warning.
+    Data sets are opened at once, samples are read and processed batch by batch in each iteration. A
+    task's samples depend only on the seed, its name and its data set. Fewer samples of one seed
+    are the first of more. A task with fewer than asked for is used whole, with one warning.
 
     Args:
         modelpool: A FusionBench model pool with data sets for the tasks.
         task_names: The tasks.
-        settings: `samples_per_task`, `batch_size`, `seed` and `calibration_split` are used; for
-            texts `calibration_targets`, `generated_tokens` and `max_length` besides, for images
-            `decode_workers` and, without `images`, `cache_dir`.
-        processor: Result of `load_input_processor`: for a pool of language models its tokenizer;
-            else a transformers processor, or a callable from an RGB picture to a tensor
-            `[channels, height, width]`.
-        device: Device on which experts generate targets, if they do; None: that of loading.
-        images: Keeps processed images for further calls with the same pool and processor; None:
-            only `cache_dir` does.
+        settings: The settings of samples, and for images `decode_workers` and `cache_dir`.
+        processor: Result of `load_input_processor`: a tokenizer, a transformers processor, or a
+            callable from an RGB picture to a tensor `[channels, height, width]`.
+        device: Device on which experts generate targets. None: the one they are loaded on.
+        images: Cache of processed images for calls with the same pool and processor. None: only
+            `cache_dir` is used.
 
     Returns:
         Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point,
         or `{"input_ids", "attention_mask", "labels"}`, each `[batch, length]`, int64.
 
     Raises:
-        CalibrationError: If a task has no data (naming the tasks that have), its data cannot be
-            loaded or is empty, or `cache_dir` cannot be written; and during iteration, if a sample
-            cannot be read, images differ in size, or a text is empty or too long.
+        CalibrationError: If a task has no data, its data cannot be loaded or is empty, or
+            `cache_dir` cannot be written. During iteration, if a sample cannot be read, images
+            differ in size, or a text is empty or too long.
     """
     split = settings.calibration_split
     check_tasks_have_data(modelpool, task_names, split)
@@ -75,8 +71,8 @@ def calibration_batches(
     if kind is not None:
         if kind == "classification" and settings.calibration_targets == "generated":
             raise CalibrationError(
-                f"method.calibration_targets=generated: {type(modelpool).__name__} holds "
-                "classifiers, which write nothing. Set method.calibration_targets=labels: a "
+                f"method.calibration_targets=generated: {type(modelpool).__name__} has "
+                "classifiers, which generate nothing. Set method.calibration_targets=labels: a "
                 "classifier's labels are not read"
             )
         encoder = TextEncoder(processor, kind, settings.max_length)
@@ -102,10 +98,10 @@ def calibration_batches(
 
 
 def check_tasks_have_data(modelpool: Any, task_names: Iterable[str], split: str) -> None:
-    """Refuse a pool that names no data of a split for a task.
+    """Refuse a pool without data of a split for a task.
 
     Raises:
-        CalibrationError: Naming the tasks that have data.
+        CalibrationError: If a task has none, with the tasks that have data.
     """
     available = list(getattr(modelpool, f"{split}_dataset_names"))
     for task in task_names:
@@ -121,7 +117,7 @@ def check_tasks_have_data(modelpool: Any, task_names: Iterable[str], split: str)
 def _drawn(
     modelpool: Any, task_names: Iterable[str], settings: FeatCalSettings
 ) -> Iterator[tuple[str, Any, list[int]]]:
-    """Yield every task with its opened data set and the positions of its samples."""
+    """Yield each task, its open data set and the positions of its samples."""
     for task in task_names:
         rows = _open(modelpool, task, settings.calibration_split)
         indices = draw_samples(len(rows), task, settings)
@@ -130,11 +126,11 @@ def _drawn(
 
 
 def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[int]:
-    """Draw one task's samples without replacement; the seed and the task's name seed the draw.
+    """Draw one task's samples without replacement, seeded by the seed and the task's name.
 
     Returns:
-        `samples_per_task` distinct positions below `available`, or all of them where there are
-        fewer, in random order.
+        `samples_per_task` distinct positions below `available`, or all of them if there are fewer,
+        in random order.
 
     Raises:
         CalibrationError: If the task has no samples.
@@ -150,7 +146,7 @@ def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[i
 def samples_used(
     modelpool: Any, tasks: Iterable[str], wanted: int, split: str
 ) -> dict[str, dict[str, Any]]:
-    """Number of samples that a draw takes from each task's data of a split, for reports.
+    """Return the number of samples that a draw takes from each task's data of a split.
 
     Returns:
         Task -> `{"samples": number, "split": split}`, for the tasks that have data.
@@ -167,44 +163,41 @@ def samples_used(
 
 
 def _notes_of(modelpool: Any) -> dict[Any, int]:
-    """Return notes about a pool; of one that allows no weak reference none are kept."""
     try:
         return _NOTES.setdefault(modelpool, {})
-    except TypeError:
+    except TypeError:  # the pool allows no weak reference
         return {}
 
 
 def _warn_of_settings(
     modelpool: Any, settings: FeatCalSettings, images: ImageCache, processor: Any
 ) -> None:
-    """Warn of settings without effect on image models; of those for texts once for each pool."""
-    names = ("calibration_targets", "generated_tokens", "max_length", "decoder_rows")
+    """Warn of settings without effect on image models."""
     # FeatCal+ is the same preset for all models.
-    usual = {n: (getattr(FeatCalSettings, n), PLUS.get(n)) for n in names}
-    changed = [n for n in names if getattr(settings, n) not in usual[n]]
+    defaults = {n: (getattr(FeatCalSettings, n), PLUS.get(n)) for n in _TEXT_SETTINGS}
+    changed = [n for n in _TEXT_SETTINGS if getattr(settings, n) not in defaults[n]]
     notes = _notes_of(modelpool)
     if changed and not notes.get(_TEXT_SETTINGS):
         notes[_TEXT_SETTINGS] = True
         log.warning(
-            "%s: settings for language models, without effect on %s, which holds image models",
+            "%s: settings for language models, without effect on the image models of %s",
             ", ".join(f"method.{name}" for name in changed),
             type(modelpool).__name__,
         )
     if images.folder is not None and describe_processor(processor) is None:
         log.warning(
-            "method.cache_dir has no effect: images are processed by %r, whose settings are "
-            "not known; name a transformers processor as modelpool.processor",
+            "method.cache_dir has no effect: the settings of processor %r are unknown. Set "
+            "modelpool.processor to a transformers processor",
             processor,
         )
 
 
 def _note_size(modelpool: Any, task: str, size: int, settings: FeatCalSettings) -> None:
-    """Remember a data set's size; the first time, warn if it is smaller than asked for."""
-    split, wanted = settings.calibration_split, settings.samples_per_task
-    key, sizes = (split, task), _notes_of(modelpool)
-    if size < wanted and sizes.get(key) != size:
-        warn_of_few_samples(task, size, wanted)
-    sizes[key] = size
+    """Store a data set's size. The first time, warn if it is smaller than asked for."""
+    key, notes = (settings.calibration_split, task), _notes_of(modelpool)
+    if size < settings.samples_per_task and notes.get(key) != size:
+        warn_of_few_samples(task, size, settings.samples_per_task)
+    notes[key] = size
 
 
 def open_labelled(modelpool: Any, task: str, split: str) -> ImageItems:
@@ -217,35 +210,18 @@ def open_labelled(modelpool: Any, task: str, split: str) -> ImageItems:
 
 
 def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = None) -> Any:
-    """A task's data set, whose items are read when asked for."""
+    """Open a task's data set without reading its items."""
     setting = data_setting(modelpool, task, split)
-    try:
-        is_text = text_kind(modelpool) is not None
-        rows = _at_path(modelpool, task, split, is_text=is_text)
-        if rows is None:
+    entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
+    path = entry.get("path") if isinstance(entry, Mapping) else entry
+    is_text = text_kind(modelpool) is not None
+    with naming_setting(setting, path if isinstance(path, str) else None):
+        if isinstance(entry, str) and is_text:
+            rows: Any = load_texts(entry, split)
+        elif isinstance(entry, str) and Path(entry).expanduser().exists():
+            rows = load_images(entry)
+        else:  # a configuration or a hub id
             rows = getattr(modelpool, f"load_{split}_dataset")(task)
         if is_text:
             return text_rows(rows, f"task {task!r}, {setting}")
         return ImageItems(rows, name=f"task {task!r}, {setting}", label_column=label_column)
-    except CalibrationError as error:
-        raise CalibrationError(f"{setting}: {error}") from error
-    except Exception as error:
-        if is_of_hub(error):
-            entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
-            name = entry.get("path") if isinstance(entry, Mapping) else entry
-            raise hub_error(error, f"{setting}={name!r}" if name else setting) from error
-        # what data sets raise when a path, a split or a column is missing
-        if not isinstance(error, OSError | ValueError | KeyError | TypeError):
-            raise
-        hint, reason = offline_hint() if isinstance(error, OSError) else "", str(error).rstrip(".")
-        raise CalibrationError(f"{setting} cannot be loaded: {reason}.{hint}") from error
-
-
-def _at_path(modelpool: Any, task: str, split: str, *, is_text: bool) -> Any:
-    """Open a data set that the pool names by its path alone; None of all others."""
-    entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
-    if not isinstance(entry, str):
-        return None
-    if is_text:
-        return load_texts(entry, split)
-    return load_images(entry) if Path(entry).expanduser().exists() else None  # else a hub id

@@ -119,7 +119,7 @@ def test_settings_for_texts_are_named_once_for_images(caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "method.max_length, method.decoder_rows: settings for language models, without effect on "
-        "Pool, which holds image models"
+        "the image models of Pool"
     )
     drawn(Pool(a=numbered(10)))
     assert len(caplog.records) == 1

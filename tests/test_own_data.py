@@ -81,7 +81,7 @@ def test_own_data_take_the_place_of_the_pools_in_the_split_and_leave_others() ->
     ("own", "message"),
     [
         ({"onne": "a.jsonl"}, r"calibration_data\.onne: .* no expert 'onne' \(nearest: 'one'\)"),
-        ({"one": "no.jsonl", "two": "no.jsonl"}, r"calibration_data\.one .*does not exist"),
+        ({"one": "no.jsonl", "two": "no.jsonl"}, r"calibration_data\.one.*does not exist"),
     ],
 )
 def test_own_data_that_cannot_be_used_are_named(own: Any, message: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.digests import digest_tensor
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.tasks.pool_settings import build_part
+from fusion_bench_featcal.tasks.item_pool import build_part
 
 log = logging.getLogger(__name__)
 

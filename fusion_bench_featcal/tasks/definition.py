@@ -19,7 +19,7 @@ from fusion_bench_featcal.tasks.heads import (
     names_of,
     register_names,
 )
-from fusion_bench_featcal.tasks.pool_settings import build_part
+from fusion_bench_featcal.tasks.item_pool import build_part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`LMEvalTaskPool`: the LM Evaluation Harness as a task pool whose results can be compared."""
+"""`LMEvalTaskPool`: the LM Evaluation Harness as a task pool."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -16,14 +16,13 @@ from transformers import AutoTokenizer
 from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError
-from fusion_bench_featcal.tasks.pool_settings import refuse_unknown_pool_keys
+from fusion_bench_featcal.tasks.item_pool import refuse_unknown_pool_keys
 
 
 class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
-    """Evaluates language models on tasks of lm-eval, by one metric each.
+    """Evaluates language models on lm-eval's tasks, with one metric per task.
 
-    FusionBench's own `LMEvalHarnessTaskPool` returns no results and needs a release of lm-eval
-    whose command line it can drive; this calls `lm_eval.simple_evaluate`.
+    FusionBench's `LMEvalHarnessTaskPool` drives lm-eval's command line and returns no results.
     """
 
     _config_mapping = BaseTaskPool._config_mapping | {
@@ -49,18 +48,18 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         """Check the settings.
 
         Args:
-            tasks: lm-eval's task name -> the result that counts as accuracy, as lm-eval writes it
-                (`exact_match,none`).
+            tasks: Name of an lm-eval task -> name of the result that is its accuracy, such as
+                `exact_match,none`.
             tokenizer: Folder or hub id of the tokenizer.
-            batch_size: Rows at once, or `auto`.
-            apply_chat_template: Put prompts into the tokenizer's chat template.
-            limit: Rows of each task; None: all.
-            confirm_run_unsafe_code: Run the code that models write, which code tasks need.
-            include_path: Folder with YAML files of further lm-eval tasks; None: lm-eval's alone.
-            **unknown: Refused, but for keys that all of FusionBench's configurations have.
+            batch_size: Rows per batch, or `auto`.
+            apply_chat_template: Format prompts with the tokenizer's chat template.
+            limit: Rows per task. None: all.
+            confirm_run_unsafe_code: Run the code that models write, as code tasks require.
+            include_path: Folder with YAML files of further lm-eval tasks.
+            **unknown: Refused, except for keys that all FusionBench configurations have.
 
         Raises:
-            ValueError: For unknown keys, no tasks, or a folder that is not there.
+            ValueError: For unknown keys, no tasks, or a missing folder.
             CalibrationError: If lm-eval is not installed.
         """
         refuse_unknown_pool_keys(LMEvalTaskPool, unknown)
@@ -70,8 +69,8 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             raise ValueError(f"taskpool.include_path {include_path!r} is no folder")
         if find_spec("lm_eval") is None:
             raise CalibrationError(
-                "this task pool needs lm-eval: pip install 'fusion_bench_featcal[llm]'; or go "
-                "without evaluation: modelpool.default_taskpool=null"
+                "this task pool needs lm-eval: pip install 'fusion_bench_featcal[llm]', or skip "
+                "evaluation: modelpool.default_taskpool=null"
             )
         super().__init__()
         self.tasks = tasks
@@ -86,10 +85,10 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         """Evaluate a model on all tasks.
 
         Returns:
-            Task -> {"accuracy": the chosen result, and all of lm-eval's results for it}.
+            Task -> `{"accuracy": the chosen result}` and all of lm-eval's results.
 
         Raises:
-            CalibrationError: If lm-eval has no such task, or gives no such result for it.
+            CalibrationError: If lm-eval has no such task or result.
         """
         import lm_eval  # type: ignore[import-not-found]
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
@@ -99,13 +98,13 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             if task not in manager.all_tasks:
                 hint = nearest_hint(task, manager.all_tasks)
                 raise CalibrationError(
-                    f"taskpool.tasks.{task}: lm-eval has no such task{hint}; tasks of your own are "
-                    "found in the folder taskpool.include_path"
+                    f"taskpool.tasks.{task}: lm-eval has no such task{hint}. Set "
+                    "taskpool.include_path to a folder with your own tasks"
                 )
         model = model.to(self.fabric.device).eval()
         folder = fetch(self.tokenizer, f"taskpool.tokenizer={self.tokenizer}", weights=False)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        done: Any = lm_eval.simple_evaluate(
+        output: Any = lm_eval.simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size),
             tasks=list(self.tasks),
             task_manager=manager,
@@ -114,11 +113,11 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             confirm_run_unsafe_code=self.confirm_run_unsafe_code,
             log_samples=False,
         )
-        return {task: self._result(task, done["results"].get(task, {})) for task in self.tasks}
+        return {task: self._result(task, output["results"].get(task, {})) for task in self.tasks}
 
     @cached_property
     def _task_manager(self) -> Any:
-        """Index of lm-eval's tasks, which takes seconds to make."""
+        """Index of lm-eval's tasks. Building it takes seconds."""
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
         return TaskManager(include_path=self.include_path)

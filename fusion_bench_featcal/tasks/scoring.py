@@ -1,12 +1,11 @@
-"""A task's test images: processed, in batches that are kept in memory, and scored."""
+"""Batches of a task's test images, their cache, and the score of a classifier on them."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -15,10 +14,9 @@ from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.settings import CalibrationError
+from fusion_bench_featcal.tasks.item_pool import Score
 
 Batch = tuple[Tensor, Tensor]
-
-LOADER_DEFAULTS = {"batch_size": 128, "num_workers": 0}
 
 
 class EvaluationItems(Dataset):
@@ -42,80 +40,62 @@ class EvaluationItems(Dataset):
 
 
 def evaluation_loader(items: EvaluationItems, settings: Mapping[str, Any]) -> DataLoader[Batch]:
-    """Loader of all items in order: pixels `[batch, channels, height, width]`, labels `[batch]`."""
+    """Return batches of all items in order.
+
+    Each is pixels `[batch, channels, height, width]` and labels `[batch]`.
+    """
     if not torch.cuda.is_available():  # torch warns that pinned memory then has no use
         settings = {**settings, "pin_memory": False}
     return DataLoader(items, collate_fn=partial(_collate, items.items.name), **settings)
 
 
-def _collate(place: str, batch: Sequence[tuple[Tensor, int]]) -> Batch:
+def _collate(name: str, batch: Sequence[tuple[Tensor, int]]) -> Batch:
     pixels, labels = zip(*batch, strict=True)
-    stacked = stack_pixels(pixels, place, "taskpool.processor")
-    return stacked, torch.tensor(labels, dtype=torch.int64)
+    return stack_pixels(pixels, name, "taskpool.processor"), torch.tensor(labels)
 
 
 def loader_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check `dataloader_kwargs` and fill in `LOADER_DEFAULTS`.
+    """Check `dataloader_kwargs`. The default is batches of 128 in the main process.
 
     Raises:
         ValueError: For unknown arguments, and for those that would reorder or drop test items.
     """
-    if isinstance(given, DictConfig):
-        given = OmegaConf.to_container(given, resolve=True)  # type: ignore[assignment]
-    given = dict(given or {})
-    place = "taskpool.dataloader_kwargs"
+    setting = "taskpool.dataloader_kwargs"
     reserved = {"self", "dataset", "collate_fn", "sampler", "batch_sampler"}
-    valid = [
-        name for name in inspect.signature(DataLoader.__init__).parameters if name not in reserved
-    ]
-    refuse_unknown_keys(given, valid, place)
+    arguments = inspect.signature(DataLoader.__init__).parameters
+    settings = dict(given or {})
+    refuse_unknown_keys(settings, [name for name in arguments if name not in reserved], setting)
     for key in ("shuffle", "drop_last"):
-        if given.get(key):
-            raise ValueError(
-                f"{place}.{key} must be false: test items are compared model by model, one by one."
-            )
-    return LOADER_DEFAULTS | given
+        if settings.get(key):
+            raise ValueError(f"{setting}.{key} must be false: all test items are used, in order.")
+    return {"batch_size": 128, "num_workers": 0} | settings
 
 
 class PixelCache:
-    """Keeps processed batches of several tasks up to a memory limit."""
+    """Processed batches of several tasks in memory, up to a limit."""
 
     def __init__(self, limit_mb: float) -> None:
         self.limit_bytes = int(limit_mb * 2**20)
         self.used_bytes = 0
-        self._kept: dict[str, list[Batch]] = {}
+        self._batches: dict[str, list[Batch]] = {}
 
     def batches(self, task: str, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield a task's batches: kept ones, or the loader's, which are kept if all of them fit.
-
-        Yields:
-            Pixel values `[batch, channels, height, width]` and labels `[batch]`, on the CPU.
-        """
-        if task in self._kept:
-            yield from self._kept[task]
+        """Yield a task's batches, from the cache or the loader. Store them if all of them fit."""
+        if task in self._batches:
+            yield from self._batches[task]
             return
-        room = self.limit_bytes - self.used_bytes
+        room, size = self.limit_bytes - self.used_bytes, 0
         stored: list[Batch] = []
-        size = 0
-        for pixels, labels in loader:
-            size += pixels.nbytes + labels.nbytes
+        for batch in loader:
+            size += sum(tensor.nbytes for tensor in batch)
             if size <= room:
-                stored.append((pixels, labels))
+                stored.append(batch)
             else:
                 stored.clear()
-            yield pixels, labels
-        if size <= room:  # reached only when the caller took every batch
-            self._kept[task] = stored
+            yield batch
+        if size <= room:  # not reached if the caller stops early
+            self._batches[task] = stored
             self.used_bytes += size
-
-
-class Score(NamedTuple):
-    """Score of a task's items."""
-
-    accuracy: float  # 0 to 1
-    loss: float  # mean cross-entropy
-    correct: Tensor  # bool [items], on the CPU
-    labels: Tensor  # int64 [items], on the CPU
 
 
 @torch.no_grad()
@@ -123,15 +103,16 @@ def score(
     classifier: nn.Module,
     batches: Iterable[Batch],
     task: str,
+    classnames: Sequence[str],
     to_device: Callable[[Tensor], Tensor],
 ) -> Score:
-    """Classify a task's items; the loss is averaged over them (FusionBench averages batches).
+    """Classify a task's items. The loss is a mean over items (FusionBench's is one over batches).
 
     Raises:
         CalibrationError: If a logit is not finite, or there are no items.
     """
     correct: list[Tensor] = []
-    known: list[Tensor] = []
+    classes: list[str] = []
     loss_sum = 0.0
     for pixels, labels in batches:
         output = classifier(
@@ -146,10 +127,10 @@ def score(
         targets = to_device(labels)
         loss_sum += functional.cross_entropy(logits, targets, reduction="sum").item()
         correct.append((logits.argmax(dim=-1) == targets).cpu())
-        known.append(labels.cpu())
+        classes += [classnames[int(label)] for label in labels]
     if not correct:
         raise CalibrationError(
             f"task {task!r} has no test items. Check taskpool.tasks.{task}.data."
         )
     right = torch.cat(correct)
-    return Score(right.double().mean().item(), loss_sum / len(right), right, torch.cat(known))
+    return Score(right.double().mean().item(), loss_sum / len(right), right, classes)

@@ -23,7 +23,7 @@ GREEDY: Mapping[str, Any] = {
     "top_p": None,
     "top_k": None,
 }
-"""Arguments of `generate` for a greedy search, whatever the model's own settings are."""
+"""Arguments of `generate` for greedy search. They override the model's generation settings."""
 
 Metric = Literal["exact_match", "spearman"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -32,7 +32,7 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 def greedy_answers(
     model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
 ) -> list[list[int]]:
-    """Answer prompts by greedy search, in token ids, up to and with an end token."""
+    """Answer prompts by greedy search, in token ids up to and including an end token."""
     device = next(model.parameters()).device
     ids, mask = padded_left(prompts, encoder.pad_id)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def greedy_answers(
 
 
 def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, `[batch, length]` int64: a decoder's answer follows each prompt."""
+    """Return token ids and mask, `[batch, length]` int64, padded on the left for decoders."""
     mask = pad_rows([[1] * len(prompt) for prompt in prompts], 0, left=True)
     return pad_rows(prompts, pad_id, left=True), mask
 
@@ -60,9 +60,9 @@ def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tens
 def answer_texts(
     model: Any, encoder: TextEncoder, prompts: Sequence[list[int]], *, batch_size: int, most: int
 ) -> list[str]:
-    """Answer prompts greedily, those of similar length together.
+    """Answer prompts greedily, in batches of similar length.
 
-    The answer to a prompt does not depend on what else is in its batch.
+    An answer does not depend on the other prompts of its batch.
     """
     answers = [""] * len(prompts)
     for rows in _by_length([len(prompt) for prompt in prompts], batch_size):
@@ -77,7 +77,7 @@ def answer_texts(
 def target_loss(
     model: Any, encoder: TextEncoder, samples: Sequence[Sample], *, batch_size: int
 ) -> float:
-    """Mean over samples of each target's mean cross-entropy per token, in nats."""
+    """Return the mean over samples of a target's mean cross-entropy per token, in nats."""
     device = next(model.parameters()).device
     total = 0.0
     for rows in _by_length([len(sample.ids) for sample in samples], batch_size):
@@ -88,7 +88,7 @@ def target_loss(
 
 
 def _row_losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of each row's target tokens, `[batch]`, float32."""
+    """Return the mean cross-entropy of each row's target tokens, `[batch]`, float32."""
     labels = batch["labels"]
     if model.config.is_encoder_decoder:
         logits = model(**batch).logits
@@ -107,20 +107,17 @@ def _by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
 
 
 def exact_matches(answers: Sequence[str], targets: Sequence[str]) -> list[bool]:
-    """Return which answers equal their target, up to blanks at either end."""
-    return [
-        answer.strip() == target.strip() for answer, target in zip(answers, targets, strict=True)
-    ]
+    """Compare answers with their targets, without blanks at both ends."""
+    return [a.strip() == target.strip() for a, target in zip(answers, targets, strict=True)]
 
 
 def spearman(answers: Sequence[str], targets: Sequence[str]) -> float:
-    """Return Spearman's rank correlation of two lists of written numbers; a text counts as 0.
+    """Return Spearman's rank correlation of two lists of numbers as texts, in -1..1.
 
-    Returns:
-        The correlation in -1..1, ties sharing their mean rank; 0 where either list is constant
-        (FusionBench has NaN there).
+    A text that is no number counts as 0. The correlation with a constant list is 0 (FusionBench:
+    NaN).
     """
-    from scipy import stats  # slow to import, and few tasks need it
+    from scipy import stats  # slow to import
 
     numbers = [[_number(text) for text in texts] for texts in (answers, targets)]
     if any(len(set(values)) == 1 for values in numbers):

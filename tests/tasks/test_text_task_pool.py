@@ -207,5 +207,5 @@ def test_what_cannot_be_evaluated_is_refused(suite, expert, tokenizer):
     with pytest.raises(CalibrationError, match=r"task 'a', test row 1.*target"):
         rows = [row, {"prompt": "intent : stop"}]
         TextTaskPool({"a": rows}, tokenizer=tokenizer).evaluate(expert)
-    with pytest.raises(CalibrationError, match=r"taskpool.tokenizer: 'nowhere/at-all'"):
+    with pytest.raises(CalibrationError, match=r"taskpool\.tokenizer=nowhere/at-all: "):
         TextTaskPool({"a": [row]}, tokenizer="nowhere/at-all").evaluate(expert)

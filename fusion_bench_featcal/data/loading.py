@@ -1,0 +1,31 @@
+"""Errors of loading data, tokenizers and models, named by the setting."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fusion_bench_featcal.data.tables import offline_hint
+from fusion_bench_featcal.hub_errors import hub_error, is_of_hub
+from fusion_bench_featcal.settings import CalibrationError
+
+
+@contextmanager
+def naming_setting(setting: str, value: Any = None) -> Iterator[None]:
+    """Context that loads the value of a setting and turns its errors into calibration errors.
+
+    Raises:
+        CalibrationError: If it cannot be loaded, with the setting and the cause.
+    """
+    shown = setting if value is None else f"{setting}={value!r}"
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(f"{setting}: {error}") from error
+    except Exception as error:
+        if is_of_hub(error):
+            raise hub_error(error, shown) from error
+        # of a missing path, split or column
+        if not isinstance(error, OSError | ValueError | KeyError | TypeError):
+            raise
+        hint, reason = offline_hint() if isinstance(error, OSError) else "", str(error).rstrip(".")
+        raise CalibrationError(f"{shown} cannot be loaded: {reason}.{hint}") from error

@@ -1,0 +1,122 @@
+"""Base of this package's task pools: keys, loading, and evaluation with a result per item."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from fusion_bench.utils import count_parameters, instantiate
+from torch import Tensor, nn
+
+from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.nearest_names import refuse_unknown_keys
+from fusion_bench_featcal.progress import progress_bar
+
+
+class Score(NamedTuple):
+    """Score of a model on one task."""
+
+    accuracy: float
+    loss: float
+    correct: Tensor | None = None  # bool [items], on the CPU; None: items are not right or wrong
+    classes: list[str] | None = None  # class of each item
+
+
+class ItemPool:
+    """Mixin that evaluates a task pool's tasks in turn and stores the correctness of every item.
+
+    Attributes:
+        item_correct: Result of the last `evaluate` call: task name -> bool tensor `[items]`, in the
+            order of the data set, on the CPU.
+        item_classes: Task name -> class or target of each item, of the tasks evaluated so far.
+        test_dataloaders: Task name -> its data. `evaluate` uses the tasks in it.
+    """
+
+    _is_setup = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Pass all arguments to the task pool."""
+        super().__init__(*args, **kwargs)
+        self.item_correct: dict[str, Tensor] = {}
+        self.item_classes: dict[str, list[str]] = {}
+        self.test_dataloaders: dict[str, Any] = {}
+
+    def setup(self) -> None:
+        """Load what evaluation needs."""
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, name: str | None = None) -> dict[str, Any]:
+        """Evaluate a model on the tasks in `test_dataloaders`.
+
+        Returns:
+            `{"model_info": {...}, <task>: {"accuracy", "loss"}, "average": {"accuracy", "loss"}}`.
+
+        Raises:
+            CalibrationError: If something cannot be loaded or an item cannot be evaluated.
+            TypeError: If the model is of the wrong kind.
+        """
+        if not self._is_setup:
+            self.setup()
+        self.item_correct = {}
+        tasks = progress_bar(list(self.test_dataloaders), what="evaluating", unit="task")
+        with self._prepared(model) as prepared:
+            scores = {task: self._score(prepared, task) for task in tasks}
+        for task, score in scores.items():
+            if score.correct is not None:
+                self.item_correct[task] = score.correct
+                self.item_classes[task] = score.classes or []
+        trainable, total = count_parameters(model)
+        info: dict[str, Any] = {"trainable_params": trainable, "all_params": total}
+        info["trainable_percentage"] = trainable / total
+        if name is not None:
+            info["name"] = name
+        measured = {t: {"accuracy": s.accuracy, "loss": s.loss} for t, s in scores.items()}
+        average = {k: fmean(m[k] for m in measured.values()) for k in ("accuracy", "loss")}
+        return {"model_info": info, **measured, "average": average}
+
+    @contextmanager
+    def _prepared(self, model: nn.Module) -> Iterator[Any]:
+        """Context with the model ready for evaluation."""
+        yield model
+
+    def _score(self, model: Any, task: str) -> Score:
+        """Score a prepared model on one task."""
+        raise NotImplementedError
+
+
+def refuse_unknown_pool_keys(pool: Any, unknown: Mapping[str, Any]) -> None:
+    """Refuse keys of a task pool's YAML that neither the pool nor FusionBench has.
+
+    Raises:
+        ValueError: If there is such a key, with the nearest valid one.
+    """
+    refuse_unknown_keys(unknown, pool._config_mapping.values(), "taskpool")
+
+
+def load_part(setting: str, value: Any, kind: Any, **options: Any) -> Any:
+    """Load a part of the task pool from a folder, a hub id or a configuration, or return it.
+
+    Raises:
+        ValueError: If there is no value.
+        CalibrationError: If it cannot be loaded.
+    """
+    if value is None:
+        raise ValueError(f"{setting} is not set: set it or taskpool.base_model.")
+    if not isinstance(value, str):
+        return build_part(setting, value)
+    folder = fetch(value, f"{setting}={value}", weights=issubclass(kind, nn.Module))
+    with naming_setting(setting, value):
+        return kind.from_pretrained(folder, trust_remote_code=False, **options)
+
+
+def build_part(setting: str, value: Any) -> Any:
+    """Instantiate a configuration with `_target_`. Return anything else as it is.
+
+    Raises:
+        CalibrationError: If it cannot be loaded.
+    """
+    if not (isinstance(value, Mapping) and "_target_" in value):
+        return value
+    with naming_setting(setting):
+        return instantiate(value)
