@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal import __version__
+from fusion_bench_featcal.folders.options import add_arguments
+from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.report_verbs import plot_command, report_command
 
 _RUN_HELP = "log directory of a run, or a folder with several below it"
@@ -87,37 +89,19 @@ def explain_command(options: argparse.Namespace) -> int:
 
 def calibrate_command(options: argparse.Namespace) -> None:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
-    from fusion_bench_featcal.ending import NOTHING_SAVED, ending_cleanly
-    from fusion_bench_featcal.folders import Request, run
+    from fusion_bench_featcal.ending import ending_cleanly
+    from fusion_bench_featcal.folders.options import given_on_the_command_line
     from fusion_bench_featcal.folders.request import in_words_of_the_command
-    from fusion_bench_featcal.folders.saving import finished_before, saved_by_this_command
+    from fusion_bench_featcal.folders.run import how_to_go_on, run
     from fusion_bench_featcal.results.remarks import featcal_program
     from fusion_bench_featcal.settings import CalibrationError
 
-    out = Path(options.out).expanduser()
-    blocks = Path(f"{out}.blocks")
-
-    def how_to_go_on() -> str:
-        if saved_by_this_command(out):
-            return f"ended after saving: the model in {out} is complete"
-        if not blocks.is_dir() or not any(blocks.iterdir()):
-            return NOTHING_SAVED
-        return (
-            f"ended before it was done: finished blocks are in {blocks}. To go on, repeat the "
-            "command with --resume"
-        )
-
     try:
-        with ending_cleanly(True, how_to_go_on):
-            if finished_before(out, blocks, resume=options.resume):
-                print(f"{out} is complete: this command saved it before")
-            else:
-                run(Request.of(options))
+        request = Request.of(given_on_the_command_line(vars(options), Request))
+        with ending_cleanly(True, lambda: how_to_go_on(request)):
+            out = run(request)
     except (ValueError, CalibrationError) as error:
         raise UsageError(in_words_of_the_command(error)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            blocks.rmdir()  # if no block was finished
     featcal, folder = featcal_program(), shlex.quote(str(out))
     print(f"saved: {out}\nnext: {featcal} report {folder}, {featcal} explain {folder}")
 
@@ -232,6 +216,9 @@ def _add_commands(parser: argparse.ArgumentParser, commands: dict[str, Any]) -> 
         text = (run.__doc__ or "").strip()
         verb = verbs.add_parser(name, help=text, description=text)
         verb.set_defaults(command=run)
+        if isinstance(arguments, type):
+            add_arguments(verb, arguments)
+            continue
         for words, keywords in arguments.items():
             verb.add_argument(words, **keywords)
 
@@ -244,8 +231,25 @@ _LENGTH = {
 _TARGET_LENGTH = {"type": int, "default": 8, "help": "tokens a target (8)"}
 _JSON = {"action": "store_true"}
 _SUITES = ("clip-vit-mini", "flan-t5-mini", "llama-mini", "resnet-mini")
-# Verb -> function and arguments, or verbs below it and their help.
+# Verb -> function and arguments (a dataclass that declares them, or words and keywords), or verbs
+# below it and their help.
 _SUITE_COMMANDS: dict[str, Any] = {
+    "build": (suite_build_command, {
+        "--out": {"metavar": "DIR", "required": True, "help": "a new folder for the build"},
+        "--suite": {"choices": _SUITES, "default": _SUITES[0],
+                    "help": f"the suite to build (default: {_SUITES[0]})"},
+        "--seed": {"type": int, "default": 0, "help": "seed of the training (default: 0)"},
+        "--task": {"action": "append", "metavar": "NAME",
+                   "help": "build this task only (repeatable)"},
+    }),
+    "check": (suite_check_command, {
+        "folder": {"nargs": "?", "metavar": "DIR", "help": "default: the bundled suites"},
+    }),
+    "path": (suite_path_command, {
+        "name": {"nargs": "?", "default": "", "metavar": "NAME", "help": "default: all suites"},
+    }),
+}  # fmt: skip
+_COMMANDS: dict[str, Any] = {
     "build": (suite_build_command, {
         "--out": {"metavar": "DIR", "required": True, "help": "a new folder for the build"},
         "--suite": {"choices": _SUITES, "default": _SUITES[0],
@@ -296,7 +300,7 @@ _CALIBRATE: dict[str, Any] = {
     "--resume": {"action": "store_true", "help": "go on after an interruption"},
 }  # fmt: skip
 _COMMANDS: dict[str, Any] = {
-    "calibrate": (calibrate_command, _CALIBRATE),
+    "calibrate": (calibrate_command, Request),
     "report": (report_command, {
         "runs": _RUNS,
         "--out": {"metavar": "DIR", "help": "also write report.{json,csv,md} there"},

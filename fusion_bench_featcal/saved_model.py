@@ -208,8 +208,8 @@ def keep_untied(model: Any, folder: Path) -> None:
     file = folder / "config.json"
     if not file.is_file() or not hasattr(model, "get_output_embeddings"):
         return
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is embeddings.weight:
+    head = model.get_output_embeddings()
+    if head is None or head.weight is model.get_input_embeddings().weight:  # a CLIP has neither
         return
     config = json.loads(file.read_text(encoding="utf-8"))
     config["tie_word_embeddings"] = False

@@ -13,7 +13,7 @@ MUTATIONS = [
     Mutation(
         "a model of another command counts as this one's",
         "folders/saving.py",
-        "return _arguments(str(command)) == _arguments(without_secrets(command_line()))",
+        'return (request.out / RECIPE).read_text(encoding="utf-8") == request.recipe',
         "return True",
         "folders/test_calibrate_saving.py",
     ),

@@ -24,24 +24,33 @@ def require_numbered(rows: Any, place: str) -> None:
         )
 
 
+def split_of(location: str) -> tuple[str, str | None]:
+    """Return path or hub id and split of `PATH:SPLIT` or `ID:SPLIT`; None: none is named."""
+    name, colon, split = location.rpartition(":")
+    if not colon or Path(location).expanduser().exists():
+        return location, None
+    return name, split
+
+
 def load_texts(path: str, split: str = "train") -> datasets.Dataset:
     """Load a table of texts, without running anybody's code.
 
     Args:
         path: A table (`.jsonl`, `.json`, `.csv`, `.parquet`), a folder that `datasets` has saved,
-            or the id of a hub data set, to which `:SPLIT` may be added.
+            or the id of a hub data set, maybe with its config as `ID:CONFIG`. To folders and ids
+            `:SPLIT` may be added.
         split: The split of a folder or hub data set with several.
 
     Raises:
         ValueError: If there is no such file, folder or split.
         CalibrationError: If it cannot be read.
     """
-    source = Path(path).expanduser()
+    name, named = split_of(path)
+    source = Path(name).expanduser()
     if source.is_file():
-        return read_table(source, None)
+        return read_table(source, named)
     if source.is_dir():
-        return _saved(source, split)
-    name, _, named = path.partition(":")
+        return _saved(source, named or split)
     return from_hub(name, source, named or split)
 
 
@@ -126,7 +135,8 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
         )
     option = f"data {name!r}, split {split!r}"
     try:
-        loaded = datasets.load_dataset(name, split=split)
+        repository, _, config = name.partition(":")
+        loaded = datasets.load_dataset(repository, config or None, split=split)
     except Exception as error:  # whatever the hub's client and the network raise
         raise hub_error(error, option) from error
     return cast(datasets.Dataset, loaded)

@@ -9,12 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.data.text_formats import TARGETS, plain_row
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import render_chat, shortened
 
 TextKind = Literal["seq2seq", "causal", "classification"]
-TARGETS = ("target", "completion", "response", "output", "answer")
-"""Names of the column with the answer to a row's `prompt`."""
 IGNORED = -100  # label without a target, in transformers' losses
 _NO_LIMIT = 10**9  # tokenizers without a limit of their own report a huge one
 _DATE = "26 Jul 2024"  # Llama's chat template writes today's date unless it is told another
@@ -42,9 +41,8 @@ class _Text:
 class TextEncoder:
     """Turns rows of a data set into token ids.
 
-    A row is tokenised (`input_ids`, `attention_mask`, `labels`), a `prompt` with its `target` (or
-    another of `TARGETS`), a `text` without one, or a chat (`messages`, whose last turn is the
-    target; rendered by the tokenizer's chat template).
+    A row is tokenised (`input_ids`, `attention_mask`, `labels`) or has a format of `plain_row`. Of
+    a chat the last turn is the target; it is rendered by the tokenizer's chat template.
     Texts longer than `max_length` are cut: a prompt at its end, so that the target keeps at least
     half. Without it the limit is the tokenizer's, beyond which a text is an error.
     For a classifier a row is one text, a chat with its last turn; targets and labels are not read.
@@ -140,21 +138,16 @@ class TextEncoder:
 
     def _read(self, row: Mapping[str, Any], place: str) -> _Text:
         """Prompt and target of a row in token ids, uncut."""
-        classified = self.kind == "classification"
+        classified, row = self.kind == "classification", plain_row(row, place)
         if "input_ids" in row:
             text = self._tokenised({**row, "labels": None} if classified else row, place)
         elif "messages" in row:
             text = self._chat(row["messages"], place)
         elif "prompt" in row:
-            target = None if classified else _answer_of(row, place)
+            target = None if classified else row.get("target")
             text = self._plain(row["prompt"], target, place)
-        elif "text" in row:
-            text = self._plain(row["text"], None, place, name="text")
         else:
-            raise CalibrationError(
-                f"{place}: a text is a row with prompt (and target), with messages, with text, or "
-                f"with input_ids; this one has {sorted(row)}"
-            )
+            text = self._plain(row["text"], None, place, name="text")
         if classified and text.target is not None:
             text = _Text([*text.prompt, *text.target])
         if not self._words(text.prompt):
@@ -252,21 +245,6 @@ class TextEncoder:
         """Token ids of a text that brings its own marks, or follows another."""
         text = shortened(text, self._limit)
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _answer_of(row: Mapping[str, Any], place: str) -> Any:
-    """Answer to a row's `prompt`: its `target`, else what another of `TARGETS` has; None: nothing.
-
-    Raises:
-        CalibrationError: If several have different answers.
-    """
-    answers = {name: row[name] for name in TARGETS if row.get(name) is not None}
-    first = next(iter(answers), "target")
-    if first != "target" and any(answer != answers[first] for answer in answers.values()):
-        raise CalibrationError(
-            f"{place}: which of {', '.join(answers)} is the answer? Name that column target"
-        )
-    return answers.get(first)
 
 
 def tokens_allowed(tokenizer: Any) -> int:

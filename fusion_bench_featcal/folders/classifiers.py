@@ -2,26 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.calibration_text import text_rows
-from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.folders.columns import open_texts
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
+    Part,
     Score,
     Task,
     check_labels,
     classification_score,
     label_numbers,
-    sentences,
-    split_rows,
+    open_parts,
+    sentence,
 )
 from fusion_bench_featcal.untrusted import shortened
 
-_TEXT, _PAIR, _LABEL = "text", "text_pair", "label"
+_COLUMNS = _TEXT, _PAIR, _LABEL = "text", "text_pair", "label"
 
 
 def open_classifier_task(
@@ -38,24 +39,17 @@ def open_classifier_task(
     Raises:
         ValueError: If there is no such data, or it has columns of other names.
     """
-    place = f"--data {task}={request.data[task]}"
-    rows = text_rows(load_texts(request.data[task]), place)
-    chosen, held = split_rows(task, len(rows), request)
+    open_rows = partial(open_texts, columns=request.columns_of(task), names=_COLUMNS)
+    used, held = open_parts(task, request, open_rows)
     encode = _Encoder(tokenizer, request.settings.max_length, request.settings.batch_size)
-    batches = encode(rows, chosen, place)
-    if request.evaluate and task in request.tests:
-        place = f"--eval {task}={request.tests[task]}"
-        rows = text_rows(load_texts(request.tests[task], "test"), place)
-        held, notes = list(range(len(rows)))[: request.test_rows], []
-    else:
-        notes = sentences(len(held), task, request)
-    tests = None
-    if held:
-        labels, guesses = _labels(rows, held, classes, place)
+    batches = encode(used)
+    notes, tests = [sentence(task, request, used, held)], None
+    if held.indices:
+        labels, guesses = _labels(held, classes)
         notes += guesses
-        tests = ClassifierTests(encode(rows, held, place), labels)
+        tests = ClassifierTests(encode(held), labels)
     length = max(batch["input_ids"].shape[1] for batch in batches)
-    return Task(batches, len(chosen), length, tests, notes)
+    return Task(batches, len(used.indices), length, tests, notes)
 
 
 @dataclass(frozen=True)
@@ -64,10 +58,10 @@ class _Encoder:
     max_length: int | None
     batch_size: int
 
-    def __call__(self, rows: Any, indices: list[int], place: str) -> list[dict[str, Tensor]]:
+    def __call__(self, part: Part) -> list[dict[str, Tensor]]:
         """Token ids in batches, padded."""
-        taken = [rows[index] for index in indices]
-        for index, row in zip(indices, taken, strict=True):
+        place, taken = part.place, [part.rows[index] for index in part.indices]
+        for index, row in zip(part.indices, taken, strict=True):
             texts = [row.get(_TEXT), row.get(_PAIR, "")]
             if not all(isinstance(text, str) for text in texts) or not texts[0].strip():
                 strange = {key: type(value).__name__ for key, value in sorted(row.items())}
@@ -78,11 +72,11 @@ class _Encoder:
         limit = min(self.max_length or 512, self.tokenizer.model_max_length)
         batches = []
         for start in range(0, len(taken), self.batch_size):
-            part = taken[start : start + self.batch_size]
-            paired = _PAIR in part[0]
-            pairs = [shortened(row[_PAIR], limit) for row in part] if paired else None
+            batch = taken[start : start + self.batch_size]
+            paired = _PAIR in batch[0]
+            pairs = [shortened(row[_PAIR], limit) for row in batch] if paired else None
             encoded = self.tokenizer(
-                [shortened(row[_TEXT], limit) for row in part],
+                [shortened(row[_TEXT], limit) for row in batch],
                 pairs,
                 truncation=True,
                 max_length=limit,
@@ -93,10 +87,9 @@ class _Encoder:
         return batches
 
 
-def _labels(
-    rows: Any, indices: list[int], classes: Sequence[str], place: str
-) -> tuple[Tensor, list[str]]:
-    values: list[Any] = [rows[index].get(_LABEL) for index in indices]
+def _labels(part: Part, classes: Sequence[str]) -> tuple[Tensor, list[str]]:
+    place = part.place
+    values: list[Any] = [part.rows[index].get(_LABEL) for index in part.indices]
     values = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
     if any(value is None for value in values):
         raise ValueError(f"{place}: rows need a label to be evaluated, or give --no-eval")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusion_bench_featcal.calibration_text import TextBatches, text_rows
-from fusion_bench_featcal.data.tables import load_texts
-from fusion_bench_featcal.data.text_samples import IGNORED, TARGETS, TextEncoder
+from fusion_bench_featcal.calibration_text import TextBatches
+from fusion_bench_featcal.data.text_formats import FORMATS, lacks_answer
+from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
+from fusion_bench_featcal.folders.columns import open_texts
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import Score, Task, sentences, split_rows
+from fusion_bench_featcal.folders.tasks import Part, Score, Task, open_parts, sentence
 
 LONG = 16
 """Median tokens of targets from which accuracy counts tokens in place of whole answers."""
@@ -35,45 +36,25 @@ def open_language_task(
         ValueError: If there is no such data.
         CalibrationError: If a row is no text that can be used.
     """
-    place = f"--data {task}={request.data[task]}"
-    rows = text_rows(load_texts(request.data[task]), place)
-    chosen, held = split_rows(task, len(rows), request)
+    columns, names = request.columns_of(task), ("prompt", "target", "messages", "text")
+    open_rows = partial(open_texts, columns=columns, names=names, usual=FORMATS)
+    used, held = open_parts(task, request, open_rows)
 
-    def batches(place: str, rows: Any, indices: list[int]) -> TextBatches:
+    def batches(part: Part) -> TextBatches:
         settings = request.settings
-        if _writes(rows, indices):
+        places = ((index, f"{part.place}, item {index}") for index in part.indices)
+        if any(lacks_answer(part.rows[index], place) for index, place in places):
             settings = settings.replace(calibration_targets="generated")
-        return TextBatches(place, rows, indices, settings, encoder, load_expert, request.device)
+        return TextBatches(*part, settings, encoder, load_expert, request.device)
 
-    calibration = batches(place, rows, chosen)
-    tested = batches(place, rows, held) if held else None
-    if request.evaluate and task in request.tests:
-        place = f"--eval {task}={request.tests[task]}"
-        others = text_rows(load_texts(request.tests[task], "test"), place)
-        tested = batches(place, others, list(range(len(others)))[: request.test_rows])
-    notes = sentences(len(held), task, request)
+    calibration = batches(used)
+    length = max(calibration.lengths())
+    tests = LanguageTests(batches(held)) if held.indices else None
+    measure = "" if tests is None else tests.measure()
+    notes = [sentence(task, request, used, held, measure)]
     if calibration.settings.calibration_targets == "generated":
         notes.append(f"{task}: no targets in --data, so its expert writes them")
-    length = max(calibration.lengths())
-    tests = None if tested is None or not tested.indices else LanguageTests(tested)
-    if tests is not None:
-        tests.batches.lengths()
-        notes += tests.notes(task)
-    return Task(calibration, len(chosen), length, tests, notes)
-
-
-def _writes(rows: Any, indices: list[int]) -> bool:
-    """Return whether prompts lack their targets, so that the expert has to write them."""
-    return any(_lacks_target(rows[index]) for index in indices)
-
-
-def _lacks_target(row: Mapping[str, Any]) -> bool:
-    if row.get("input_ids") is not None:
-        return False
-    if row.get("messages") is not None:
-        last = list(row["messages"])[-1:]
-        return not any(isinstance(t, Mapping) and t.get("role") == "assistant" for t in last)
-    return "prompt" in row and all(row.get(name) is None for name in TARGETS)
+    return Task(calibration, len(used.indices), length, tests, notes)
 
 
 @dataclass
@@ -86,12 +67,12 @@ class LanguageTests:
 
     batches: TextBatches
 
-    def notes(self, task: str) -> list[str]:
-        """Say what accuracy means."""
+    def measure(self) -> str:
+        """Read all texts, and say of what accuracy is the share."""
+        self.batches.lengths()
         written = self.batches.settings.calibration_targets == "generated"
         whose = " that its expert writes" if written else ""
-        what = "tokens" if self._counts_tokens else "whole answers"
-        return [f"{task}: accuracy is the share of {what}{whose} that are right"]
+        return f"right {'tokens' if self._counts_tokens else 'whole answers'}{whose}"
 
     @cached_property
     def _counts_tokens(self) -> bool:

@@ -1,26 +1,27 @@
 """The `mergekit_config.yml` that mergekit leaves beside a merged model: its base and experts."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.untrusted import read_yaml
 
 FILE = "mergekit_config.yml"
-_WITHOUT_BASE = ("slerp", "nearswap", "arcee_fusion")
+_BASE_IS_MERGED = ("slerp", "nearswap", "arcee_fusion")
 """Methods whose `base_model` is one of the merged models, not the one these were tuned from."""
 _TYPES = {"models": list, "sources": list, "slices": list, "modules": dict}
 _MOST_PATH = 1000  # characters
 
 
-class UnreadableRecipe(ValueError):
-    """A config that tells no models. They may be named by options."""
+class UnreadableConfig(ValueError):
+    """A config that names no models. They may be named by options."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Merge:
     """Models that a merge was made from.
 
     Attributes:
@@ -35,62 +36,128 @@ class Recipe:
     experts: Mapping[str, str]
 
 
-def read_recipe(merged: Path) -> Recipe | None:
-    """Read the recipe of a merged model.
+def with_merge_config(
+    merged: str, base: str | None, experts: Mapping[str, str], notes: list[str]
+) -> tuple[str | None, Mapping[str, str], str]:
+    """Complete base and experts by the merged model's mergekit config.
+
+    Args:
+        merged: Folder or hub id of the merged model.
+        base: The base that was named.
+        experts: The experts that were named.
+        notes: Takes sentences on what the config says.
+
+    Returns:
+        Base, experts, and what names the experts, for messages.
+
+    Raises:
+        ValueError: If a model is missing, or a named one is not one that was merged.
+    """
+    folder = Path(merged).expanduser()
+    if not folder.is_dir() and (folder.exists() or not experts):
+        raise ValueError(
+            f"MERGED {merged}: there is no such folder here. Correct it, or for a model on the hub "
+            "name --base ID and --expert NAME=ID for each expert"
+        )
+    try:
+        merge = read_merge(folder)
+    except UnreadableConfig as error:
+        if not experts:
+            raise
+        notes.append(f"not read: {first_line(error)}")
+        merge = None
+    if merge is None:
+        return base, experts, "--expert"
+    if base is None and merge.base is not None:
+        base = merge.base
+        notes.append(f"base, by {FILE}: {base}")
+    elif base is not None and merge.base is not None and not _is_same(base, merge.base):
+        raise ValueError(
+            f"--base {base} is not the base that {merged} was merged on: its {FILE} names "
+            f"{merge.base}"
+        )
+    if experts:
+        notes += _check_experts(merged, experts, merge.experts)
+        return base, experts, "--expert"
+    _check_folders(merged, [merge.base or "", *merge.experts.values()])
+    listed = ", ".join(f"{name}={location}" for name, location in merge.experts.items())
+    notes.append(f"experts, by {FILE} ({merge.method}): {listed}")
+    return base, merge.experts, f"{merged}/{FILE}"
+
+
+def _check_folders(merged: str, locations: Iterable[str]) -> None:
+    """Refuse folders of a mergekit config that are not there (any more)."""
+    for location in locations:
+        is_path = location.startswith((".", "/", "~")) or location.count("/") > 1
+        if is_path and not Path(location).expanduser().is_dir():
+            raise ValueError(
+                f"{FILE} in {merged} names {location}, where there is no folder (now): name the "
+                "models by --base DIR and --expert NAME=DIR"
+            )
+
+
+def _check_experts(
+    merged: str, experts: Mapping[str, str], known: Mapping[str, str]
+) -> Iterator[str]:
+    for name, location in experts.items():
+        if not any(_is_same(location, other) for other in known.values()):
+            raise ValueError(
+                f"--expert {name}={location} is no model that {merged} was merged from: its {FILE} "
+                f"names {', '.join(known.values())}"
+            )
+    left = [v for v in known.values() if not any(_is_same(v, e) for e in experts.values())]
+    if left:
+        yield f"merged from {', '.join(left)} as well, for which no --expert stands"
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Return whether two locations are one folder, or one hub id."""
+    first, second = Path(one).expanduser(), Path(other).expanduser()
+    if first.exists() and second.exists():
+        return first.resolve() == second.resolve()
+    # one of them may be where the other was downloaded to
+    return one == other or first.exists() != second.exists()
+
+
+def read_merge(merged: Path) -> Merge | None:
+    """Read which models a merged model was made from.
 
     Args:
         merged: The merged model's folder.
 
     Returns:
-        The recipe; None if the folder has no mergekit config.
+        The models; None if the folder has no mergekit config.
 
     Raises:
-        UnreadableRecipe: If the config is damaged or names no models, or models cannot be told
+        UnreadableConfig: If the config is damaged or names no models, or models cannot be told
             apart.
-        ValueError: If their layers were stacked (`passthrough`).
+        ValueError: If layers were stacked (`passthrough`, slices of different layers).
     """
     file = merged / FILE
     try:
         content = read_yaml(file)
-        _check_types(content)
+        models = [_located(model, merged) for model in _models(content)]
+        named = next((part["base_model"] for part in _parts(content) if part.get("base_model")), "")
+        base = _located(named, merged) if named else None
     except FileNotFoundError:
         return None
     except ValueError as error:
-        place = "" if str(file) in str(error) else f"{file}: "
-        raise UnreadableRecipe(
-            f"{place}{error}. Name the models by --base and --expert NAME=DIR"
-        ) from error
+        start = "" if str(file) in str(error) else f"{file}: "
+        advice = "Name the models by --base and --expert NAME=DIR"
+        raise UnreadableConfig(f"{start}{error}. {advice}") from error
     method = str(content.get("merge_method"))
-    if method == "passthrough":
-        raise ValueError(
-            f"{merged} was merged by mergekit's passthrough, which stacks layers: it has other "
-            "blocks than its experts, so it cannot be calibrated"
-        )
-    named = content.get("base_model")
-    base = None if named is None else _located(named, merged)
-    locations = [_located(model, merged) for model in _models(content)]
-    if base is not None and method in _WITHOUT_BASE:
-        locations, base = [*locations, base], None
-    models = {_resolved(location): location for location in locations}
-    if base is not None:
-        models.pop(_resolved(base), None)
-    if not models:
-        raise UnreadableRecipe(f"{file} names no models. Name them by --expert NAME=DIR")
-    places = {_parts(location): location for location in models.values()}
-    experts = {_name_of(parts, places): location for parts, location in places.items()}
-    if len(experts) < len(models):
-        raise UnreadableRecipe(
-            f"{file}: the names of {', '.join(models.values())} do not differ. Name them by "
-            "--expert NAME=DIR"
-        )
-    return Recipe(method, base, experts)
+    _check_layers(content, method, merged)
+    if base is not None and method in _BASE_IS_MERGED:
+        models, base = [*models, base], None
+    base, locations = _with_adapters(models, base, file)
+    return Merge(method, base, _named(locations, file))
 
 
-def _check_types(content: Any, label: str = "it") -> None:
-    """Refuse values of types that mergekit does not take.
+def _parts(content: Any, label: str = "it") -> Iterator[Mapping[str, Any]]:
+    """Yield a config and the slices and modules in it.
 
     Raises:
-        ValueError: Naming key and value.
+        ValueError: If a value has a type that mergekit does not take.
     """
     if not isinstance(content, Mapping):
         raise ValueError(f"{label} is {content!r:.60}, not a mapping")
@@ -98,37 +165,113 @@ def _check_types(content: Any, label: str = "it") -> None:
         if not isinstance(content.get(key), kind | None):
             name = "list" if kind is list else "mapping"
             raise ValueError(f"{key} is {content[key]!r:.60}, not a {name}")
+    yield content
     for part in [*(content.get("slices") or ()), *(content.get("modules") or {}).values()]:
-        _check_types(part, "a slice or module")
-    entries = [*(content.get("models") or ()), *(content.get("sources") or ())]
-    models = [entry.get("model") if isinstance(entry, Mapping) else entry for entry in entries]
-    for model in [*models, *filter(None, [content.get("base_model")])]:
-        location = _path_of(model)
-        if not isinstance(location, str) or not 0 < len(location) <= _MOST_PATH:
-            raise ValueError(f"a model is {model!r:.60}, not a folder or hub id")
+        yield from _parts(part, "a slice or module")
 
 
 def _models(content: Any) -> Iterator[Any]:
     """Yield every model that a config names, in `models`, `slices` and `modules`."""
-    if not isinstance(content, Mapping):
-        return
-    for entry in [*(content.get("models") or ()), *(content.get("sources") or ())]:
-        yield entry.get("model") if isinstance(entry, Mapping) else entry
-    for part in [*(content.get("slices") or ()), *dict(content.get("modules") or {}).values()]:
-        yield from _models(part)
+    for part in _parts(content):
+        for entry in [*(part.get("models") or ()), *(part.get("sources") or ())]:
+            yield entry.get("model") if isinstance(entry, Mapping) else entry
 
 
-def _located(model: Any, merged: Path) -> str:
-    """Return a model's folder or hub id; relative folders may start beside the merged model."""
-    text = str(_path_of(model))
-    beside = merged.parent / text
-    return str(beside) if not Path(text).exists() and beside.exists() else text
+@dataclass(frozen=True)
+class _Located:
+    """A model that a config names, and the LoRA adapter that is added to it."""
+
+    model: str
+    adapter: str | None = None
 
 
-def _path_of(model: Any) -> Any:
-    if isinstance(model, Mapping):  # mergekit's long form
-        model = model.get("model")
-    return model.get("path") if isinstance(model, Mapping) else model
+def _located(reference: Any, merged: Path) -> _Located:
+    """Read a reference: `MODEL`, `MODEL+LORA`, or mergekit's mappings for them."""
+    model, adapter = reference, None
+    if isinstance(reference, Mapping) and "model" in reference:
+        model, adapter = reference["model"], reference.get("lora")
+    if adapter is None and isinstance(model, str):
+        model, _, adapter = model.partition("+")
+    location = _location(model, merged)
+    return _Located(location, _location(adapter, merged) if adapter else None)
+
+
+def _location(value: Any, merged: Path) -> str:
+    """Return a folder or hub id; relative folders may start beside the merged model."""
+    revision = None
+    if isinstance(value, Mapping):
+        value, revision = value.get("path"), value.get("revision")
+    if not isinstance(value, str) or not 0 < len(value) <= _MOST_PATH:
+        raise ValueError(f"a model is {value!r:.60}, not a folder or hub id")
+    beside = merged.parent / value
+    if not Path(value).exists() and beside.exists():
+        return str(beside)
+    return value if revision is None else f"{value}@{revision}"
+
+
+def _check_layers(content: Mapping[str, Any], method: str, merged: Path) -> None:
+    """Refuse merges that stack layers.
+
+    Raises:
+        ValueError: If blocks of the merged model are others than those of its experts.
+    """
+    stacked = "mergekit's passthrough, which stacks layers" if method == "passthrough" else None
+    for part in _parts(content):
+        end = 0
+        for piece in part.get("slices") or ():
+            sources = [source for source in piece.get("sources") or () if source]
+            ranges = [source.get("layer_range") or [end, end] for source in sources]
+            if any(span[0] != end or span != ranges[0] for span in ranges):
+                stacked = stacked or f"mergekit's {method} from slices of different layers"
+            end = ranges[0][1] if ranges else end
+    if stacked:
+        raise ValueError(
+            f"{merged} was merged by {stacked}: it has other blocks than its experts, so it cannot "
+            "be calibrated"
+        )
+
+
+def _with_adapters(
+    models: Collection[_Located], base: _Located | None, file: Path
+) -> tuple[str | None, list[str]]:
+    """Return the base and the experts' locations, of adapters on the base those of the adapters.
+
+    Raises:
+        ValueError: If an adapter is of another model than the base.
+    """
+    adapted = {_resolved(model.model): model.model for model in models if model.adapter}
+    known = None if base is None else base.model
+    if known is None and len(adapted) == 1:
+        (known,) = adapted.values()
+    others = [location for key, location in adapted.items() if key != _resolved(known or "")]
+    if others or (base is not None and base.adapter):
+        raise ValueError(
+            f"{file} adds LoRA adapters to {', '.join(others) or 'the base'}, of which featcal "
+            "cannot say what they were tuned from: merge each into a folder of its own (PEFT's "
+            "merge_and_unload) and name it by --expert NAME=DIR"
+        )
+    locations = {_resolved(m.adapter or m.model): m.adapter or m.model for m in models}
+    if known is not None:
+        locations.pop(_resolved(known), None)
+    return known, list(locations.values())
+
+
+def _named(locations: Collection[str], file: Path) -> dict[str, str]:
+    """Name models by their locations.
+
+    Raises:
+        UnreadableConfig: If there are none, or names do not differ.
+    """
+    if not locations:
+        raise UnreadableConfig(f"{file} names no models. Name them by --expert NAME=DIR")
+    split = {_split(location): location for location in locations}
+    experts = {_name_of(parts, split): location for parts, location in split.items()}
+    if len(experts) < len(locations):
+        raise UnreadableConfig(
+            f"{file}: the names of {', '.join(locations)} do not differ. Name them by "
+            "--expert NAME=DIR"
+        )
+    return experts
 
 
 def _resolved(location: str) -> Path:
@@ -137,10 +280,12 @@ def _resolved(location: str) -> Path:
     return folder.resolve() if folder.exists() else folder
 
 
-def _parts(location: str) -> tuple[str, ...]:
+def _split(location: str) -> tuple[str, ...]:
     """Split a hub id, or the full path of a folder as it was named."""
     folder = Path(location).expanduser()
-    return (Path(os.path.abspath(folder)) if folder.exists() else folder).parts
+    if folder.exists():
+        return Path(os.path.abspath(folder)).parts
+    return Path(location.partition("@")[0]).parts
 
 
 def _name_of(model: tuple[str, ...], models: Collection[tuple[str, ...]]) -> str:

@@ -68,7 +68,7 @@ class Models:
             raise ValueError(f"{base.option} is a LoRA adapter: name the model that it changes")
         experts = {
             task: ModelFolder(task, location, "--expert")
-            for task, location in request.experts.items()
+            for task, location in request.expert.items()
         }
         models = cls(request, base, experts, merged)
         models._check()
@@ -131,9 +131,9 @@ class Models:
                 own.copy_(self._merged(base.tensor(name).float(), tensors))
 
     def _merged(self, base: Tensor, experts: list[Tensor]) -> Tensor:
-        if self.request.merge == "simple_average":
+        if self.request.merger[0] == "simple_average":
             return torch.stack(experts).mean(dim=0)
-        return base + self.request.scale * sum(expert - base for expert in experts)
+        return base + self.request.merger[1] * sum(expert - base for expert in experts)
 
     def load_expert(self, task: str) -> nn.Module:
         """Load an expert whole."""

@@ -12,17 +12,21 @@ from torch.nn import functional as F
 
 from fusion_bench_featcal.calibration_images import TaskBatches, decode_workers
 from fusion_bench_featcal.data.images import ImageItems, load_images
+from fusion_bench_featcal.data.tables import split_of
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
+    Part,
     Score,
     Task,
     classification_score,
     label_numbers,
-    sentences,
-    split_rows,
+    open_parts,
+    sentence,
 )
+from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 
+_COLUMNS = ("image_column", "label_column")
 Head = Callable[[nn.Module, Tensor], Tensor]
 """Class logits of a model for pixels `[batch, channels, height, width]`."""
 
@@ -48,65 +52,50 @@ def open_image_task(
         ValueError: If there are no such images, or the head lacks a class.
         CalibrationError: If the data cannot be read.
     """
-    items = _items(request.data[task], "train")
-    chosen, held = split_rows(task, len(items), request)
-    batches = _batches(task, request, processor)
-    calibration, notes = batches(items, chosen), sentences(len(held), task, request)
-    place = f"--data {task}"
-    if request.evaluate and task in request.tests:
-        items, place = _items(request.tests[task], "test"), f"--eval {task}"
-        held = _spread(len(items), request.test_rows)
-    tests = None
-    if held and (classes or clip):
-        labels, names = _labels(items, held, place)
+    columns = {f"{name}_column": c for name, c in request.columns_of(task).items()}
+    refuse_unknown_keys(columns, _COLUMNS, f"--columns {task}")
+    open_items = partial(_items, columns=columns)
+    used, held = open_parts(task, request, open_items, spread=True)
+    workers = decode_workers(request.settings, processor)
+
+    def batches(part: Part) -> TaskBatches:
+        size = request.settings.batch_size
+        return TaskBatches(task, part.rows, part.indices, size, processor, workers=workers)
+
+    notes, tests = [sentence(task, request, used, held)], None
+    if held.indices and (classes or clip):
+        labels, names = _labels(held)
         if clip is not None:
-            prompts = [request.prompts[task].replace("{}", name) for name in names]
+            prompts = [request.prompt_of(task).replace("{}", name) for name in names]
             head: Head = partial(_by_similarity, clip.head(prompts), clip)
         else:
-            numbers, guesses = label_numbers(names, classes or (), place)
+            numbers, guesses = label_numbers(names, classes or (), held.place)
             labels, notes = torch.tensor(numbers)[labels], [*notes, *guesses]
             head = _classify
-        tests = ImageTests(batches(items, held), labels, head)
-    return Task(calibration, len(chosen), 0, tests, notes)
+        tests = ImageTests(batches(held), labels, head)
+    return Task(batches(used), len(used.indices), 0, tests, notes)
 
 
-def _batches(
-    task: str, request: Request, processor: Any
-) -> Callable[[ImageItems, list[int]], TaskBatches]:
-    settings = request.settings
-    workers = decode_workers(settings, processor)
-
-    def batches(items: ImageItems, indices: list[int]) -> TaskBatches:
-        return TaskBatches(task, items, indices, settings.batch_size, processor, workers=workers)
-
-    return batches
-
-
-def _labels(items: ImageItems, indices: list[int], place: str) -> tuple[Tensor, list[str]]:
+def _labels(part: Part) -> tuple[Tensor, list[str]]:
     """Labels of some images, and the class names by label.
 
     Raises:
         ValueError: If there are none.
     """
+    items: ImageItems = part.rows
     if items.has_labels is False or items.classnames is None:
         raise ValueError(
-            f"{place}: images without class names cannot be evaluated: put them into one folder "
-            "per class, or give --no-eval"
+            f"{part.place}: images without class names cannot be evaluated: put them into one "
+            "folder per class, or give --no-eval"
         )
-    return torch.tensor([items.read(index)[1] for index in indices]), items.classnames
+    return torch.tensor([items.read(index)[1] for index in part.indices]), items.classnames
 
 
-def _items(location: str, split: str) -> ImageItems:
+def _items(location: str, split: str, _: str, *, columns: dict[str, str]) -> ImageItems:
     """Open images at a path, or of a hub data set `ID:SPLIT`."""
-    if Path(location).expanduser().exists():
-        return load_images(location)
-    name, _, named = location.partition(":")
-    return load_images(name, named or split)
-
-
-def _spread(available: int, most: int) -> list[int]:
-    """At most so many positions, evenly spread: folders hold one class after the other."""
-    return [number * available // min(most, available) for number in range(min(most, available))]
+    name, named = split_of(location)
+    is_here = Path(name).expanduser().exists()
+    return load_images(name, named or (None if is_here else split), **columns)
 
 
 def _classify(model: nn.Module, pixels: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import dataclasses
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from logging import ERROR, NOTSET, getLogger
@@ -19,6 +19,7 @@ from fusion_bench_featcal.agreement import Agreement, outcome_of
 from fusion_bench_featcal.agreement import warnings_of as warnings_of_agreement
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
+from fusion_bench_featcal.ending import NOTHING_SAVED
 from fusion_bench_featcal.folders.classifiers import open_classifier_task
 from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.language import open_language_task
@@ -31,7 +32,7 @@ from fusion_bench_featcal.folders.model_folder import (
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.pictures import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request, in_words_of_the_command
-from fusion_bench_featcal.folders.saving import HEADS, save
+from fusion_bench_featcal.folders.saving import HEADS, is_saved, save
 from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.plan import one_line, plan_of, warnings_of
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
@@ -54,30 +55,59 @@ from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
 
 
-def run(request: Request) -> Path:
-    """Calibrate models in folders.
+def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
+    """Calibrate a merged model in a folder or on the hub: `featcal calibrate` in Python.
 
     Args:
-        request: What to calibrate.
+        merged: The merged model, or the recipe.yaml of an earlier run.
+        options: The command's options by name, with _ for -: `expert={"math": "models/math"}`,
+            `data={"math": "math.jsonl"}`, `out="repaired"`, `set={"samples_per_task": 64}`.
 
     Returns:
         The folder of the calibrated model.
 
     Raises:
+        ValueError: If an option is unknown, or models or data are missing or do not fit; nothing
+            has been loaded then.
+        CalibrationError: If the calibration cannot go on; finished blocks are kept.
+    """
+    return run(Request.of({"merged": merged, **options}, "calibrate_folder"))
+
+
+def run(request: Request) -> Path:
+    """Calibrate models in folders, and return the folder of the calibrated model.
+
+    Raises:
         ValueError: If models or data are missing or do not fit; nothing has been loaded then.
         CalibrationError: If the calibration cannot go on; finished blocks are kept.
     """
-    with _quiet():
-        models = Models.of(request)
-        job = Job.of(models)
-        job.show_plan()
-        model = models.load().to(request.device)
-        job.evaluate_references(model)
-        with measure() as cost:
-            result = job.calibrate(model)
-        calibrated = job.with_body(model, result.model)
-        job.evaluate(FEATCAL, calibrated, result, cost.as_dict())
-        return job.finish(calibrated, result)
+    blocks = request.checkpoints
+    if (request.resume or blocks.is_dir()) and is_saved(request):
+        shutil.rmtree(blocks, ignore_errors=True)
+        print(f"{request.out} is complete: this command saved it before")
+        return request.out
+    request.check_place()
+    try:
+        with _quiet():
+            job = Job.of(Models.of(request))
+            job.show_plan()
+            return job.run()
+    finally:
+        with suppress(OSError):
+            blocks.rmdir()  # if no block was finished
+
+
+def how_to_go_on(request: Request) -> str:
+    """Say what an interrupted run has left."""
+    out, blocks = request.out, request.checkpoints
+    if is_saved(request):
+        return f"ended after saving: the model in {out} is complete"
+    if not blocks.is_dir() or not any(blocks.iterdir()):
+        return NOTHING_SAVED
+    return (
+        f"ended before it was done: finished blocks are in {blocks}. To go on, repeat the command "
+        "with --resume"
+    )
 
 
 @contextmanager
@@ -129,25 +159,23 @@ class Job:
     def of(cls, models: Models) -> "Job":
         """Open and read the data of every task."""
         request, kind = models.request, models.home.kind
-        settings = request.settings
+        most = request.settings.max_length
         if kind in ("clip", IMAGE_CLASSIFIER):
-            settings = settings.replace(max_length=None)
-            processor = models.image_processor()
+            processor, most = models.image_processor(), None
         else:
             processor = models.tokenizer()
-            if settings.max_length == MAX_LENGTH:
+            if most == MAX_LENGTH:
                 most = min(MAX_LENGTH, tokens_allowed(processor))
-                settings = settings.replace(max_length=most)
-        request = dataclasses.replace(request, settings=settings)
+        request = dataclasses.replace(request, set={**request.set, "max_length": most})
         tasks = _open_tasks(models, request, processor)
         report = Report(
             suite=request.out.name,
-            upstream=request.merge or GIVEN,
+            upstream=request.merger[0] or GIVEN,
             versions=versions(),
             device=describe_device(torch.device(request.device)),
         )
+        report.notes += [note for task in tasks.values() for note in task.notes]
         report.notes += [*request.notes, *models.notes]
-        report.notes += [note for t in tasks.values() for note in t.notes]
         return cls(models, request, processor, tasks, report, {})
 
     @property
@@ -164,8 +192,6 @@ class Job:
         """Print what will be done, with what, and what it takes."""
         request, home = self.request, self.models.home
         print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(self.tasks), 'task')}")
-        for name, task in self.tasks.items():
-            print(f"  {name}: {counted(task.samples, 'sample')} of {request.data[name]}")
         for note in self.report.notes:
             print(f"  {note}")
         self.planned_notes = len(self.report.notes)
@@ -186,6 +212,16 @@ class Job:
         print(one_line(plan))
         for warning in warnings_of(plan):
             warnings.warn(warning, stacklevel=2)
+
+    def run(self) -> Path:
+        """Load, evaluate, calibrate, evaluate again, and save."""
+        model = self.models.load().to(self.request.device)
+        self.evaluate_references(model)
+        with measure() as cost:
+            result = self.calibrate(model)
+        calibrated = self.with_body(model, result.model)
+        self.evaluate(FEATCAL, calibrated, result, cost.as_dict())
+        return self.finish(calibrated, result)
 
     def evaluate_references(self, model: nn.Module) -> None:
         """Evaluate the merged model, and each expert on its own task.
@@ -294,7 +330,7 @@ class Job:
         request = self.request
         merger: dict[str, Any] = {"merged model": request.merged}
         if request.merge is not None:
-            merger = {"method": request.merge, "scaling_factor": request.scale}
+            merger = dict(zip(("method", "scaling_factor"), request.merger, strict=True))
         counts = {name: task.samples for name, task in self.tasks.items()}
         own = request.settings.of_the_model().as_dict()
         facts = CardFacts(FEATCAL, merger, own, counts, result.reads)
@@ -324,26 +360,26 @@ def _open_tasks(models: Models, request: Request, processor: Any) -> dict[str, T
         encoder = TextEncoder(processor, kind, request.settings.max_length)
         return {
             task: open_language_task(task, request, encoder, partial(models.load_expert, task))
-            for task in request.experts
+            for task in request.expert
         }
     labels = {
         task: _class_names(models.base if expert.is_adapter and models.base else expert)
-        if request.evaluate
+        if not request.no_eval
         else ()
         for task, expert in models.experts.items()
     }
     if kind == TEXT_CLASSIFIER:
         return {
             task: open_classifier_task(task, request, processor, labels[task])
-            for task in request.experts
+            for task in request.expert
         }
     if kind == IMAGE_CLASSIFIER:
         return {
             task: open_image_task(task, request, processor, classes=labels[task])
-            for task in request.experts
+            for task in request.expert
         }
     clip = _zero_shot(models, request)
-    return {task: open_image_task(task, request, processor, clip=clip) for task in request.experts}
+    return {task: open_image_task(task, request, processor, clip=clip) for task in request.expert}
 
 
 def _class_names(expert: ModelFolder) -> Sequence[str]:
@@ -368,7 +404,7 @@ def _class_names(expert: ModelFolder) -> Sequence[str]:
 
 def _zero_shot(models: Models, request: Request) -> ZeroShot | None:
     """Zero-shot heads of a whole CLIP; None where none is at hand."""
-    if not request.evaluate:
+    if request.no_eval:
         return None
     if request.text_tower is not None:
         return ZeroShot(ModelFolder("text tower", request.text_tower, "--text-tower"))

@@ -1,7 +1,6 @@
 """Saving the model of `featcal calibrate` as a folder that plain transformers loads."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fusion_bench_featcal.files import ReportError
 from fusion_bench_featcal.folders.models import Models
-from fusion_bench_featcal.json_files import read_json, without_secrets
+from fusion_bench_featcal.folders.options import RECIPE
+from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.log import CalibrationLog
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.results.provenance import PROVENANCE
 from fusion_bench_featcal.saved_model import (
     CardFacts,
     card_text,
-    command_line,
     complete_folder,
     writing_model,
 )
@@ -64,39 +61,18 @@ def save(
         _write_model(whole, heads, new)
         card = _card(models, facts, report, with_heads=bool(heads))
         complete_folder(new, whole, processor, facts, card)
+        (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         report.write(new / REPORT, "--out")
         log.write(new / REPORT / "calibration_log.jsonl")
     return request.out
 
 
-def finished_before(out: Path, blocks: Path, *, resume: bool) -> bool:
-    """Finish a run of this command that was ended after its model had been saved.
-
-    Args:
-        out: Folder of the model, which appears complete.
-        blocks: Folder of the finished blocks, removed here.
-        resume: Whether the run is resumed, which needs no blocks then.
-
-    Returns:
-        Whether there was such a run.
-    """
-    if not (resume or blocks.is_dir()) or not saved_by_this_command(out):
-        return False
-    shutil.rmtree(blocks, ignore_errors=True)
-    return True
-
-
-def saved_by_this_command(out: Path) -> bool:
-    """Return whether a folder has the model of this command, with or without --resume."""
+def is_saved(request: Request) -> bool:
+    """Return whether the request's folder has its calibrated model already."""
     try:
-        command = read_json(out / PROVENANCE, sealed=True).get("command")
-    except ReportError:
+        return (request.out / RECIPE).read_text(encoding="utf-8") == request.recipe
+    except OSError:
         return False
-    return _arguments(str(command)) == _arguments(without_secrets(command_line()))
-
-
-def _arguments(command: str) -> str:
-    return command.partition(" ")[2].replace(" --resume", "")
 
 
 def _write_model(whole: Any, heads: Mapping[str, nn.Module], folder: Path) -> None:
@@ -108,7 +84,7 @@ def _write_model(whole: Any, heads: Mapping[str, nn.Module], folder: Path) -> No
 def _card(models: Models, facts: CardFacts, report: Report, *, with_heads: bool) -> str:
     request = models.request
     base = None if request.base is None else str(request.base)
-    card = card_text(facts, base, request.experts, report)
+    card = card_text(facts, base, request.expert, report)
     if with_heads:
         card += (
             f"\n## Heads\n\nEach task has a head of its own in `{HEADS}/NAME` "

@@ -1,7 +1,7 @@
 """One task of `featcal calibrate`: calibration samples, test samples, and scores of a model."""
 
 import re
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -53,6 +53,20 @@ class Tests(Protocol):
         ...
 
 
+class Part(NamedTuple):
+    """Rows of a data set that are used for one purpose.
+
+    Attributes:
+        place: The option with the data set, for messages.
+        rows: The data set.
+        indices: Numbers of its rows.
+    """
+
+    place: str
+    rows: Any
+    indices: list[int]
+
+
 @dataclass(frozen=True)
 class Task:
     """One task's data.
@@ -62,7 +76,7 @@ class Task:
         samples: Number of calibration samples.
         length: Tokens of the longest text; 0 of images.
         tests: Test samples; None: there are none.
-        notes: Sentences on what was decided.
+        notes: Sentences: first on the samples, then on what was decided.
     """
 
     batches: Any
@@ -72,32 +86,55 @@ class Task:
     notes: Sequence[str] = field(default_factory=tuple)
 
 
-def split_rows(task: str, available: int, request: Request) -> tuple[list[int], list[int]]:
-    """Choose a task's rows: for calibration, and those that are held back for evaluation.
+def open_parts(
+    task: str, request: Request, open_rows: Callable[[str, str, str], Any], *, spread: bool = False
+) -> tuple[Part, Part]:
+    """Open a task's rows: for calibration, and for evaluation.
 
     Calibration rows are the ones that `method=featcal` draws; rows are held back from the end of
     the same order, so that the two never overlap.
 
+    Args:
+        task: The task.
+        request: The request.
+        open_rows: Returns the rows of a location, a split and a name for messages.
+        spread: Whether test rows are spread over their data set: images lie in it by classes.
+
     Raises:
         ValueError: If the task has no rows.
     """
+    place, seed = f"--data {task}={request.data[task]}", request.settings.seed
+    rows = open_rows(request.data[task], "train", place)
+    available, wanted = len(rows), request.settings.samples_per_task
     if available == 0:
-        raise ValueError(f"--data {task}={request.data[task]} has no rows")
-    order = sample_order(available, task, request.settings.seed)
-    wanted = request.settings.samples_per_task
-    if not request.evaluate or task in request.tests:
-        return order[:wanted], []
-    held = min(request.test_rows, available // HELD_BACK)
-    return order[: min(wanted, available - held)], order[available - held :]
+        raise ValueError(f"{place} has no rows")
+    order = sample_order(available, task, seed)
+    if request.no_eval:
+        return Part(place, rows, order[:wanted]), Part(place, rows, [])
+    if task not in request.eval:
+        held = min(request.eval_rows, available // HELD_BACK)
+        calibration = Part(place, rows, order[: min(wanted, available - held)])
+        return calibration, Part(place, rows, order[available - held :])
+    calibration = Part(place, rows, order[:wanted])
+    place = f"--eval {task}={request.eval[task]}"
+    rows = open_rows(request.eval[task], "test", place)
+    most = min(request.eval_rows, len(rows))
+    step = len(rows) if spread else most
+    return calibration, Part(place, rows, [number * step // most for number in range(most)])
 
 
-def sentences(held: int, task: str, request: Request) -> list[str]:
-    """Say on how many held-back rows a task is evaluated, where it has no test data."""
-    if held:
-        return [f"{task}: evaluated on {counted(held, 'row of --data')}, held back"]
-    if request.evaluate and task not in request.tests:
-        return [f"{task}: too few rows to hold any back, so it is not evaluated (--eval)"]
-    return []
+def sentence(
+    task: str, request: Request, calibration: Part, tests: Part, measure: str = "right answers"
+) -> str:
+    """Say what a task's samples are, and on how many rows and how it is evaluated."""
+    begin = f"{task}: {counted(len(calibration.indices), 'sample')} of {request.data[task]}"
+    if request.no_eval:
+        return begin
+    if not tests.indices:
+        return f"{begin}; too few rows to hold any back, so it is not evaluated (--eval)"
+    which = "of --eval" if task in request.eval else "of --data, held back"
+    rows = counted(len(tests.indices), "row")
+    return f"{begin}; evaluated on {rows} {which}: share of {measure}"
 
 
 def classification_score(logits: Tensor, labels: Tensor) -> Score:

@@ -28,7 +28,7 @@ _SHOWN = 0.0005
 
 _INFORMATION = re.compile(
     r"of \d+ calibrations .* was kept\b|calibrated again with more weight for far tasks\b"
-    r"|: evaluated on \d+ rows? of --data|: accuracy is the share of |, so its expert writes them$"
+    r"|; evaluated on \d+ rows? of --|, so its expert writes them$"
     r"|(^|: )(base|experts), by "
 )
 

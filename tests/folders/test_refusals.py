@@ -111,7 +111,7 @@ def test_no_tokenizer(folder, capsys):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "a b"}, "a text is a row with prompt (and target), with messages"),
+        ({"prompt": None, "id": 1}, "a text is a row with prompt (and target), with messages"),
         ({"prompt": 3}, "prompt is int, not a text"),
         ({"prompt": " ", "target": "a"}, "the text is empty"),
         ({"prompt": "a", "target": " "}, "the target is empty"),
@@ -124,6 +124,22 @@ def test_rows_that_are_no_texts(folder, capsys, row, message):
     write_rows(folder / "one.jsonl", [row] * 10)
     line = refusal(capsys, words(folder))
     assert message in line and "--data one" in line and "item" in line
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "one.jsonl has the columns q, a, of which none is usual: say what they hold, such as "
+         "--columns prompt=q,target=a"),
+        (["--columns", "prompt=Q"], "has no column 'Q'"),
+        (["--columns", "one:prompt=q,answer=a"], "--columns: unknown key 'answer'"),
+        (["--columns", "three:prompt=q"], "--columns three=...: there is no such expert"),
+        (["--columns", "q"], "--columns takes NAME=VALUE"),
+    ],
+)  # fmt: skip
+def test_columns_of_other_names(folder, capsys, more, message):
+    write_rows(folder / "one.jsonl", [{"q": "a b", "a": "c"}] * 10)
+    assert message in refusal(capsys, [*words(folder), *more])
 
 
 def test_rows_of_another_format(folder, capsys):

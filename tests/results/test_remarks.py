@@ -6,13 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from synthetic import LEVELS, make_report
 
-from fusion_bench_featcal.folders.tasks import sentences
+from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.folders.tasks import Part, sentence
 from fusion_bench_featcal.results import Report
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
@@ -135,7 +134,7 @@ def test_warnings_are_told_from_information() -> None:
     lower = make_report(LEVELS | {"featcal": 0.1})
     drift = [{"kind": "task", "task": "dtd", "relative_drift_after": 0.9}]
     warnings = [*tasks_below_merged(lower), *tasks_with_high_drift("featcal", drift)]
-    request: Any = SimpleNamespace(evaluate=True, tests={})
-    warnings += sentences(0, "dtd", request)
+    request, samples = Request(out=Path("out"), data={"dtd": "dtd.jsonl"}), Part("", [], [0, 1])
+    warnings.append(sentence("dtd", request, samples, Part("", [], [])))
     assert len(warnings) == 4 and not any(map(is_information, warnings))
-    assert all(map(is_information, sentences(12, "dtd", request)))
+    assert is_information(sentence("dtd", request, samples, samples))

@@ -1,0 +1,95 @@
+"""Formats of texts in rows of data sets: prompts with answers, chats, and plain texts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fusion_bench_featcal.settings import CalibrationError
+
+TARGETS = ("target", "completion", "response", "output", "answer")
+"""Names of the column with the answer to a row's prompt."""
+CHATS = ("messages", "conversations")
+PROMPTS = ("prompt", "instruction", "question")
+FORMATS = ("input_ids", *CHATS, *PROMPTS, "text")
+"""Columns of which a row of texts has one. The first of them counts."""
+_CONTEXTS = ("input", "context")
+"""Names of the column that an `instruction` is about."""
+_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def plain_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a row of any usual format with the names of four of them.
+
+    They are `messages`, `prompt` with or without `target`, `text`, or a tokenised row as it is.
+    ShareGPT's `conversations` and lists of messages as prompt and completion become `messages`; an
+    `instruction` with its `input`, and a `question`, become a `prompt`.
+
+    Args:
+        row: The row.
+        place: Its name in messages.
+
+    Raises:
+        CalibrationError: If it has none of these, or several answers.
+    """
+    values = {name: value for name, value in row.items() if value is not None}
+    form = next((name for name in FORMATS if name in values), None)
+    if form == "input_ids":
+        return dict(row)
+    if form in CHATS:
+        return {"messages": _turns(values[form])}
+    if form == "text":
+        return {"text": values["text"]}
+    if form is None:
+        raise CalibrationError(
+            f"{place}: a text is a row with prompt (and target), with messages, with text, or "
+            f"with input_ids; this one has {sorted(row)}"
+        )
+    prompt, target = values[form], _answer_of(values, place)
+    if isinstance(prompt, list):  # TRL's conversational form
+        answer = target if isinstance(target, list) else _answered(target)
+        return {"messages": _turns([*prompt, *answer])}
+    context = next((values[name] for name in _CONTEXTS if values.get(name)), "")
+    if form == "instruction" and context:
+        prompt = f"{prompt}\n\n{context}"
+    return {"prompt": prompt} if target is None else {"prompt": prompt, "target": target}
+
+
+def lacks_answer(row: Mapping[str, Any], place: str) -> bool:
+    """Return whether a row has a prompt without an answer, which an expert has to write."""
+    plain = plain_row(row, place)
+    if "messages" in plain:
+        last = list(plain["messages"])[-1:]
+        return not any(
+            isinstance(turn, Mapping) and turn.get("role") == "assistant" for turn in last
+        )
+    return "prompt" in plain and "target" not in plain
+
+
+def _answered(target: Any) -> list[Any]:
+    return [] if target is None else [{"role": "assistant", "content": target}]
+
+
+def _turns(chat: Any) -> Any:
+    """Return a chat's turns with `role` and `content`, of which ShareGPT has other names."""
+    if not isinstance(chat, list | tuple):
+        return chat
+    return [
+        {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+        if isinstance(turn, Mapping) and "from" in turn
+        else turn
+        for turn in chat
+    ]
+
+
+def _answer_of(row: Mapping[str, Any], place: str) -> Any:
+    """Answer to a row's prompt: its `target`, else what another of `TARGETS` has; None: nothing.
+
+    Raises:
+        CalibrationError: If several have different answers.
+    """
+    answers = {name: row[name] for name in TARGETS if name in row}
+    first = next(iter(answers), "target")
+    if first != "target" and any(answer != answers[first] for answer in answers.values()):
+        raise CalibrationError(
+            f"{place}: which of {', '.join(answers)} is the answer? Name that column target"
+        )
+    return answers.get(first)
