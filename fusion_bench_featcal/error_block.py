@@ -21,8 +21,8 @@ def first_line(error: BaseException) -> str:
 def error_block(error: BaseException, more: str = "", *, prefix: str = "error") -> str:
     """Describe an error in at most ten lines of the terminal's width.
 
-    Errors of this package say by themselves what to do. Of others the type, what was being made
-    and the last line of this package that ran are told too.
+    Errors of this package say by themselves what to do. Others also get their type, the object
+    that was being made and the last line of this package that ran.
 
     Args:
         error: The error; of one that only wraps another, the other is shown.
@@ -41,22 +41,21 @@ def error_block(error: BaseException, more: str = "", *, prefix: str = "error") 
     width = shutil.get_terminal_size().columns
     lines = _fitting(f"{prefix}: {message or type(error).__name__}", width, _MOST_LINES)
     if not expected:
-        where = [_made_by(wrapper)]
-        where += [f"in {_place(frame)}" for frame in frames if _is_ours(frame)][-1:]
-        if any(where):
-            lines += _fitting("  " + ", ".join(filter(None, where)), width, 1)
+        place = [_made_by(wrapper), *[_place(frame) for frame in frames if _is_ours(frame)][-1:]]
+        if any(place):
+            lines += _fitting("  " + ", ".join(filter(None, place)), width, 1)
     return "\n".join([*lines, more] if more else lines)  # a path that is cut is of no use
 
 
 def _wrapped(error: BaseException) -> BaseException:
-    """Cause of Hydra's failure to instantiate something; else the error itself."""
+    """Return the cause of Hydra's failure to instantiate something; else the error itself."""
     while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _is_own(error: BaseException, frames: traceback.StackSummary) -> bool:
-    """Tell whether this package raised it, with a message for the user."""
+    """Return whether this package raised the error, with a message for the user."""
     if type(error).__module__.partition(".")[0] == _PACKAGE.name:
         return True
     last = frames[-1] if frames else None
@@ -69,37 +68,30 @@ def _is_ours(frame: traceback.FrameSummary) -> bool:
 
 def _place(frame: traceback.FrameSummary) -> str:
     path = Path(frame.filename).relative_to(_PACKAGE.parent)
-    return f"{path}:{frame.lineno} ({frame.name})"
+    return f"in {path}:{frame.lineno} ({frame.name})"
 
 
 def _made_by(error: BaseException) -> str:
     """`making <key> <_target_>` where FusionBench was making the pool, method or task pool."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "_instantiate_and_setup":
-            config, program = frame.f_locals.get("config"), frame.f_locals.get("self")
-            configs = ("modelpool", "method", "taskpool")
-            part = [name for name in configs if getattr(program, f"_{name}", None) is config]
-            pool = getattr(program, "_modelpool", None) or {}
-            if not part and config is not None and pool.get("default_taskpool") == config:
-                part = ["modelpool.default_taskpool"]
-            return " ".join(["making", *part, str((config or {}).get("_target_"))])
+            config = frame.f_locals["config"]
+            key = config._get_full_key("") if hasattr(config, "_get_full_key") else ""
+            return " ".join(filter(None, ["making", key, str((config or {}).get("_target_"))]))
     return ""
 
 
 def _fitting(text: str, width: int, most: int) -> list[str]:
-    """Wrap a text, words longer than a line whole; cut it at `most` lines of the terminal."""
+    """Wrap a text, words longer than a line whole, and cut it at `most` lines of the terminal."""
+    shown = text[: width * (most - 1)] if most > 1 else text[: width - 4]
     lines = [
         part
-        for line in text.splitlines()
+        for line in shown.splitlines()
         for part in textwrap.wrap(
             line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
     ]
-    shortened, room = [], most
-    for number, line in enumerate(lines, start=1):
-        rows = -(-len(line) // width)
-        if rows > room or (rows == room and number < len(lines)):
-            return [*shortened, f"{line[: room * width - 4]} ..."]
-        shortened.append(line)
-        room -= rows
-    return shortened
+    is_cut = shown != text
+    while len(lines) > 1 and sum(-(-len(line) // width) for line in lines) > most:
+        is_cut = bool(lines.pop())
+    return [*lines[:-1], f"{lines[-1][: width * most - 4]} ..."] if is_cut else lines

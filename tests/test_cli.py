@@ -176,22 +176,20 @@ def test_unexpected_error_is_a_short_block(tmp_path: Path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("word", "near", "listed"),
+    ("word", "near"),
     [
-        ("method=study/sample", "study/samples", "method/study has ablation, corruption, cost, sa"),
-        ("method=studdy/cots", "study/cost", "method/study has ablation"),
-        ("method=featcal_baselines/regmen", "featcal_baselines/regmean", "has anchor_only, "),
+        ("method=study/sample", "study/samples"),
+        ("method=studdy/cots", "study/cost"),
+        ("method=featcal_baselines/regmen", "featcal_baselines/regmean"),
         ("modelpool=CLIPVisionModelPool/clip-vit-base-patch32_TA88",
-         "CLIPVisionModelPool/clip-vit-base-patch32_TA8", "modelpool/CLIPVisionModelPool has "),
+         "CLIPVisionModelPool/clip-vit-base-patch32_TA8"),
     ],
 )  # fmt: skip
-def test_misspelt_config_in_a_folder_gets_the_nearest_name_and_the_folder(
-    capsys, word, near, listed
-):
+def test_misspelt_config_in_a_folder_gets_the_nearest_name(capsys, word, near):
     assert main(["plan", word]) == 2
-    line, missing = error_of(capsys), word.replace("=", "/")
-    assert line.startswith(f"featcal: error: there is no config {missing} (nearest: {near!r}); ")
-    assert listed in line
+    missing = word.replace("=", "/")
+    line = f"featcal: error: there is no config {missing} (nearest: {near!r})"
+    assert error_of(capsys).strip() == line
 
 
 def test_misspelt_setting_of_a_plan_gets_the_nearest_name(capsys):

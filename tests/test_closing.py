@@ -10,13 +10,12 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal.fusionbench import run_results as results
-from fusion_bench_featcal.fusionbench.hydra_job import LogDirectoryCheck, at_the_end
+from fusion_bench_featcal.fusionbench.console import FeatCalJob, at_the_end
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.results import Cost
 from fusion_bench_featcal.saved_model import CardFacts
 
-NO_CONFIG = OmegaConf.create({})
+CONFIG = OmegaConf.create({"hydra": {"overrides": {"task": []}}})
 FABRIC = SimpleNamespace(loggers=[], device="cpu")
 
 
@@ -27,9 +26,9 @@ class OneTaskPool:
         return {"cars": {"accuracy": 0.5, "loss": 1.5}}
 
 
-def end_job(callback: LogDirectoryCheck, status: JobStatus) -> None:
+def end_job(callback: FeatCalJob, status: JobStatus) -> None:
     job = JobReturn(status=status)
-    callback.on_job_end(config=NO_CONFIG, job_return=job)
+    callback.on_job_end(config=CONFIG, job_return=job)
 
 
 def finished_results(
@@ -54,15 +53,15 @@ def run_results(program: Any, folder: Path) -> RunResults:
 
 
 def test_what_waits_is_shown_once_in_order() -> None:
-    callback, shown = LogDirectoryCheck(), []
-    assert not at_the_end(lambda: shown.append("nowhere"))
+    callback, shown = FeatCalJob(), []
     for status in (JobStatus.COMPLETED, JobStatus.FAILED):
-        callback.on_job_start(config=NO_CONFIG)
-        assert at_the_end(lambda: shown.append("first"))
-        assert at_the_end(lambda: shown.append("second"))
+        callback.on_job_start(config=CONFIG)
+        seen = len(shown)
+        at_the_end(lambda: shown.append("first"))
+        at_the_end(lambda: shown.append("second"))
+        assert len(shown) == seen
         end_job(callback, status)
     assert shown == ["first", "second", "first", "second"]
-    assert not at_the_end(lambda: shown.append("nowhere"))
 
 
 @pytest.mark.parametrize("status", [JobStatus.COMPLETED, JobStatus.FAILED])
@@ -70,8 +69,8 @@ def test_what_waits_is_shown_once_in_order() -> None:
 def test_closing_lines_say_where_the_model_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], status: JobStatus, line: str
 ) -> None:
-    callback = LogDirectoryCheck()
-    callback.on_job_start(config=NO_CONFIG)
+    callback = FeatCalJob()
+    callback.on_job_start(config=CONFIG)
     saved = None if line.startswith("not") else tmp_path / "model"
     finished_results(OneTaskPool(), tmp_path, SimpleNamespace(log_dir=str(tmp_path)), saved)
     assert capsys.readouterr().out == ""
@@ -85,25 +84,18 @@ def test_closing_lines_say_where_the_model_is(
 def test_a_run_that_evaluates_nothing_still_says_what_it_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    callback = LogDirectoryCheck()
-    callback.on_job_start(config=NO_CONFIG)
+    callback = FeatCalJob()
+    callback.on_job_start(config=CONFIG)
     finished_results(None, tmp_path, SimpleNamespace())
     end_job(callback, JobStatus.COMPLETED)
     first, *_ = capsys.readouterr().out.splitlines()
     assert first == "not saved: merged_model_save_path=DIR saves the model of row featcal"
 
 
-def test_without_the_callback_results_wait_for_the_end_of_the_interpreter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_the_callback_results_are_shown_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    registered: list[Any] = []
-    monkeypatch.setattr(results.atexit, "register", registered.append)
-    program: Any = SimpleNamespace()
-    run = finished_results(OneTaskPool(), tmp_path, program)
-    assert registered == []
-    program.taskpool.evaluate(run.saver.model)  # FusionBench asks when the model has been saved
-    (show,) = registered
-    show()
+    finished_results(OneTaskPool(), tmp_path, SimpleNamespace())
     assert "not saved: " in capsys.readouterr().out
 
 

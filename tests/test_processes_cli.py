@@ -21,7 +21,7 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.hydra_job import is_helper
+from fusion_bench_featcal.fusionbench.console import is_helper
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.program_processes import fabric_alone, share_model
 from fusion_bench_featcal.processes import OtherProcessError, Processes

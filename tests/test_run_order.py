@@ -43,7 +43,6 @@ class Events:
         self.held: dict[str, int] = {}
         self._before = _models_in_memory()  # that other tests left
         monkeypatch.setattr(results, "evaluate", self._evaluate)
-        monkeypatch.setattr(results.atexit, "register", lambda *_, **__: None)
         calibrate, save = algorithm.calibrate, CLIPVisionModel.save_pretrained
         self._note(monkeypatch, algorithm, "calibrate", calibrate)
         self._note(monkeypatch, CLIPVisionModel, "save_pretrained", save)

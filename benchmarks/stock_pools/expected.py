@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
-from fusion_bench_featcal.fusionbench.console import explained
+from fusion_bench_featcal.fusionbench.config_errors import explained
 from stock_pools.running import DATA
 
 RUNS = ""

@@ -20,7 +20,7 @@ from fusion_bench_featcal.comparison.reports import check_places, write_reports
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.data.image_cache import ImageCache
 from fusion_bench_featcal.ending import ending_cleanly
-from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
+from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import (
     names_of,
@@ -181,9 +181,7 @@ class ComparisonAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if summary is not None:
             runs = [(Report.load(run), Path(run)) for run in summary.runs]
             log_results(self.fabric, runs, folder, plot_comparison)
-            show = partial(_show, summary, folder)
-            if not at_the_end(show):
-                show()
+            at_the_end(partial(_show, summary, folder))
         if run.failed:
             cells = "; ".join(
                 f"{cell.upstream or 'reference'}, {cell.name}: {cell.reason}" for cell in run.failed

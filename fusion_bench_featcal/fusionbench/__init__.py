@@ -1,6 +1,6 @@
 """FusionBench's side of a run, in its order.
 
-`console`, `hydra_job`: the screen, the log directory, the end of a job.
+`console`, `config_errors`: the screen, the log directory, errors and the end of a job.
 `options`, `program`: a method's keys; FusionBench's program, its task pool and its mergers.
 `pool_models`, `processors`: models of a pool by their files or whole; tokenizers and processors.
 `pool_checks`, `pool_configs`, `save_target`: checks before anything is loaded.

@@ -1,7 +1,7 @@
 """Evaluating models on a FusionBench task pool, and keeping what it says about every test item."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,42 +109,25 @@ def join(evaluations: Iterable[Evaluation]) -> Evaluation:
 
 
 class EvaluatedTaskPool:
-    """Stands in for a task pool that has already evaluated the model FusionBench will hand it.
+    """Task pool that returns the evaluation of one model without running its test sets again.
 
-    FusionBench evaluates whatever the method returns, but the comparison needed that evaluation
-    before; this gives it again without running the test sets twice.
+    FusionBench evaluates the model that the method returns, which the table needed before.
     """
 
-    def __init__(
-        self,
-        taskpool: BaseTaskPool,
-        model: nn.Module,
-        evaluation: Evaluation,
-        when_asked: Callable[[], object],
-    ) -> None:
-        """Remember a model's evaluation; FusionBench asks for it after saving the model."""
-        self._when_asked = when_asked
+    def __init__(self, taskpool: BaseTaskPool, model: nn.Module, evaluation: Evaluation) -> None:
+        """Keep a model and its evaluation."""
         self._taskpool = taskpool
         self._model = model
         self._evaluation = evaluation
 
     def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """The remembered report for the remembered model; else the pool's own evaluation."""
+        """Return the stored report of the stored model; evaluate any other."""
         if model is self._model:
-            self._when_asked()
-            return _Unprinted(self._evaluation.raw)
+            return self._evaluation.raw
         return self._taskpool.evaluate(model, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._taskpool, name)
-
-
-class _Unprinted(dict[str, Any]):
-    """A report that FusionBench stores but does not print: it asks for keys only to print."""
-
-    def keys(self) -> Any:
-        """None."""
-        return ()
 
 
 @contextmanager

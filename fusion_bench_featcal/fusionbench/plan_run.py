@@ -18,9 +18,9 @@ from torch import nn
 from fusion_bench_featcal.experts import hollow_copy, known_bytes
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.feature_shapes import LENGTH, length_for, needs_length, takes_images
-from fusion_bench_featcal.fusionbench.console import explained
+from fusion_bench_featcal.fusionbench.config_errors import explained
+from fusion_bench_featcal.fusionbench.console import make_importable
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
-from fusion_bench_featcal.fusionbench.hydra_job import make_importable
 from fusion_bench_featcal.fusionbench.options import checked_settings
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,

@@ -1,6 +1,5 @@
 """The results of one run: evaluates models as they come, reports them when all are done."""
 
-import atexit
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from torch import nn
 
 from fusion_bench_featcal.agreement import Agreement, outcome_of, warnings_of
 from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.evaluation import (
     EvaluatedTaskPool,
     Evaluation,
@@ -19,7 +19,6 @@ from fusion_bench_featcal.fusionbench.evaluation import (
     join,
     task_names,
 )
-from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
 from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
@@ -199,22 +198,14 @@ class RunResults:
         if self._returned is None:
             log.info("no task pool: the model is not evaluated")
         if self._program is not None:
-            self._show_at_the_end(self._program)
+            if self._taskpool is not None and self._returned is not None:
+                self._program.taskpool = EvaluatedTaskPool(
+                    self._taskpool, self.saver.model, self._returned
+                )
+            at_the_end(self._show)
         self.saver.finish(self.report)
         log_results(self._fabric, [(self.report, self._log_dir)], self._log_dir, plot_run)
         return self.saver.model
-
-    def _show_at_the_end(self, program: Any) -> None:
-        waits = at_the_end(self._show)
-        if self._taskpool is not None and self._returned is not None:
-            # Without our Hydra callback the interpreter's end is what comes after all that
-            # FusionBench prints. It asks for the evaluation when the model has been saved.
-            program.taskpool = EvaluatedTaskPool(
-                self._taskpool,
-                self.saver.model,
-                self._returned,
-                lambda: None if waits else atexit.register(self._show),
-            )
 
     def _evaluate(self, taskpool: BaseTaskPool, name: str, model: nn.Module, **made: Any) -> None:
         log.info("evaluating %s", name)

@@ -22,7 +22,7 @@ from fusion_bench_featcal.comparison.cell_process import check_command
 from fusion_bench_featcal.comparison.reports import check_places
 from fusion_bench_featcal.comparison.store import ResultStore
 from fusion_bench_featcal.ending import ending_cleanly
-from fusion_bench_featcal.fusionbench.hydra_job import at_the_end
+from fusion_bench_featcal.fusionbench.console import at_the_end
 from fusion_bench_featcal.fusionbench.options import names_of, plain, take_fusion_bench_keys
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_results import suite_name
@@ -140,9 +140,7 @@ class StudyAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def _end(self, study: Study, folder: Path, run: StudyRun) -> None:
         """Show the study, and fail if something of it failed."""
-        show = lambda: show_study(study, folder)  # noqa: E731
-        if not at_the_end(show):
-            show()
+        at_the_end(lambda: show_study(study, folder))
         failed = run.failures()
         if failed:
             raise CalibrationError(

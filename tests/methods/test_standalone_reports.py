@@ -70,7 +70,6 @@ IMPROVING = {"base_method": MERGERS["simple_average"]}
 def test_improved_model_stands_beside_the_merged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results.atexit, "register", lambda _: None)  # prints when all is over
     method = algorithm(Improving, tmp_path, **IMPROVING)
     taskpool = method._program.taskpool
     model = method.run(model_pool())

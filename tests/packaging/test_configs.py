@@ -16,6 +16,7 @@ CHOSEN = ("method", "modelpool", "taskpool")  # by the user; other groups are in
 OPTIONS = [
     (str(p.parts[0]), str(p.relative_to(p.parts[0]).with_suffix("")))
     for p in sorted(f.relative_to(OUR_CONFIG) for f in OUR_CONFIG.rglob("*.yaml"))
+    if p.parts[0] not in ("hydra", "featcal_callback")  # all methods' YAMLs include them
 ]
 HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_usage_", "_version_"}
 # Keys that FusionBench's pools pass by: they are read from the config, by our algorithm or (as
