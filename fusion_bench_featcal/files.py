@@ -212,7 +212,6 @@ def _swap(new: Path, target: Path, dropped: Sequence[str]) -> None:
         os.replace(new, target)
         return
     shutil.copymode(target, new)
-    _carry_over(target, new, dropped)
     old = new.with_suffix(OLD)
     os.rename(target, old)
     try:
@@ -220,30 +219,20 @@ def _swap(new: Path, target: Path, dropped: Sequence[str]) -> None:
     except BaseException:
         os.rename(old, target)
         raise
-    _carry_over(old, target, dropped)  # files written since, such as a log
+    _carry_over(old, target, dropped)
     remove(old)
 
 
-def _carry_over(source: Path, destination: Path, dropped: Sequence[str]) -> None:
-    """Link the files of one folder that another one lacks into it."""
+def _carry_over(source: Path, destination: Path, dropped: Sequence[str] = ()) -> None:
+    """Move the files of one folder that another one lacks into it."""
     for entry in source.iterdir():
-        if not any(fnmatch(entry.name, pattern) for pattern in dropped):
-            _link(entry, destination / entry.name)
-
-
-def _link(source: Path, destination: Path) -> None:
-    if source.is_dir() and not source.is_symlink():
-        destination.mkdir(exist_ok=True)
-        for entry in source.iterdir():
-            _link(entry, destination / entry.name)
-    elif not os.path.lexists(destination):
-        try:
-            # A hard link: a log file that is open stays the same file.
-            os.link(source, destination, follow_symlinks=False)
-        except FileNotFoundError:  # removed by another process
-            return
-        except OSError:  # a file system without them
-            shutil.copy2(source, destination, follow_symlinks=False)
+        other = destination / entry.name
+        if any(fnmatch(entry.name, pattern) for pattern in dropped):
+            continue
+        if not os.path.lexists(other):
+            os.rename(entry, other)  # not copied: a log file that is open stays the same file
+        elif entry.is_dir() and not entry.is_symlink():
+            _carry_over(entry, other)
 
 
 def _is_orphan(path: Path) -> bool:

@@ -64,8 +64,8 @@ MUTATIONS = [
     Mutation(
         "old weights carried over to the new model",
         "files.py",
-        "if not any(fnmatch(entry.name, pattern) for pattern in dropped):",
-        "if entry.name:",
+        "if any(fnmatch(entry.name, pattern) for pattern in dropped):",
+        "if not entry.name:",
         "test_saving.py",
     ),
     Mutation(

@@ -4,10 +4,10 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from fusion_bench import BaseModelPool
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
@@ -16,17 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from fusion_bench_featcal.experts import hollow_copy, known_bytes
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.feature_shapes import LENGTH, length_for, needs_length, takes_images
 from fusion_bench_featcal.fusionbench.config_errors import explained
 from fusion_bench_featcal.fusionbench.console import make_importable
 from fusion_bench_featcal.fusionbench.empty_models import empty_model
 from fusion_bench_featcal.fusionbench.options import checked_settings
-from fusion_bench_featcal.fusionbench.pool_models import (
-    BASE_MODEL,
-    MERGED_MODEL,
-    PLAIN_OPTIONS,
-)
+from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.run_results import method_name
 from fusion_bench_featcal.fusionbench.upstream import budget_left
 from fusion_bench_featcal.hub_files import is_here
@@ -35,6 +30,8 @@ from fusion_bench_featcal.plan_shapes import Request
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 
 log = logging.getLogger(__name__)
+
+_PROCESSES = ["devices", "num_nodes"]
 
 
 def run_request(
@@ -57,8 +54,9 @@ def run_request(
         device: Device of the calibration.
 
     Raises:
-        ValueError: If the overrides do not compose, the base model's config or the size of its
-            images is unknown, or the upstream merger exceeds a read budget.
+        ValueError: If the overrides do not compose, or the base model's config or the size of its
+            images is unknown.
+        CalibrationError: If the upstream merger exceeds a read budget, or a file is damaged.
     """
     method, models, fabric = _composed(overrides)
     target = str(method.get("_target_", ""))
@@ -66,42 +64,42 @@ def run_request(
         raise ValueError(
             f"there are plans of method=featcal only, not of {target or method.get('name')}"
         )
-    names = FeatCalSettings.names()
-    settings = checked_settings({key: value for key, value in method.items() if key in names})
-    base = models.get(BASE_MODEL)
-    experts = [entry for name, entry in models.items() if not name.startswith("_")]
+    names, experts, base = FeatCalSettings.names(), [*models.experts.values()], models.base
     if not experts:
         raise ValueError("modelpool.models names no expert")
-    model = empty_model(_location_of(models.get(MERGED_MODEL) if base is None else base))
-    sources = [_source_of(entry) for entry in experts]
+    settings = checked_settings({key: value for key, value in method.items() if key in names})
+    location = (base or models[MERGED_MODEL]).location
+    if location is None:
+        raise ValueError(
+            "modelpool.models._pretrained_ names no folder or hub id, whose config is needed"
+        )
+    model = empty_model(location)
     merger = method.get("base_method")
     if merger is not None and settings.expert_read_budget is not None:
         whole = sum(value.nbytes for value in model.state_dict().values())
-        read = sum(whole if s is None else sum(map(s.nbytes, s.names())) for s in sources)
-        try:
-            left = budget_left(settings.expert_read_budget, read, method_name(merger))
-        except CalibrationError as error:
-            raise ValueError(str(error)) from error
+        read = sum((_is_local(expert) and expert.file_bytes) or whole for expert in experts)
+        left = budget_left(settings.expert_read_budget, read, method_name(merger))
         settings = settings.replace(expert_read_budget=left)
-    neighbours = _devices(fabric.get("devices", 1), device := torch.device(device))
+    device = torch.device(device)
+    neighbours = _devices(fabric.get("devices", 1), device)
     return Request(
         model=model,
         settings=settings,
         tasks=len(experts),
         length=length_for(model, length, settings.max_length),
         target_length=target_length,
-        held=sum(not _streams(entry, settings) for entry in experts),
+        held=sum(not _streams(expert, settings) for expert in experts),
         base_held=base is not None and not _streams(base, settings),
-        itemsize=stored_itemsize(sources[0]),
+        itemsize=stored_itemsize(experts[0].files) if _is_local(experts[0]) else None,
         device=device,
-        fetches=sum(map(_is_fetched, [*experts, *([] if base is None else [base])])),
+        fetches=sum(_is_fetched(used) for used in [*experts, base] if used is not None),
         processes=neighbours * int(fabric.get("num_nodes", 1)),
         neighbours=neighbours,
     )
 
 
-def _composed(overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Return plain values of a run's method, models and processes.
+def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels, dict[str, Any]]:
+    """Return a run's method, its models and the number of its processes.
 
     Raises:
         ValueError: If the overrides compose no run with a model pool.
@@ -114,13 +112,13 @@ def _composed(overrides: Sequence[str]) -> list[dict[str, Any]]:
         with initialize_config_dir(str(get_default_config_path()), version_base=None):
             config = compose("fabric_model_fusion", overrides=words)
         # Only these keys of fabric: its loggers need a running program.
-        fabric = OmegaConf.masked_copy(
-            config.fabric or OmegaConf.create(), ["devices", "num_nodes"]
-        )
-        sections = config.method, config.modelpool.models, fabric
-        return [dict(OmegaConf.to_container(section, resolve=True)) for section in sections]  # type: ignore[arg-type]
+        fabric = OmegaConf.masked_copy(config.fabric or OmegaConf.create(), _PROCESSES)
+        sections = (config.method, config.modelpool.models, fabric)
+        method, models, fabric = (OmegaConf.to_container(s, resolve=True) for s in sections)
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from error
+    pool = BaseModelPool(OmegaConf.create(models))
+    return method, PoolModels(pool), fabric  # type: ignore[return-value]
 
 
 def known_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
@@ -168,43 +166,21 @@ def stored_itemsize(source: Any) -> int | None:
         return None
 
 
-def _location_of(entry: Any) -> str:
-    """Return the folder or hub id in a model pool's entry."""
-    keys = ("pretrained_model_name_or_path", "base_model_path")
-    if isinstance(entry, Mapping):
-        entry = next((entry[key] for key in keys if key in entry), None)
-    if not isinstance(entry, str):
-        raise ValueError(
-            "modelpool.models._pretrained_ names no folder or hub id, whose config is needed"
-        )
-    return entry
+def _is_local(model: PoolModel) -> bool:
+    """Return whether a model's files are in folders, not in the hub's cache."""
+    return bool(model.locations) and all(map(os.path.isdir, model.locations.values()))
 
 
-def _source_of(entry: Any) -> SafetensorsExpert | None:
-    """Return an entry's safetensors files; None if it is no folder with such files."""
-    try:
-        return SafetensorsExpert(Path(_location_of(entry)))
-    except (OSError, ValueError, CalibrationError):
-        return None
+def _is_fetched(model: PoolModel) -> bool:
+    """Return whether a model must be fetched from the hub."""
+    return not all(map(is_here, model.locations.values()))
 
 
-def _is_fetched(entry: Any) -> bool:
-    """Return whether an entry is a model that must be fetched from the hub."""
-    try:
-        location = _location_of(entry)
-    except ValueError:
-        return False
-    return not is_here(location)
-
-
-def _streams(entry: Any, settings: FeatCalSettings) -> bool:
+def _streams(model: PoolModel, settings: FeatCalSettings) -> bool:
     """Return whether calibration will read a model block by block, judged by its entry."""
-    if settings.stream_experts is False:
+    if settings.stream_experts is False or not model.locations:
         return False
-    if isinstance(entry, Mapping):
-        plain = "pretrained_model_name_or_path" in entry and not set(entry) - PLAIN_OPTIONS
-        return plain or "peft_model_path" in entry
-    return isinstance(entry, str) and (not Path(entry).is_dir() or _source_of(entry) is not None)
+    return not _is_local(model) or model.files is not None
 
 
 def _devices(asked: Any, device: torch.device) -> int:

@@ -146,7 +146,8 @@ class RowSaver:
                 model, options.target, card=card, facts=self._facts, **options.pool
             )
             self.folder = options.target
-        _skip_saving(self._program, model)
+        if self._program is not None:  # which would save it again
+            self._program.save_merged_model = lambda merged_model: None
 
     def finish(self, report: Report) -> None:
         """Add the run's accuracies to the model card; push the folder if `push_to_hub` is set.
@@ -195,16 +196,3 @@ def _location(modelpool: BaseModelPool, name: str) -> str:
         keys = ("peft_model_path", "pretrained_model_name_or_path", "base_model_path", "_target_")
         entry = next((entry[key] for key in keys if key in entry), name)
     return entry if isinstance(entry, str) else type(entry).__name__
-
-
-def _skip_saving(program: Any, model: nn.Module) -> None:
-    """Keep a program from saving this model again. It saves other models as before."""
-    if program is None:
-        return
-    save = program.save_merged_model
-
-    def save_other(merged_model: Any) -> None:
-        if merged_model is not model:
-            save(merged_model)
-
-    program.save_merged_model = save_other

@@ -100,5 +100,5 @@ def test_plan_takes_off_what_a_merger_reads() -> None:
     words = ["modelpool=clip-vit-mini_TA6"]
     left = run_request([*words, "method.expert_read_budget=1GB"]).settings.expert_read_budget
     assert isinstance(left, int) and left < 10**9
-    with pytest.raises(ValueError, match="reads every expert whole"):
+    with pytest.raises(CalibrationError, match="reads every expert whole"):
         run_request([*words, "method.expert_read_budget='50%'"])
