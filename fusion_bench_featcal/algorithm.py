@@ -25,7 +25,7 @@ from fusion_bench_featcal.fusionbench.options import (
     read_settings,
     take_fusion_bench_keys,
 )
-from fusion_bench_featcal.fusionbench.plan_run import known_samples, log_plan, stored_itemsize
+from fusion_bench_featcal.fusionbench.plan_run import log_plan, numbers_of_samples, stored_itemsize
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
 from fusion_bench_featcal.fusionbench.pool_models import ExpertSources
 from fusion_bench_featcal.fusionbench.program import prepare_run
@@ -251,7 +251,7 @@ class FeatCalAlgorithm(LightningFabricMixin, BaseAlgorithm):
             settings,
             len(experts),
             self.fabric.device,
-            samples=known_samples(batches),
+            samples=numbers_of_samples(batches),
             held=experts.whole(),
             base_held=base_held,
             loaded=1 + base_held,

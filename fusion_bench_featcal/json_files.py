@@ -1,4 +1,4 @@
-"""JSON files with a digest of their content, and masking of secrets in what is written."""
+"""JSON files with a digest of their content, and masking of secrets."""
 
 import hashlib
 import json
@@ -124,44 +124,44 @@ def parse_json(data: bytes | str) -> Any:
     return json.loads(text, parse_constant=_refuse, parse_float=_float, parse_int=_integer)
 
 
-def plain(value: Any, place: str) -> Any:
+def plain(value: Any, label: str) -> Any:
     """Convert dataclasses, mappings, sequences, paths and scalars to JSON values.
 
     Secrets become ***.
 
     Args:
         value: The value; numpy and torch scalars become numbers.
-        place: Path of the value in its file, for the error message.
+        label: Path of the value in its file, for the message.
 
     Raises:
         ReportError: A nested value has no JSON form, or is NaN or infinite.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        raise ReportError(f"{place}: {value} cannot be written to report.json")
+        raise ReportError(f"{label}: {value} cannot be written to report.json")
     if value is None or isinstance(value, (bool, int, float, str)):
         return masked(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value), place)
+        return plain(asdict(value), label)
     if isinstance(value, Mapping):
         return {
             # numbers stay: a task or class may be named like a secret
             str(key): _HIDDEN
             if isinstance(item, str) and _is_secret(key, item)
-            else plain(item, f"{place}.{key}")
+            else plain(item, f"{label}.{key}")
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple, set, frozenset)):
         ordered = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
-        return [plain(item, f"{place}[{index}]") for index, item in enumerate(ordered)]
+        return [plain(item, f"{label}[{index}]") for index, item in enumerate(ordered)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if getattr(value, "ndim", None) == 0:
-        return plain(value.item(), place)  # pyright: ignore[reportAttributeAccessIssue]
-    raise ReportError(f"{place}: a {type(value).__name__} cannot be written to report.json")
+        return plain(value.item(), label)  # pyright: ignore[reportAttributeAccessIssue]
+    raise ReportError(f"{label}: a {type(value).__name__} cannot be written to report.json")
 
 
 def masked(value: Any) -> Any:
-    """Return a plain value with *** in place of tokens, passwords and credentials in addresses."""
+    """Mask secrets in a plain value, by the names of keys and by their form in texts."""
     if isinstance(value, Mapping):
         return {
             key: _HIDDEN if _is_secret(key, item) else masked(item) for key, item in value.items()
@@ -172,7 +172,7 @@ def masked(value: Any) -> Any:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text with *** in place of tokens, passwords and credentials in addresses."""
+    """Mask tokens, passwords and credentials of URLs in a text by ***."""
     for pattern, replacement in _SECRETS.items():
         text = pattern.sub(replacement, text)
     return text
@@ -183,7 +183,7 @@ def _is_secret(key: object, value: object) -> bool:
 
 
 def masked_words(words: Iterable[str]) -> Iterator[str]:
-    """Yield the words of a command line with *** in place of secrets."""
+    """Yield the words of a command line, with masked secrets."""
     before = ""
     for word in words:
         key, equals, _ = word.partition("=")

@@ -48,17 +48,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def naming_memory(
-    device: torch.device, place: Callable[[], str], advice: Callable[[], str]
+    device: torch.device, location: Callable[[], str], advice: Callable[[], str]
 ) -> Iterator[None]:
-    """Context that adds the place and the settings to lower to out-of-memory errors.
+    """Context that adds the location and the settings to lower to out-of-memory errors.
 
     Args:
         device: Device of the computation.
-        place: Returns the block and task being processed.
+        location: Returns the block and task that are processed.
         advice: Returns a sentence on the settings that lower the memory.
 
     Raises:
-        CalibrationError: In place of an out-of-memory error. Other errors pass unchanged.
+        CalibrationError: In location of an out-of-memory error. Other errors pass unchanged.
     """
     try:
         yield
@@ -69,7 +69,7 @@ def naming_memory(
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CalibrationError(
-            f"out of memory ({device.type}) at {place()}: {reason}. {advice()}"
+            f"out of memory ({device.type}) at {location()}: {reason}. {advice()}"
         ) from error
 
 

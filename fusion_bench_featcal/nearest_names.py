@@ -33,14 +33,17 @@ def nearest_name(name: object, valid: Iterable[str]) -> str:
 
 
 def refuse_unknown_settings(
-    keys: Iterable[object], valid: Iterable[str], place: str = "method", owner: str = "this method"
+    keys: Iterable[object],
+    valid: Iterable[str],
+    setting: str = "method",
+    owner: str = "this method",
 ) -> None:
     """Refuse keys that are not settings of a method.
 
     Args:
         keys: The keys to check.
         valid: The valid keys.
-        place: Their path in the configuration.
+        setting: Path of the keys in the configuration.
         owner: The method's name, for the message.
 
     Raises:
@@ -50,16 +53,16 @@ def refuse_unknown_settings(
     for key in keys:
         if key not in names:
             near = nearest_name(key, names)
-            raise ValueError(f"{place}.{key} is no setting of {owner}; the nearest is {near!r}")
+            raise ValueError(f"{setting}.{key} is no setting of {owner}; the nearest is {near!r}")
 
 
-def refuse_unknown_keys(keys: Iterable[object], valid: Iterable[str], place: str) -> None:
+def refuse_unknown_keys(keys: Iterable[object], valid: Iterable[str], setting: str) -> None:
     """Refuse unknown keys.
 
     Args:
         keys: The keys to check.
         valid: The valid keys.
-        place: Their path in the configuration, such as `taskpool.tasks.shapes`.
+        setting: Path of the keys in the configuration, such as `taskpool.tasks.shapes`.
 
     Raises:
         ValueError: Naming every unknown key with the nearest valid one, and all valid keys.
@@ -68,17 +71,17 @@ def refuse_unknown_keys(keys: Iterable[object], valid: Iterable[str], place: str
     unknown = [key for key in keys if key not in names]
     if unknown:
         listed = ", ".join(f"{key!r}{nearest_hint(key, names)}" for key in unknown)
-        raise ValueError(f"{place}: unknown key {listed}. Valid keys: {', '.join(names)}.")
+        raise ValueError(f"{setting}: unknown key {listed}. Valid keys: {', '.join(names)}.")
 
 
 def refuse_unusable_names(
-    names: Iterable[object], place: str, reserved: Iterable[str] = ()
+    names: Iterable[object], setting: str, reserved: Iterable[str] = ()
 ) -> None:
     """Refuse names that cannot be file names on Linux and macOS, or columns of reports.
 
     Args:
         names: Names of tasks, mergers or presets.
-        place: The option or setting with the names, for the message.
+        setting: The option or setting with the names, for the message.
         reserved: Names with another meaning.
 
     Raises:
@@ -91,7 +94,7 @@ def refuse_unusable_names(
         usable = name.isprintable() and not _NOT_IN_FILES & set(name) and name.strip(" .") == name
         if not (name and usable and len(name.encode()) <= _LONGEST):
             raise ValueError(
-                f"{place}: {name[:_LONGEST]!r} cannot name a file. Use at most {_LONGEST} bytes "
+                f"{setting}: {name[:_LONGEST]!r} cannot name a file. Use at most {_LONGEST} bytes "
                 "of letters, digits and signs such as _ and -"
             )
         if key in earlier:
@@ -99,5 +102,5 @@ def refuse_unusable_names(
             why = (
                 "has a meaning already" if other is None else f"differs from {other!r} only in case"
             )
-            raise ValueError(f"{place}: the name {name!r} {why}. Choose another")
+            raise ValueError(f"{setting}: the name {name!r} {why}. Choose another")
         earlier[key] = name

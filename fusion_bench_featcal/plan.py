@@ -110,9 +110,9 @@ def one_line(plan: Plan) -> str:
     """Return the log line of a plan."""
     gpu = "" if plan.gpu is None else f", {bytes_text(plan.gpu)} of GPU memory"
     disk = f", {bytes_text(plan.disk)} on disk" if plan.disk else ""
-    whose = f" in the busiest of {plan.processes} processes" if plan.processes > 1 else ""
+    process = f" in the busiest of {plan.processes} processes" if plan.processes > 1 else ""
     return (
-        f"plan{whose}: {bytes_text(plan.host)} of host memory{gpu}{disk}, "
+        f"plan{process}: {bytes_text(plan.host)} of host memory{gpu}{disk}, "
         f"{bytes_text(plan.read)} read from experts"
     )
 

@@ -1,4 +1,4 @@
-"""The verbs `featcal report` and `featcal plot`: views of what runs left, without any model."""
+"""The verbs `featcal report` and `featcal plot`, which read the files of runs and load no model."""
 
 import argparse
 import os
@@ -54,7 +54,7 @@ def _report_runs(folders: "ResultFolders", options: argparse.Namespace) -> None:
 
 
 def _report_diagnosis(run: Path, out: str | None) -> None:
-    """Print where calibration helps; with `out`, write the diagnosis's page and table there."""
+    """Print the sentences of a diagnosis; with `out`, write its page and table there."""
     from fusion_bench_featcal.results.diagnosis import DIAGNOSIS_FILE, Diagnosis
     from fusion_bench_featcal.results.diagnosis_page import help_sentences, write_diagnosis
     from fusion_bench_featcal.results.tables import without_codes
@@ -103,7 +103,7 @@ def plot_command(options: argparse.Namespace) -> None:
 
 
 def _figure_folders(runs: Sequence[Path], out: str | None) -> list[Path | None]:
-    """One folder per run below `out`, named by what tells the runs apart."""
+    """Return one folder per run below `out`, named by the end of the run's path."""
     if out is None or not runs:
         return [None] * len(runs)
     if len(runs) == 1:

@@ -108,7 +108,7 @@ def _plain_merge(config: Mapping[str, Any]) -> Merge | None:
 
 
 def _loading(model: PoolModel) -> tuple[str, frozenset[str], frozenset[str]]:
-    """Return what decides in which dtypes a pool loads a model's files."""
+    """Return options, configured dtypes and stored dtypes, which decide how a pool loads files."""
     entry, source, config = plain(model.entry), model.files, model.config or {}
     assert isinstance(source, SafetensorsExpert)
     options = dict(entry) if isinstance(entry, Mapping) else {}

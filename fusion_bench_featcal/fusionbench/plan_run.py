@@ -70,9 +70,7 @@ def run_request(
     settings = checked_settings({key: value for key, value in method.items() if key in names})
     location = (base or models[MERGED_MODEL]).location
     if location is None:
-        raise ValueError(
-            "modelpool.models._pretrained_ names no folder or hub id, whose config is needed"
-        )
+        raise ValueError("modelpool.models._pretrained_ names no folder or hub id with a config")
     model = empty_model(location)
     merger = method.get("base_method")
     if merger is not None and settings.expert_read_budget is not None:
@@ -113,15 +111,14 @@ def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], PoolModels, dic
             config = compose("fabric_model_fusion", overrides=words)
         # Only these keys of fabric: its loggers need a running program.
         fabric = OmegaConf.masked_copy(config.fabric or OmegaConf.create(), _PROCESSES)
-        sections = (config.method, config.modelpool.models, fabric)
-        method, models, fabric = (OmegaConf.to_container(s, resolve=True) for s in sections)
+        method, fabric = (OmegaConf.to_container(c, resolve=True) for c in (config.method, fabric))
+        OmegaConf.resolve(config.modelpool.models)
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from error
-    pool = BaseModelPool(OmegaConf.create(models))
-    return method, PoolModels(pool), fabric  # type: ignore[return-value]
+    return method, PoolModels(BaseModelPool(config.modelpool.models)), fabric  # type: ignore[return-value]
 
 
-def known_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
+def numbers_of_samples(batches: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the number of samples per task; empty if it is unknown for a task."""
     counts = [len(task.indices) for task in batches.values() if hasattr(task, "indices")]
     return tuple(counts) if len(counts) == len(batches) else ()
@@ -140,7 +137,7 @@ def log_plan(
         **more: Further attributes of the `Request`.
 
     Returns:
-        The plan; None without a known size of inputs (`method.max_length` is not set, say).
+        The plan; None if the size of inputs is unknown, as without `method.max_length`.
     """
     if needs_length(merged) and (settings.max_length is None or takes_images(merged)):
         return None
@@ -183,12 +180,13 @@ def _streams(model: PoolModel, settings: FeatCalSettings) -> bool:
     return not _is_local(model) or model.files is not None
 
 
-def _devices(asked: Any, device: torch.device) -> int:
+def _devices(devices: Any, device: torch.device) -> int:
     """Return the number of devices per machine that Fabric would use, one process each."""
-    if asked is None or str(asked) in ("auto", "-1"):
+    if devices is None or str(devices) in ("auto", "-1"):
         return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
-    names = asked.split(",") if isinstance(asked, str) and "," in asked else asked
-    count = len([*filter(str.strip, map(str, names))]) if isinstance(names, list) else int(asked)
+    if isinstance(devices, str) and "," in devices:
+        devices = [name for name in devices.split(",") if name.strip()]
+    count = len(devices) if isinstance(devices, list) else int(devices)
     if count < 1:
-        raise ValueError(f"fabric.devices = {asked!r} names no device")
+        raise ValueError(f"fabric.devices = {devices!r} names no device")
     return count

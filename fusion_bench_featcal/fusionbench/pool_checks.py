@@ -29,7 +29,7 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
 
     Args:
         models: The pool's models. FusionBench's pool of sequence-to-sequence models, which loads
-            no model that is given by its folder or hub id alone, can do so from here on.
+            no model that is a plain folder or hub id, can do so from here on.
         fabric: Lightning Fabric.
 
     Raises:
@@ -60,7 +60,7 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
 
 
 def _check_precision(fabric: Any) -> None:
-    """Refuse a precision that would convert models, which a pool loads in dtypes of their own."""
+    """Refuse a precision that would convert models, which a pool loads in their own dtypes."""
     precision = str(fabric.strategy.precision.precision)
     if precision == "32-true" or precision.endswith("-mixed"):
         return

@@ -76,7 +76,7 @@ class CompleteSaver:
             The model's files, relative to the folder.
 
         Raises:
-            CalibrationError: If it cannot be written; what was there before stays whole.
+            CalibrationError: If it cannot be written. An older model stays complete.
         """
         target, files = Path(path).expanduser().resolve(), [""]
         if kwargs.get("model_dtype") is not None:  # FusionBench's pools convert the model in place

@@ -1,4 +1,4 @@
-"""Upstream merger of a run: makes the merged model, and counts what that reads."""
+"""Upstream merger of a run, with a count of its reads."""
 
 import logging
 from typing import Any
@@ -26,7 +26,7 @@ class Upstream:
     """The upstream merger of a run.
 
     Attributes:
-        config: `method.base_method`; None: the pool's own merged model is taken.
+        config: `method.base_method`; None: the pool has the merged model.
         name: Name of its row in reports.
     """
 
