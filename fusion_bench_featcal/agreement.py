@@ -70,28 +70,33 @@ class Agreement:
 
 
 def warnings_of(agreement: Agreement, settings: FeatCalSettings) -> list[str]:
-    """A sentence for each task on which calibration brings final features no closer.
+    """Return a sentence on the tasks whose final features are no closer to their expert's."""
+    cosine, merged = agreement.cosine, agreement.merged
+    behind = {t: f"cosine {cosine[t]:.4f}, merged {merged[t]:.4f}" for t in agreement.behind}
+    return sentence_on(behind, len(cosine), settings)
+
+
+def sentence_on(behind: Mapping[str, str], tasks: int, settings: FeatCalSettings) -> list[str]:
+    """Return a sentence on tasks that end no closer to their experts; none if there are none.
 
     Args:
-        agreement: The agreement.
-        settings: Settings of the calibration, which the advice is made for.
+        behind: Task -> the figures that show it.
+        tasks: Number of all tasks.
+        settings: Settings of the calibration, which the advice fits.
     """
-    advice = ["Raise method.samples_per_task"]
+    if not behind:
+        return []
+    advice = ["more samples (method.samples_per_task)"]
     if settings.rule == "paper":
-        gives_weight = "whose method.task_weights=drift gives such tasks more weight"
-        advice.append(f"use method=featcal/plus, {gives_weight}")
+        advice.append("FeatCal+ (method=featcal/plus)")
     elif settings.task_weights != "drift":
-        advice.append("set method.task_weights=drift, which gives such tasks more weight")
-    if len(agreement.behind) < len(agreement.cosine):
-        advice.append("drop the task")
-    else:
-        advice.append("check the calibration samples: all tasks are behind")
+        advice.append("more weight for far tasks (method.task_weights=drift)")
+    everything = len(behind) == tasks
+    advice.append("other calibration samples" if everything else "leaving their experts out")
+    named = ", ".join(f"{task} ({figures})" for task, figures in behind.items())
     return [
-        f"{task}: on {agreement.samples[task]} held-out samples the calibrated model's final "
-        f"features are no closer to the expert's than the merged model's (cosine "
-        f"{agreement.cosine[task]:.4f}, merged {agreement.merged[task]:.4f}). "
+        f"no closer to their experts than the merged model on held-out samples: {named}. Try "
         f"{', '.join(advice[:-1])}, or {advice[-1]}"
-        for task in agreement.behind
     ]
 
 
@@ -153,14 +158,8 @@ def outcome_of(log: CalibrationLog) -> list[str]:
 def refuse_behind(agreement: Agreement, settings: FeatCalSettings) -> None:
     """Refuse a model that is no closer to a task's expert than the merged model.
 
-    Args:
-        agreement: Its agreement with the experts.
-        settings: Settings of the calibration.
-
     Raises:
         CalibrationError: Naming the tasks and what to change.
     """
-    if sentences := warnings_of(agreement, settings):
-        raise CalibrationError(
-            "; ".join(sentences) + ". To keep such a model set method.strict=false"
-        )
+    for sentence in warnings_of(agreement, settings):
+        raise CalibrationError(f"{sentence}. To keep such a model set method.strict=false")

@@ -118,21 +118,35 @@ PAPERS: dict[str, Any] = {"rule": "paper", "task_weights": None}
 @pytest.mark.parametrize(
     ("settings", "behind", "said", "unsaid"),
     [
-        ({}, "c", ["Raise method.samples_per_task, or drop the task"], ["featcal/plus"]),
-        ({"task_weights": None}, "c", ["set method.task_weights=drift, "], ["featcal/plus"]),
-        (PAPERS, "c", ["use method=featcal/plus, ", ", or drop the task"], ["set method"]),
-        ({}, "abc", ["or check the calibration samples: all tasks are behind"], ["drop the task"]),
-        (PAPERS, "abc", ["featcal/plus", "or check the calibration samples"], ["drop the task"]),
+        (
+            {},
+            "c",
+            ["more samples (method.samples_per_task), or leaving their experts out"],
+            ["featcal/plus"],
+        ),
+        (
+            {"task_weights": None},
+            "c",
+            ["(method.task_weights=drift), or leaving"],
+            ["featcal/plus"],
+        ),
+        (PAPERS, "c", ["FeatCal+ (method=featcal/plus), ", "or leaving their"], ["task_weights"]),
+        ({}, "abc", ["or other calibration samples"], ["experts out"]),
+        (PAPERS, "abc", ["featcal/plus", "or other calibration samples"], ["experts out"]),
     ],
 )
 def test_advice_fits_the_run(
     settings: dict[str, Any], behind: str, said: list[str], unsaid: list[str]
 ):
     outcome = {task: (0.4 if task in behind else 0.9, 0.5, 0.1) for task in "abc"}
-    lines = warnings_of(Agreement.of(result_of(outcome).log), settings_of(**settings))
-    assert [line[0] for line in lines] == list(behind)
-    for line in lines:
-        assert all(text in line for text in said) and not any(text in line for text in unsaid)
+    (line,) = warnings_of(Agreement.of(result_of(outcome).log), settings_of(**settings))
+    named = [task for task in "abc" if f"{task} (cosine 0.4000, merged 0.5000)" in line]
+    assert named == list(behind) and line.count("cosine") == len(behind)
+    assert all(text in line for text in said) and not any(text in line for text in unsaid)
+
+
+def test_no_advice_where_all_tasks_are_closer():
+    assert warnings_of(Agreement.of(result_of(FAR).log), settings_of()) == []
 
 
 SAMPLES_ALONE = {"_target_": "fusion_bench_featcal.rules.plus.Plus", "gamma": 0.0}
@@ -187,7 +201,7 @@ def test_strict_refuses_a_model_that_is_no_closer_to_an_expert():
     strict: dict[str, Any] = {**PLUS, "held_out": 5, "strict": True}
     assert_identical(run_fast(suite, **strict).model, run_fast(suite, held_out=5, **PLUS).model)
     already = replace(suite, experts=dict.fromkeys(suite.experts, suite.merged))
-    with pytest.raises(CalibrationError, match=r"task_0: on 5 held-out samples.*no closer.*strict"):
+    with pytest.raises(CalibrationError, match=r"no closer to .*: task_0 \(cosine .*strict"):
         run_fast(already, **strict)
 
 
