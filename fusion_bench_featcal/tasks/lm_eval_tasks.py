@@ -1,0 +1,71 @@
+"""Tasks of the LM Evaluation Harness, run on a model in memory."""
+
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from fusion_bench_featcal.nearest_names import nearest_hint
+from fusion_bench_featcal.settings import CalibrationError
+
+
+def is_installed() -> bool:
+    """Return whether lm-eval can be imported."""
+    return find_spec("lm_eval") is not None
+
+
+def task_index(include_path: str | None = None) -> Any:
+    """Return lm-eval's index of tasks, which takes seconds to make.
+
+    Args:
+        include_path: Folder with YAML files of further tasks.
+    """
+    from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
+
+    return TaskManager(include_path=include_path)
+
+
+def check_tasks(tasks: Iterable[str], index: Any, setting: str, hint: str = "") -> None:
+    """Refuse tasks that lm-eval does not have.
+
+    Args:
+        tasks: Names of tasks or groups.
+        index: The index of tasks.
+        setting: Beginning of the message; the task's name follows.
+        hint: Further advice.
+
+    Raises:
+        CalibrationError: Naming the first unknown task and the nearest one.
+    """
+    for task in tasks:
+        if task not in index.all_tasks:
+            nearest = nearest_hint(task, index.all_tasks)
+            raise CalibrationError(f"{setting}{task}: lm-eval has no such task{nearest}{hint}")
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, tasks: Iterable[str], index: Any, batch_size: int | str, **more: Any
+) -> Mapping[str, Mapping[str, Any]]:
+    """Evaluate a model.
+
+    Args:
+        model: A language model of transformers, on its device.
+        tokenizer: Its tokenizer.
+        tasks: Names of tasks or groups.
+        index: The index of tasks.
+        batch_size: Rows at once, or `auto`.
+        **more: Further arguments of `lm_eval.simple_evaluate`.
+
+    Returns:
+        Task -> lm-eval's results, by metric.
+    """
+    import lm_eval  # type: ignore[import-not-found]
+    from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
+
+    done: Any = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size),
+        tasks=list(tasks),
+        task_manager=index,
+        log_samples=False,
+        **more,
+    )
+    return done["results"]
