@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fusion_bench_featcal.error_block import first_line
-from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.expert_model import aliases, pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.experts.model_config import read_config
@@ -73,7 +73,7 @@ class ModelFolder:
         try:
             if not self.is_adapter:
                 stored = SafetensorsExpert(self.folder)
-                return LoadedWhole(self) if self._is_renamed(stored) else stored
+                return InMemoryExpert(self.load()) if self._is_renamed(stored) else stored
             if base is None or base.is_adapter:
                 raise ValueError(f"{self.option} is a LoRA adapter, which needs --base")
             return LoraExpert(SafetensorsExpert(base.folder), self.folder)
@@ -196,43 +196,6 @@ class ModelFolder:
             for name in tensors.keys() & source.names():
                 tensors[name].copy_(source.tensor(name))
         return model
-
-
-class LoadedWhole:
-    """Weights of a model whose tensors transformers renames: it is loaded when the first is read.
-
-    Attributes:
-        config: Content of its config.json.
-    """
-
-    def __init__(self, model: ModelFolder) -> None:
-        """Refer to a model; names and shapes are those of its class."""
-        self.config = model.config
-        self._model = model
-        self._empty = model.empty.state_dict()
-        self._loaded: dict[str, Tensor] = {}
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._empty)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
-        return tuple(self._empty[name].shape)
-
-    def nbytes(self, name: str) -> int:
-        """Size of one tensor."""
-        return self._empty[name].nbytes
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor of the loaded model.
-
-        Raises:
-            ValueError: If the model cannot be loaded.
-        """
-        if not self._loaded:
-            self._loaded = self._model.load().state_dict()
-        return self._loaded[name]
 
 
 def located(location: str, option: str) -> Path:
