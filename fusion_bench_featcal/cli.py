@@ -87,12 +87,13 @@ def explain_command(options: argparse.Namespace) -> int:
     return 1 if changed else 0
 
 
-def calibrate_command(options: argparse.Namespace) -> None:
+def calibrate_command(options: argparse.Namespace) -> int:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
     from fusion_bench_featcal.ending import ending_cleanly
     from fusion_bench_featcal.folders.options import given_on_the_command_line
     from fusion_bench_featcal.folders.request import in_words_of_the_command
     from fusion_bench_featcal.folders.run import how_to_go_on, run
+    from fusion_bench_featcal.folders.verdict import NotImproved
     from fusion_bench_featcal.results.remarks import featcal_program
     from fusion_bench_featcal.settings import CalibrationError
 
@@ -100,10 +101,14 @@ def calibrate_command(options: argparse.Namespace) -> None:
         request = Request.of(given_on_the_command_line(vars(options), Request))
         with ending_cleanly(True, lambda: how_to_go_on(request)):
             out = run(request)
+    except NotImproved as error:
+        print(f"featcal: {error}", file=sys.stderr)
+        return 1
     except (ValueError, CalibrationError) as error:
         raise UsageError(in_words_of_the_command(error)) from error
     featcal, folder = featcal_program(), shlex.quote(str(out))
     print(f"saved: {out}\nnext: {featcal} report {folder}, {featcal} explain {folder}")
+    return 0
 
 
 def plan_command(options: argparse.Namespace) -> None:

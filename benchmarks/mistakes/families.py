@@ -115,4 +115,25 @@ MUTATIONS = [
         "return alpha",
         "test_experts_lora.py",
     ),
+    Mutation(
+        "DoRA's norms of the base alone",
+        "experts/lora.py",
+        "(magnitude / weight.norm(dim=1)).unsqueeze(1)",
+        "(magnitude / rows.float().norm(dim=1)).unsqueeze(1)",
+        "test_experts_lora.py",
+    ),
+    Mutation(
+        "an adapter's factors without the least singular values",
+        "folders/adapter.py",
+        "roots = values[:rank].sqrt()",
+        "roots = values[:rank].sqrt() * (values[:rank] > values[rank - 1])",
+        "folders/test_adapter.py",
+    ),
+    Mutation(
+        "a lower accuracy is no reason for the verdict",
+        "folders/verdict.py",
+        "is_behind |= accuracy.high < 0",
+        "pass",
+        "folders/test_verdict.py",
+    ),
 ]

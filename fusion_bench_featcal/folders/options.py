@@ -197,6 +197,14 @@ def pair(word: str, flag: str) -> dict[str, Any]:
     return {name: value}
 
 
+def scorer(word: str, flag: str) -> dict[str, Any]:
+    """Read MODULE:NAME."""
+    module, _, name = word.partition(":")
+    if not (module and name):
+        raise ValueError(f"{flag} takes lm-eval:TASK,... or MODULE:FUNCTION, got {word!r}")
+    return {module: name}
+
+
 def setting(word: str, flag: str) -> dict[str, Any]:
     """Read `SETTING=VALUE`, whose value is YAML.
 

@@ -79,6 +79,18 @@ class Request:
     out: Path = option(
         None, "a new folder for the model", kind=Path, metavar="DIR", is_recorded=False
     )
+    as_lora: int | None = option(
+        None, "also save OUT/adapter, a LoRA adapter of that rank over the base", kind=int,
+        metavar="RANK",
+    )  # fmt: skip
+    evaluate: Mapping[str, str] = option(
+        dict, "scores beside accuracy and loss, before and after: lm-eval:TASK[,TASK...], or a "
+        "function of model and tokenizer (repeatable)",
+        kind=dict, word=options.scorer, metavar="MODULE:NAME",
+    )  # fmt: skip
+    strict: bool = option(
+        False, "save nothing, and exit with 1, if a task ends no closer to its expert", kind=bool
+    )
     preset: str = option(
         "plus", "settings: FeatCal+ (default) or the paper's", choices=tuple(PRESETS)
     )
@@ -239,6 +251,12 @@ class Request:
             )
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ValueError(f"--chat-template {self.chat_template}: there is no such file")
+        if self.no_eval and self.evaluate:
+            raise ValueError("--no-eval skips --evaluate: leave one of them out")
+        if self.as_lora is not None and self.as_lora < 1:
+            raise ValueError(f"--as-lora {self.as_lora}: the rank is at least 1")
+        if self.strict and self.no_eval and self.settings.held_out == 0:
+            raise ValueError("--strict with --no-eval needs held-out samples: --set held_out=auto")
         for text in self.prompt.values():
             if "{}" not in text:
                 raise ValueError(f"--prompt {text!r} has no {{}} for the class name")

@@ -5,7 +5,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from logging import ERROR, NOTSET, getLogger
 from pathlib import Path
@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.agreement import Agreement, outcome_of
-from fusion_bench_featcal.agreement import warnings_of as warnings_of_agreement
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.ending import NOTHING_SAVED
+from fusion_bench_featcal.folders.adapter import Adapter, check_base
 from fusion_bench_featcal.folders.classifiers import open_classifier_task
 from fusion_bench_featcal.folders.expert_checks import weak_experts
 from fusion_bench_featcal.folders.language import open_language_task
@@ -33,7 +33,9 @@ from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.pictures import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request, in_words_of_the_command
 from fusion_bench_featcal.folders.saving import HEADS, is_saved, save
+from fusion_bench_featcal.folders.scorers import Scorer, all_scores, comparison, scorers_of
 from fusion_bench_featcal.folders.tasks import Score, Task
+from fusion_bench_featcal.folders.verdict import NotImproved, Verdict
 from fusion_bench_featcal.plan import one_line, plan_of, warnings_of
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
@@ -47,10 +49,7 @@ from fusion_bench_featcal.results import (
     versions,
 )
 from fusion_bench_featcal.results.long_table import GIVEN
-from fusion_bench_featcal.results.remarks import (
-    notes_of_log,
-    tasks_below_merged,
-)
+from fusion_bench_featcal.results.remarks import notes_of_log
 from fusion_bench_featcal.saved_model import CardFacts
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
 
@@ -79,7 +78,8 @@ def run(request: Request) -> Path:
 
     Raises:
         ValueError: If models or data are missing or do not fit; nothing has been loaded then.
-        CalibrationError: If the calibration cannot go on; finished blocks are kept.
+        CalibrationError: If the calibration cannot go on; finished blocks are kept. `NotImproved`
+            if a task ends no closer to its expert, with `strict`; nothing is saved.
     """
     blocks = request.checkpoints
     if (request.resume or blocks.is_dir()) and is_saved(request):
@@ -143,7 +143,10 @@ class Job:
         processor: Tokenizer or image processor.
         tasks: Task -> its data.
         report: The report.
+        scorers: Scores beside accuracy and loss.
         heads: Task -> its expert's classifier; empty where models have no heads of their own.
+        scores: Row -> task -> its score.
+        own_scores: Row -> its scores by the scorers.
         planned_notes: Number of the report's notes that the plan has shown.
     """
 
@@ -152,13 +155,19 @@ class Job:
     processor: Any
     tasks: Mapping[str, Task]
     report: Report
-    heads: dict[str, Any]
+    scorers: Mapping[str, Scorer]
+    heads: dict[str, Any] = field(default_factory=dict)
+    scores: dict[str, Mapping[str, Score]] = field(default_factory=dict)
+    own_scores: dict[str, Mapping[str, float]] = field(default_factory=dict)
     planned_notes: int = 0
 
     @classmethod
     def of(cls, models: Models) -> "Job":
         """Open and read the data of every task."""
         request, kind = models.request, models.home.kind
+        scorers = scorers_of(request.evaluate, kind, request.settings.batch_size)
+        if request.as_lora is not None:
+            check_base(models.base, models.home)
         most = request.settings.max_length
         if kind in ("clip", IMAGE_CLASSIFIER):
             processor, most = models.image_processor(), None
@@ -176,7 +185,7 @@ class Job:
         )
         report.notes += [note for task in tasks.values() for note in task.notes]
         report.notes += [*request.notes, *models.notes]
-        return cls(models, request, processor, tasks, report, {})
+        return cls(models, request, processor, tasks, report, scorers)
 
     @property
     def has_heads(self) -> bool:
@@ -220,8 +229,9 @@ class Job:
         with measure() as cost:
             result = self.calibrate(model)
         calibrated = self.with_body(model, result.model)
-        self.evaluate(FEATCAL, calibrated, result, cost.as_dict())
-        return self.finish(calibrated, result)
+        self.evaluate(FEATCAL, calibrated, **self._origin(result, cost.as_dict()))
+        adapter = self.make_adapter(calibrated)
+        return self.finish(calibrated, result, adapter, self.conclude(result))
 
     def evaluate_references(self, model: nn.Module) -> None:
         """Evaluate the merged model, and each expert on its own task.
@@ -229,22 +239,17 @@ class Job:
         Raises:
             ValueError: If an expert is no better than guessing there, or worse than the base.
         """
-        if not self.tested:
-            return
-        scores, expert_scores = {}, {}
+        scores: dict[str, Score] = {}
         for task in self.tested:
             print(f"evaluating {task}: its expert and the merged model")
             expert: Any = self.models.load_expert(task).to(self.request.device)
-            expert_scores[task] = self._score(task, expert)
+            scores[task] = self._score(task, expert)
             if self.has_heads:
                 self.heads[task] = self.with_body(expert, body_of(model, self.models.home.kind))
-                scores[task] = self._score(task, self.heads[task])
-            else:
-                del expert
-                scores[task] = self._score(task, model)
-        self._check_experts(expert_scores)
-        self._add_row(EXPERTS, expert_scores)
-        self._add_row(str(self.report.upstream), scores)
+            del expert
+        self._check_experts(scores)
+        self._add_row(EXPERTS, scores)
+        self.evaluate(str(self.report.upstream), model)
 
     def _check_experts(self, scores: Mapping[str, Score]) -> None:
         """Refuse experts that cannot do what they were trained for."""
@@ -264,13 +269,8 @@ class Job:
             )
         self.report.notes.append(line)
 
-    def evaluate(
-        self, name: str, model: nn.Module, result: CalibrationResult, cost: Mapping[str, Any]
-    ) -> None:
-        """Evaluate the calibrated model, and add what it was made with."""
-        records = result.log.of_kind("task")
-        samples = {r["task"]: {"samples": r["samples"], "split": "data"} for r in records}
-        made = {"settings": self.request.settings.as_dict(), "cost": cost, "samples": samples}
+    def evaluate(self, name: str, model: nn.Module, **made: Any) -> None:
+        """Evaluate a model, and add its row with what it was made with."""
         scores = {}
         for task in self.tested:
             whole = model
@@ -278,13 +278,36 @@ class Job:
                 body = body_of(model, self.models.home.kind)
                 whole = self.heads[task] = self.with_body(self.heads[task], body)
             scores[task] = self._score(task, whole)
+        self.scores[name] = scores
+        self.own_scores[name] = all_scores(self.scorers, model, self.processor)
         self._add_row(name, scores, **made)
-        notes = notes_of_log(name, result.log.records)
-        behind = warnings_of_agreement(Agreement.of(result.log), self.request.settings)
-        notes += [f"{name}: {line}" for line in behind]
-        self.report.notes += [*notes, *(f"{name}: {line}" for line in outcome_of(result.log))]
-        self.report.notes += tasks_below_merged(self.report)
-        self.report.notes = [in_words_of_the_command(note) for note in self.report.notes]
+
+    def _origin(self, result: CalibrationResult, cost: Mapping[str, Any]) -> dict[str, Any]:
+        records = result.log.of_kind("task")
+        samples = {r["task"]: {"samples": r["samples"], "split": "data"} for r in records}
+        return {"settings": self.request.settings.as_dict(), "cost": cost, "samples": samples}
+
+    def make_adapter(self, calibrated: nn.Module) -> Adapter | None:
+        """Make the adapter that was asked for, and evaluate the base with it."""
+        rank, base = self.request.as_lora, self.models.base
+        if rank is None or base is None:
+            return None
+        model = base.load().to(self.request.device)
+        adapter = Adapter.of(model, calibrated, rank)
+        self.report.notes.append(adapter.note())
+        self.evaluate(f"{FEATCAL}:lora {rank}", model)
+        return adapter
+
+    def conclude(self, result: CalibrationResult) -> Verdict:
+        """Compare the calibrated model with the merged one, and add all notes to the report."""
+        report, settings = self.report, self.request.settings
+        merged, calibrated = self.scores[str(report.upstream)], self.scores[FEATCAL]
+        verdict = Verdict.of(merged, calibrated, Agreement.of(result.log), settings)
+        notes = [*notes_of_log(FEATCAL, result.log.records), *outcome_of(result.log)]
+        notes += [*comparison(self.own_scores), *verdict.gains]
+        notes += [verdict.sentence] if verdict.sentence else []
+        report.notes = [in_words_of_the_command(note) for note in [*report.notes, *notes]]
+        return verdict
 
     def _score(self, task: str, model: nn.Module) -> Score:
         tests = self.tasks[task].tests
@@ -313,7 +336,7 @@ class Job:
             models.base_source,
             models.sources,
             {name: task.batches for name, task in self.tasks.items()},
-            request.settings,
+            request.settings.replace(strict=False),  # the verdict decides
             device=request.device,
             hashed=True,
         )
@@ -325,8 +348,37 @@ class Job:
         setattr(model, model.base_model_prefix, body)
         return model
 
-    def finish(self, model: nn.Module, result: CalibrationResult) -> Path:
-        """Save the model and the report, print the table, and remove the finished blocks."""
+    def finish(
+        self,
+        model: nn.Module,
+        result: CalibrationResult,
+        adapter: Adapter | None,
+        verdict: Verdict,
+    ) -> Path:
+        """Save the model and the report, print table and verdict, and remove the finished blocks.
+
+        Raises:
+            NotImproved: If a task ends no closer to its expert, with --strict.
+        """
+        request, report = self.request, self.report
+        is_strict = request.strict or request.settings.strict
+        if verdict.is_good or not is_strict:
+            self._save(model, result, adapter)
+        shutil.rmtree(request.checkpoints, ignore_errors=True)
+        # The files have all notes. The screen has had those of the plan, and the verdict is last.
+        report.notes = report.notes[self.planned_notes :]
+        last = report.notes.pop() if verdict.sentence else "verdict: none without held-out samples"
+        if report.rows:
+            report.show(losses=True)
+        print(last)
+        if is_strict and not verdict.is_good:
+            raise NotImproved(
+                "--strict: nothing was saved, and the merged model is as it was. Without --strict "
+                f"the calibrated model goes to {request.out}"
+            )
+        return request.out
+
+    def _save(self, model: nn.Module, result: CalibrationResult, adapter: Adapter | None) -> None:
         request = self.request
         merger: dict[str, Any] = {"merged model": request.merged}
         if request.merge is not None:
@@ -338,19 +390,12 @@ class Job:
         if self.has_heads and not heads:
             heads = {task: self.models.load_expert(task) for task in self.tasks}
         report, log = self.report, result.log
-        out = save(self.models, model.cpu(), self.processor, facts, report, log, heads)
-        shutil.rmtree(request.checkpoints, ignore_errors=True)
-        below = tasks_below_merged(self.report)
-        # The files have all notes. The screen has had those of the plan, and `below` follows.
-        later = self.report.notes[self.planned_notes :]
-        self.report.notes = [note for note in later if note not in below]
-        if self.report.rows:
-            self.report.show(losses=True)
+        save(self.models, model.cpu(), self.processor, facts, report, log, heads, adapter)
         if heads:
-            print(f"heads: {out / HEADS}/NAME (that of {out} itself: {self.models.home.name}'s)")
-        for line in below:
-            print(f"warning: {line}. More samples may help")
-        return out
+            print(
+                f"heads: {request.out / HEADS}/NAME (that of the model itself: "
+                f"{self.models.home.name}'s)"
+            )
 
 
 def _open_tasks(models: Models, request: Request, processor: Any) -> dict[str, Task]:

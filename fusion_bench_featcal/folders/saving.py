@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fusion_bench_featcal.folders.adapter import ADAPTER, Adapter
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.folders.request import Request
@@ -34,6 +35,7 @@ def save(
     report: Report,
     log: CalibrationLog,
     heads: Mapping[str, nn.Module],
+    adapter: Adapter | None,
 ) -> Path:
     """Save the calibrated model with heads, card and report, whole or not at all.
 
@@ -45,6 +47,7 @@ def save(
         report: The report, for the model card and `featcal/`.
         log: The log of the calibration, for `featcal/`.
         heads: Task -> its expert's classifier, whose head is kept.
+        adapter: The model as an adapter over the base, saved beside it.
 
     Returns:
         The folder.
@@ -59,6 +62,8 @@ def save(
     )
     with writing_model(request.out, whole, option=f"--out {request.out}", advice=advice) as new:
         _write_model(whole, heads, new)
+        if adapter is not None and models.base is not None:
+            adapter.write(new / ADAPTER, models.base, request.base)
         card = _card(models, facts, report, with_heads=bool(heads))
         complete_folder(new, whole, processor, facts, card)
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")

@@ -29,6 +29,7 @@ _SHOWN = 0.0005
 _INFORMATION = re.compile(
     r"of \d+ calibrations .* was kept\b|calibrated again with more weight for far tasks\b"
     r"|; evaluated on \d+ rows? of --|, so its expert writes them$"
+    r"|^(evaluated by|gain of|adapter of rank) |^verdict: \d+ of \d+ tasks? (is|are) closer "
     r"|(^|: )(base|experts), by "
 )
 

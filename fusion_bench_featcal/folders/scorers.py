@@ -1,0 +1,109 @@
+"""Scores beside accuracy and loss, `--evaluate`: tasks of lm-eval, or a function of one's own."""
+
+import copy
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from fusion_bench_featcal.error_block import first_line
+from fusion_bench_featcal.tasks import lm_eval_tasks
+
+Scorer = Callable[[nn.Module, Any], Mapping[str, float]]
+"""Takes a model and its tokenizer or processor; returns scores by name."""
+
+_LM_EVAL = "lm-eval"
+
+
+def scorers_of(named: Mapping[str, str], kind: str, batch_size: int) -> dict[str, Scorer]:
+    """Return a scorer for each entry of `--evaluate`, by its name.
+
+    Args:
+        named: `lm-eval` -> its tasks, with commas; or a module -> its function.
+        kind: Kind of the models.
+        batch_size: Rows of lm-eval at once.
+
+    Raises:
+        ValueError: If a name is not there.
+        CalibrationError: If lm-eval has no such task.
+    """
+    return {
+        module: _lm_eval(name, kind, batch_size) if module == _LM_EVAL else _own(module, name)
+        for module, name in named.items()
+    }
+
+
+def _lm_eval(names: str, kind: str, batch_size: int) -> Scorer:
+    """Return a scorer that runs tasks of lm-eval."""
+    if kind not in ("causal", "seq2seq"):
+        raise ValueError(f"--evaluate {_LM_EVAL}:... is for language models, these are {kind}s")
+    if not lm_eval_tasks.is_installed():
+        raise ValueError(
+            f"--evaluate {_LM_EVAL}:... needs lm-eval: pip install 'fusion_bench_featcal[llm]'"
+        )
+    tasks, index = names.split(","), lm_eval_tasks.task_index()
+    lm_eval_tasks.check_tasks(tasks, index, f"--evaluate {_LM_EVAL}:")
+
+    def score(model: nn.Module, tokenizer: Any) -> dict[str, float]:
+        results = lm_eval_tasks.run_tasks(model, tokenizer, tasks, index, batch_size)
+        return {
+            f"{task} {metric.removesuffix(',none')}": value
+            for task in tasks
+            for metric, value in results.get(task, {}).items()
+            if isinstance(value, int | float) and "," in metric and "_stderr" not in metric
+        }
+
+    return score
+
+
+def _own(module: str, name: str) -> Scorer:
+    """Return a scorer that calls a user's function."""
+    word = f"{module}:{name}"
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--evaluate {word} cannot be imported: {first_line(error)}") from error
+    if not callable(function):
+        raise ValueError(f"--evaluate {word} is no function but {function!r:.60}")
+
+    def score(model: nn.Module, processor: Any) -> dict[str, float]:
+        result: Any = function(model, processor)
+        values = result if isinstance(result, Mapping) else {name: result}
+        for key, value in values.items():
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ValueError(
+                    f"--evaluate {word} must return a number or numbers by name, got "
+                    f"{key}={value!r:.60}"
+                )
+        return {str(key): float(value) for key, value in values.items()}
+
+    return score
+
+
+def all_scores(scorers: Mapping[str, Scorer], model: nn.Module, processor: Any) -> dict[str, float]:
+    """Return a model's scores by the names of scorers and scores."""
+    return {
+        f"{module} {key}": value
+        for module, scorer in scorers.items()
+        for key, value in scorer(model.eval(), copy.deepcopy(processor)).items()
+    }
+
+
+def comparison(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a sentence for each score with its value in every row.
+
+    Args:
+        rows: Row -> its scores.
+    """
+    names = next(iter(rows.values()), {})
+    return [
+        f"evaluated by {name}: "
+        + ", ".join(f"{row} {scores.get(name, math.nan):.4g}" for row, scores in rows.items())
+        for name in names
+    ]

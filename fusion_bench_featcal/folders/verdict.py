@@ -1,0 +1,82 @@
+"""The verdict after `featcal calibrate`: gain of each task, and tasks that end no closer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fusion_bench_featcal.agreement import Agreement, sentence_on
+from fusion_bench_featcal.folders.tasks import Score
+from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.results.items import Interval, student_interval
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
+
+
+class NotImproved(CalibrationError):
+    """With --strict a task ends no closer to its expert, so that nothing is saved."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Comparison of the calibrated model with the merged one on held-out samples.
+
+    Attributes:
+        gains: A sentence for each evaluated task, with 95 % intervals over its rows.
+        sentence: The conclusion; None without held-out samples.
+        is_good: Whether every task ends closer to its expert.
+    """
+
+    gains: list[str]
+    sentence: str | None
+    is_good: bool
+
+    @classmethod
+    def of(
+        cls,
+        merged: Mapping[str, Score],
+        calibrated: Mapping[str, Score],
+        agreement: Agreement,
+        settings: FeatCalSettings,
+    ) -> "Verdict":
+        """Compare two models.
+
+        A task is behind if its final features are no closer to the expert's, or if it scores lower
+        by more than chance (95 %). Without samples for features, its loss must fall.
+
+        Args:
+            merged: Task -> the merged model's score.
+            calibrated: Task -> the calibrated model's, on the same rows.
+            agreement: Agreement of final features with the experts'.
+            settings: Settings of the calibration.
+        """
+        cosine, gains = agreement.cosine, []
+        behind = {
+            task: f"cosine of features {cosine[task]:.4f}, merged {agreement.merged[task]:.4f}"
+            for task in agreement.behind
+        }
+        for task, before in merged.items():
+            after = calibrated[task]
+            loss = student_interval((after.losses - before.losses).numpy())
+            texts, is_behind = [], loss.low > 0 or (task not in cosine and loss.estimate >= 0)
+            if before.correct is not None and after.correct is not None:
+                flags = after.correct.double() - before.correct.double()
+                accuracy = student_interval(flags.numpy())
+                texts.append(f"accuracy {_shown(accuracy, 100, 1)} points")
+                is_behind |= accuracy.high < 0
+            texts.append(f"loss {_shown(loss, 1, 3)}")
+            rows = counted(len(after.losses), "row")
+            gains.append(f"gain of {task} on {rows}: {', '.join(texts)}")
+            if is_behind and task not in behind:
+                behind[task] = ", ".join(texts)
+        tasks = len({*cosine, *merged})
+        ends = "task is" if tasks == 1 else "tasks are"
+        (sentence,) = sentence_on(behind, tasks, settings) or [
+            f"{tasks} of {tasks} {ends} closer to the experts than the merged model is"
+        ]
+        return cls(gains, f"verdict: {sentence}" if tasks else None, not behind)
+
+
+def _shown(difference: Interval, unit: float, digits: int) -> str:
+    low, mean, high = (
+        f"{unit * value:+z.{digits}f}"
+        for value in (difference.low, difference.estimate, difference.high)
+    )
+    return f"{mean} ({low} to {high})"

@@ -1,0 +1,73 @@
+"""`--evaluate`: a user's own function, and words that name nothing."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fusion_bench_featcal.folders.options import scorer
+from fusion_bench_featcal.folders.scorers import all_scores, comparison, scorers_of
+
+OWN = """
+def number(model, tokenizer):
+    tokenizer.append("changed")
+    return model.weight.numel()
+
+def several(model, tokenizer):
+    return {"first": 0.25, "second": 2}
+
+def text(model, tokenizer):
+    return "good"
+
+constant = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_scores.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def scores_of(function: str, processor: Any = None) -> Mapping[str, float]:
+    scorers = scorers_of({"my_scores": function}, "clip", 4)
+    return all_scores(scorers, nn.Linear(2, 3), processor)
+
+
+def test_scores_of_own_functions():
+    processor: list[str] = []
+    assert scores_of("number", processor) == {"my_scores number": 6}
+    assert processor == []  # what is saved with the model is not what functions get
+    scores = scores_of("several")
+    assert scores == {"my_scores first": 0.25, "my_scores second": 2}
+    lines = comparison({"merged": scores, "featcal": {**scores, "my_scores first": 0.5}})
+    assert lines[0] == "evaluated by my_scores first: merged 0.25, featcal 0.5"
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "message"),
+    [
+        ("no_such_module:score", "causal", "No module named 'no_such_module'"),
+        ("my_scores:nubmer", "causal", "has no attribute 'nubmer'"),
+        ("my_scores:constant", "causal", "no function but 3"),
+        ("lm-eval:arc_easy", "clip", "for language models, these are clips"),
+        ("lm-eval:arc_easy", "causal", r"pip install 'fusion_bench_featcal\[llm\]'"),
+    ],
+)
+def test_words_that_name_nothing(word, kind, message):
+    with pytest.raises(ValueError, match=message):
+        scorers_of(scorer(word, "--evaluate"), kind, 4)
+
+
+@pytest.mark.parametrize("word", ["nothing", "my_scores:", ":number"])
+def test_words_of_another_form(word):
+    with pytest.raises(ValueError, match=rf"takes lm-eval:TASK,... or MODULE.*, got '{word}'"):
+        scorer(word, "--evaluate")
+
+
+def test_a_function_must_return_numbers():
+    with pytest.raises(ValueError, match=r"must return a number .*got text='good'"):
+        scores_of("text")
