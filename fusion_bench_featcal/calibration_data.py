@@ -19,16 +19,14 @@ from fusion_bench_featcal.fusionbench.own_data import data_setting
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.nearest_names import nearest_hint
-from fusion_bench_featcal.settings import PLUS, CalibrationError, FeatCalSettings
+from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
 
 log = logging.getLogger(__name__)
 
-_TEXT_SETTINGS = ("calibration_targets", "generated_tokens", "max_length", "decoder_rows")
-
-# A run opens its pool's data sets several times, and is warned of them once.
-# Model pool -> (split, task) -> number of samples; _TEXT_SETTINGS -> whether they were warned of.
-_NOTES: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
+# Model pool -> (split, task) -> number of samples. A run opens its data sets several times, and is
+# warned of a small one once.
+_SIZES: WeakKeyDictionary[Any, dict[tuple[str, str], int]] = WeakKeyDictionary()
 
 
 def calibration_batches(
@@ -89,7 +87,12 @@ def calibration_batches(
             for task, rows, indices in _drawn(modelpool, task_names, settings)
         }
     images = images or ImageCache(folder=settings.cache_dir)
-    _warn_of_settings(modelpool, settings, images, processor)
+    if images.folder is not None and describe_processor(processor) is None:
+        log.warning(
+            "method.cache_dir has no effect: the settings of processor %r are unknown. Set "
+            "modelpool.processor to a transformers processor",
+            processor,
+        )
     size, workers = settings.batch_size, decode_workers(settings, processor)
     return {
         task: TaskBatches(task, rows, indices, size, processor, split, workers, images)
@@ -151,7 +154,7 @@ def samples_used(
     Returns:
         Task -> `{"samples": number, "split": split}`, for the tasks that have data.
     """
-    sizes = _notes_of(modelpool)
+    sizes = _sizes_of(modelpool)
     used: dict[str, dict[str, Any]] = {}
     for task in tasks:
         if task not in getattr(modelpool, f"{split}_dataset_names"):
@@ -162,42 +165,19 @@ def samples_used(
     return used
 
 
-def _notes_of(modelpool: Any) -> dict[Any, int]:
+def _sizes_of(modelpool: Any) -> dict[tuple[str, str], int]:
     try:
-        return _NOTES.setdefault(modelpool, {})
+        return _SIZES.setdefault(modelpool, {})
     except TypeError:  # the pool allows no weak reference
         return {}
 
 
-def _warn_of_settings(
-    modelpool: Any, settings: FeatCalSettings, images: ImageCache, processor: Any
-) -> None:
-    """Warn of settings without effect on image models."""
-    # FeatCal+ is the same preset for all models.
-    defaults = {n: (getattr(FeatCalSettings, n), PLUS.get(n)) for n in _TEXT_SETTINGS}
-    changed = [n for n in _TEXT_SETTINGS if getattr(settings, n) not in defaults[n]]
-    notes = _notes_of(modelpool)
-    if changed and not notes.get(_TEXT_SETTINGS):
-        notes[_TEXT_SETTINGS] = True
-        log.warning(
-            "%s: settings for language models, without effect on the image models of %s",
-            ", ".join(f"method.{name}" for name in changed),
-            type(modelpool).__name__,
-        )
-    if images.folder is not None and describe_processor(processor) is None:
-        log.warning(
-            "method.cache_dir has no effect: the settings of processor %r are unknown. Set "
-            "modelpool.processor to a transformers processor",
-            processor,
-        )
-
-
 def _note_size(modelpool: Any, task: str, size: int, settings: FeatCalSettings) -> None:
     """Store a data set's size. The first time, warn if it is smaller than asked for."""
-    key, notes = (settings.calibration_split, task), _notes_of(modelpool)
-    if size < settings.samples_per_task and notes.get(key) != size:
+    key, sizes = (settings.calibration_split, task), _sizes_of(modelpool)
+    if size < settings.samples_per_task and sizes.get(key) != size:
         warn_of_few_samples(task, size, settings.samples_per_task)
-    notes[key] = size
+    sizes[key] = size
 
 
 def open_labelled(modelpool: Any, task: str, split: str) -> ImageItems:

@@ -112,19 +112,6 @@ def test_fewer_samples_than_asked_for_are_all_taken_with_one_warning(caplog):
     assert samples_used(Pool(a=numbered(9)), ["a"], 4, "train")["a"]["samples"] == 4
 
 
-def test_settings_for_texts_are_named_once_for_images(caplog):
-    pool, changes = Pool(a=numbered(10)), {"max_length": 9, "decoder_rows": "targets"}
-    for _ in range(2):
-        drawn(pool, **changes)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "method.max_length, method.decoder_rows: settings for language models, without effect on "
-        "the image models of Pool"
-    )
-    drawn(Pool(a=numbered(10)))
-    assert len(caplog.records) == 1
-
-
 def test_damaged_file_is_named(tmp_path):
     folder = write_class_folders(tmp_path / "a")
     (folder / "star" / "00.png").write_bytes(b"no picture at all")

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import io
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,6 @@ import attacks.paths  # noqa: F401
 
 # isort: split
 import lightning  # noqa: F401 - before FusionBench
-import numpy as np
 import torch
 from calibrations import cast, run_fast
 from comparison_parts import MERGERS, comparison, method, model_pool
@@ -30,7 +28,6 @@ from tiny_pools import TASKS, tiny_pool, tiny_processor, write_models
 from tiny_texts import t5_model, write
 from transformers import CLIPVisionModel
 
-import fusion_bench_featcal.suites.paths as suite_paths
 from attacks.judging import ShownRefusal
 from attacks.parts import Numbered, number_of
 from fusion_bench_featcal import CalibrationLog, FeatCalSettings, SafetensorsExpert
@@ -41,8 +38,7 @@ from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.methods.corrected_clip import CorrectedModel
 from fusion_bench_featcal.methods.corrected_model import AffineModule
 from fusion_bench_featcal.results.curves import write_curves
-from fusion_bench_featcal.suites import image
-from fusion_bench_featcal.suites.checksums import CHECKSUM_FILE, write_checksums
+from fusion_bench_featcal.suites.checksums import write_checksums
 from fusion_bench_featcal.tasks.heads import forget_stored_heads
 
 AVERAGE = {"_target_": "fusion_bench.method.SimpleAverageAlgorithm"}
@@ -229,21 +225,6 @@ def _write_suite(folder: Path) -> None:
     write_checksums(folder)
 
 
-def _copy_pictures(folder: Path) -> None:
-    (folder / "images").mkdir()
-    data = Path(image.suite_path("images/mini_latin.npz")).read_bytes()
-    (folder / "images" / "mini_latin.npz").write_bytes(data)
-    shutil.copy(image.suite_path(CHECKSUM_FILE), folder)
-
-
-def _pictures(folder: Path) -> str:
-    with mock.patch.object(suite_paths, "SUITE_ROOT", folder):
-        arrays = image.load_arrays.__wrapped__("mini_latin")
-    values = (arrays.images, arrays.labels, arrays.split)
-    text = repr((arrays.classnames, arrays.template)).encode()
-    return hashlib.sha256(b"".join(map(np.ndarray.tobytes, values)) + text).hexdigest()
-
-
 def _write_surgery(folder: Path) -> None:
     corrections = {task: AffineModule(torch.eye(12), torch.zeros(12)) for task in TASKS}
     merged = CLIPVisionModel.from_pretrained(tiny_clips()["_merged_"])
@@ -317,8 +298,6 @@ KINDS = [
          read=lambda folder: shown("suite", "check", str(folder)), is_named=False),
     Kind(name="corrected model: corrections", weight=4, make=_write_surgery, read=_load_surgery,
          patterns=("feature_corrections*",)),
-    Kind(name="bundled pictures", weight=2, make=_copy_pictures, read=_pictures, is_input=True,
-         patterns=("images/*",)),
     Kind(name="experts: weights and configs", weight=3, make=_write_experts, read=_calibrate_pool,
          patterns=("clip_[012]/model.safetensors", "clip_[012]/config.json"), is_input=True),
     Kind(name="experts: shards and their index", weight=2, make=_write_shards, is_input=True,

@@ -1,4 +1,4 @@
-"""The order in which a task's samples are drawn."""
+"""Random order of a task's samples."""
 
 import hashlib
 

@@ -2,9 +2,7 @@
 
 import hashlib
 import io
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
 from fusion_bench_featcal.settings import CalibrationError
-
-log = logging.getLogger(__name__)
 
 Colour = tuple[int, int, int]
 Processor = ProcessorMixin | BaseImageProcessor | Callable[[Any], Tensor]
@@ -143,17 +139,9 @@ def _eight_bits(picture: Image.Image, background: Colour) -> Image.Image:
     full = _full_intensity(picture)  # transposing loses the file's tags
     picture = ImageOps.exif_transpose(picture)
     if picture.mode == "F" or picture.mode.startswith("I"):
-        _log_once(
-            "grey images of more than 8 bits are scaled to 8 bits; FusionBench's image task pools "
-            "clip them instead"
-        )
         picture = Image.fromarray(_scaled(np.asarray(picture), full))
     if not picture.has_transparency_data:
         return picture.convert("RGB")
-    _log_once(
-        f"transparent images are composited on #{bytes(background).hex()} (key background of "
-        "the data); FusionBench's image task pools drop the transparency instead"
-    )
     picture = picture.convert("LA") if picture.mode == "La" else picture
     canvas = Image.new("RGBA", picture.size, (*background, 255))
     canvas.alpha_composite(picture.convert("RGBA"))
@@ -194,11 +182,6 @@ def _scaled(values: np.ndarray, full: int | None) -> np.ndarray:
     if full is None:
         raise ValueError(f"the range of {values.dtype} values is unknown: store 8 or 16 bits")
     return np.rint(values.astype(np.float64) * (255 / full)).astype(np.uint8)
-
-
-@cache
-def _log_once(message: str) -> None:
-    log.info(message)
 
 
 def to_pixels(

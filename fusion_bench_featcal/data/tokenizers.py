@@ -1,4 +1,4 @@
-"""Tokenizers of experts, compared token by token with the one that makes their inputs."""
+"""Comparison of experts' tokenizers with the tokenizer of their inputs."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,10 @@ _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vo
 
 
 def differing_tokens(tokenizer: Any, folder: Path) -> str:
-    """Compare a tokenizer with the one in a model's folder, if there is one.
-
-    The model may know further tokens: they never reach it.
+    """Compare a tokenizer's tokens with those of the one in a model's folder, if there is one.
 
     Returns:
-        How many tokens have other numbers there, with an example; empty if none.
+        The number of tokens with other ids there, and an example. Empty if there are none.
 
     Raises:
         CalibrationError: If the one in the folder cannot be loaded.

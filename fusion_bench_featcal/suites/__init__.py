@@ -1,4 +1,4 @@
-"""The bundled suites: data, weights and loaders; `scripts/suites` of the source built them."""
+"""The bundled suites: data, weights and loaders. `scripts/suites` builds them."""
 
 from fusion_bench_featcal.suites.text import load_text_split
 

@@ -1,14 +1,12 @@
 """The bundled image tasks: pictures, class names, and the processor of the small CLIP.
 
-Each task keeps its grey glyphs in one `.npz` and arrives in its own ink and paper, so that tasks
-differ in domain as real suites do. Loading needs numpy and pillow only; FusionBench and
-transformers are imported by the two functions that meet them.
+Each task has grey glyphs in one `.npz`, which are painted in the task's two colours: tasks differ
+in domain as those of real suites do. Loading needs numpy and pillow only.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fusion_bench_featcal.suites.checksums import data_file
 from fusion_bench_featcal.suites.paths import pick, suite_path
 
 SUITE = "clip-vit-mini"
@@ -27,7 +24,7 @@ Colour = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ImageTask:
-    """One task of the suite: its name and the colours (red, green, blue) it arrives in."""
+    """One task of the suite: its name and its colours (red, green, blue)."""
 
     name: str
     paper: Colour
@@ -55,12 +52,13 @@ TASKS = {
 }
 ALL8 = tuple(TASKS)
 TA6 = ALL8[:6]
+RESNET3 = ALL8[:3]
 ALPHABETS2 = ALL8[6:]
 
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays:
-    """Everything one `.npz` holds: grey pictures of both splits, labels and prompt words."""
+    """Content of one `.npz`: grey pictures of both splits, labels and prompt words."""
 
     images: np.ndarray  # uint8 [n, 28, 28], 255 is ink
     labels: np.ndarray  # int16 [n]
@@ -74,7 +72,7 @@ class ImageArrays:
         return self.images[chosen], self.labels[chosen].astype(np.int64)
 
     def prompts(self) -> list[str]:
-        """Return one prompt a class, in label order."""
+        """Return one prompt per class, in label order."""
         return [self.template.format(name) for name in self.classnames]
 
 
@@ -93,23 +91,20 @@ class PaintedPictures:
         picture = Image.fromarray(self.task.paint(self.grey[index]))
         return {"image": picture, "label": int(self.labels[index])}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
-
 
 def find_task(name: str) -> ImageTask:
-    """Return the task of that name; ValueError lists the names there are."""
+    """Return the task of a name. A ValueError lists the names."""
     return pick(TASKS, name, "image task")
 
 
 @cache
 def load_arrays(name: str) -> ImageArrays:
-    """Read one task's file (kept in memory afterwards: at most 15 MB for all eight tasks).
+    """Read one task's file. It stays in memory (at most 15 MB for all eight tasks).
 
     Raises:
-        ValueError: If there is no such task, or the package's data file is damaged or missing.
+        ValueError: If there is no such task.
     """
-    file = data_file(f"images/{find_task(name).name}.npz")
+    file = suite_path(f"images/{find_task(name).name}.npz")
     with np.load(file, allow_pickle=False) as stored:
         return ImageArrays(
             images=stored["images"],
@@ -133,25 +128,21 @@ def load_split(task: str, split: str) -> PaintedPictures:
 
 
 def path(name: str = "pretrained") -> str:
-    """Return the folder of a checkpoint: ``pretrained`` or a task's expert."""
+    """Return the folder of a checkpoint: `pretrained` or a task's expert."""
     return suite_path(f"{SUITE}/{name}")
 
 
 def load_processor() -> Any:
-    """Load the suite's `CLIPProcessor`, and make its class names known to FusionBench."""
+    """Load the suite's `CLIPProcessor`, and register its class names with FusionBench."""
     from transformers import CLIPProcessor
 
-    # AdaMerging and similar methods build their classification heads before they load any data,
-    # but always after the pool's processor.
+    # AdaMerging builds its classification heads after the processor, but before it loads data.
     register_class_names()
     return CLIPProcessor.from_pretrained(path(), trust_remote_code=False)
 
 
 def register_class_names() -> None:
-    """Make the class names and prompts of all tasks known to FusionBench's own CLIP classes.
-
-    Does nothing where FusionBench is not installed: then there is nobody to tell.
-    """
+    """Register class names and prompts of all tasks with FusionBench, if it is installed."""
     try:
         clip_classification = importlib.import_module("fusion_bench.tasks.clip_classification")
     except ModuleNotFoundError as error:

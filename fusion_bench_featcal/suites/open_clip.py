@@ -1,4 +1,4 @@
-"""The bundled image suite as OpenCLIP models: the same weights in open_clip's own architecture."""
+"""The bundled image suite as OpenCLIP models: the same weights in open_clip's architecture."""
 
 import json
 import os
@@ -41,14 +41,14 @@ _BLOCK = {
 class OpenClipPool(BaseModelPool):
     """A pool of open_clip models with the processor that their images need.
 
-    FusionBench's own OpenCLIP pool needs Python 3.12 and reads pickles. Models are given as
-    `_target_` (a function that returns one) or as modules.
+    FusionBench's OpenCLIP pool needs Python 3.12 and reads pickles. Models are modules, or
+    configurations whose `_target_` returns one.
     """
 
     _config_mapping = BaseModelPool._config_mapping | {"_processor": "processor"}
 
     def __init__(self, models: Any, *, processor: Any = None, **kwargs: Any) -> None:
-        """Keep the configurations of models, by name, and processor; nothing is loaded."""
+        """Store the configurations of models, by name, and processor. Nothing is loaded."""
         super().__init__(models, **kwargs)
         self._processor = processor
 
@@ -60,7 +60,7 @@ class OpenClipPool(BaseModelPool):
     def save_model(  # type: ignore[override]
         self, model: nn.Module, path: str | os.PathLike[str], **unused: Any
     ) -> None:
-        """Save a model's weights in a folder, under open_clip's own name for such a file."""
+        """Save a model's weights in a folder, under open_clip's file name."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -70,11 +70,11 @@ class OpenClipPool(BaseModelPool):
 def load_tower(name: str) -> nn.Module:
     """Load a model of the suite (`pretrained` or a task) as open_clip's vision transformer.
 
-    It maps images `[batch, 3, 28, 28]` to features `[batch, 64]` in float32: those of the
-    transformers model after its projection.
+    It maps images `[batch, 3, 28, 28]` to the transformers model's projected features, `[batch,
+    64]`, float32.
 
     Raises:
-        ImportError: If open_clip cannot be imported, saying what to install.
+        ImportError: If open_clip cannot be imported.
     """
     transformer = _open_clip_transformer()
     config = json.loads(Path(image.path(), "config.json").read_text(encoding="utf-8"))
@@ -94,9 +94,9 @@ def load_tower(name: str) -> nn.Module:
 
 
 def tower_weights(name: str) -> dict[str, Tensor]:
-    """Weights of a model of the suite in float32, named and arranged as open_clip has them.
+    """Return the weights of a model of the suite in open_clip's layout, float32.
 
-    Experts share the base's projection: only vision towers were trained.
+    Experts have the base's projection: only vision towers were trained.
     """
     projection = load_file(Path(image.path(), "model.safetensors"))["visual_projection.weight"]
     stored = load_file(Path(image.path(name), "model.safetensors"))
@@ -111,10 +111,14 @@ def tower_weights(name: str) -> dict[str, Tensor]:
 def to_open_clip(vision: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of transformers' CLIP vision model, and fuse q, k and v.
 
-    Keys have no prefix `vision_model.`; the result has all but open_clip's projection `proj`.
+    Args:
+        vision: The weights, without the prefix `vision_model.`.
+
+    Returns:
+        open_clip's weights without the projection `proj`.
 
     Raises:
-        KeyError: If a tensor is of no CLIP vision model.
+        KeyError: If a tensor does not belong to a CLIP vision model.
     """
     converted = {_STEM[key]: tensor for key, tensor in vision.items() if key in _STEM}
     for key, tensor in vision.items():

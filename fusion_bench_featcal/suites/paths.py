@@ -1,4 +1,4 @@
-"""Names and places in the bundled suites (standard library only, so that anyone may ask)."""
+"""Paths of the bundled suites. Hydra's plugin imports this file: standard library only."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ SUITE_ROOT = Path(__file__).resolve().parent / "data"
 
 
 def suite_path(relative: str) -> str:
-    """Absolute path of a file or folder of the suites, such as `clip-vit-mini/mini_mnist`.
+    """Return the absolute path of a file or folder of the suites: `clip-vit-mini/mini_mnist`.
 
     Raises:
         ValueError: If the path leaves the suites' data folder.
@@ -20,9 +20,9 @@ def suite_path(relative: str) -> str:
     if not resolved.is_relative_to(SUITE_ROOT):
         raise ValueError(f"suite path {relative!r} leaves the suites' folder {SUITE_ROOT}")
     if not resolved.exists():
-        known = ", ".join(sorted(entry.name for entry in SUITE_ROOT.glob("*/*")))
+        existing = ", ".join(sorted(entry.name for entry in SUITE_ROOT.glob("*/*")))
         raise FileNotFoundError(
-            f"the bundled suites have no {relative!r} below {SUITE_ROOT}; there are: {known}. "
+            f"the bundled suites have no {relative!r} below {SUITE_ROOT}; there are: {existing}. "
             "`featcal suite check` lists missing and damaged files."
         )
     return str(resolved)

@@ -1,7 +1,6 @@
-"""The bundled text tasks, prompts in and label words out, and the places of their checkpoints.
+"""The bundled text tasks, with prompts and label words, and the folders of their checkpoints.
 
-Each task keeps the texts as its authors published them in one `.parquet`; prompt and target are
-made when they are loaded. Reading needs pyarrow and datasets, imported when first asked for.
+Each task has the texts as published in one `.parquet`. Prompts and targets are made on loading.
 """
 
 from __future__ import annotations
@@ -10,13 +9,9 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
-from fusion_bench_featcal.suites.checksums import data_file
 from fusion_bench_featcal.suites.paths import pick, suite_path
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 SUITES = ("flan-t5-mini", "llama-mini")
 SPLITS = ("train", "calibration", "test")
@@ -24,18 +19,18 @@ SPLITS = ("train", "calibration", "test")
 
 @dataclass(frozen=True)
 class TextTask:
-    """One task of the suites: its name and the words its prompts begin with."""
+    """One task of the suites: its name and the first words of its prompts."""
 
     name: str
     lead: str
 
     def prompt(self, text: str) -> str:
-        """Return what the model reads: the task's lead, a colon, the text's words."""
+        """Return a prompt: the task's lead, a colon, the text's words."""
         return f"{self.lead} : {plain_words(text)}"
 
     @staticmethod
     def target(label: str) -> str:
-        """Return what the model shall write: the label in capitals, which no prompt contains."""
+        """Return a target: the label in capitals, which no prompt contains."""
         return label.upper()
 
 
@@ -67,7 +62,7 @@ def plain_words(text: str) -> str:
 
 
 def find_task(name: str) -> TextTask:
-    """Return the task of that name; ValueError lists the names there are."""
+    """Return the task of a name. A ValueError lists the names."""
     return pick(TASKS, name, "text task")
 
 
@@ -76,11 +71,11 @@ def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
     """Read a task's file: split -> pairs of text and label as published, in file order.
 
     Raises:
-        ValueError: If there is no such task, or the package's data file is damaged or missing.
+        ValueError: If there is no such task.
     """
     from pyarrow import parquet
 
-    table = parquet.read_table(data_file(f"text-mini/{find_task(name).name}.parquet"))
+    table = parquet.read_table(suite_path(f"text-mini/{find_task(name).name}.parquet"))
     rows: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
     columns = (table.column(column).to_pylist() for column in ("text", "label", "split"))
     for text, label, split in zip(*columns, strict=True):
@@ -88,8 +83,8 @@ def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
     return rows
 
 
-def load_text_split(name: str, split: str) -> Dataset:
-    """Load a split of a task as rows `{"prompt": str, "target": str}`, for the suites' YAML files.
+def load_text_split(name: str, split: str) -> Any:
+    """Load a split of a task as a `datasets.Dataset` of rows `{"prompt": str, "target": str}`.
 
     Splits are `train` (the experts' training data), `calibration` (unseen by them) and `test`.
 
@@ -109,5 +104,5 @@ def load_text_split(name: str, split: str) -> Dataset:
 
 
 def path(suite: str, name: str = "pretrained") -> str:
-    """Return the folder of a checkpoint: ``pretrained`` (with the tokenizer) or a task's expert."""
+    """Return the folder of a checkpoint: `pretrained` (with the tokenizer) or a task's expert."""
     return suite_path(f"{suite}/{name}")

@@ -1,6 +1,6 @@
-"""Tasks defined in YAML alone: where their data lie, their class names, their prompts and metrics.
+"""Tasks defined in YAML: their data, class names, prompts and metrics.
 
-Names are imported when asked for: `load_images` needs no FusionBench.
+Names are imported on first use: `load_images` needs no FusionBench.
 """
 
 from importlib import import_module

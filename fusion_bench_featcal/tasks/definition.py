@@ -204,10 +204,10 @@ def check_background(task: str, tested: Any, modelpool: Any) -> None:
     Raises:
         ValueError: If the two colours differ.
     """
+    test_colour = parse_background(tested, f"taskpool.tasks.{task}")
     for split in ("train", "val", "test"):
         data = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
         setting, used = f"modelpool.{split}_datasets.{task}", background_of(data)
-        test_colour = parse_background(tested, f"taskpool.tasks.{task}")
         if data is not None and parse_background(used, setting) != test_colour:
             raise ValueError(
                 f"{setting}: the background of transparent images is {used or 'white'} here and "
@@ -216,8 +216,7 @@ def check_background(task: str, tested: Any, modelpool: Any) -> None:
 
 
 def background_of(data: Any) -> Any:
-    """Return the `background` of a data set, or of its configuration (or of that one's `data`)."""
-    if not isinstance(data, Mapping):
-        return getattr(data, "background", None)
-    inner = data.get("data")
-    return data.get("background") or (background_of(inner) if isinstance(inner, Mapping) else None)
+    """Return the `background` of a data set or of its configuration, which may be nested."""
+    while isinstance(data, Mapping) and not data.get("background"):
+        data = data.get("data")
+    return data["background"] if isinstance(data, Mapping) else getattr(data, "background", None)

@@ -1,4 +1,4 @@
-"""Texts of public data sets as prompts with targets, or as chats."""
+"""Rows of public data sets as prompts with targets, or as chats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ GLUE = "nyu-mll/glue"
 
 
 class TextRows(Sequence[dict[str, Any]]):
-    """A data set whose rows are turned into texts when they are asked for."""
+    """A data set whose rows are converted when they are read."""
 
     def __init__(self, rows: Any, make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-        """Look at a data set with a length and numbered rows."""
+        """Store a data set with a length and numbered rows, and the conversion of a row."""
         self._rows = rows
         self._make = make
 
@@ -28,10 +28,9 @@ class TextRows(Sequence[dict[str, Any]]):
 
 
 def load_glue(name: str, split: str, path: str = GLUE) -> TextRows:
-    """A task of GLUE with FusionBench's prompts and answers.
+    """Load a GLUE task with FusionBench's prompts and answers.
 
-    FusionBench's own loader gives the same texts, but tokenises and pads every row of every split
-    to 512 tokens before the first can be read, and keeps them by the task's name alone.
+    FusionBench's loader returns the same texts, but first tokenises every row of every split.
 
     Args:
         name: The task: cola, mnli, mrpc, qnli, qqp, rte, sst2 or stsb.
@@ -39,7 +38,7 @@ def load_glue(name: str, split: str, path: str = GLUE) -> TextRows:
         path: Hub id or folder of the data set.
 
     Returns:
-        Rows `{"prompt": text, "target": text}`; the target is empty where the label is withheld.
+        Rows `{"prompt": text, "target": text}`. The target is empty if the label is withheld.
 
     Raises:
         ValueError: If there is no such task, or the folder's path is a pattern.
@@ -69,15 +68,15 @@ def load_chats(
     answer: str | None = None,
     name: str | None = None,
 ) -> TextRows:
-    """A data set of conversations, or of questions with answers.
+    """Load a data set of conversations, or of questions with answers.
 
     Args:
         path: Hub id or folder.
         split: The split.
         messages: Column with the turns, each with `role` and `content`.
-        prompt: Column with the question; then `answer` is needed and `messages` is not used.
+        prompt: Column with the question, used with `answer` instead of `messages`.
         answer: Column with the answer.
-        name: The data set's configuration, where it has several.
+        name: The data set's configuration, if it has several.
 
     Returns:
         Rows `{"messages": [{"role", "content"}, ...]}`.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPProcessor, ResNetConfig, ResNetForImageClassification
 
-from fusion_bench_featcal.suites import image, resnet
+from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.image import ImageTask
 
 LABELS = 10
@@ -40,7 +40,7 @@ class Recipe:
 class ResNetBuilder:
     """Trains and measures the small ResNet."""
 
-    TASKS = resnet.TASKS
+    TASKS = image.RESNET3
     RECIPES: ClassVar = {"resnet-mini": Recipe()}
     sets: ClassVar = {}
     spelled_out: ClassVar = ()
@@ -57,7 +57,7 @@ class ResNetBuilder:
     @staticmethod
     def find_task(name: str) -> ImageTask:
         """Return the task of that name; ValueError lists the names there are."""
-        return image.pick({task: image.TASKS[task] for task in resnet.TASKS}, name, "ResNet task")
+        return image.pick({task: image.TASKS[task] for task in image.RESNET3}, name, "ResNet task")
 
     def new_model(self) -> ResNetForImageClassification:
         """Return the untrained model: 28 px, a stem, three layers of 24, 48 and 80 channels."""

@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from transformers import CLIPVisionModel, LlamaForCausalLM, T5ForConditionalGeneration
 
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
-from fusion_bench_featcal.suites import image, paths, resnet, text
+from fusion_bench_featcal.suites import image, paths, text
 
 CLIP = "clip-vit-mini"
 IMAGES = (CLIP, "resnet-mini")
@@ -27,7 +27,7 @@ TASKS = {
     f"{CLIP}_alphabets2": image.ALPHABETS2,
     "flan-t5-mini_TA6": text.TA6,
     "llama-mini_TA6": text.TA6,
-    "resnet-mini_TA3": resnet.TASKS,
+    "resnet-mini_TA3": image.RESNET3,
 }
 CLASSES = {
     f"{CLIP}_all8": CLIPVisionModel,

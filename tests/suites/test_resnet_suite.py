@@ -21,7 +21,7 @@ from transformers import ResNetForImageClassification
 from fusion_bench_featcal.fusionbench.evaluation import evaluate
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.results import Report
-from fusion_bench_featcal.suites import image, resnet
+from fusion_bench_featcal.suites import image
 from fusion_bench_featcal.suites.checksums import check
 
 NAME = "resnet-mini_TA3"
@@ -46,7 +46,7 @@ def test_the_builder_makes_checkpoints_that_plain_transformers_loads(
     monkeypatch.setattr(resnet_builder.ResNetBuilder, "size", SMALL)
     recipe = resnet_builder.Recipe(images_per_task=4, expert_batch=4)
     phases = {p: replace(getattr(recipe, p), steps=2) for p in ("pretraining", "finetuning")}
-    tasks = resnet.TASKS[:2]
+    tasks = image.RESNET3[:2]
     build(tmp_path, "resnet-mini", 1, tasks=tasks, recipe=replace(recipe, **phases))
     assert check(tmp_path) == []
     base = load_file(tmp_path / "pretrained" / "model.safetensors")
