@@ -21,7 +21,7 @@ comma := ,
 install = $(1)/bin/python -m pip install --constraint $(2) $(PIP_ARGS) --editable '.[$(3)]' && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
+.PHONY: help venv demo demo-full compare compare-quick compare-full diagnose studies test test-hub test-slow test-newest test-newest-quick test-open-clip test-llm test-matrix lint types check build tables docs docs-serve notebook reproduce robust mutations nightly clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ reproduce: $(VENV)/.installed ## what of the paper the bundled suites can repeat
 # Without the checks of tensor shapes in core, which plain pytest and test-newest make.
 test: $(VENV)/.installed ## run the tests but the slowest: offline, on the CPU, in minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow' --override-ini addopts=--strict-markers
+
+test-hub: $(VENV)/.installed ## commands as they are typed, on a mirror of the hub on the loopback
+	$(BIN)/python -m pytest --override-ini addopts=--strict-markers tests/packaging/test_hub_commands.py tests/folders/test_hub.py tests/folders/test_hub_files.py
 
 test-slow: $(VENV)/.installed ## the slowest tests, which test-newest runs too
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow

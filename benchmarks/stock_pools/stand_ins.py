@@ -155,6 +155,7 @@ def _clip(hub_id: str) -> Callable[[Path, int], None]:
         write_clip(folder, seed)
         config = CLIPModel.config_class.from_pretrained(folder)
         config.vision_config.patch_size, config.vision_config.num_hidden_layers = patch, depth
+        config.text_config.max_position_embeddings = 256  # the tokenizer splits into letters
         torch.manual_seed(0)
         scatter(CLIPModel(config), seed, 0.05).save_pretrained(folder)
 

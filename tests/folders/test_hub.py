@@ -200,12 +200,13 @@ def test_retries_and_a_second_run_go_on_at_the_byte(door, doors):
 def test_models_that_were_fetched_are_not_asked_for_again(doors):
     mirror, folder = doors.mirror, doors.folder
     for name in ("base", "merged", *TASKS):
-        mirror.add(f"llama/{name}", folder / name)
+        repository = mirror.add(f"llama/{name}", folder / name)
+        repository.revisions["v1"] = repository.files
     for name in ("clip", "processor"):
         mirror.add(f"vision/{name}", Path(doors.clip))
     words = ["llama/merged", "--base", "llama/base", "--set", "samples_per_task=4", "--force"]
     for task in TASKS:
-        words += ["--expert", f"{task}=llama/{task}", "--data", f"{task}={folder / task}.jsonl"]
+        words += ["--expert", f"{task}=llama/{task}@v1", "--data", f"{task}={folder / task}.jsonl"]
     models = dict.fromkeys(("_pretrained_", "one"), "vision/clip")
     pool = doors.pool | {"models": models, "processor": "vision/processor"}
     for number in range(2):
@@ -215,6 +216,9 @@ def test_models_that_were_fetched_are_not_asked_for_again(doors):
         assert (len(mirror.requests) > asked) == (number == 0)
         for repository in mirror.repositories.values():
             repository.failure = "silent"
+    versions = json.loads((folder / "out-1" / "provenance.json").read_text())["versions"]
+    for name in ("llama/base", "llama/merged", *(f"llama/{task}@v1" for task in TASKS)):
+        assert versions[name] == mirror.repositories[name.partition("@")[0]].commit
 
 
 @pytest.mark.parametrize("failure", ["silent", "busy", "gated"])

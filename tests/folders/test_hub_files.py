@@ -19,7 +19,7 @@ from fusion_bench_featcal.hub_files import needed_files
 DRIVER = """
 import contextlib, io, json, sys
 from fusion_bench_featcal import CalibrationError, hub_files
-from fusion_bench_featcal.hub_files import fetch_all, commit_of
+from fusion_bench_featcal.hub_files import fetch_all, commits
 
 free_space = hub_files.free_space
 for line in sys.stdin:
@@ -27,8 +27,9 @@ for line in sys.stdin:
     hub_files.free_space = free_space if free is None else lambda folder: free
     with contextlib.redirect_stderr(io.StringIO()) as screen:
         try:
-            folders = fetch_all(locations, weights=weights).values()
-            answer = [[str(folder), commit_of(folder)] for folder in folders]
+            folders = fetch_all(locations, weights=weights)
+            used = commits()
+            answer = [[str(folders[key]), used.get(name)] for key, name in locations.items()]
         except CalibrationError as error:
             answer = str(error)
     print(json.dumps([answer, screen.getvalue()]), flush=True)
@@ -114,10 +115,10 @@ def test_weights_are_safetensors_or_bin_and_nothing_else(weights, read):
 
 
 def test_a_model_is_announced_and_fetched_once_without_what_nobody_reads(fetching):
-    fetching.mirror.add("few/files", model(model__safetensors=bytes(2_000_000)))
+    fetching.mirror.add("few/files", model(model__safetensors=bytes(2 * 2**20)))
     ((folder, commit),), screen = fetching("few/files")
     assert screen.count("\n") == 1
-    assert screen.startswith(f"fetching few/files, 2.0 MB, to {fetching.cache} (")
+    assert screen.startswith(f"fetching few/files, 2.00 MiB, to {fetching.cache} (")
     asked = len(fetching.mirror.requests)
     assert fetching("few/files") == [[[folder, commit]], ""]
     assert len(fetching.mirror.requests) == asked
@@ -130,11 +131,11 @@ def test_a_model_is_announced_and_fetched_once_without_what_nobody_reads(fetchin
 
 def test_several_models_are_announced_in_one_line_and_a_line_each_on_a_pipe(fetching):
     for name in ("many/one", "many/two"):
-        fetching.mirror.add(name, model(model__safetensors=bytes(1_000_000)))
+        fetching.mirror.add(name, model(model__safetensors=bytes(2**20)))
     _, screen = fetching("many/one", "many/two", "many/one")
     first, *others = screen.splitlines()
-    assert first.startswith("fetching 2 models, 2.0 MB, to ")
-    assert others == ["1 of 2: many/one, 1.0 MB", "2 of 2: many/two, 1.0 MB"]
+    assert first.startswith("fetching 2 models, 2.00 MiB, to ")
+    assert others == ["1 of 2: many/one, 1.00 MiB", "2 of 2: many/two, 1.00 MiB"]
 
 
 def test_processors_come_without_weights_which_a_later_call_fetches(fetching):
@@ -147,10 +148,10 @@ def test_processors_come_without_weights_which_a_later_call_fetches(fetching):
 
 def test_models_that_do_not_fit_on_the_disk_are_refused_before_any_is_fetched(fetching):
     for name in ("large/one", "large/two"):
-        fetching.mirror.add(name, model(model__safetensors=bytes(1_000_000)))
-    answer, _ = fetching("large/one", "large/two", free=1_500_000)
-    assert answer.startswith("large/one, large/two: 2 models, 2.0 MB, do not fit on the disk of ")
-    assert "1.5 MB free. Make room, or set HF_HOME to a folder on another disk" in answer
+        fetching.mirror.add(name, model(model__safetensors=bytes(2**20)))
+    answer, _ = fetching("large/one", "large/two", free=3 * 2**19)
+    assert answer.startswith("large/one, large/two: 2 models, 2.00 MiB, do not fit on the disk of ")
+    assert "1.50 MiB free. Make room, or set HF_HOME to a folder on another disk" in answer
     assert fetching.files_of("large/one") == []
 
 
