@@ -18,6 +18,7 @@ from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.fusionbench.own_data import data_setting
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
+from fusion_bench_featcal.hub_files import note_data_set
 from fusion_bench_featcal.nearest_names import nearest_hint
 from fusion_bench_featcal.settings import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
@@ -202,6 +203,7 @@ def _open(modelpool: Any, task: str, split: str, *, label_column: str | None = N
             rows = load_images(entry)
         else:  # a configuration or a hub id
             rows = getattr(modelpool, f"load_{split}_dataset")(task)
+        note_data_set(rows)
         if is_text:
             return text_rows(rows, f"task {task!r}, {setting}")
         return ImageItems(rows, name=f"task {task!r}, {setting}", label_column=label_column)

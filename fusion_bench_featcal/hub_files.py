@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,19 +11,15 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_download
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-    validate_repo_id,
-)
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from fusion_bench_featcal.bin_files import convert
 from fusion_bench_featcal.files import free_space, write_whole
 from fusion_bench_featcal.hub_errors import RETRIES, hub_error, with_retries
-from fusion_bench_featcal.plurals import counted
+from fusion_bench_featcal.plurals import bytes_text, counted
 from fusion_bench_featcal.settings import CalibrationError
 
 log = logging.getLogger(__name__)
@@ -37,6 +34,7 @@ _WEIGHTS = (
 """Weights in the order of preference: of models and adapters in one file, or in shards."""
 _INDEX = "model.safetensors.index.json"
 _THREADS = 8
+_COMMITS: dict[str, str] = {}
 
 
 def fetch(location: str, option: str, *, weights: bool = True) -> Path:
@@ -76,13 +74,15 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
             asked[model.location] = model
     lacking = [model for model in asked.values() if model.missing]
     _announce(lacking)
-    with _bars_on_terminals_only():
-        for number, model in enumerate(lacking, 1):
-            if len(lacking) > 1 and not sys.stderr.isatty():
-                size = _size(sum(model.missing.values()))
-                _say(f"{number} of {len(lacking)}: {model.location}, {size}")
-            with _or_as_it_is(model):
-                with_retries(model.download, model.option, model.retries)
+    on_terminal = sys.stderr.isatty()
+    if not on_terminal:
+        disable_progress_bars()
+    for number, model in enumerate(lacking, 1):
+        if len(lacking) > 1 and not on_terminal:
+            size = bytes_text(sum(model.missing.values()))
+            _say(f"{number} of {len(lacking)}: {model.location}, {size}")
+        with _or_as_it_is(model):
+            with_retries(model.download, model.option, model.retries)
     return {option: model.folder() for option, model in models.items()}
 
 
@@ -93,9 +93,17 @@ def is_here(location: str) -> bool:
     return model.is_whole() or (snapshot is not None and any(snapshot.glob("*.safetensors")))
 
 
-def commit_of(folder: Path) -> str | None:
-    """Return the commit of a model's folder in the hub's cache; None of any other folder."""
-    return folder.name if folder.parents[1].name.startswith("models--") else None
+def commits() -> dict[str, str]:
+    """Return the commits of the hub's models and data sets that this process has used, by id."""
+    return dict(_COMMITS)
+
+
+def note_data_set(rows: Any) -> None:
+    """Note the commit of a data set of the hub, which `datasets` has in the paths of its files."""
+    for file in getattr(getattr(rows, "_rows", rows), "cache_files", None) or ():
+        *_, name, _, _, commit, _ = ("", "", "", "", *Path(file["filename"]).parts)
+        if re.fullmatch("[0-9a-f]{40}", commit):
+            _COMMITS[f"datasets/{name.replace('___', '/')}"] = commit
 
 
 def needed_files(names: Iterable[str], *, weights: bool = True) -> list[str]:
@@ -173,6 +181,7 @@ class HubModel:
         snapshot = self.snapshot
         if self.is_path or snapshot is None:
             return Path(self.location).expanduser()
+        _COMMITS[self.location] = snapshot.name
         converted = self._converted(snapshot)
         names = [n for n in needed_files(self._listed() or {}) if (snapshot / n).exists()]
         bins = [name for name in names if name.endswith(".bin")]
@@ -197,9 +206,12 @@ class HubModel:
         )
         commit = str(info.sha)
         files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        _write(self._cache / "featcal" / f"{commit}.json", json.dumps(files))
+        notes = {self._cache / "featcal" / f"{commit}.json": json.dumps(files)}
         if commit != self.revision:
-            _write(self._cache / "refs" / self.revision, commit)
+            notes[self._cache / "refs" / self.revision] = commit
+        for file, text in notes.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, text.encode())
         snapshot = self._cache / "snapshots" / commit
         snapshot.mkdir(parents=True, exist_ok=True)
         names = needed_files(files, weights=weights)
@@ -259,27 +271,15 @@ def _announce(models: Sequence[HubModel]) -> None:
     fetched = sum(sum(model.missing.values()) for model in models)
     names = [model.location for model in models]
     what = names[0] if len(names) == 1 else counted(len(names), "model")
-    what += f", {_size(fetched)}"
+    what += f", {bytes_text(fetched)}"
     if converted:
-        what += f" and {_size(converted)} of .bin files converted"
+        what += f" and {bytes_text(converted)} of .bin files converted"
     if fetched + converted > free:
         raise CalibrationError(
             f"{', '.join(names)}: {what}, do not fit on the disk of {cache}, which has "
-            f"{_size(free)} free. Make room, or set HF_HOME to a folder on another disk"
+            f"{bytes_text(free)} free. Make room, or set HF_HOME to a folder on another disk"
         )
-    _say(f"fetching {what}, to {cache} ({_size(free)} free)")
-
-
-@contextmanager
-def _bars_on_terminals_only() -> Iterator[None]:
-    hidden = not sys.stderr.isatty() and not are_progress_bars_disabled()
-    if hidden:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if hidden:
-            enable_progress_bars()
+    _say(f"fetching {what}, to {cache} ({bytes_text(free)} free)")
 
 
 def _say(text: str) -> None:
@@ -288,12 +288,3 @@ def _say(text: str) -> None:
         log.info(text)
     else:
         print(text, file=sys.stderr)
-
-
-def _size(number: int) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
-
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, text.encode())

@@ -16,6 +16,7 @@ from torch import nn
 
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.files import free_space, replacing, sha256_file
+from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.json_files import masked, masked_words, sealed_json, without_secrets
 from fusion_bench_featcal.plurals import bytes_text
 from fusion_bench_featcal.results import AVERAGE, Report, versions
@@ -126,7 +127,8 @@ def card_text(
         "## Settings\n\n" + _listed(facts.settings),
         "## Samples\n\n" + _listed(facts.samples) if facts.samples else "",
         _accuracies(facts.row, report),
-        f"## How it was made\n\n```bash\n{command_line()}\n```\n\n" + _listed(versions()),
+        f"## How it was made\n\n```bash\n{command_line()}\n```\n\n"
+        + _listed(versions() | commits()),
     ]
     head_text = f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{CARD_MARK}\n\n"
     return head_text + without_secrets(page(*(section.rstrip() for section in sections)))
@@ -135,7 +137,8 @@ def card_text(
 def _hub_id(location: str) -> str | None:
     """Return a hub id; for a folder the one in its config, else the folder's name."""
     if not Path(location).is_dir():
-        return location if _HUB_ID.fullmatch(location) else None
+        hub_id = location.partition("@")[0]
+        return hub_id if _HUB_ID.fullmatch(hub_id) else None
     try:
         origin = str(read_json(Path(location) / "config.json").get("_name_or_path"))
     except (OSError, ValueError):
@@ -187,7 +190,7 @@ def write_provenance(folder: Path, files: Sequence[str], facts: CardFacts) -> st
         "format": 1,
         "row": facts.row,
         "command": command_line(),
-        "versions": versions(),
+        "versions": versions() | commits(),
         "merger": facts.upstream,
         "settings": facts.settings,
         "samples": facts.samples,

@@ -9,6 +9,7 @@ import pyarrow.csv
 from datasets.config import HF_HUB_OFFLINE
 
 from fusion_bench_featcal.hub_errors import hub_error
+from fusion_bench_featcal.hub_files import note_data_set
 from fusion_bench_featcal.settings import CalibrationError
 from fusion_bench_featcal.untrusted import check_nesting
 
@@ -139,6 +140,7 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
         loaded = datasets.load_dataset(repository, config or None, split=split)
     except Exception as error:  # whatever the hub's client and the network raise
         raise hub_error(error, option) from error
+    note_data_set(loaded)
     return cast(datasets.Dataset, loaded)
 
 

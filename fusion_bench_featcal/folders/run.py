@@ -36,6 +36,7 @@ from fusion_bench_featcal.folders.saving import HEADS, is_saved, save
 from fusion_bench_featcal.folders.scorers import Scorer, all_scores, comparison, scorers_of
 from fusion_bench_featcal.folders.tasks import Score, Task
 from fusion_bench_featcal.folders.verdict import NotImproved, Verdict
+from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.plan import one_line, plan_of, warnings_of
 from fusion_bench_featcal.plan_shapes import Request as PlanRequest
 from fusion_bench_featcal.plurals import counted
@@ -180,7 +181,7 @@ class Job:
         report = Report(
             suite=request.out.name,
             upstream=request.merger[0] or GIVEN,
-            versions=versions(),
+            versions=versions() | commits(),
             device=describe_device(torch.device(request.device)),
         )
         report.notes += [note for task in tasks.values() for note in task.notes]

@@ -8,6 +8,7 @@ from torch import nn
 
 from fusion_bench_featcal.error_block import first_line
 from fusion_bench_featcal.experts.model_config import read_config
+from fusion_bench_featcal.hub_files import fetch
 from fusion_bench_featcal.settings import CalibrationError
 
 KNOWN = Path(__file__).parents[1] / "known_configs"
@@ -31,10 +32,11 @@ def empty_model(location: str) -> nn.Module:
     from transformers import AutoConfig, CLIPVisionModel
 
     known = KNOWN / location.rstrip("/").rsplit("/", 1)[-1]
-    place = location if Path(location).is_dir() or not known.is_dir() else str(known)
+    is_known = known.is_dir() and not Path(location).is_dir()
     try:
-        read_config(Path(place))
-        config: Any = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        folder = known if is_known else fetch(location, "configuration", weights=False)
+        read_config(folder)
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, CalibrationError) as error:
         names = ", ".join(sorted(path.name for path in KNOWN.iterdir()))
         raise ValueError(

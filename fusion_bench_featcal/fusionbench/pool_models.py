@@ -291,7 +291,7 @@ class PoolModels(Mapping[str, PoolModel]):
         for name, model in self.items():
             for location in model.locations.values():
                 repo_id = hub_id(self.pool, location)
-                if repo_id is not None and not os.path.exists(location):
+                if repo_id and not os.path.exists(location):
                     wanted[f"modelpool.models.{name}={location}"] = repo_id
         fetch_all(wanted)
 

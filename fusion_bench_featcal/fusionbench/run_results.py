@@ -23,6 +23,7 @@ from fusion_bench_featcal.fusionbench.loggers import log_results
 from fusion_bench_featcal.fusionbench.options import MERGED
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.saving import RowSaver
+from fusion_bench_featcal.hub_files import commits
 from fusion_bench_featcal.json_files import sealed_json
 from fusion_bench_featcal.problem import CalibrationResult
 from fusion_bench_featcal.results import (
@@ -193,6 +194,7 @@ class RunResults:
         for kept in (self.report.rows, self.report.loss, self.report.settings, self.report.items):
             for name in [*(n for n in first if n in kept), *(n for n in kept if n not in first)]:
                 kept[name] = kept.pop(name)  # type: ignore[index, arg-type, assignment]
+        self.report.versions |= commits()
         if self._log_dir is not None:
             self.report.write(self._log_dir)
         if self._returned is None:

@@ -137,4 +137,5 @@ def _base_bytes(modelpool: BaseModelPool) -> int:
         return 0
     if model.module is not None:
         return stored_bytes(model.module.state_dict().values())
+    models.fetch()  # all at once, and not only this one
     return sum(f.stat().st_size for f in model.folders for f in f.glob("*.safetensors"))

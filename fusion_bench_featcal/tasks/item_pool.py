@@ -9,7 +9,7 @@ from fusion_bench.utils import count_parameters, instantiate
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.loading import naming_setting
-from fusion_bench_featcal.hub_files import fetch
+from fusion_bench_featcal.hub_files import fetch, note_data_set
 from fusion_bench_featcal.nearest_names import refuse_unknown_keys
 from fusion_bench_featcal.progress import progress_bar
 
@@ -119,4 +119,6 @@ def build_part(setting: str, value: Any) -> Any:
     if not (isinstance(value, Mapping) and "_target_" in value):
         return value
     with naming_setting(setting):
-        return instantiate(value)
+        part = instantiate(value)
+    note_data_set(part)
+    return part
