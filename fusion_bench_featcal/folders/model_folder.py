@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -50,7 +49,9 @@ class ModelFolder:
         self.option = (
             f"{option} {name}={location}" if option == "--expert" else f"{option} {location}"
         )
-        self.folder = located(location, self.option)
+        self.folder = fetch(location, self.option)
+        if not self.folder.is_dir():
+            raise ValueError(f"{self.option} is a file: name the folder that the model is in")
         self.is_adapter = (self.folder / "adapter_config.json").is_file()
         if not self.is_adapter and self.config is None:
             raise ValueError(f"{self.option}: {self.folder} has no config.json, so it is no model")
@@ -196,15 +197,6 @@ class ModelFolder:
             for name in tensors.keys() & source.names():
                 tensors[name].copy_(source.tensor(name))
         return model
-
-
-def located(location: str, option: str) -> Path:
-    """Return a model's local folder; a hub id is downloaded.
-
-    Raises:
-        CalibrationError: If it is neither a folder nor a hub id that can be had.
-    """
-    return fetch(location, option)
 
 
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:

@@ -203,12 +203,13 @@ def test_models_that_were_fetched_are_not_asked_for_again(doors):
         repository = mirror.add(f"llama/{name}", folder / name)
         repository.revisions["v1"] = repository.files
     for name in ("clip", "processor"):
-        mirror.add(f"vision/{name}", Path(doors.clip))
+        repository = mirror.add(f"vision/{name}", Path(doors.clip))
+        repository.revisions["v1"] = repository.files
     words = ["llama/merged", "--base", "llama/base", "--set", "samples_per_task=4", "--force"]
     for task in TASKS:
         words += ["--expert", f"{task}=llama/{task}@v1", "--data", f"{task}={folder / task}.jsonl"]
-    models = dict.fromkeys(("_pretrained_", "one"), "vision/clip")
-    pool = doors.pool | {"models": models, "processor": "vision/processor"}
+    models = {"_pretrained_": "vision/clip", "one": "vision/clip@v1"}
+    pool = doors.pool | {"models": models, "processor": "vision/processor@v1"}
     for number in range(2):
         asked = len(mirror.requests)
         assert doors.ask("calibrate", [*words, "--out", str(folder / f"out-{number}")]) == ""

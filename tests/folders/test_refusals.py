@@ -249,6 +249,12 @@ def test_a_place_that_is_no_model(folder, capsys):
     assert "has no config.json" in refusal(capsys, words(folder))
 
 
+def test_a_file_is_no_model(folder, capsys):
+    file = folder / "one" / "model.safetensors"
+    line = refusal(capsys, [*words(folder), "--base", str(file)])
+    assert f"--base {file} is a file: name the folder that the model is in" in line
+
+
 def test_weights_of_another_format(folder, capsys):
     (folder / "two" / "model.safetensors").rename(folder / "two" / "pytorch_model.bin")
     assert "only safetensors are read" in refusal(capsys, words(folder))
